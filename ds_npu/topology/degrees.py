@@ -1,0 +1,90 @@
+"""How many ranks stand along each axis: arithmetic only, no process group and no torch.
+
+One world grid, seen twice, the last axis fastest:
+
+    dense:  (pp, dp, cp, tp)     every weight but the experts'
+    expert: (pp, edp, ep, etp)   the experts'; edp * ep * etp == dp * cp * tp
+
+``axis`` names an axis of the grid; ``dim`` is kept for tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Axis = Literal["pp", "dp", "cp", "tp", "edp", "ep", "etp"]
+
+DENSE: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+EXPERT: tuple[Axis, ...] = ("pp", "edp", "ep", "etp")
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of the axes of a world of ``pp * dp * cp * tp`` ranks.
+
+    Raises ValueError where ``ep * etp`` does not divide ``dp * cp * tp``.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.dp * self.cp * self.tp) % (self.ep * self.etp):
+            raise ValueError(
+                f"ep * etp = {self.ep} * {self.etp} does not divide dp * cp * tp = {self.dp} * {self.cp} * {self.tp}"
+            )
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert within one pipeline stage."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def size(self, axis: Axis) -> int:
+        return {
+            "pp": self.pp,
+            "dp": self.dp,
+            "cp": self.cp,
+            "tp": self.tp,
+            "edp": self.edp,
+            "ep": self.ep,
+            "etp": self.etp,
+        }[axis]
+
+    def place(self, global_rank: int) -> dict[Axis, int]:
+        """The rank of ``global_rank`` along every axis of both views."""
+        place: dict[Axis, int] = {}
+        for view in (DENSE, EXPERT):
+            rest = global_rank
+            for axis in reversed(view):
+                rest, place[axis] = divmod(rest, self.size(axis))
+        return place
+
+    def groups(self, *axes: Axis) -> list[list[int]]:
+        """The groups of global ranks that differ along ``axes`` (of one view) only, each in grid order.
+
+        ``groups("dp", "cp")`` are the groups over which ZeRO shards.
+        """
+        view = DENSE if set(axes) <= set(DENSE) else EXPERT
+        if not set(axes) <= set(view):
+            raise ValueError(f"no view of the grid holds all of {axes}: the views are {DENSE} and {EXPERT}")
+        fixed = [axis for axis in view if axis not in axes]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for global_rank, place in self._places(view):
+            found.setdefault(tuple(place[axis] for axis in fixed), []).append(global_rank)
+        return list(found.values())
+
+    def _places(self, view: tuple[Axis, ...]) -> Iterator[tuple[int, dict[Axis, int]]]:
+        grid = itertools.product(*(range(self.size(axis)) for axis in view))
+        return ((global_rank, dict(zip(view, place, strict=True))) for global_rank, place in enumerate(grid))

@@ -1,0 +1,136 @@
+"""What stands in for DeepSpeed's names (the factories of ``ds_npu.engine.patches``).
+
+Each takes the original and returns its replacement, which calls the original; without the section in the config, or
+without an NPU, the replacement does what the original does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_npu.engine import session
+from ds_npu.engine.patches import FAILED
+
+Function = Callable[..., Any]
+
+
+def npu_accelerator(original: type) -> type:
+    """DeepSpeed imports its NPU accelerator only where it has chosen it."""
+    accelerator: type = importlib.import_module("ds_npu.accelerator.npu_accelerator").NpuAccelerator
+    return accelerator
+
+
+def init_distributed(original: Function) -> Function:
+    @functools.wraps(original)
+    def checked_init_distributed(*args: Any, **kwargs: Any) -> Any:
+        config = session.announced()
+        if config is not None and not dist.is_initialized():
+            session.validate(config)
+        return original(*args, **kwargs)
+
+    return checked_init_distributed
+
+
+def initialize(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def checked_initialize(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        config = session.with_section(_config_in(given))
+        if config is not None:
+            if FAILED:
+                raise RuntimeError("the config asks for ds_npu, which cannot run here:\n  " + "\n  ".join(FAILED))
+            if given.get("mpu") is not None:
+                raise ValueError("initialize(mpu=...): found one, and a ds_npu section, which makes its own; pass none")
+            session.validate(config, _stages(given.get("model")))
+        return original(*args, **kwargs)
+
+    return checked_initialize
+
+
+def _config_in(given: dict[str, Any]) -> Any:
+    """The config where initialize() looks for it: its own arguments, else the parsed command line's."""
+    config = given.get("config") or given.get("config_params")
+    arguments = given.get("args")
+    return config if config is not None or arguments is None else vars(arguments).get("deepspeed_config")
+
+
+def _stages(model: Any) -> int | None:
+    """The number of stages of a PipelineModule, None for any other model."""
+    module = importlib.import_module("deepspeed.runtime.pipe.module")
+    return int(model.num_stages) if isinstance(model, module.PipelineModule) else None
+
+
+def deepspeed_config_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def init(self: Any, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        found = session.with_section(config)
+        self.ds_npu = None
+        if found is not None and dist.is_initialized():
+            grid = importlib.import_module("ds_npu.engine.grid")
+            stages = mpu.pipe_parallel_size if isinstance(mpu, grid.ContextGrid) else None
+            self.ds_npu = session.open_session(found, stages)
+            mpu, mesh_device = self.ds_npu.mpu, None
+        original(self, config, mpu, mesh_device)
+
+    return init
+
+
+def engine_new(original: Function) -> Function:
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config_class")
+        if config is not None and vars(config).get("ds_npu") is not None:
+            cls = importlib.import_module("ds_npu.engine.engines").ENGINES.get(cls, cls)
+        return original(cls)
+
+    return new
+
+
+def pipeline_grid(original: type) -> Function:
+    """A class in DeepSpeed, a function here: it makes the grid that the announced config asks for."""
+
+    @functools.wraps(original, updated=())
+    def grid(topology: Any = None, process_group: Any = None) -> Any:
+        config = session.announced()
+        if config is None:
+            return original(topology=topology, process_group=process_group)
+        return importlib.import_module("ds_npu.engine.grid").ContextGrid(config, topology, process_group)
+
+    return grid
+
+
+def zero_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def init(self: Any, module: Any = None, data_parallel_group: Any = None, *args: Any, **kwargs: Any) -> None:
+        config = session.with_section(kwargs.get("config_dict_or_path") or kwargs.get("config"))
+        if config is not None and data_parallel_group is None and dist.is_initialized():
+            data_parallel_group = session.open_session(config).topology.group("dp", "cp")
+        original(self, module, data_parallel_group, *args, **kwargs)
+
+    return init
+
+
+def installed_cann_path(original: Function) -> Function:
+    @functools.wraps(original)
+    def path() -> str | None:
+        found = os.environ.get("ASCEND_HOME_PATH")
+        return found if found is not None and os.path.exists(found) else None
+
+    return path
+
+
+def debug_report(original: Function) -> Function:
+    @functools.wraps(original)
+    def report() -> None:
+        original()
+        importlib.import_module("ds_npu.engine.report").report()
+
+    return report

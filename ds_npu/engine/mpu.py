@@ -1,0 +1,36 @@
+"""The topology as DeepSpeed's ``mpu``: the names under which DeepSpeed asks who works with whom."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+from ds_npu.topology.degrees import Axis
+from ds_npu.topology.topology import Topology
+
+AXES_OF: dict[str, tuple[Axis, ...]] = {
+    "data_parallel": ("dp",),
+    "sequence_parallel": ("cp",),
+    "sequence_data_parallel": ("dp", "cp"),
+    "model_parallel": ("pp", "tp"),
+    "tensor_model_parallel": ("tp",),
+    "pipeline_model_parallel": ("pp",),
+    "pipe_parallel": ("pp",),
+}
+"""DeepSpeed's word -> our axes. ZeRO shards over sequence_data_parallel; norms and overflow go over model_parallel.
+
+An ``initialize_sequence_parallel`` must never join them: DeepSpeed takes its presence as "no model parallelism"
+(DeepSpeed 0.19.8 utils/groups.py:774, runtime/zero/stage_1_and_2.py:309).
+"""
+
+
+def mpu_of(topology: Topology) -> SimpleNamespace:
+    """For each word: ``get_<word>_world_size``, ``_rank``, ``_group`` and ``_group_ranks``, all without arguments."""
+    mpu = SimpleNamespace()
+    for word, axes in AXES_OF.items():
+        vars(mpu)[f"get_{word}_world_size"] = partial(topology.size, *axes)
+        vars(mpu)[f"get_{word}_rank"] = partial(topology.rank, *axes)
+        vars(mpu)[f"get_{word}_group"] = partial(topology.group, *axes)
+        vars(mpu)[f"get_{word}_group_ranks"] = partial(topology.ranks, *axes)
+    mpu.get_tensor_model_parallel_src_rank = lambda: topology.ranks("tp")[0]
+    return mpu

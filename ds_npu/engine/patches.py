@@ -1,0 +1,179 @@
+"""The one table of what ds_npu changes in DeepSpeed, each with its reason and its way out.
+
+A patch names what it replaces and a factory ``(original) -> replacement``. It is applied when the module it names
+has been executed. Where what it replaces has not the parameters it expects, nothing is replaced; ``FAILED`` says
+so, and a config that asks for ds_npu is then refused (``ds_npu.engine.hooks.initialize``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ds_npu.log import warn_once
+
+VERSIONS = ">=0.19.6,<0.20"
+"""The DeepSpeed versions whose source was read for these patches."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One name of DeepSpeed that ds_npu replaces."""
+
+    module: str
+    name: str
+    """Attribute path in ``module``, as ``DeepSpeedConfig.__init__``."""
+    factory: str
+    """``module:function`` of ds_npu, called with the original, returning what replaces it."""
+    parameters: tuple[str, ...]
+    """What the original's parameters must begin with."""
+    what: str
+    why: str
+    upstream: str
+    until: str
+    also: tuple[str, ...] = ()
+    """``module:name`` of copies that ``from ... import`` made, for an ``import ds_npu`` after ``import deepspeed``."""
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        module="deepspeed.accelerator.npu_accelerator",
+        name="NPU_Accelerator",
+        factory="ds_npu.engine.hooks:npu_accelerator",
+        parameters=(),
+        what="the accelerator that DeepSpeed makes where torch_npu is installed is ds_npu's",
+        why="op builders are bound while deepspeed is imported, so set_accelerator() always comes too late",
+        upstream="accelerator/real_accelerator.py:233 and :23, a closed list of names without entry points",
+        until="DeepSpeed takes accelerators from an entry point",
+    ),
+    Patch(
+        module="deepspeed.comm.comm",
+        name="init_distributed",
+        factory="ds_npu.engine.hooks:init_distributed",
+        parameters=("dist_backend",),
+        what="a config announced on the command line is checked before a process group is opened",
+        why="a script that opens the group itself would learn of a mistake only after every rank has connected",
+        upstream="comm/comm.py:init_distributed takes no config that reaches third parties",
+        until="DeepSpeed validates its config before init_distributed",
+        also=("deepspeed:init_distributed", "deepspeed.comm:init_distributed"),
+    ),
+    Patch(
+        module="deepspeed",
+        name="initialize",
+        factory="ds_npu.engine.hooks:initialize",
+        parameters=("args", "model"),
+        what="the config given to initialize() is checked before a process group is opened",
+        why="unknown top-level keys, ds_npu's section among them, are ignored by DeepSpeed",
+        upstream="runtime/config.py: no hook for a third party's section",
+        until="DeepSpeed lets a plugin own a config section",
+    ),
+    Patch(
+        module="deepspeed.runtime.config",
+        name="DeepSpeedConfig.__init__",
+        factory="ds_npu.engine.hooks:deepspeed_config_init",
+        parameters=("self", "config", "mpu", "mesh_device"),
+        what="a config with the section gets the topology's mpu",
+        why="batch arithmetic and ZeRO sharding are derived here, before an engine exists",
+        upstream="runtime/config.py:456 takes the world size from the mpu or from the whole world",
+        until="DeepSpeedConfig accepts a topology provider",
+    ),
+    Patch(
+        module="deepspeed.runtime.engine",
+        name="DeepSpeedEngine.__new__",
+        factory="ds_npu.engine.hooks:engine_new",
+        parameters=(),
+        what="making an engine from a config with the section makes ds_npu's subclass of it",
+        why="initialize() names the engine classes itself; rebinding the names breaks their super() calls",
+        upstream="deepspeed/__init__.py:560 and runtime/engine.py:527",
+        until="initialize() accepts an engine class",
+    ),
+    Patch(
+        module="deepspeed.runtime.pipe.module",
+        name="PipelineParallelGrid",
+        factory="ds_npu.engine.hooks:pipeline_grid",
+        parameters=("topology", "process_group"),
+        what="a PipelineModule's grid knows the context axis",
+        why="PipelineModule makes its groups in its constructor and accepts no mpu",
+        upstream="runtime/pipe/module.py:183; deepspeed/__init__.py:582 asserts mpu is None",
+        until="PipelineModule accepts a grid",
+    ),
+    Patch(
+        module="deepspeed.runtime.zero.partition_parameters",
+        name="Init.__init__",
+        factory="ds_npu.engine.hooks:zero_init",
+        parameters=("self", "module", "data_parallel_group"),
+        what="zero.Init with the section shards over dp x cp",
+        why="left alone it shards over the whole world, tensor and pipeline peers included",
+        upstream="runtime/zero/partition_parameters.py, data_parallel_group=None",
+        until="zero.Init takes its group from the mpu",
+    ),
+    Patch(
+        module="deepspeed.env_report",
+        name="installed_cann_path",
+        factory="ds_npu.engine.hooks:installed_cann_path",
+        parameters=(),
+        what="ds_report survives a shell without ASCEND_HOME_PATH",
+        why="an `or` where `and` is meant raises KeyError",
+        upstream="env_report.py:79",
+        until="fixed upstream",
+    ),
+    Patch(
+        module="deepspeed.env_report",
+        name="debug_report",
+        factory="ds_npu.engine.hooks:debug_report",
+        parameters=(),
+        what="ds_report ends with ds_npu's part",
+        why="it has no hook for plugins",
+        upstream="env_report.py:main",
+        until="ds_report calls plugins",
+    ),
+)
+
+FAILED: list[str] = []
+"""Why patches were not applied in this process."""
+
+
+def apply(module: ModuleType) -> None:
+    """Apply the patches of ``module``, which has just been executed (or was, before ds_npu came). Never raises."""
+    for patch in PATCHES:
+        if patch.module == module.__name__:
+            _apply(patch, module)
+
+
+def _apply(patch: Patch, module: ModuleType) -> None:
+    owner, leaf = _owner(module, patch.name)
+    original = object.__new__ if leaf == "__new__" else vars(owner).get(leaf)
+    found = None if original is None else tuple(inspect.signature(original).parameters)
+    if found is None or found[: len(patch.parameters)] != patch.parameters:
+        reason = (
+            f"{patch.target} begins with the parameters {patch.parameters} in the DeepSpeed versions that ds_npu "
+            f"supports ({VERSIONS}); here it {'does not exist' if found is None else f'has {found}'}"
+        )
+        FAILED.append(reason)
+        warn_once(f"a change that ds_npu needs was not made: {reason}. Install a supported DeepSpeed.")
+        return
+    module_name, _, function = patch.factory.partition(":")
+    replacement = vars(importlib.import_module(module_name))[function](original)
+    setattr(owner, leaf, replacement)
+    for copy in patch.also:
+        copy_module, _, name = copy.partition(":")
+        holder = sys.modules.get(copy_module)
+        if holder is not None and vars(holder).get(name) is original:
+            setattr(holder, name, replacement)
+
+
+def _owner(module: ModuleType, name: str) -> tuple[Any, str]:
+    """The module or class that holds ``name``, and the last part of it."""
+    *classes, leaf = name.split(".")
+    owner: Any = module
+    for part in classes:
+        owner = vars(owner).get(part, object)
+    return owner, leaf

@@ -1,0 +1,115 @@
+"""From a DeepSpeed config to what an engine is built with: the checked section and the topology of this world."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_npu.capability import hccl_options
+from ds_npu.engine.mpu import mpu_of
+from ds_npu.features.all import DsNpuConfig
+from ds_npu.features.check import check, load
+from ds_npu.log import warn_once
+from ds_npu.topology.degrees import Axis, Degrees
+from ds_npu.topology.topology import Topology
+
+SECTION = "ds_npu"
+MIB = 2**20
+HCCL_DEFAULT_MIB = 200
+"""HCCL_BUFFSIZE's default; each communicator takes twice that (torch_npu documentation of hccl_buffer_size)."""
+
+Config = str | os.PathLike[str] | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one engine is built from."""
+
+    config: DsNpuConfig
+    topology: Topology
+
+    @property
+    def mpu(self) -> SimpleNamespace:
+        return mpu_of(self.topology)
+
+
+_topologies: dict[tuple[Any, Degrees], Topology] = {}
+"""DeepSpeed makes its config several times for one engine (zero.Init, initialize); they share one set of groups."""
+
+
+def with_section(config: Config | None) -> dict[str, Any] | None:
+    """The DeepSpeed config as a dict where it holds the section, else None (whatever else it is DeepSpeed's matter)."""
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        if not os.path.exists(config):
+            return None
+        config = load(os.fspath(config))
+    return config if SECTION in config else None
+
+
+def announced() -> dict[str, Any] | None:
+    """The config that DS_NPU_CONFIG or the command line names, if it has the section: known before any API call."""
+    return with_section(os.environ.get("DS_NPU_CONFIG") or _from_command_line(sys.argv))
+
+
+def _from_command_line(arguments: list[str]) -> str | None:
+    """``--deepspeed_config X`` (DeepSpeed's own) or ``--deepspeed X.json`` (the Hugging Face Trainer's)."""
+    words = [part for argument in arguments for part in argument.split("=", 1)]
+    for flag, value in zip(words, words[1:], strict=False):
+        if flag == "--deepspeed_config" or (flag == "--deepspeed" and value.endswith(".json")):
+            return value
+    return None
+
+
+def world_size() -> int:
+    """Of the process group where there is one, else of the launcher, else 1."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:
+    """Check ``config`` for this world, a PipelineModule of ``stages`` included; raises ConfigError with every reason."""
+    checked = check(config, world_size(), stages)
+    for warning in checked.warnings:
+        warn_once(warning)
+    return checked.config, checked.degrees
+
+
+def open_session(config: dict[str, Any], stages: int | None = None) -> Session:
+    """Check ``config`` and make, or find, this world's process groups. Every rank calls it at the same time."""
+    section, degrees = validate(config, stages)
+    key = (dist.group.WORLD, degrees)
+    if key not in _topologies:
+        for old in [old for old in _topologies if old[0] is not dist.group.WORLD]:
+            del _topologies[old]
+        _topologies[key] = Topology(degrees, lambda axes: hccl_buffers(axes, config))
+    return Session(section, _topologies[key])
+
+
+def hccl_buffers(axes: tuple[Axis, ...], config: dict[str, Any]) -> Any:
+    """Options for the communicator over ``axes``: a buffer for its largest message, never above HCCL's default."""
+    if dist.get_backend() != "hccl":
+        return None
+    return hccl_options(buffer_mib(axes, config))
+
+
+def buffer_mib(axes: tuple[Axis, ...], config: dict[str, Any]) -> int:
+    """MiB for the largest message along ``axes``: ZeRO's buckets where it shards, one scalar for norms elsewhere.
+
+    Elements are counted as float32, the widest that DeepSpeed reduces.
+    """
+    default = int(os.environ.get("HCCL_BUFFSIZE", HCCL_DEFAULT_MIB))
+    if axes in (("tp",), ("cp",), ("pp",)):
+        return default
+    if axes != ("dp", "cp") and axes != ("dp",):
+        return 1
+    zero = config.get("zero_optimization", {})
+    elements = [zero.get(key) for key in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")]
+    if not all(isinstance(value, int | float) for value in elements):
+        return default
+    return max(1, min(default, -(-int(max(elements)) * 4 // MIB)))

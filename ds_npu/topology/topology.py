@@ -1,0 +1,88 @@
+"""Who is where: this rank's place in the grid, and the process groups along its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from ds_npu.topology.degrees import Axis, Degrees
+
+ALONE = "ds_npu_alone"
+"""The backend of a group of one rank: every collective is the identity, and no communicator is opened."""
+
+GROUPS: tuple[tuple[Axis, ...], ...] = (("dp", "cp"), ("dp",), ("cp",), ("tp",), ("pp",), ("pp", "tp"))
+"""The groups DeepSpeed asks for, in the order in which every rank makes them."""
+
+BufferMib = Callable[[tuple[Axis, ...]], Any]
+"""Backend options of the communicator over the given axes, or None for the backend's own."""
+
+
+def _alone(options: Any, backend_options: Any) -> Any:
+    """torch's FakeProcessGroup copies inputs to outputs; with one rank that is what each collective means."""
+    return FakeProcessGroup._create_internal(options.group_rank, options.group_size, backend_options)
+
+
+def _register_alone() -> None:
+    if ALONE not in dist.Backend.backend_list:
+        devices = ["cpu", "cuda", torch._C._get_privateuse1_backend_name()]
+        dist.Backend.register_backend(ALONE, _alone, extended_api=True, devices=devices)
+
+
+class Topology:
+    """The one object that says which ranks work together on what. It is passed, never fetched.
+
+    Made by every rank of an initialised world at the same time, since process groups are made together. Groups
+    with the same ranks are one group; an axis of size 1 opens no communicator.
+
+    Raises ValueError where the degrees do not fill the world.
+    """
+
+    def __init__(self, degrees: Degrees, options: BufferMib = lambda axes: None) -> None:
+        if degrees.world_size != dist.get_world_size():
+            raise ValueError(
+                f"the degrees {degrees} make a world of {degrees.world_size} ranks; this one has "
+                f"{dist.get_world_size()}"
+            )
+        _register_alone()
+        self.degrees = degrees
+        self.global_rank = dist.get_rank()
+        self.place = degrees.place(self.global_rank)
+        self._ranks: dict[tuple[Axis, ...], list[int]] = {}
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(degrees.world_size)): dist.group.WORLD}
+        for axes in GROUPS:
+            self._open(axes, options(axes))
+
+    def _open(self, axes: tuple[Axis, ...], options: Any) -> None:
+        for ranks in map(tuple, self.degrees.groups(*axes)):
+            if ranks in self._groups:
+                continue
+            if len(ranks) > 1:
+                self._groups[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc="x".join(axes))
+            elif self.global_rank in ranks:
+                self._groups[ranks] = dist.new_group(list(ranks), backend=ALONE, use_local_synchronization=True)
+
+    def ranks(self, *axes: Axis) -> list[int]:
+        """The global ranks of this rank's group along ``axes``, in grid order."""
+        if axes not in self._ranks:
+            self._ranks[axes] = next(ranks for ranks in self.degrees.groups(*axes) if self.global_rank in ranks)
+        return self._ranks[axes]
+
+    def group(self, *axes: Axis) -> Any:
+        """This rank's process group along ``axes``; one of ``GROUPS``."""
+        return self._groups[tuple(self.ranks(*axes))]
+
+    def size(self, *axes: Axis) -> int:
+        return len(self.ranks(*axes))
+
+    def rank(self, *axes: Axis) -> int:
+        """This rank's place along ``axes``."""
+        return self.ranks(*axes).index(self.global_rank)
+
+    def neighbour(self, axis: Axis, step: int) -> int:
+        """The global rank ``step`` places further along ``axis``, around the ring."""
+        ranks = self.ranks(axis)
+        return ranks[(self.rank(axis) + step) % len(ranks)]

@@ -1,0 +1,11 @@
+"""Settings every test runs under: plain CPU, one thread, DeepSpeed quiet."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+sys.path.insert(0, os.path.dirname(__file__))

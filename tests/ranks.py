@@ -1,0 +1,73 @@
+"""Runs a function on every rank of a small world: forkserver, gloo, one thread a rank, never longer than a deadline.
+
+The forkserver imports torch and DeepSpeed once; a world of ranks then starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEADLINE_S = 180.0
+PRELOAD = [
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.fx.experimental.symbolic_shapes",
+    "pydantic",
+    "hypothesis",
+    "pytest",
+    "deepspeed",
+    "ranks",
+]
+
+multiprocessing.set_forkserver_preload(PRELOAD)
+
+
+def _rank_main(rank: int, world_size: int, folder: str, body: Callable[..., None], args: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    # DeepSpeed reads these; its own communication extension would cost a minute of compilation.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    try:
+        body(*args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def run_on_ranks(world_size: int, body: Callable[..., None], *args: object, deadline_s: float = DEADLINE_S) -> None:
+    """Call ``body(*args)`` on each of ``world_size`` ranks; raise what the first failing rank raised.
+
+    Past ``deadline_s`` every rank is killed and TimeoutError raised: a hang is a failure with a name.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _rank_main, (world_size, folder, body, args), world_size, join=False, start_method="forkserver"
+        )
+        deadline = time.monotonic() + deadline_s
+        try:
+            while not context.join(timeout=max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"{body.__name__} on {world_size} ranks did not end within {deadline_s} s")
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def shared_memory_files() -> set[str]:
+    """What lies in /dev/shm now: nothing of ours may stay there."""
+    return {path.name for path in Path("/dev/shm").iterdir()}

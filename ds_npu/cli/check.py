@@ -59,7 +59,7 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
 
 def _batch(batch: Batch, dp: int, sequence_length: int | None) -> str:
     micro, steps, train = (size or "?" for size in (batch.micro, batch.steps, batch.train))
-    line = f"Batch: {micro} micro × {steps} accumulation × {dp} data parallel = {train} samples a step"
+    line = f"Batch: {micro} micro * {steps} accumulation * {dp} data parallel = {train} samples a step"
     if batch.train and sequence_length:
         line += f" = {batch.train * sequence_length:,} tokens"
     return line + ("" if batch.train else " (? is not in the config: the Hugging Face Trainer fills it in)")

@@ -24,7 +24,7 @@ ZERO = {
 }
 SHOWN = 8
 """Groups of an axis, ranks of a group and cells of a row that are written out; rows twice as many."""
-DOTS = "…"
+DOTS = "..."
 
 
 def axes_table(degrees: Degrees) -> Iterator[str]:
@@ -40,7 +40,7 @@ def zero_line(degrees: Degrees, stage: int | None) -> str:
     """What ZeRO shards, over which ranks."""
     size = degrees.dp * degrees.cp
     where = f"{size} ranks: {_groups(degrees, 'dp', 'cp')}" if size > 1 else "which is a single rank"
-    return f"{ZERO[stage]} over data × context, {where}"
+    return f"{ZERO[stage]} over data * context, {where}"
 
 
 def grid_picture(degrees: Degrees) -> Iterator[str]:

@@ -46,7 +46,7 @@ class DsNpuConfig(Section):
     # A key that is a section is described by the section's docstring.
 
     parallel: ParallelSection = ParallelSection()
-    plan: Plan = Field({})
+    plan: Plan = Field(default={})
     """Roles of the model's modules, from a glob over their names to a role, where ds_npu cannot tell by itself."""
     fused_ops: FusedOpsSection = FusedOpsSection()
     tensor_overlap: TensorOverlap = "none"

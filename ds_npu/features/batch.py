@@ -51,7 +51,7 @@ def _derived(found: dict[str, Any], dp: int | None) -> tuple[Batch, list[Problem
     whole = dp is not None and len(factors) == 2
     if type(train) is int:
         if train != product if whole else train % product:
-            text = " × ".join(f"{key} {value}" for key, value in named.items()) + (f" = {product}" if named else "")
+            text = " * ".join(f"{key} {value}" for key, value in named.items()) + (f" = {product}" if named else "")
             return Batch(), [Problem(TRAIN, train, text if whole else f"a multiple of {text}")]
         missing = [key for key in (MICRO, STEPS) if found[key] is None]
         if dp is not None and len(factors) == 1 and missing:

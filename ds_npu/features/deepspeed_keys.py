@@ -54,9 +54,9 @@ def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[P
     if autotp not in (None, 0, 1):
         accepted = "0 or 1 beside a ds_npu section (see ds_npu.parallel.tensor): AutoTP replaces its process groups"
         yield Problem("tensor_parallel.autotp_size", autotp, accepted)
-    autoep = value_at(ds_config, "expert_parallel.autoep_size")
-    if value_at(ds_config, "expert_parallel.enabled") and autoep not in (None, 1):
-        accepted = "1 beside a ds_npu section (see ds_npu.parallel.expert): AutoEP makes its own process groups"
+    autoep, expert = value_at(ds_config, "expert_parallel.autoep_size"), config.parallel.expert
+    if value_at(ds_config, "expert_parallel.enabled") and (autoep not in (None, 1) or expert > 1):
+        accepted = f"1, with ds_npu.parallel.expert 1 (found {expert}): AutoEP makes its own process groups"
         yield Problem("expert_parallel.autoep_size", autoep, accepted)
     stage, pipeline = zero_stage(ds_config), config.parallel.pipeline
     if stage in (2, 3) and pipeline > 1:

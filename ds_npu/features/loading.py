@@ -50,4 +50,3 @@ def _duplicates(pairs: list[tuple[str, Any]]) -> list[Problem]:
         values.setdefault(key, []).append(value)
     accepted = "one value: a key stands once in its object"
     return [Problem(key, found, accepted) for key, found in values.items() if len(found) > 1]
-    ]

@@ -10,7 +10,7 @@ from ds_npu.topology.degrees import Degrees
 
 
 class ParallelSection(Section):
-    """Sizes of the axes; the data-parallel size is what the world leaves: world / (tensor × context × pipeline)."""
+    """Sizes of the axes; the data-parallel size is what the world leaves: world / (tensor * context * pipeline)."""
 
     tensor: AtLeastOne = 1
     """Ranks that share each weight matrix (tensor parallelism)."""
@@ -46,7 +46,7 @@ def fit(section: ParallelSection, world_size: int | None) -> tuple[Degrees, list
         return smallest, [_must_divide(dense, world_size, f"the world size {world_size}")]
     stage = world_size // section.pipeline
     if stage % experts:
-        what = f"the {stage} ranks of a pipeline stage (data × context × tensor)"
+        what = f"the {stage} ranks of a pipeline stage (data * context * tensor)"
         return smallest, [_must_divide(expert, stage, what)]
     return _degrees(section, stage // peers), []
 

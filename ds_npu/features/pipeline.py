@@ -26,9 +26,9 @@ class PipelineSection(Section):
     """A schedule by its name, or a file with one row of actions a rank; left out: 1f1b."""
     virtual_stages: AtLeastOne = 1
     """Parts of the model that each rank holds (interleaved schedules)."""
-    split: list[AtLeastZero] = Field([])
+    split: list[AtLeastZero] = Field(default=[])
     """Layers of each stage, first to last; empty: as even as possible."""
-    noop_layers: list[AtLeastZero] = Field([])
+    noop_layers: list[AtLeastZero] = Field(default=[])
     """Positions at which a layer that does nothing is counted, to make a division even."""
     recompute: Literal["inline", "bubble"] = "inline"
     """Recompute activations just before their backward, or earlier, where the rank would wait."""

@@ -13,7 +13,7 @@ from ds_npu.config import Problem
 from ds_npu.features.all import DsNpuConfig
 from ds_npu.features.schema import accepted, leaves, section_schema
 
-Path = tuple[str, ...]
+Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def read(raw: Any) -> Reading:
     if not isinstance(raw, dict):
         return Reading(DsNpuConfig(), [Problem("ds_npu", raw, accepted(section_schema()))], _below({()}))
     rest = _with_string_keys(raw)
-    found: dict[Path, Any] = {}
+    found: dict[Keys, Any] = {}
     while True:
         try:
             config = DsNpuConfig.model_validate(rest)
@@ -43,8 +43,8 @@ def read(raw: Any) -> Reading:
             problems = {_full(path): _problem(path, value) for path, value in found.items()}
             problems |= {path: problem for path, problem in _autos(raw) if not _is_unknown(problems.get(path))}
             # A key that does not exist was meant for another one, whose value is then not known.
-            doubtful = {path if _node(path) else _meant(path) for path in found}
-            return Reading(config, list(problems.values()), _below(doubtful - {None}))
+            doubtful = {meant for path in found if (meant := path if _node(path) else _meant(path))}
+            return Reading(config, list(problems.values()), _below(doubtful))
 
 
 def _with_string_keys(raw: Any) -> Any:
@@ -52,11 +52,11 @@ def _with_string_keys(raw: Any) -> Any:
     return {str(key): _with_string_keys(value) for key, value in raw.items()} if isinstance(raw, dict) else raw
 
 
-def _full(path: Path) -> str:
+def _full(path: Keys) -> str:
     return ".".join(("ds_npu", *path))
 
 
-def _node(path: Path) -> dict[str, Any] | None:
+def _node(path: Keys) -> dict[str, Any] | None:
     """The schema of the key at ``path``; None where there is no such key."""
     node: dict[str, Any] | None = section_schema()
     for part in path:
@@ -64,7 +64,7 @@ def _node(path: Path) -> dict[str, Any] | None:
     return node
 
 
-def _below(paths: set[Path | None]) -> frozenset[str]:
+def _below(paths: set[Keys]) -> frozenset[str]:
     """The keys at and below ``paths``."""
     if not paths:
         # The schema costs more than the rest of a check in which nothing is wrong.
@@ -73,9 +73,9 @@ def _below(paths: set[Path | None]) -> frozenset[str]:
     return frozenset(leaf for leaf in every if any(tuple(leaf.split("."))[: len(path)] == path for path in paths))
 
 
-def _cut(location: tuple[int | str, ...]) -> Path:
+def _cut(location: tuple[int | str, ...]) -> Keys:
     """pydantic's place of an error, without what it adds below a key (list index, branch of a union)."""
-    path: Path = ()
+    path: Keys = ()
     for part in location:
         node = _node(path)
         if node is None or "properties" not in node:
@@ -84,14 +84,14 @@ def _cut(location: tuple[int | str, ...]) -> Path:
     return path
 
 
-def _remove(raw: dict[str, Any], path: Path) -> Any:
+def _remove(raw: dict[str, Any], path: Keys) -> Any:
     """Take the key at ``path`` out of ``raw`` and return its value."""
     for part in path[:-1]:
         raw = raw[part]
     return raw.pop(path[-1])
 
 
-def _problem(path: Path, found: Any) -> Problem:
+def _problem(path: Keys, found: Any) -> Problem:
     node = _node(path)
     return Problem(_full(path), found, accepted(node) if node else _unknown(path))
 
@@ -99,7 +99,7 @@ def _problem(path: Path, found: Any) -> Problem:
 UNKNOWN = "no such key"
 
 
-def _meant(path: Path) -> Path | None:
+def _meant(path: Keys) -> Keys | None:
     """The key that an unknown one stands for: one of its name elsewhere, else one beside it with nearly its name."""
     every = [tuple(leaf.split(".")) for leaf, _ in leaves(section_schema())]
     elsewhere = [leaf for leaf in every if leaf[-1] == path[-1]]
@@ -107,11 +107,11 @@ def _meant(path: Path) -> Path | None:
     return next(iter([*elsewhere, *((*path[:-1], key) for key in near)]), None)
 
 
-def _neighbours(path: Path) -> list[str]:
+def _neighbours(path: Keys) -> list[str]:
     return list((_node(path[:-1]) or {})["properties"])
 
 
-def _unknown(path: Path) -> str:
+def _unknown(path: Keys) -> str:
     meant = _meant(path)
     hint = f", did you mean {_full(meant)}?" if meant else ""
     return f"{UNKNOWN}{hint} (keys of {_full(path[:-1])}: {', '.join(_neighbours(path))})"

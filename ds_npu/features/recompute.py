@@ -20,7 +20,7 @@ class RecomputeSection(Section):
     """Which layers are recomputed whole: none, all, or how many (see method)."""
     method: Literal["uniform", "block"] | None = None
     """A count of layers is the length of each recomputed run (uniform) or of the first run only (block)."""
-    modules: list[ModuleGlob] = Field([])
+    modules: list[ModuleGlob] = Field(default=[])
     """Globs over the names of modules to recompute."""
     activation_function: bool = False
     """Recompute the activation function of each feed-forward layer."""

@@ -42,13 +42,13 @@ def fit(section: ParallelSection, world_size: int | None) -> tuple[Degrees, list
         return smallest, []
     if world_size < 1:
         return smallest, [Problem("world size", world_size, "an integer >= 1")]
+    problems = []
     if world_size % math.prod(dense.values()):
-        return smallest, [_must_divide(dense, world_size, f"the world size {world_size}")]
-    stage = world_size // section.pipeline
-    if stage % experts:
-        what = f"the {stage} ranks of a pipeline stage (data * context * tensor)"
-        return smallest, [_must_divide(expert, stage, what)]
-    return _degrees(section, stage // peers), []
+        problems.append(_must_divide(dense, f"the world size {world_size}"))
+    stage, rest = divmod(world_size, section.pipeline)
+    if not rest and stage % experts:
+        problems.append(_must_divide(expert, f"the {stage} ranks of a pipeline stage (data * context * tensor)"))
+    return (smallest if problems else _degrees(section, stage // peers)), problems
 
 
 def _degrees(section: ParallelSection, dp: int) -> Degrees:
@@ -62,7 +62,7 @@ def _degrees(section: ParallelSection, dp: int) -> Degrees:
     )
 
 
-def _must_divide(factors: dict[str, int], ranks: int, what: str) -> Problem:
+def _must_divide(factors: dict[str, int], what: str) -> Problem:
     """One factor is named alone where the others are 1."""
     product = math.prod(factors.values())
     large = {key: factor for key, factor in factors.items() if factor > 1}

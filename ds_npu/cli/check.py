@@ -62,7 +62,7 @@ def _batch(batch: Batch, dp: int, sequence_length: int | None) -> str:
     line = f"Batch: {micro} micro * {steps} accumulation * {dp} data parallel = {train} samples a step"
     if batch.train and sequence_length:
         line += f" = {batch.train * sequence_length:,} tokens"
-    return line + ("" if batch.train else " (? is not in the config: the Hugging Face Trainer fills it in)")
+    return line + (" (the Hugging Face Trainer fills in ?)" if "?" in line else "")
 
 
 def _features(checked: Checked) -> Iterator[str]:

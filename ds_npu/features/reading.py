@@ -15,6 +15,8 @@ from ds_npu.features.schema import accepted, leaves, section_schema
 
 Keys = tuple[str, ...]
 
+UNKNOWN = "no such key"
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -94,9 +96,6 @@ def _remove(raw: dict[str, Any], path: Keys) -> Any:
 def _problem(path: Keys, found: Any) -> Problem:
     node = _node(path)
     return Problem(_full(path), found, accepted(node) if node else _unknown(path))
-
-
-UNKNOWN = "no such key"
 
 
 def _meant(path: Keys) -> Keys | None:

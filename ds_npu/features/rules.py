@@ -20,6 +20,14 @@ NEEDS_RANKS = {
 """Keys (or whole sections) that mean something only where an axis of ``parallel`` has more than one rank."""
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A demand on the keys at ``reads``."""
+
+    reads: tuple[str, ...]
+    problems: Callable[[DsNpuConfig], Iterator[Problem]]
+
+
 def not_built(config: DsNpuConfig) -> Iterator[Problem]:
     """Keys that ask for something this version cannot do yet."""
     for path, value in switched_on(config):
@@ -59,14 +67,6 @@ def _whole_experts(config: DsNpuConfig) -> Iterator[Problem]:
     if config.moe.tp_extends_ep and config.parallel.expert_tensor > 1:
         accepted = f"false, or ds_npu.parallel.expert_tensor 1 in place of {config.parallel.expert_tensor}"
         yield Problem("ds_npu.moe.tp_extends_ep", True, accepted)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A demand on the keys at ``reads``."""
-
-    reads: tuple[str, ...]
-    problems: Callable[[DsNpuConfig], Iterator[Problem]]
 
 
 RULES = (

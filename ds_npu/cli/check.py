@@ -1,0 +1,76 @@
+"""``ds_npu check``: what a config means for a world of a given size, or everything that is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from ds_npu.cli.command import Command
+from ds_npu.cli.layout import axes_table, grid_picture, zero_line
+from ds_npu.config import ConfigError
+from ds_npu.features.all import FEATURES, switched_on
+from ds_npu.features.batch import Batch
+from ds_npu.features.check import Checked, check, load
+from ds_npu.features.schema import leaves, section_schema
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a DeepSpeed config, JSON or Hjson")
+    parser.add_argument("--world-size", type=_at_least_one, metavar="N", help="ranks of the run, all nodes together")
+    parser.add_argument("--sequence-length", type=_at_least_one, metavar="N", help="tokens of each sample")
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; an integer >= 1")
+    return int(text)
+
+
+def _run(arguments: Namespace) -> int:
+    try:
+        ds_config = load(arguments.config)
+        checked = check(ds_config, arguments.world_size)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("\n".join(_report(ds_config, checked, arguments)))
+    return 0
+
+
+def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
+    if "ds_npu" not in ds_config:
+        yield f"{arguments.config}: no ds_npu section; DeepSpeed decides alone, and nothing was checked"
+    elif arguments.world_size is None:
+        yield f"{arguments.config}: no mistake found; for the layout, say --world-size N"
+        yield f"The smallest world that fits has {checked.degrees.world_size} ranks."
+    else:
+        yield f"{arguments.config}: no mistake found for {arguments.world_size} ranks"
+        yield from ("", *axes_table(checked.degrees))
+        yield from ("", *grid_picture(checked.degrees))
+        yield from ("", zero_line(checked.degrees, checked.zero_stage))
+        yield from (_batch(checked.batch, checked.degrees.dp, arguments.sequence_length), "", *_features(checked))
+    if checked.warnings:
+        yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
+
+
+def _batch(batch: Batch, dp: int, sequence_length: int | None) -> str:
+    micro, steps, train = (size or "?" for size in (batch.micro, batch.steps, batch.train))
+    line = f"Batch: {micro} micro * {steps} accumulation * {dp} data parallel = {train} samples a step"
+    if batch.train and sequence_length:
+        line += f" = {batch.train * sequence_length:,} tokens"
+    return line + (" (the Hugging Face Trainer fills in ?)" if "?" in line else "")
+
+
+def _features(checked: Checked) -> Iterator[str]:
+    keys = dict(leaves(section_schema()))
+    on = [f"  {path} = {value!r}: {keys[path]['description']}" for path, value in switched_on(checked.config)]
+    yield from ("What is on", *(on or ["  nothing: every key is at its default"]))
+    planned = ", ".join(part for feature in FEATURES for part in feature.planned)
+    yield from ("Not built in this version", *textwrap.wrap(planned, 100, initial_indent="  ", subsequent_indent="  "))
+
+
+CHECK = Command("check", "print the layout a config means for a world, or every mistake in it", _add_arguments, _run)

@@ -1,0 +1,18 @@
+"""A subcommand of ``ds_npu``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """``ds_npu NAME``: what it is for, what it takes, and what it does."""
+
+    name: str
+    purpose: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+    """Returns the exit code: 0, or 1 where what was asked about is wrong (2 is argparse's, for wrong usage)."""

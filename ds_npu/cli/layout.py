@@ -1,0 +1,94 @@
+"""The grid of ranks in text: the groups along each axis, and a picture; large worlds are abbreviated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_npu.topology.degrees import AXES, DENSE, EXPERT, Axis, Degrees
+
+NAMES: dict[Axis, str] = {
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "tp": "tensor",
+    "edp": "expert data",
+    "ep": "expert",
+    "etp": "expert tensor",
+}
+ZERO = {
+    None: "ZeRO (its stage is not known yet) works",
+    0: "ZeRO is off; gradients are summed",
+    1: "ZeRO 1 shards optimizer states",
+    2: "ZeRO 2 shards gradients and optimizer states",
+    3: "ZeRO 3 shards weights, gradients and optimizer states",
+}
+SHOWN = 8
+"""Groups of an axis, ranks of a group and cells of a row that are written out; rows twice as many."""
+DOTS = "..."
+
+
+def axes_table(degrees: Degrees) -> Iterator[str]:
+    """One line an axis: its size and, where that is more than 1, its groups of global ranks."""
+    yield f"{'Axis':<20} {'size':>6} {'groups':>7}   global ranks of each group"
+    for axis in AXES if degrees.ep * degrees.etp > 1 else DENSE:
+        size = degrees.size(axis)
+        shown = f"{degrees.world_size // size:>7}   {_groups(degrees, axis, axis)}" if size > 1 else f"{'-':>7}"
+        yield f"{f'{NAMES[axis]} ({axis})':<20} {size:>6} {shown}"
+
+
+def zero_line(degrees: Degrees, stage: int | None) -> str:
+    """What ZeRO shards, over which ranks."""
+    size = degrees.dp * degrees.cp
+    where = f"{size} ranks: {_groups(degrees, 'dp', 'cp')}" if size > 1 else "which is a single rank"
+    return f"{ZERO[stage]} over data * context, {where}"
+
+
+def grid_picture(degrees: Degrees) -> Iterator[str]:
+    """The dense view: a row for each (pp, dp), in it a cell for each cp, in that the ranks along tp."""
+    yield "Grid of global ranks: a row for each pipeline and data rank, a cell for each context rank"
+    width = len(str(degrees.world_size - 1))
+    peers = degrees.cp * degrees.tp
+    for row in _shown(degrees.pp * degrees.dp, 2 * SHOWN):
+        if row is None:
+            yield f"  {DOTS}"
+            continue
+        pp, dp = divmod(row, degrees.dp)
+        cells = [
+            DOTS if cp is None else _ranks(row * peers + cp * degrees.tp, 1, degrees.tp, width)
+            for cp in _shown(degrees.cp, SHOWN)
+        ]
+        yield f"  pp {pp:<{len(str(degrees.pp - 1))}}  dp {dp:<{len(str(degrees.dp - 1))}}   " + " | ".join(cells)
+
+
+def progression(degrees: Degrees, slow: Axis, fast: Axis) -> tuple[int, int]:
+    """Distance between neighbours, and their number, along the axes from ``slow`` to ``fast``, taken as one."""
+    view = DENSE if fast in DENSE else EXPERT
+    stride = size = 1
+    for axis in reversed(view):
+        if view.index(axis) > view.index(fast):
+            stride *= degrees.size(axis)
+        elif view.index(axis) >= view.index(slow):
+            size *= degrees.size(axis)
+    return stride, size
+
+
+def _groups(degrees: Degrees, slow: Axis, fast: Axis) -> str:
+    """Computed, not looked up in ``Degrees.groups``, as most of a large world is left out."""
+    stride, size = progression(degrees, slow, fast)
+    groups = []
+    for index in _shown(degrees.world_size // size, SHOWN):
+        if index is None:
+            groups.append(DOTS)
+        else:
+            outer, inner = divmod(index, stride)
+            groups.append(f"[{_ranks(outer * stride * size + inner, stride, size)}]")
+    return " ".join(groups)
+
+
+def _ranks(first: int, stride: int, count: int, width: int = 0) -> str:
+    return " ".join(DOTS if index is None else f"{first + index * stride:>{width}}" for index in _shown(count, SHOWN))
+
+
+def _shown(count: int, most: int) -> list[int | None]:
+    """The indices 0 .. count - 1; where there are more than ``most``, None stands for the middle."""
+    return list(range(count)) if count <= most else [*range(most // 2), None, count - 1]

@@ -1,0 +1,97 @@
+"""Checks a DeepSpeed config and its ``"ds_npu"`` section for a world of a given size: every mistake at once.
+
+Pure: no process group, no device, neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_npu.config import ConfigError, Problem
+from ds_npu.features.all import FEATURES, DsNpuConfig
+from ds_npu.features.batch import Batch, batch_of
+from ds_npu.features.deepspeed_keys import conflicts, misspelt, zero_stage
+from ds_npu.features.loading import load
+from ds_npu.features.parallel import ParallelSection, fit
+from ds_npu.features.reading import read
+from ds_npu.features.rules import broken_rules, not_built
+from ds_npu.topology.degrees import Degrees
+
+__all__ = ["Checked", "check", "load"]
+
+REPLICAS = {
+    "tensor": "ds_npu splits no layer along it yet; unless the model does, its ranks are replicas",
+    "context": "ds_npu splits no sequence along it yet; unless the script does, its ranks are replicas",
+    "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
+    "expert": "ds_npu places no expert along it yet",
+    "expert_tensor": "ds_npu splits no expert along it yet",
+}
+"""What this version does not do with an axis of more than one rank."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A config in which no mistake was found."""
+
+    config: DsNpuConfig
+    degrees: Degrees
+    """The grid of the world; without a world size, the smallest that fits."""
+    batch: Batch
+    zero_stage: int | None
+    """None where it is not known ("auto")."""
+    warnings: tuple[str, ...]
+
+
+def check(
+    ds_config: dict[str, Any], world_size: int | None, stages: int | None = None, on_this_machine: bool = False
+) -> Checked:
+    """Check ``ds_config`` for a world of ``world_size`` ranks (None: not known) and raise ConfigError if it is wrong.
+
+    ``stages`` is the number of stages of the model where it is a deepspeed.PipelineModule. ``on_this_machine`` adds
+    what the features that are on lack here. A config without the section is DeepSpeed's matter: nothing is checked.
+    """
+    warnings = misspelt(ds_config)
+    if "ds_npu" not in ds_config:
+        degrees, _ = fit(ParallelSection(), world_size)
+        return Checked(DsNpuConfig(), degrees, Batch(), zero_stage(ds_config), tuple(warnings))
+    reading = read(ds_config["ds_npu"])
+    config, doubtful = reading.config, reading.doubtful
+    degrees, misfits = fit(config.parallel, world_size)
+    uncertain = world_size is None or misfits or any(path.startswith("parallel.") for path in doubtful)
+    dp = None if uncertain else degrees.dp
+    batch, batch_problems = batch_of(ds_config, dp)
+    problems = [
+        *reading.problems,
+        *not_built(config),
+        *broken_rules(config, doubtful),
+        *misfits,
+        *_other_stages(config, stages, doubtful),
+        *conflicts(ds_config, config, dp, doubtful),
+        *batch_problems,
+        *(_unmet(config) if on_this_machine else ()),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    warnings += _replicas(config.parallel, stages)
+    return Checked(config, degrees, batch, zero_stage(ds_config), tuple(warnings))
+
+
+def _other_stages(config: DsNpuConfig, stages: int | None, doubtful: frozenset[str]) -> Iterator[Problem]:
+    found = config.parallel.pipeline
+    if stages not in (None, found) and "parallel.pipeline" not in doubtful:
+        yield Problem("ds_npu.parallel.pipeline", found, f"{stages}, the stages of the deepspeed.PipelineModule")
+
+
+def _unmet(config: DsNpuConfig) -> Iterator[Problem]:
+    values = dict(config)
+    for feature in FEATURES:
+        for reason in feature.unmet(values[feature.key]):
+            yield Problem(f"ds_npu.{feature.key}", values[feature.key], reason)
+
+
+def _replicas(parallel: ParallelSection, stages: int | None) -> Iterator[str]:
+    for key, size in parallel:
+        if key in REPLICAS and size > 1 and not (key == "pipeline" and stages):
+            yield f"ds_npu.parallel.{key} is {size}: {REPLICAS[key]}"

@@ -1,0 +1,71 @@
+"""What a feature is: a key of the section, what it needs of this machine, and what it does to a build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import Field
+
+V = TypeVar("V")
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+AtLeastZero = Annotated[int, Field(ge=0)]
+
+
+class Slot(Enum):
+    """A place in a build that one feature at most fills."""
+
+    ATTENTION = "attention"
+    LINEAR = "linear"
+    NORM = "norm"
+    ROPE = "rope"
+    ACTIVATION = "activation"
+    BLOCK_WRAPPER = "block_wrapper"
+    OPTIMIZER = "optimizer"
+    SCHEDULE = "schedule"
+    GRAD_SYNC = "grad_sync"
+    MOE_DISPATCH = "moe_dispatch"
+    LOSS = "loss"
+
+
+@dataclass
+class Build:
+    """An engine under construction: features fill its slots, the engine reads them."""
+
+    topology: Any
+    """Who is where (``ds_npu.topology.topology.Topology``, which imports torch and so is not named here)."""
+    plan: Any
+    """Which module of the user's model is what (the ModelPlan)."""
+    slots: dict[Slot, Any] = field(default_factory=dict)
+    _owners: dict[Slot, str] = field(default_factory=dict)
+
+    def fill(self, slot: Slot, part: Any, by: str) -> None:
+        """Put ``part`` into ``slot`` for the feature whose key is ``by``; raises ValueError if another one has it."""
+        if slot in self._owners:
+            raise ValueError(f"ds_npu.{self._owners[slot]} and ds_npu.{by} both set the {slot.value}; turn one off")
+        self._owners[slot] = by
+        self.slots[slot] = part
+
+
+def _needs_nothing(value: Any) -> list[str]:
+    return []
+
+
+def _does_nothing(value: Any, build: Build) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Feature(Generic[V]):
+    """One key of the ``"ds_npu"`` section, whose value is a V (a Section, or a plain value)."""
+
+    key: str
+    planned: tuple[str, ...] = ()
+    """Keys that are not built yet and hence refused; the name of a section stands for all of its keys."""
+    unmet: Callable[[V], list[str]] = _needs_nothing
+    """Why this machine cannot do what the value asks for; empty where it can."""
+    apply: Callable[[V, Build], None] = _does_nothing
+    """Does to the build what the value asks for; nothing where the value is off."""

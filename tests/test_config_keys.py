@@ -1,0 +1,72 @@
+"""The keys of the section are a promise to users: this list changes only on purpose."""
+
+from __future__ import annotations
+
+from ds_npu.features.all import FEATURES, DsNpuConfig
+from ds_npu.features.schema import leaves, section_schema
+
+KEYS = {
+    "parallel.tensor": "integer >= 1",
+    "parallel.sequence_parallel": "boolean",
+    "parallel.context": "integer >= 1",
+    "parallel.pipeline": "integer >= 1",
+    "parallel.expert": "integer >= 1",
+    "parallel.expert_tensor": "integer >= 1",
+    "plan": "module glob -> role",
+    "fused_ops.flash_attention": "boolean",
+    "fused_ops.rms_norm": "boolean",
+    "fused_ops.swiglu": "boolean",
+    "fused_ops.rotary": "boolean",
+    "fused_ops.cross_entropy": "boolean",
+    "fused_ops.adamw": "boolean",
+    "fused_ops.matmul_accumulate": "boolean",
+    "tensor_overlap": "none pipelined fused",
+    "context_parallel.algorithm": "ulysses ring hybrid allgather",
+    "context_parallel.ulysses": "integer >= 1",
+    "context_parallel.window": "integer >= 1",
+    "context_parallel.kv_cache": "none half full",
+    "pipeline.schedule": "gpipe 1f1b interleaved zb_h1 zb_h2 zb_v v_half v_min dualpipe_v or a .csv",
+    "pipeline.virtual_stages": "integer >= 1",
+    "pipeline.split": "list of integers",
+    "pipeline.noop_layers": "list of integers",
+    "pipeline.recompute": "inline bubble",
+    "moe.dispatcher": "alltoall allgather",
+    "moe.tp_extends_ep": "boolean",
+    "moe.grouped_matmul": "boolean",
+    "moe.overlap": "boolean",
+    "moe.zero_memory": "none level0 level1",
+    "moe.placement_interval": "integer >= 0",
+    "recompute.layers": "none all or integer >= 1",
+    "recompute.method": "uniform block",
+    "recompute.modules": "list of globs",
+    "recompute.activation_function": "boolean",
+    "recompute.norm": "boolean",
+    "recompute.attention_core": "boolean",
+    "recompute.budget_gib": "number > 0",
+    "swap.activations": "boolean",
+    "optimizer_memory.swap": "boolean",
+    "optimizer_memory.share_fp32": "boolean",
+    "optimizer_memory.moments": "fp32 int8",
+    "chunked_loss": "boolean",
+    "memory_report": "boolean",
+    "deterministic": "boolean",
+}
+
+
+def test_the_keys_are_these_and_no_others():
+    assert [path for path, _ in leaves(section_schema())] == list(KEYS)
+
+
+def test_every_key_and_section_says_what_it_means_in_one_line():
+    sections = {key: node for key, node in section_schema()["properties"].items() if "properties" in node}
+    for path, node in [*leaves(section_schema()), *sections.items()]:
+        assert node["description"].strip() and "\n" not in node["description"], path
+
+
+def test_features_and_keys_are_the_same_in_the_same_order():
+    assert [feature.key for feature in FEATURES] == list(DsNpuConfig.model_fields)
+
+
+def test_what_is_planned_exists():
+    keys = {*KEYS, *DsNpuConfig.model_fields}
+    assert {part for feature in FEATURES for part in feature.planned} <= keys

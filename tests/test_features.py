@@ -1,0 +1,108 @@
+"""What features demand of each other and of the machine, and how they share a build."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ds_npu.config import ConfigError
+from ds_npu.features import check as checking
+from ds_npu.features.all import FEATURES, DsNpuConfig, apply_features
+from ds_npu.features.check import check
+from ds_npu.features.feature import Build, Feature, Slot
+from ds_npu.features.rules import broken_rules
+
+# Rules between keys, most of them of features that are not built yet: key paths, and the one that is named.
+RULES = [
+    ({"parallel.sequence_parallel": True}, "parallel.sequence_parallel"),
+    ({"tensor_overlap": "fused"}, "tensor_overlap"),
+    ({"context_parallel.algorithm": "ring"}, "context_parallel.algorithm"),
+    ({"context_parallel.kv_cache": "half"}, "context_parallel.kv_cache"),
+    ({"pipeline.schedule": "gpipe"}, "pipeline.schedule"),
+    ({"pipeline.split": [1, 2]}, "pipeline.split"),
+    ({"moe.placement_interval": 10}, "moe.placement_interval"),
+    ({"parallel.context": 4, "context_parallel.ulysses": 3}, "context_parallel.ulysses"),
+    ({"parallel.context": 4, "context_parallel.algorithm": "hybrid"}, "context_parallel.ulysses"),
+    (
+        {"parallel.context": 4, "context_parallel.algorithm": "ring", "context_parallel.ulysses": 2},
+        "context_parallel.ulysses",
+    ),
+    ({"parallel.context": 4, "context_parallel.window": 3}, "context_parallel.window"),
+    (
+        {"parallel.context": 4, "context_parallel.ulysses": 2, "context_parallel.window": 4},
+        "context_parallel.window",
+    ),
+    (
+        {"parallel.context": 4, "context_parallel.algorithm": "ulysses", "context_parallel.window": 2},
+        "context_parallel.window",
+    ),
+    (
+        {"parallel.pipeline": 4, "pipeline.schedule": "1f1b", "pipeline.virtual_stages": 2},
+        "pipeline.virtual_stages",
+    ),
+    (
+        {"parallel.pipeline": 4, "pipeline.schedule": "zb_v", "pipeline.virtual_stages": 3},
+        "pipeline.virtual_stages",
+    ),
+    ({"parallel.expert_tensor": 2, "moe.tp_extends_ep": True}, "moe.tp_extends_ep"),
+]
+ALLOWED = [
+    {"parallel.tensor": 2, "parallel.sequence_parallel": True, "tensor_overlap": "fused"},
+    {"parallel.context": 4, "context_parallel.algorithm": "hybrid", "context_parallel.ulysses": 2},
+    {"parallel.context": 8, "context_parallel.ulysses": 2, "context_parallel.window": 2},
+    {"parallel.context": 4, "context_parallel.algorithm": "ulysses", "context_parallel.ulysses": 4},
+    {"parallel.pipeline": 4, "pipeline.schedule": "interleaved", "pipeline.virtual_stages": 2},
+    {"parallel.pipeline": 4, "pipeline.schedule": "mine.csv", "pipeline.virtual_stages": 2},
+    {"parallel.pipeline": 4, "pipeline.schedule": "dualpipe_v", "pipeline.virtual_stages": 2},
+    {"parallel.expert": 2, "moe.tp_extends_ep": True, "moe.placement_interval": 10},
+]
+
+
+def broken(keys, doubtful=()):
+    section = {}
+    for path, value in keys.items():
+        *above, last = path.split(".")
+        (section.setdefault(above[0], {}) if above else section)[last] = value
+    return [problem.path for problem in broken_rules(DsNpuConfig.model_validate(section), frozenset(doubtful))]
+
+
+@pytest.mark.parametrize(("keys", "named"), RULES)
+def test_keys_that_contradict_each_other(keys, named):
+    assert broken(keys) == [f"ds_npu.{named}"]
+
+
+@pytest.mark.parametrize("keys", ALLOWED)
+def test_keys_that_go_together(keys):
+    assert broken(keys) == []
+
+
+def test_a_rule_about_a_doubtful_key_says_nothing():
+    assert broken({"tensor_overlap": "fused"}, doubtful=["parallel.tensor"]) == []
+
+
+def test_a_machine_that_lacks_something_is_refused_where_it_matters(monkeypatch):
+    unable = tuple(dataclasses.replace(feature, unmet=lambda value: ["no such kernel"]) for feature in FEATURES[:2])
+    monkeypatch.setattr(checking, "FEATURES", unable)
+    config = {"train_batch_size": 8, "ds_npu": {}}
+    check(config, 8)
+    with pytest.raises(ConfigError) as caught:
+        check(config, 8, on_this_machine=True)
+    assert [(problem.path, problem.accepted) for problem in caught.value.problems] == [
+        ("ds_npu.parallel", "no such kernel"),
+        ("ds_npu.plan", "no such kernel"),
+    ]
+
+
+def test_features_fill_slots_and_a_slot_has_one_owner(monkeypatch):
+    filled = [
+        Feature(key, apply=lambda value, build, key=key: build.fill(Slot.ATTENTION, key, by=key))
+        for key in ("swap", "moe")
+    ]
+    build = Build(topology=None, plan=None)
+    monkeypatch.setattr("ds_npu.features.all.FEATURES", filled[:1])
+    apply_features(DsNpuConfig(), build)
+    assert build.slots == {Slot.ATTENTION: "swap"}
+    monkeypatch.setattr("ds_npu.features.all.FEATURES", filled[1:])
+    with pytest.raises(ValueError, match=r"ds_npu\.swap and ds_npu\.moe both set the attention"):
+        apply_features(DsNpuConfig(), build)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -220,9 +220,9 @@ def hccl_options(buffer_mib: int) -> object | None:
     if not torch_npu_state().usable:
         return None
     module: Any = _torch_npu()[0]
-    options: Any = module._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options = module._C._distributed_c10d.ProcessGroupHCCL.Options()
     options.hccl_config = {"hccl_buffer_size": buffer_mib}
-    return options
+    return cast(object, options)
 
 
 def range_marker() -> Any | None:

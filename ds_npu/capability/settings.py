@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEFAULTS_MARK = "DS_NPU_DEFAULTS_SET"
-"""Lists, comma separated, the variables ds_npu itself has set: this process and its children tell them from the user's."""
+"""Lists, comma separated, the variables ds_npu itself has set, so that children do not take them for the user's."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ SETTINGS: tuple[tuple[str, str, str], ...] = (
     ("GLOO_SOCKET_IFNAME", "by host name", "network card of gloo groups"),
     ("TP_SOCKET_IFNAME", "by host name", "network card of tensorpipe"),
     ("HCCL_IF_IP", "unset", "address of the host; goes before HCCL_SOCKET_IFNAME"),
-    ("HCCL_WHITELIST_DISABLE", "1", "1: any host may connect"),
-    ("HCCL_RDMA_TIMEOUT", "20", "4.096 us * 2^timeout between network retries"),
+    ("HCCL_WHITELIST_DISABLE", "CANN's", "1: any host may connect"),
+    ("HCCL_RDMA_TIMEOUT", "CANN's", "how long the network waits before it retries"),
     ("HCCL_OP_EXPANSION_MODE", "by device", "where collectives are scheduled; AIV allows HCCL_EXEC_TIMEOUT <= 1091"),
     ("HCCL_DETERMINISTIC", "false", "true: reductions in a fixed order, slower"),
     ("RANK_TABLE_FILE", "unset", "absolute path; connecting then takes a time independent of the number of ranks"),
@@ -49,7 +49,7 @@ SETTINGS: tuple[tuple[str, str, str], ...] = (
     ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", "not together with PYTORCH_ALLOC_CONF: torch_npu raises"),
     ("MULTI_STREAM_MEMORY_REUSE", "1", "0: blocks used on two streams are freed late"),
     ("INF_NAN_MODE_ENABLE", "1", "0: overflow saturates and stays unseen"),
-    ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "1", "1: a failed collective ends the process"),
+    ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "1", "1: a network error (ERROR CQE) ends the process"),
 )
 
 
@@ -57,10 +57,7 @@ def hccl_environment(environ: Mapping[str, str] | None = None) -> list[Setting]:
     """The variables in force: every row of ``SETTINGS`` with its value in ``environ`` (this process's by default)."""
     environ = os.environ if environ is None else environ
     ours = environ.get(DEFAULTS_MARK, "").split(",")
-    return [
-        Setting(name, environ.get(name), default, note, _origin(name, environ, ours))
-        for name, default, note in SETTINGS
-    ]
+    return [Setting(row[0], environ.get(row[0]), row[1], row[2], _origin(row[0], environ, ours)) for row in SETTINGS]
 
 
 def _origin(name: str, environ: Mapping[str, str], ours: list[str]) -> str:

@@ -57,7 +57,7 @@ PYTHON_OF_TORCH: dict[str, range] = {
     **dict.fromkeys(("2.6", "2.5"), range(9, 12)),
 }
 
-# Where CANN writes its version, best first: (files under ASCEND_HOME_PATH, the line). An install.info says version=8.5.0,
+# Where CANN writes its version, best first: (files under ASCEND_HOME_PATH, line). An install.info says version=8.5.0,
 # version.cfg says toolkit_running_version=[7.6.0.1.220:8.0.0], a version.info says version_dir=8.5.0 or Version=8.5.0.
 _CANN_FILES: tuple[tuple[str, str], ...] = (
     ("ascend_toolkit_install.info", r"^version=(.+)$"),
@@ -133,7 +133,7 @@ def _torch_mismatch(torch: Version | None, npu: Version) -> Iterator[str]:
     if torch is None:
         yield f"torch is not installed: torch_npu {npu} needs torch {npu.major}.{npu.minor}."
     elif torch.release[:2] != npu.release[:2]:
-        yield f"torch_npu {npu} needs torch {npu.major}.{npu.minor} and found torch {torch}: install the same version of both."
+        yield f"torch_npu {npu} needs torch {npu.major}.{npu.minor} and found torch {torch}: install matching versions."
 
 
 def _cann_mismatch(npu: Version, cann: str | None) -> Iterator[str]:

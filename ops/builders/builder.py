@@ -33,7 +33,7 @@ class Answer:
         return "" if self.is_compatible() else self.error_log or "DeepSpeed gives no reason"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the operator can be loaded here; if not, the reason stays in ``error_log``, where jit_load reads it."""
+        """Whether the operator can be loaded here; if not, the reason stays in ``error_log`` for jit_load."""
         self.error_log = self.lack() or None
         if self.error_log and verbose:
             loud: Any = self

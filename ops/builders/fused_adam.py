@@ -49,7 +49,7 @@ class NpuFusedAdam:
 
     @classmethod
     @torch.no_grad()
-    def multi_tensor_adam(  # noqa: PLR0917 - DeepSpeed's signature
+    def multi_tensor_adam(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         cls,
         chunk_size: int,
         noop_flag_buffer: torch.Tensor,

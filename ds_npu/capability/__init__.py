@@ -4,6 +4,15 @@ Imports neither torch nor torch_npu until asked. Every answer that is "no" is a 
 """
 
 from ds_npu.capability.lack import Lack
+from ds_npu.capability.releases import (
+    Versions,
+    cann_home,
+    cann_lack,
+    cann_version,
+    installed_version,
+    mismatches,
+    versions,
+)
 from ds_npu.capability.runtime import (
     TorchNpuState,
     ascend_hardware_present,
@@ -18,15 +27,6 @@ from ds_npu.capability.runtime import (
     try_import,
 )
 from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
-from ds_npu.capability.versions import (
-    Versions,
-    cann_home,
-    cann_lack,
-    cann_version,
-    installed_version,
-    mismatches,
-    versions,
-)
 
 __all__ = [
     "DEFAULTS_MARK",

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ds_npu.capability.lack import SOURCE_CANN, USE_CPU, Lack
-from ds_npu.capability.versions import installed_version
+from ds_npu.capability.releases import installed_version
 
 DEV = Path("/dev")
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"

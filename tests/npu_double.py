@@ -36,6 +36,7 @@ def make(devices=2, free=10, total=100, reserved=7, allocated=3):
     npu = types.ModuleType("torch_npu.npu")
     npu.current = []
     npu.capturing = False
+    npu.Event = npu.Stream = type("Unused", (), {})
     npu.mstx = Marker()
     npu.device_count = lambda: devices
     npu.is_available = lambda: devices > 0

@@ -128,3 +128,28 @@ def test_cann_path_replacement_agrees_where_the_original_works(monkeypatch, tmp_
 
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     assert module.installed_cann_path() == env_report.installed_cann_path() == str(tmp_path)
+
+
+@pytest.mark.parametrize("built_for", ["cpu", "npu"])
+def test_the_installed_column(monkeypatch, capsys, built_for):
+    from deepspeed import env_report
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_npu.ops import builders
+
+    said = module.installed_operators({"cpu_adam": True, "async_io": False}, built_for)
+    assert (said["fused_adam"], said["quantizer"], said["async_io"]) == (True, True, False)
+    assert said["cpu_adam"] is (built_for == "npu")
+    made = {"fused_adam": builders.FusedAdamBuilder(), "cpu_adam": builders.CPUAdamBuilder()}
+    monkeypatch.setattr(env_report, "ALL_OPS", made)
+    monkeypatch.setattr(env_report, "installed_ops", said)
+    monkeypatch.setattr(env_report, "accelerator_name", get_accelerator()._name)
+    env_report.op_report(verbose=False)
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "...." in line}
+    assert "[YES]" in rows["fused_adam"]
+    assert ("[YES]" in rows["cpu_adam"]) is (built_for == "npu")
+
+
+def test_what_is_called_installed_is_loaded_without_a_build():
+    loaded = {each.name: each.load() for each in module._builders() if not each.sources()}
+    assert set(loaded) == {"fused_adam", "fused_lamb", "fused_lion", "transformer_inference", "quantizer"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from ds_npu import capability
@@ -43,6 +43,24 @@ def installed_cann_path() -> str | None:
     """
     home = capability.cann_home()
     return str(home) if home else None
+
+
+def installed_operators(installed: Mapping[str, bool], built_for: str) -> dict[str, bool]:
+    """What ``deepspeed.git_version_info.installed_ops`` has to say for ds_report's column "installed" to be right.
+
+    ``built_for`` is the accelerator DeepSpeed was built for (its ``accelerator_name``): a wheel says cpu, and ds_report
+    then answers NO to all. An operator that has nothing to compile is installed. The column counts only where
+    ``accelerator_name`` is set to npu with it, in deepspeed.git_version_info and in deepspeed.env_report.
+    """
+    built = dict(installed) if built_for == "npu" else dict.fromkeys(installed, False)
+    return {**built, **{builder.name: True for builder in _builders() if not builder.sources()}}
+
+
+def _builders() -> list[Any]:
+    package: Any = capability.try_import("ds_npu.ops.builders")[0]
+    bases = (package.NotImplementedBuilder, package.ModuleBuilder) if package else ()
+    classes = inspect.getmembers(package, inspect.isclass) if package else []
+    return [each() for name, each in classes if name.endswith("Builder") and each not in bases]
 
 
 def _line(name: str, value: object) -> str:
@@ -103,12 +121,8 @@ def _operator_lines() -> Iterator[str]:
     if package is None:
         yield from _answer("all operators", [f"DeepSpeed's NPU builders cannot be imported: {error}"])
         return
-    module: Any = package
     said = str(capability.torch_npu_importable() or "")
-    for name, builder_class in inspect.getmembers(package, inspect.isclass):
-        if not name.endswith("Builder") or builder_class in (module.NotImplementedBuilder, module.ModuleBuilder):
-            continue
-        builder: Any = builder_class()
+    for builder in _builders():
         reason = builder.why_not()
         yield from _answer(builder.name, ["see NPUs above" if reason == said else reason] if reason else [])
 

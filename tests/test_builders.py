@@ -99,6 +99,16 @@ def test_a_reason_does_not_outlive_its_cause(monkeypatch, tmp_path):
     assert made.error_log is None
 
 
+def test_a_reason_is_printed_where_ds_report_asks_for_it(monkeypatch, capsys):
+    npu_double.install(monkeypatch)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    made = builders.CPUAdamBuilder()
+    assert made.is_compatible(verbose=False) is False
+    assert capsys.readouterr().out == ""
+    assert made.is_compatible(verbose=True) is False
+    assert "cpu_adam: ASCEND_HOME_PATH is not set" in capsys.readouterr().out
+
+
 def test_a_refused_build_tells_the_reason(monkeypatch):
     npu_double.install(monkeypatch)
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
@@ -277,6 +287,14 @@ def test_no_tensor_is_made_and_no_flag_is_read_again_per_call(monkeypatch):
     tensors = {kind: torch.arange(1.0, 4.0) for kind in ("grad", "param", "first", "second")}
     run(tensors, flag, step=2)
     run(tensors, flag, step=3, corrected=0)
+
+
+def test_decay_of_parameters_that_require_gradients_leaves_no_graph(monkeypatch):
+    seen = []
+    monkeypatch.setattr(fused_adam.torch, "_fused_adamw_", lambda _, grads, *__, **___: seen.extend(grads))
+    tensors = fresh()
+    run({**tensors, "param": torch.nn.Parameter(tensors["param"])}, w_mode=0)
+    assert [grad.requires_grad for grad in seen] == [False]
 
 
 def test_an_empty_list_is_no_error():

@@ -24,28 +24,29 @@ class Job:
     bound_to_cores: bool
     """Whether numactl (DeepSpeed's --bind_cores_to_rank), taskset or a cgroup already limits this process."""
 
-    def seconds(self, name: str, unit_s: int = 1) -> int | None:
-        """The value of ``name`` in s, None where it is unset or no whole number."""
+    def number(self, name: str) -> int | None:
+        """The value of ``name``, None where it is unset or no whole number from 0 on."""
         text = self.environ.get(name, "")
-        return int(text) * unit_s if text.isdigit() else None
+        return int(text) if text.isdecimal() else None
 
 
 def _connect_timeout(job: Job) -> str | None:
     # A choice of this project: ranks load data and build operators before their first collective, at uneven speed.
-    world_size = job.seconds("WORLD_SIZE") or 1
-    return None if world_size == 1 else str(min(LARGEST_CONNECT_TIMEOUT_S, 300 + world_size))
+    # Under mpirun DeepSpeed sets WORLD_SIZE only later, when it asks MPI.
+    sizes = [job.number(name) or 1 for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")]
+    return None if max(sizes) == 1 else str(min(LARGEST_CONNECT_TIMEOUT_S, 300 + max(sizes)))
 
 
 def _exec_timeout(job: Job) -> str | None:
     # DEEPSPEED_TIMEOUT (minutes, deepspeed/constants.py) is the process group's; HCCL must not give up before it.
-    group_s = job.seconds("DEEPSPEED_TIMEOUT", 60) or 0
+    group_s = 60 * (job.number("DEEPSPEED_TIMEOUT") or 0)
     if group_s <= DEFAULT_EXEC_TIMEOUT_S or job.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV":
         return None
     return str(min(group_s, LARGEST_TIMEOUT_S - EVENT_OVER_EXEC_S))
 
 
 def _event_timeout(job: Job) -> str | None:
-    exec_s = job.seconds("HCCL_EXEC_TIMEOUT")
+    exec_s = job.number("HCCL_EXEC_TIMEOUT")
     if exec_s is None:
         return None
     return str(min(exec_s + EVENT_OVER_EXEC_S, LARGEST_TIMEOUT_S) if exec_s else 0)

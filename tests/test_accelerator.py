@@ -224,6 +224,7 @@ ALWAYS = {
         ({"WORLD_SIZE": "16"}, False, {**ALWAYS, "HCCL_CONNECT_TIMEOUT": "316"}),
         ({"WORLD_SIZE": "100000"}, False, {**ALWAYS, "HCCL_CONNECT_TIMEOUT": "7200"}),
         ({"WORLD_SIZE": "many"}, False, ALWAYS),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, False, {**ALWAYS, "HCCL_CONNECT_TIMEOUT": "304"}),
         # 30 minutes fit into HCCL's own 1836 s, 60 do not.
         ({"DEEPSPEED_TIMEOUT": "30"}, False, ALWAYS),
         ({"DEEPSPEED_TIMEOUT": "60"}, False, {**ALWAYS, "HCCL_EXEC_TIMEOUT": "3600", "HCCL_EVENT_TIMEOUT": "3632"}),

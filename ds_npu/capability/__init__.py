@@ -1,0 +1,55 @@
+"""What this machine has: torch_npu, CANN, the driver, devices, and whether their versions go together.
+
+Imports neither torch nor torch_npu until asked. Every answer that is "no" is a Lack: a reason and an advice.
+"""
+
+from ds_npu.capability.lack import Lack
+from ds_npu.capability.releases import (
+    Versions,
+    cann_home,
+    cann_lack,
+    cann_version,
+    installed_version,
+    mismatches,
+    versions,
+)
+from ds_npu.capability.runtime import (
+    TorchNpuState,
+    ascend_hardware_present,
+    explain,
+    hccl_options,
+    hidden_devices,
+    missing_devices,
+    range_marker,
+    torch_npu_importable,
+    torch_npu_path,
+    torch_npu_state,
+    try_import,
+)
+from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
+
+__all__ = [
+    "DEFAULTS_MARK",
+    "SETTINGS",
+    "Lack",
+    "Setting",
+    "TorchNpuState",
+    "Versions",
+    "ascend_hardware_present",
+    "cann_home",
+    "cann_lack",
+    "cann_version",
+    "explain",
+    "hccl_environment",
+    "hccl_options",
+    "hidden_devices",
+    "installed_version",
+    "mismatches",
+    "missing_devices",
+    "range_marker",
+    "torch_npu_importable",
+    "torch_npu_path",
+    "torch_npu_state",
+    "try_import",
+    "versions",
+]

@@ -1,0 +1,233 @@
+"""Whether torch_npu can be imported and sees a device, and if not, why. Only here may an import fail quietly."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from ds_npu.capability.lack import SOURCE_CANN, USE_CPU, Lack
+from ds_npu.capability.releases import installed_version
+
+DEV = Path("/dev")
+VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class TorchNpuState:
+    """Whether torch_npu can be used here. ``reason`` and ``advice`` are empty when ``usable``."""
+
+    installed: bool
+    version: str | None
+    usable: bool
+    reason: str = ""
+    advice: str = ""
+
+
+def try_import(name: str) -> tuple[ModuleType | None, Exception | None]:
+    """The module ``name``, or the error its import ended in."""
+    try:
+        return importlib.import_module(name), None
+    except Exception as error:
+        return None, error
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_npu() -> tuple[ModuleType | None, Exception | None]:
+    # Kept, because importing torch_npu again after a failure ends in a different, misleading error.
+    return try_import("torch_npu")
+
+
+def torch_npu_path() -> Path | None:
+    """The folder of torch_npu's files, None where it cannot be imported."""
+    module, _ = _torch_npu()
+    return Path(str(module.__file__)).parent if module and module.__file__ else None
+
+
+def torch_npu_importable() -> Lack | None:
+    """None if ``import torch_npu`` succeeds, else why it does not; whether there is a device is not asked."""
+    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+        return Lack("torch_npu is not installed", "install the torch_npu that matches torch, as pip install torch_npu")
+    module, error = _torch_npu()
+    return None if module else _import_lack(error or ImportError("torch_npu"))
+
+
+def torch_npu_state() -> TorchNpuState:
+    """Imports torch_npu and asks it for devices, which starts the Ascend runtime of this process."""
+    version = installed_version("torch_npu")
+    lack = torch_npu_importable()
+    if lack:
+        installed = version is not None or lack.reason != "torch_npu is not installed"
+        return TorchNpuState(installed, version, False, lack.reason, lack.advice)
+    module: Any = _torch_npu()[0]
+    version = version or str(module.__version__)
+    lack = None if module.npu.device_count() > 0 else (hidden_devices() or _silent_driver())
+    return TorchNpuState(True, version, not lack, lack.reason if lack else "", lack.advice if lack else "")
+
+
+def ascend_hardware_present() -> bool:
+    """Whether the Ascend driver has made device nodes here; asks the file system only."""
+    return (DEV / "davinci_manager").exists() or any(DEV.glob("davinci[0-9]*"))
+
+
+def hidden_devices() -> Lack | None:
+    """Why no device can be seen, as far as /dev and the environment tell; the Ascend runtime is not started."""
+    visible = os.environ.get(VISIBLE_DEVICES)
+    if visible is not None and not re.match(r"\d", visible):
+        return Lack(
+            f"{VISIBLE_DEVICES}={visible!r} names no device, which hides every NPU from this process",
+            f"unset it, or list device numbers, as {VISIBLE_DEVICES}=0,1",
+        )
+    if not ascend_hardware_present():
+        return Lack(
+            "no NPU: there is neither /dev/davinci* nor /dev/davinci_manager, so the Ascend driver is not loaded, or "
+            "this container was started without its devices",
+            f"install the driver (npu-smi info must list NPUs), pass --device=/dev/davinci0 to docker, or {USE_CPU}",
+        )
+    present = {int(node.name[7:]) for node in DEV.glob("davinci[0-9]*") if node.name[7:].isdigit()}
+    unknown = sorted({int(number) for number in re.findall(r"\d+", visible or "")} - present)
+    if present and unknown:
+        return Lack(
+            f"{VISIBLE_DEVICES}={visible!r} names device {unknown[0]}, and this machine has {sorted(present)}",
+            f"list numbers out of {sorted(present)} in {VISIBLE_DEVICES}, ascending",
+        )
+    return None
+
+
+def missing_devices() -> Lack | None:
+    """``hidden_devices``, unless the runtime sees a device all the same (a simulated one has no node in /dev).
+
+    Where there are nodes the runtime is left alone: started here, it could not be used after a fork.
+    """
+    lack = hidden_devices()
+    module: Any = _torch_npu()[0] if lack else None
+    return None if module and module.npu.device_count() > 0 else lack
+
+
+def _silent_driver() -> Lack:
+    return Lack(
+        "torch_npu sees no NPU although the driver's nodes are in /dev",
+        "run npu-smi info: the NPUs may be taken by another container, unhealthy, or closed to this user",
+    )
+
+
+# What the error text says, in the order in which it is looked for: (pattern, reason, advice); {0} is the first group.
+_IMPORT_FAILURES: tuple[tuple[str, str, str], ...] = (
+    (
+        r"Two accelerators cannot be used.*?npu and (\w+)",
+        "torch was built for another accelerator ({0}), and one process cannot use two",
+        "install the CPU build of torch next to torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to stay with {0}",
+    ),
+    (
+        r"(lib(?:ascend_hal|drv\w*|dcmi)\.so[\w.]*): cannot open shared object",
+        "{0} belongs to the Ascend driver, which is not installed or not on LD_LIBRARY_PATH",
+        "install the driver, or mount /usr/local/Ascend/driver into the container and "
+        "add its lib64/driver and lib64/common to LD_LIBRARY_PATH",
+    ),
+    (
+        r"(lib(?:torch|c10)\w*\.so[\w.]*): cannot open shared object",
+        "{0} belongs to torch, and the torch installed here does not have it",
+        "install the torch that this torch_npu was built for (pip install torch_npu picks it)",
+    ),
+    (
+        r"(lib[\w+-]+\.so[\w.]*): cannot open shared object",
+        "{0} was not found; it comes with CANN, which is not installed or whose environment is not set",
+        f"{SOURCE_CANN}, or {USE_CPU}",
+    ),
+    (
+        r"undefined symbol: (\w*(?:c10|2at|5torch|torch)\w*)",
+        "torch_npu needs a function ({0}) that the installed torch does not have: it was built for another torch",
+        "install torch and torch_npu of the same version, as pip install torch==2.12.0 torch_npu==2.12.0",
+    ),
+    (
+        r"undefined symbol: (\w+)",
+        "torch_npu needs a function ({0}) that the installed CANN or driver does not have: they are of another release",
+        "install the CANN that this torch_npu is listed with (ds_report prints the pair), then " + SOURCE_CANN,
+    ),
+    (
+        r"version [`'](GLIBC\w*_[\d.]+)' not found",
+        "this system's C or C++ library is older than torch_npu needs ({0})",
+        "use the container image of CANN, or a newer system",
+    ),
+    (
+        r"No module named '([\w.]+)'",
+        "the Python module {0}, which torch_npu imports, is not installed",
+        "install it with pip; where it is CANN's own (tbe, te, acl), " + SOURCE_CANN,
+    ),
+)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    # torch wraps what an autoloaded backend raised, so the telling error is often the cause.
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _import_lack(error: BaseException) -> Lack:
+    torch, wanted = installed_version("torch"), _wanted_torch()
+    if torch and wanted and not wanted.specifier.contains(Version(torch).public, prereleases=True):
+        return Lack(
+            f"torch_npu {installed_version('torch_npu')} was built for {wanted} and found torch {torch}",
+            f'install the matching torch, as pip install "{wanted}", or the torch_npu of torch {torch}',
+        )
+    texts = [str(link) for link in _chain(error)]
+    for pattern, reason, advice in _IMPORT_FAILURES:
+        for match in filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)):
+            return Lack(reason.format(*match.groups()), advice.format(*match.groups()))
+    return Lack(
+        f"importing torch_npu ended in {type(error).__name__}: {texts[-1].strip() or 'no message'}",
+        f"run python -c 'import torch, torch_npu' to see all of it; {SOURCE_CANN}, or {USE_CPU}",
+    )
+
+
+def _wanted_torch() -> Requirement | None:
+    if installed_version("torch_npu") is None:
+        return None
+    wanted = [Requirement(line) for line in importlib.metadata.requires("torch_npu") or ()]
+    return next((each for each in wanted if each.name == "torch"), None)
+
+
+def explain(error: BaseException) -> str:
+    """One paragraph about an ``error`` that importing torch_npu raised: what, why, what to do. Imports nothing."""
+    version = installed_version("torch_npu")
+    said = str(list(_chain(error))[-1]).strip().split("\n")[0]
+    return f"torch_npu {version or '(no version)'} cannot be imported ({said}): {_import_lack(error)}"
+
+
+def hccl_options(buffer_mib: int) -> object | None:
+    """Options of a process group whose HCCL buffer has ``buffer_mib`` MiB; None where torch_npu cannot be used.
+
+    HCCL holds two such buffers per communicator, one for sending and one for receiving. Pass the result as
+    ``pg_options`` of ``torch.distributed.new_group``. Source: Ascend/pytorch,
+    docs/zh/developer_notes/distributed/parameter_setting/setting_HCCL_communicator_parameter.md.
+    Raises ValueError for a size below 1 MiB.
+    """
+    if buffer_mib < 1:
+        raise ValueError(f"an HCCL buffer of {buffer_mib} MiB was asked for; it needs at least 1 MiB")
+    if not torch_npu_state().usable:
+        return None
+    module: Any = _torch_npu()[0]
+    options = module._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_size": buffer_mib}
+    return cast(object, options)
+
+
+def range_marker() -> Any | None:
+    """torch_npu's ``mstx`` (named ranges in a profile), None where torch_npu cannot be imported."""
+    if torch_npu_importable():
+        return None
+    module: Any = _torch_npu()[0]
+    return vars(module.npu).get("mstx")

@@ -123,13 +123,6 @@ MISTAKES = [
         "the same as ds_npu.parallel.pipeline, which is 2",
     ),
     (
-        {"parallel": {"pipeline": 2}},
-        {"zero_optimization": {"stage": 2}},
-        "zero_optimization.stage",
-        2,
-        "0 or 1 with ds_npu.parallel.pipeline 2",
-    ),
-    (
         {"recompute": {"norm": True}},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         "activation_checkpointing",
@@ -197,13 +190,12 @@ def test_the_table_holds_thirty_kinds():
 
 def test_all_mistakes_are_told_at_once():
     section = {"parallel": {"tensor": "2", "pipeline": 2}, "recompute": {"layers": "some"}, "zzz": 1, "swap": []}
-    deepspeed = {"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}, STEPS: "2"}
+    deepspeed = {"tensor_parallel": {"autotp_size": 2}, STEPS: "2"}
     assert {problem.path for problem in mistakes(with_section(section, **deepspeed)).problems} == {
         "ds_npu.parallel.tensor",
         "ds_npu.recompute.layers",
         "ds_npu.zzz",
         "ds_npu.swap",
-        "zero_optimization.stage",
         "tensor_parallel.autotp_size",
         STEPS,
     }
@@ -214,6 +206,14 @@ def test_a_wrong_value_makes_no_second_mistake():
     for parallel in ({"tensor": "2"}, {"tensr": 2}, {"tensor": "auto"}):
         config = with_section({"parallel": parallel, "tensor_overlap": "none"}, train_batch_size=4)
         assert len(mistakes(config).problems) == 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_pipelines_know_no_zero_2_and_3(stage):
+    config = with_section({"parallel": {"pipeline": 2}}, zero_optimization={"stage": stage})
+    (problem,) = mistakes(config, stages=2).problems
+    assert (problem.path, problem.found) == ("zero_optimization.stage", stage) and "0 or 1" in problem.accepted
+    assert any("zero_optimization.stage" in warning for warning in check(config, 8).warnings)
 
 
 def test_the_stages_of_a_pipeline_module_are_the_pipeline_ranks():

@@ -1,12 +1,14 @@
 """DeepSpeed's three training engines, with the topology of a ``"ds_npu"`` section and the gradient rule.
 
-The rule (docs: architecture section 4): for every stage of ZeRO, losses, gradients and the gradient norm are those
-of one process doing the whole batch. Context peers return shares of the loss that add up to it; DeepSpeed sums over
-them and averages over dp.
+The rule, for every stage of ZeRO: losses, gradients and the gradient norm are those of one process doing the whole
+batch. Context peers return shares of a loss that add up to it, which is DeepSpeed's own convention for sequence
+parallelism: gradients are summed over cp and averaged over dp.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,59 +17,142 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
+from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.features.all import apply_features
+from ds_npu.features.feature import Build
+from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
 class TopologyMixin:
-    """What ds_npu changes in any of DeepSpeed's engines: groups, reductions, replicas."""
+    """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.session = kwargs["config_class"].ds_npu
-        self.topology = self.session.topology
-        kwargs["mpu"] = self.session.mpu
-        kwargs.pop("mesh_device", None)
-        self.is_float64 = any(parameter.dtype == torch.float64 for parameter in kwargs["model"].parameters())
-        super().__init__(*args, **kwargs)
+        session, model = kwargs["config_class"].ds_npu, kwargs["model"]
+        self.build = Build(topology=session.topology, plan=None)
+        self.topology = session.topology
+        self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        self.model_axes = SPLIT_BY_STAGES if isinstance(model, PipelineModule) else WHOLE_ON_EACH_STAGE
+        apply_features(session.config, self.build)
+        # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
+        super().__init__(*args, **{**kwargs, "mpu": mpu_of(self.topology, self.model_axes), "mesh_device": None})
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        self._shard_over_samples_and_context(model)
+        if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
+            _shard_over(self.topology.group("dp", "cp"), model)
         super()._configure_distributed_model(model)  # type: ignore[misc]
-        if not isinstance(model, PipelineModule):
-            self._mark_replicas(model)
+        # Replicas of a stage write checkpoints of their own, under names of their own.
+        self.checkpoint_mp_rank = self.topology.rank("pp", "tp")
+        self._equalise_replicas(model)
 
-    def _shard_over_samples_and_context(self, model: nn.Module) -> None:
-        """ZeRO-3 takes a parameter's group from this attribute, and else the mpu's dp group, which lacks cp."""
-        group = self.topology.group("dp", "cp")
-        for parameter in model.parameters():
-            parameter.ds_zero_partition_process_group = group  # type: ignore[attr-defined]
+    def _equalise_replicas(self, model: nn.Module) -> None:
+        """Give tensor and pipeline peers that hold the same weights the same values; DeepSpeed stops at dp x cp."""
+        axes = tuple(axis for axis in SPLIT_BY_STAGES if axis == "tp" or axis not in self.model_axes)
+        group, source = self.topology.group(*axes), self.topology.ranks(*axes)[0]
+        for weights in _replicated_weights(model):
+            dist.broadcast(weights, source, group=group)
 
-    def _mark_replicas(self, model: nn.Module) -> None:
-        """Pipeline peers that hold the same model count once in the gradient norm."""
-        for parameter in model.parameters():
-            parameter.ds_pipe_replicated = self.topology.rank("pp") > 0  # type: ignore[attr-defined]
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) and self.topology.size("cp") > 1:
+            restore_sequence_factor(zero, self.topology.size("cp"))
+        return zero
 
-    def _broadcast_model(self) -> None:
-        """Also to tensor and pipeline peers where they hold the same model: DeepSpeed stops at dp x cp."""
-        super()._broadcast_model()  # type: ignore[misc]
+    def _reduce_non_expert_gradients(self, grads: list[Any], elements_per_buffer: int) -> None:
+        """Over dp x cp in a pipeline too, where DeepSpeed leaves cp out, and in any dtype."""
+        over = {"dp_group": self.topology.group("dp", "cp"), "dp_world_size": self.topology.size("dp")}
+        buckets: dict[Any, list[Any]] = {}
+        for grad in grads:
+            buckets.setdefault((isinstance(grad, SparseTensor), grad.dtype), []).append(grad)
+        for (sparse, _), bucket in buckets.items():
+            if sparse:
+                self.sparse_allreduce_no_retain(bucket, **over)  # type: ignore[attr-defined]
+            else:
+                self.allreduce_no_retain(bucket, numel_per_bucket=elements_per_buffer, **over)  # type: ignore[attr-defined]
+
+    def clip_fp32_gradients(self) -> None:
+        self._global_grad_norm = clip_gradients(
+            self.module.parameters(),  # type: ignore[attr-defined]
+            self.gradient_clipping(),  # type: ignore[attr-defined]
+            self.topology.rank("tp"),
+            self.topology.group(*self.model_axes),
+        )
+
+    # A float64 model keeps float64 gradients. DeepSpeed knows three dtypes and would round them to float32; its
+    # reduce-scatter accepts no other.
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(model, gradient accumulation): a float64 model keeps float64 gradients, which DeepSpeed would round."""
+        """Of the model, and of accumulated gradients, for ZeRO; without it DeepSpeed wraps all but float32."""
         types: tuple[torch.dtype, torch.dtype] = super().get_data_types()  # type: ignore[misc]
-        return (torch.float64, torch.float64) if self.is_float64 else types
+        zero = self.zero_optimization()  # type: ignore[attr-defined]
+        return (torch.float64, torch.float64) if self.is_float64 and zero else types
+
+    def zero_reduce_scatter(self) -> bool:
+        return not self.is_float64 and super().zero_reduce_scatter()  # type: ignore[misc]
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """In which gradients travel."""
+        narrow: torch.dtype = super().communication_data_type  # type: ignore[misc]
+        return torch.float64 if self.is_float64 else narrow
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype) -> None:
+        DeepSpeedEngine.communication_data_type.fset(self, dtype)
+
+
+def _shard_over(group: Any, model: nn.Module) -> None:
+    """ZeRO-3 shards each parameter over the group it carries, and else over the mpu's dp group, which lacks cp."""
+    for parameter in model.parameters():
+        vars(parameter)["ds_zero_partition_process_group"] = group
+
+
+def _replicated_weights(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What tensor peers hold alike: whole weights, or this rank's part of those that zero.Init has sharded."""
+    for parameter in model.parameters():
+        marks = vars(parameter)
+        if not (marks.get("tensor_model_parallel") or marks.get("model_parallel")):
+            shard = marks.get("ds_tensor")
+            yield parameter.data if shard is None else shard.data
+
+
+class PipelineMixin(TopologyMixin):
+    """What a context axis changes in a pipeline."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        grid = model._grid
+        # The engine counts batches over dp; the module, whose weights are tied and saved over dp x cp, keeps its own.
+        model._grid = narrowed(grid, kwargs["config_class"].ds_npu.topology)
+        super().__init__(*args, **kwargs)
+        model._grid = grid
+
+    def _aggregate_total_loss(self) -> Any:
+        if self.is_last_stage():  # type: ignore[attr-defined]
+            dist.all_reduce(self.total_loss, group=self.topology.group("cp"))  # type: ignore[attr-defined]
+        return super()._aggregate_total_loss()  # type: ignore[misc]
+
+
+def narrowed(grid: Any, topology: Any) -> Any:
+    """A copy of a pipeline's grid whose data axis is dp alone."""
+    narrow = copy.copy(grid)
+    narrow.data_parallel_size, narrow.data_parallel_id = topology.size("dp"), topology.rank("dp")
+    return narrow
 
 
 class NpuEngine(TopologyMixin, DeepSpeedEngine):  # type: ignore[misc]
     """DeepSpeedEngine over the topology."""
 
 
-class NpuPipelineEngine(TopologyMixin, PipelineEngine):  # type: ignore[misc]
+class NpuPipelineEngine(PipelineMixin, PipelineEngine):  # type: ignore[misc]
     """PipelineEngine over the topology."""
 
 
-class NpuDualPipeVEngine(TopologyMixin, DualPipeVEngine):  # type: ignore[misc]
+class NpuDualPipeVEngine(PipelineMixin, DualPipeVEngine):  # type: ignore[misc]
     """DualPipeVEngine over the topology."""
 
 

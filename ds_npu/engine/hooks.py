@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_npu.engine import session
+from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.patches import FAILED
 
 Function = Callable[..., Any]
@@ -78,7 +79,8 @@ def deepspeed_config_init(original: Function) -> Function:
             grid = importlib.import_module("ds_npu.engine.grid")
             stages = mpu.pipe_parallel_size if isinstance(mpu, grid.ContextGrid) else None
             self.ds_npu = session.open_session(found, stages)
-            mpu, mesh_device = self.ds_npu.mpu, None
+            # Which axes split the model does not matter here: only the data axes are asked for.
+            mpu, mesh_device = mpu_of(self.ds_npu.topology, WHOLE_ON_EACH_STAGE), None
         original(self, config, mpu, mesh_device)
 
     return init

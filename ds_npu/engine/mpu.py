@@ -12,22 +12,28 @@ AXES_OF: dict[str, tuple[Axis, ...]] = {
     "data_parallel": ("dp",),
     "sequence_parallel": ("cp",),
     "sequence_data_parallel": ("dp", "cp"),
-    "model_parallel": ("pp", "tp"),
     "tensor_model_parallel": ("tp",),
     "pipeline_model_parallel": ("pp",),
     "pipe_parallel": ("pp",),
 }
-"""DeepSpeed's word -> our axes. ZeRO shards over sequence_data_parallel; norms and overflow go over model_parallel.
+"""DeepSpeed's word -> our axes. ZeRO shards over sequence_data_parallel.
 
 An ``initialize_sequence_parallel`` must never join them: DeepSpeed takes its presence as "no model parallelism"
 (DeepSpeed 0.19.8 utils/groups.py:774, runtime/zero/stage_1_and_2.py:309).
 """
 
+SPLIT_BY_STAGES: tuple[Axis, ...] = ("pp", "tp")
+WHOLE_ON_EACH_STAGE: tuple[Axis, ...] = ("tp",)
 
-def mpu_of(topology: Topology) -> SimpleNamespace:
-    """For each word: ``get_<word>_world_size``, ``_rank``, ``_group`` and ``_group_ranks``, all without arguments."""
+
+def mpu_of(topology: Topology, model_axes: tuple[Axis, ...]) -> SimpleNamespace:
+    """For each word: ``get_<word>_world_size``, ``_rank``, ``_group`` and ``_group_ranks``, all without arguments.
+
+    ``model_axes`` are the axes that split the model, over which DeepSpeed adds up norms and looks for overflow:
+    SPLIT_BY_STAGES for a PipelineModule. Any other model is whole on each stage, so stages add nothing.
+    """
     mpu = SimpleNamespace()
-    for word, axes in AXES_OF.items():
+    for word, axes in {**AXES_OF, "model_parallel": model_axes}.items():
         vars(mpu)[f"get_{word}_world_size"] = partial(topology.size, *axes)
         vars(mpu)[f"get_{word}_rank"] = partial(topology.rank, *axes)
         vars(mpu)[f"get_{word}_group"] = partial(topology.group, *axes)

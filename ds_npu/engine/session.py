@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_npu.capability import hccl_options
-from ds_npu.engine.mpu import mpu_of
 from ds_npu.features.all import DsNpuConfig
 from ds_npu.features.check import check, load
 from ds_npu.log import warn_once
@@ -32,10 +30,6 @@ class Session:
 
     config: DsNpuConfig
     topology: Topology
-
-    @property
-    def mpu(self) -> SimpleNamespace:
-        return mpu_of(self.topology)
 
 
 _topologies: dict[tuple[Any, Degrees], Topology] = {}

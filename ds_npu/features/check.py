@@ -31,6 +31,9 @@ REPLICAS = {
 """What this version does not do with an axis of more than one rank."""
 
 
+PIPELINES_REFUSE = "a deepspeed.PipelineModule trains with: DeepSpeed's pipelines refuse stages 2 and 3"
+
+
 @dataclass(frozen=True)
 class Checked:
     """A config in which no mistake was found."""
@@ -68,6 +71,7 @@ def check(
         *broken_rules(config, doubtful),
         *misfits,
         *_other_stages(config, stages, doubtful),
+        *_sharded_pipeline(ds_config, stages),
         *conflicts(ds_config, config, dp, doubtful),
         *batch_problems,
         *(_unmet(config) if on_this_machine else ()),
@@ -75,6 +79,8 @@ def check(
     if problems:
         raise ConfigError(problems)
     warnings += _replicas(config.parallel, stages)
+    if config.parallel.pipeline > 1 and stages is None and zero_stage(ds_config) in (2, 3):
+        warnings.append(f"zero_optimization.stage is {zero_stage(ds_config)}: 0 and 1 are all that {PIPELINES_REFUSE}")
     return Checked(config, degrees, batch, zero_stage(ds_config), tuple(warnings))
 
 
@@ -82,6 +88,12 @@ def _other_stages(config: DsNpuConfig, stages: int | None, doubtful: frozenset[s
     found = config.parallel.pipeline
     if stages not in (None, found) and "parallel.pipeline" not in doubtful:
         yield Problem("ds_npu.parallel.pipeline", found, f"{stages}, the stages of the deepspeed.PipelineModule")
+
+
+def _sharded_pipeline(ds_config: dict[str, Any], stages: int | None) -> Iterator[Problem]:
+    stage = zero_stage(ds_config)
+    if stages is not None and stage in (2, 3):
+        yield Problem("zero_optimization.stage", stage, f"0 or 1, all that {PIPELINES_REFUSE}")
 
 
 def _unmet(config: DsNpuConfig) -> Iterator[Problem]:

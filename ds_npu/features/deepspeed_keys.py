@@ -49,7 +49,7 @@ def conflicts(
 
 
 def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
-    """DeepSpeed's AutoTP, AutoEP and pipeline engine bring their own process groups, or limits."""
+    """DeepSpeed's AutoTP and AutoEP bring their own process groups."""
     autotp = value_at(ds_config, "tensor_parallel.autotp_size")
     if autotp not in (None, 0, 1):
         accepted = "0 or 1 beside a ds_npu section (see ds_npu.parallel.tensor): AutoTP replaces its process groups"
@@ -58,10 +58,6 @@ def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[P
     if value_at(ds_config, "expert_parallel.enabled") and (autoep not in (None, 1) or expert > 1):
         accepted = f"1, with ds_npu.parallel.expert 1 (found {expert}): AutoEP makes its own process groups"
         yield Problem("expert_parallel.autoep_size", autoep, accepted)
-    stage, pipeline = zero_stage(ds_config), config.parallel.pipeline
-    if stage in (2, 3) and pipeline > 1:
-        accepted = f"0 or 1 with ds_npu.parallel.pipeline {pipeline}: DeepSpeed's pipelines refuse stages 2 and 3"
-        yield Problem("zero_optimization.stage", stage, accepted)
 
 
 def _recomputed_twice(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:

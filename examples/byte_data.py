@@ -1,7 +1,7 @@
 """The bytes of ordinary files as training data: found, split, and cut into batches that depend on nothing but numbers.
 
-Which bytes a rank sees at a step is a pure function of (seed, step, micro-batch, data-parallel rank). There is no loader
-state, so nothing has to be stored to resume exactly.
+Which bytes a rank sees at a step is a pure function of (seed, step, micro-batch, data-parallel rank). There is no
+loader state, so nothing has to be stored to resume exactly.
 """
 
 from __future__ import annotations

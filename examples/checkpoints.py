@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,14 @@ MANIFEST = "complete.json"
 PARTIAL = ".partial"
 TAG = re.compile(r"step-(\d{8,})")
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer")
-HARMLESS_CONFIG_KEYS = {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "wandb"}
+HARMLESS_CONFIG_KEYS = {
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "tensorboard",
+    "wandb",
+}
 HARMLESS_CONFIG_KEYS |= {"csv_monitor", "comet", "flops_profiler", "comms_logger"}
 
 
@@ -161,10 +168,10 @@ class Checkpoints:
     def _rank_file(self, folder: Path) -> Path:
         return folder / f"rank-{self.ranks.rank:05d}.pt"
 
-    def _everywhere(self, question: Any) -> bool:
+    def _everywhere(self, question: Callable[[], bool]) -> bool:
         return all(self.ranks.gather(question()))
 
-    def _on_rank(self, mine: bool, action: Any) -> None:
+    def _on_rank(self, mine: bool, action: Callable[[], object]) -> None:
         """Do ``action`` if it is this rank's, then let all ranks know whether it worked everywhere."""
         failure = None
         try:
@@ -240,12 +247,14 @@ def check_identity(checkpoint: Path, identity: Mapping[str, Any], inexact_allowe
     fatal = [line for line in lines if line.split(".")[0].split(":")[0] in ("model", "ranks", "data-parallel ranks")]
     if fatal:
         raise RunError(
-            f"{checkpoint} cannot be continued with another model or number of ranks:\n  " + "\n  ".join(fatal)
+            f"{checkpoint} cannot be continued with another model or number of ranks:\n  "
+            + "\n  ".join(fatal)
             + "\n  (DeepSpeed's ds_to_universal converts a checkpoint to another number of ranks)"
         )
     if lines and not inexact_allowed:
         raise RunError(
-            f"{checkpoint} was made with other settings, so the losses would not be the same:\n  " + "\n  ".join(lines)
+            f"{checkpoint} was made with other settings, so the losses would not be the same:\n  "
+            + "\n  ".join(lines)
             + "\n  (--inexact continues all the same)"
         )
     return lines

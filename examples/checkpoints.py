@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from ranks import Ranks, RunError
+from rank_group import Ranks, RunError
 
 MANIFEST = "complete.json"
 PARTIAL = ".partial"

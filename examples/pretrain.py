@@ -35,7 +35,7 @@ from byte_data import (
 from checkpoints import Checkpoints, check_identity, choose, complete_checkpoints
 from deepspeed.accelerator import get_accelerator
 from progress import Meter, Screen
-from ranks import Ranks, RunError, set_single_rank_environment
+from rank_group import Ranks, RunError, set_single_rank_environment
 from training import Run
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 

@@ -17,7 +17,7 @@ from checkpoints import Checkpoints
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from progress import Meter, Screen, show, show_summary
-from ranks import Ranks, RunError, StopRequest
+from rank_group import Ranks, RunError, StopRequest
 
 IGNORED_LABEL = -100
 """Hugging Face models leave such labels out of the loss."""
@@ -39,6 +39,9 @@ class Run:
 
     def train(self, args: argparse.Namespace, first_step: int, screen: Screen) -> None:
         """Train from ``first_step`` to ``args.steps``, or until somebody asks to stop."""
+        if first_step >= args.steps:
+            screen.line(f"nothing to do: {first_step} steps are done, --steps asks for {args.steps}")
+            return
         stop = StopRequest(self.ranks)
         stop.install()
         self.engine.train()

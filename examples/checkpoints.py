@@ -12,13 +12,10 @@ import os
 import random
 import re
 import shutil
-import signal
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -141,7 +138,8 @@ class Checkpoints:
         Raises RunError on all ranks when it cannot be written. Whatever was complete before stays so.
         """
         final, partial = self.folder / tag_of(step), self.folder / (tag_of(step) + PARTIAL)
-        if self._everywhere(lambda: read_manifest(final) is not None):
+        # Rank 0 decides alone: on a shared disk other ranks may still see the folder as it was.
+        if self.ranks.gather(read_manifest(final) is not None)[0]:
             return final
         self._on_rank(self.ranks.rank == 0, lambda: self._make_room(final, partial))
         # Each rank's own file comes first: it also proves, with a vote, that every rank can write there.
@@ -168,9 +166,6 @@ class Checkpoints:
     def _rank_file(self, folder: Path) -> Path:
         return folder / f"rank-{self.ranks.rank:05d}.pt"
 
-    def _everywhere(self, question: Callable[[], bool]) -> bool:
-        return all(self.ranks.gather(question()))
-
     def _on_rank(self, mine: bool, action: Callable[[], object]) -> None:
         """Do ``action`` if it is this rank's, then let all ranks know whether it worked everywhere."""
         failure = None
@@ -194,20 +189,12 @@ class Checkpoints:
             raise OSError(f"{free / 2**20:.0f} MiB are free, the last checkpoint took {needed / 2**20:.0f} MiB")
         partial.mkdir()
 
-    def _give_up(self, error: Exception) -> None:
-        """End this process: the other ranks wait inside DeepSpeed's save for one that will not come.
-
-        Their launcher ends them. Rank 0 speaks first; the others only if they are still there a little later.
-        """
-        text = str(error)
-        if any(lost in text for lost in PEER_LOST):
-            os._exit(1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.ranks.rank != 0:
-            time.sleep(5)
-        print(f"error: rank {self.ranks.rank} cannot write a checkpoint in {self.folder}: {text}", file=sys.stderr)
-        print("Checkpoints completed earlier are untouched: --resume continues from them.", file=sys.stderr, flush=True)
-        os._exit(1)
+    def _give_up(self, error: Exception) -> NoReturn:
+        """End this process: the other ranks wait inside DeepSpeed's save for one that will not come."""
+        if any(lost in str(error) for lost in PEER_LOST):
+            os._exit(1)  # the rank that was lost has said why
+        kept = "checkpoints completed earlier are untouched, --resume continues from them"
+        self.ranks.leave(f"cannot write a checkpoint in {self.folder}: {error} ({kept})")
 
     def _flush_all(self, partial: Path) -> None:
         for name in _file_sizes(partial):
@@ -224,13 +211,11 @@ class Checkpoints:
     def _remove_old(self) -> None:
         kept = complete_checkpoints(self.folder)
         old = kept[: -self.keep] if self.keep else []
-        leftovers = [path for path in self.folder.glob(f"step-*{PARTIAL}") if path.is_dir()]
-        for path in old + leftovers:
+        for path in old:
             # Renamed first, so that one half-removed is never taken for a whole one.
-            doomed = path.with_name(path.name.removesuffix(PARTIAL) + ".old")
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            os.rename(path, path.with_name(path.name + PARTIAL))
+        for leftover in self.folder.glob(f"step-*{PARTIAL}"):
+            shutil.rmtree(leftover)
 
 
 def choose(folder: Path, required: bool) -> Path | None:

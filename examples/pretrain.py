@@ -189,6 +189,16 @@ def prepare_data(args: argparse.Namespace) -> tuple[list[SourceFile], list[Sourc
     return train, held_out
 
 
+def check_writable(path: Path | None) -> None:
+    """Find out now, not at the first report, that the file of numbers cannot be written."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise RunError(f"--numbers {path}: {error.strerror}") from error
+
+
 def prepare_run(args: argparse.Namespace, ranks: Ranks, config: PretrainedConfig, files: tuple[list, list]) -> Run:
     """Engine, data and checkpoints, at the step where training starts."""
     model = build_model(config, args.seed)
@@ -267,6 +277,7 @@ def main() -> int:
         if "optimizer" not in read_json(Path(args.deepspeed_config), "--deepspeed_config"):
             raise RunError(f'--deepspeed_config {args.deepspeed_config} has no "optimizer" section')
         files = prepare_data(args)
+        check_writable(args.numbers)
     except (RunError, DataError) as error:
         if os.environ["LOCAL_RANK"] == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -284,15 +295,22 @@ def main() -> int:
         for line in describe(run, args, first_step) + [f"not as before: {line}" for line in changed]:
             screen.line(line)
         run.train(args, first_step, screen)
-    except (RunError, DataError) as error:
+        status = 0
+    except RunError as error:  # which all ranks have
         if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         ranks.gather(None)  # nobody leaves, and has the launcher end the others, before rank 0 has spoken
-        return 2
-    finally:
-        torch.distributed.destroy_process_group()
-    return 0
+        status = 2
+    except DataError as error:  # which other ranks may not have
+        ranks.leave(str(error))
+    torch.distributed.destroy_process_group()
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        # Before the first step there is nothing to save, and other ranks need not be waited for.
+        os.write(2, b"Stopped before the first step.\n" if os.environ["LOCAL_RANK"] == "0" else b"")
+        os._exit(130)

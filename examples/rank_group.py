@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
+import time
 from types import FrameType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -61,6 +64,18 @@ class Ranks:
         values = self.gather(value)
         if len(set(values)) > 1:
             raise RunError(f"{complaint}: {', '.join(f'rank {rank}: {text}' for rank, text in enumerate(values))}")
+
+    def leave(self, message: str) -> NoReturn:
+        """End this process with an error the other ranks do not share: they wait for it in a collective.
+
+        Their launcher ends them. Rank 0 speaks first; another rank only if it is still there a little later, since an
+        error like a full disk usually strikes all ranks, and one line is enough.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.rank != 0:
+            time.sleep(5)
+        print(f"error: rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 class StopRequest:

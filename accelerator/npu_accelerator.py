@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from deepspeed.accelerator.npu_accelerator import NPU_Accelerator
 
 from ds_npu import capability
 from ds_npu.accelerator.environment import apply_defaults, bound_to_cores
@@ -56,8 +55,8 @@ class _Ranges(threading.local):
         self.open: dict[str, list[int]] = {}
 
 
-class NpuAccelerator(NPU_Accelerator):  # type: ignore[misc]
-    """An Ascend NPU as DeepSpeed sees it.
+class NpuAcceleratorMixin:
+    """An Ascend NPU as DeepSpeed sees it; ``over`` puts it over DeepSpeed's NPU_Accelerator.
 
     Making one sets the defaults of ``ds_npu.accelerator.environment`` and never raises: without a device it warns, and
     the first call that training cannot do without raises RuntimeError.
@@ -97,7 +96,7 @@ class NpuAccelerator(NPU_Accelerator):  # type: ignore[misc]
         """``hccl``. The first call of ``deepspeed.initialize`` and ``init_distributed``, so it raises RuntimeError
         where there is no device, before HCCL ends in an error that does not say so."""
         self._require_device("deepspeed.initialize")
-        return cast(str, super().communication_backend_name())
+        return cast(str, super().communication_backend_name())  # type: ignore[misc]
 
     def communication_backend_version(self) -> tuple[int, ...]:
         """The leading numbers of CANN's version, which HCCL is a part of, as (8, 5, 0); () if unknown."""
@@ -108,7 +107,7 @@ class NpuAccelerator(NPU_Accelerator):  # type: ignore[misc]
     def set_device(self, device_index: int) -> None:
         """Makes NPU ``device_index`` current. Raises RuntimeError where there is no device."""
         self._require_device(f"set_device({device_index})")
-        super().set_device(device_index)
+        super().set_device(device_index)  # type: ignore[misc]
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes this process could still get: what the device has free, and what torch_npu holds without using it.
@@ -152,8 +151,17 @@ class NpuAccelerator(NPU_Accelerator):  # type: ignore[misc]
 
     def export_envs(self) -> list[str]:
         """Prefixes of the variables the launcher sends to the other nodes."""
-        return [*super().export_envs(), *EXPORTED_PREFIXES]
+        return [*super().export_envs(), *EXPORTED_PREFIXES]  # type: ignore[misc]
 
     def op_builder_dir(self) -> str:
         """The package whose classes are the operator builders of this device."""
         return "ds_npu.ops.builders"
+
+
+def over(built_in: type) -> type:
+    """The accelerator to use in place of DeepSpeed's ``built_in``.
+
+    It is made when DeepSpeed imports its own, which it may do while this module is being imported.
+    """
+    described = {"__doc__": NpuAcceleratorMixin.__doc__, "__module__": __name__}
+    return type("NpuAccelerator", (NpuAcceleratorMixin, built_in), described)

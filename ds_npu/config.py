@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class Problem:
     accepted: str
 
     def __str__(self) -> str:
-        return f"{self.path}: found {self.found!r}; {self.accepted}"
+        return f"{self.path}: found {json.dumps(self.found, default=repr)}; {self.accepted}"
 
 
 class ConfigError(ValueError):

@@ -9,3 +9,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
 sys.path.insert(0, os.path.dirname(__file__))
+
+from hypothesis import settings
+
+import ds_npu
+
+assert ds_npu.__version__
+# The machines of CI are shared: how long an example takes says nothing.
+settings.register_profile("ds_npu", deadline=None)
+settings.load_profile("ds_npu")

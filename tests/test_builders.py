@@ -166,7 +166,8 @@ def test_deepspeed_lists_exactly_these_operators():
         import importlib, logging
         import deepspeed
         from deepspeed.accelerator import set_accelerator
-        from ds_npu.accelerator.npu_accelerator import NpuAccelerator
+        import ds_npu
+        from deepspeed.accelerator.npu_accelerator import NPU_Accelerator as NpuAccelerator
         set_accelerator(NpuAccelerator())
         from deepspeed.ops.op_builder import all_ops
         from deepspeed import env_report

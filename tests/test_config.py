@@ -151,7 +151,7 @@ def test_a_mistake_says_where_what_and_what_would_do(section, deepspeed, path, f
     error = mistakes(with_section(section, **deepspeed))
     mine = [problem for problem in error.problems if problem.path == path and accepted in problem.accepted]
     assert mine and mine[0].found == found and type(mine[0].found) is type(found), error
-    assert f"  {path}: found {found!r}; " in str(error)
+    assert f"  {path}: found {json.dumps(found)}; " in str(error)
 
 
 def asking_for(path):

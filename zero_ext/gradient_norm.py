@@ -40,7 +40,7 @@ def clip_gradients(
     squares = torch.zeros((), dtype=wide, device=held[0].device)
     for parameter in held:
         if counts_here(parameter, tensor_rank):
-            squares += torch.linalg.vector_norm(parameter.grad, dtype=wide).square()  # type: ignore[arg-type]
+            squares += torch.linalg.vector_norm(parameter.grad, dtype=wide).square()
     dist.all_reduce(squares, group=model_group)
     norm = squares.sqrt()
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)

@@ -9,7 +9,8 @@ that fails, as it does wherever CANN is not set up (torch 2.13 ``torch/__init__.
 guard turns that into one warning: while torch is being imported, a failing torch_npu is replaced by an empty stand-in
 whose ``_autoload`` marks torch_npu as not importable (``sys.modules["torch_npu"] = None``), which every later
 ``import`` and ``importlib.util.find_spec`` understands. An ``import torch_npu`` of the user's own still raises, with
-the same text, and DS_ACCELERATOR=npu, which cannot be had, ends the program with it. The order of entry points is undefined, so only the ``.pth`` line makes sure that the guard is first.
+the same text, and DS_ACCELERATOR=npu, which cannot be had, ends the program with it. The order of entry points is
+undefined, so only the ``.pth`` line makes sure that the guard is there first.
 """
 
 from __future__ import annotations

@@ -21,4 +21,4 @@ class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
     def __init__(self, config: dict[str, Any], topology: Any, process_group: Any) -> None:
         super().__init__(topology=topology, process_group=process_group)
         opened = session.open_session(config, stages=self.pipe_parallel_size)
-        vars(self).update(vars(mpu_of(opened.topology, SPLIT_BY_STAGES)))
+        self.__dict__.update(vars(mpu_of(opened.topology, SPLIT_BY_STAGES)))

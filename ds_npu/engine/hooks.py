@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ Function = Callable[..., Any]
 
 def npu_accelerator(original: type) -> type:
     """DeepSpeed imports its NPU accelerator only where it has chosen it."""
-    accelerator: type = importlib.import_module("ds_npu.accelerator.npu_accelerator").NpuAccelerator
+    accelerator: type = importlib.import_module("ds_npu.accelerator.npu_accelerator").over(original)
     return accelerator
 
 
@@ -121,18 +120,20 @@ def zero_init(original: Function) -> Function:
 
 
 def installed_cann_path(original: Function) -> Function:
+    return functools.wraps(original)(importlib.import_module("ds_npu.engine.report").installed_cann_path)
+
+
+def report_main(original: Function) -> Function:
     @functools.wraps(original)
-    def path() -> str | None:
-        found = os.environ.get("ASCEND_HOME_PATH")
-        return found if found is not None and os.path.exists(found) else None
+    def main(*args: Any, **kwargs: Any) -> None:
+        ours = importlib.import_module("ds_npu.engine.report")
+        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+        if accelerator.device_name() == "npu":
+            ours.show_installed_operators()
+            with accelerator.describing():
+                original(*args, **kwargs)
+        else:
+            original(*args, **kwargs)
+        ours.report(features=ours.feature_lacks())
 
-    return path
-
-
-def debug_report(original: Function) -> Function:
-    @functools.wraps(original)
-    def report() -> None:
-        original()
-        importlib.import_module("ds_npu.engine.report").report()
-
-    return report
+    return main

@@ -127,12 +127,12 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         module="deepspeed.env_report",
-        name="debug_report",
-        factory="ds_npu.engine.hooks:debug_report",
-        parameters=(),
-        what="ds_report ends with ds_npu's part",
-        why="it has no hook for plugins",
-        upstream="env_report.py:main",
+        name="main",
+        factory="ds_npu.engine.hooks:report_main",
+        parameters=("hide_operator_status", "hide_errors_and_warnings"),
+        what="ds_report ends with ds_npu's part, and its column `installed` is right on an NPU",
+        why="it has no hook for plugins, and a wheel of DeepSpeed says that it was built for the CPU",
+        upstream="env_report.py:main, :53",
         until="ds_report calls plugins",
     ),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from ds_npu import capability
+from ds_npu.features.all import FEATURES, DsNpuConfig
 
 # ds_report's own colours and columns (deepspeed/env_report.py).
 GREEN, YELLOW, END = "\033[92m", "\033[93m", "\033[0m"
@@ -49,11 +51,32 @@ def installed_operators(installed: Mapping[str, bool], built_for: str) -> dict[s
     """What ``deepspeed.git_version_info.installed_ops`` has to say for ds_report's column "installed" to be right.
 
     ``built_for`` is the accelerator DeepSpeed was built for (its ``accelerator_name``): a wheel says cpu, and ds_report
-    then answers NO to all. An operator that has nothing to compile is installed. The column counts only where
-    ``accelerator_name`` is set to npu with it, in deepspeed.git_version_info and in deepspeed.env_report.
+    then answers NO to all. An operator that has nothing to compile is installed.
     """
     built = dict(installed) if built_for == "npu" else dict.fromkeys(installed, False)
     return {**built, **{builder.name: True for builder in _builders() if not builder.sources()}}
+
+
+def show_installed_operators() -> None:
+    """Put ``installed_operators`` where ds_report reads it, which counts them for the accelerator it names only."""
+    report: Any = importlib.import_module("deepspeed.env_report")
+    versions: Any = importlib.import_module("deepspeed.git_version_info")
+    report.installed_ops.update(installed_operators(report.installed_ops, report.accelerator_name))
+    report.accelerator_name = versions.accelerator_name = "npu"
+
+
+def feature_lacks() -> list[Feature]:
+    """Each key of the section, and what it lacks: code, in this version, or something of this machine."""
+    defaults = dict(DsNpuConfig())
+    return [
+        (
+            feature.key,
+            ["not built in this version of ds_npu"]
+            if feature.key in feature.planned
+            else feature.unmet(defaults[feature.key]),
+        )
+        for feature in FEATURES
+    ]
 
 
 def _builders() -> list[Any]:

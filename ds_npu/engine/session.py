@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def announced() -> dict[str, Any] | None:
 def _from_command_line(arguments: list[str]) -> str | None:
     """``--deepspeed_config X`` (DeepSpeed's own) or ``--deepspeed X.json`` (the Hugging Face Trainer's)."""
     words = [part for argument in arguments for part in argument.split("=", 1)]
-    for flag, value in zip(words, words[1:], strict=False):
+    for flag, value in itertools.pairwise(words):
         if flag == "--deepspeed_config" or (flag == "--deepspeed" and value.endswith(".json")):
             return value
     return None
@@ -67,8 +68,8 @@ def world_size() -> int:
 
 
 def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:
-    """Check ``config`` for this world, a PipelineModule of ``stages`` included; raises ConfigError with every reason."""
-    checked = check(config, world_size(), stages)
+    """Check ``config`` for this world and a PipelineModule of ``stages``; raises ConfigError with every reason."""
+    checked = check(config, world_size(), stages, on_this_machine=True)
     for warning in checked.warnings:
         warn_once(warning)
     return checked.config, checked.degrees

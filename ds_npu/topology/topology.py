@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C import _distributed_c10d as c10d
 
 from ds_npu.topology.degrees import Axis, Degrees
 
@@ -23,7 +23,9 @@ BufferMib = Callable[[tuple[Axis, ...]], Any]
 
 def _alone(options: Any, backend_options: Any) -> Any:
     """torch's FakeProcessGroup copies inputs to outputs; with one rank that is what each collective means."""
-    return FakeProcessGroup._create_internal(options.group_rank, options.group_size, backend_options)
+    # torch's type stub leaves the third argument out.
+    make: Any = c10d.FakeProcessGroup._create_internal
+    return make(options.group_rank, options.group_size, backend_options)
 
 
 def _register_alone() -> None:

@@ -11,6 +11,8 @@ from ranks import run_on_ranks
 from torch import nn
 
 STAGES = 2
+DUALPIPE = 2 * STAGES
+"""The micro-batches that DualPipeV needs at least; here also what asks for it."""
 TIES = "embedding"
 EXACT, SINGLE = 1e-12, 1e-6
 
@@ -66,16 +68,19 @@ def one_batch(dtype: torch.dtype, parallel: dict[str, int], stage: int, tied: bo
 
     import deepspeed
     from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
     rule.without_extension()
+    config = json.loads(open(config_path).read())
+    rule.ACCUMULATION = config["gradient_accumulation_steps"]
+    kind = DualPipeVModule if rule.ACCUMULATION == DUALPIPE else PipelineModule
     ATTRIBUTES.clear()
     ATTRIBUTES.update({TIES: "embedding", "1": "linear", "2": "norm"} if tied else {})
     os.environ["DS_NPU_CONFIG"] = config_path
     deepspeed.init_distributed("gloo")
-    pipeline = PipelineModule(specs(tied), num_stages=STAGES, loss_fn=rule.token_loss, partition_method="uniform")
+    pipeline = kind(specs(tied), num_stages=STAGES, loss_fn=rule.token_loss, partition_method="uniform")
     same_start(pipeline, whole(tied))
     pipeline.to(dtype)
-    config = json.loads(open(config_path).read())
     engine, *_ = deepspeed.initialize(model=pipeline, model_parameters=pipeline.parameters(), config=config)
     topology = engine.topology
     count = rule.MICRO * rule.ACCUMULATION * topology.size("dp")
@@ -95,9 +100,9 @@ def one_batch(dtype: torch.dtype, parallel: dict[str, int], stage: int, tied: bo
         assert error <= tight and norm_error <= tight, (where, error, norm_error)
 
 
-def configs(tmp_path, stage: int, dtype: torch.dtype, parallel: dict[str, int]) -> str:
+def written(tmp_path, config: dict[str, object]) -> str:
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(rule.config(stage, dtype, {**parallel, "pipeline": STAGES})))
+    path.write_text(json.dumps(config))
     return str(path)
 
 
@@ -106,5 +111,50 @@ def configs(tmp_path, stage: int, dtype: torch.dtype, parallel: dict[str, int]) 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parallel", [{}, {"context": 2}], ids=["dp2", "cp2"])
 def test_one_batch_is_that_of_one_process(tmp_path, parallel, dtype, stage, tied):
-    path = configs(tmp_path, stage, dtype, parallel)
-    run_on_ranks(4, one_batch, dtype, parallel, stage, tied, path)
+    config = rule.config(stage, dtype, {**parallel, "pipeline": STAGES})
+    run_on_ranks(4, one_batch, dtype, parallel, stage, tied, written(tmp_path, config))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("parallel", [{}, {"context": 2}], ids=["dp2", "cp2"])
+def test_dualpipev(tmp_path, parallel, stage, tied):
+    config = rule.config(stage, torch.float32, {**parallel, "pipeline": STAGES})
+    config["gradient_accumulation_steps"] = DUALPIPE
+    run_on_ranks(4, one_batch, torch.float32, parallel, stage, tied, written(tmp_path, config))
+
+
+def disagreeing(config_path: str) -> None:
+    import os
+
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    from ds_npu.config import ConfigError
+
+    rule.without_extension()
+    os.environ["DS_NPU_CONFIG"] = config_path
+    deepspeed.init_distributed("gloo")
+    with pytest.raises(ConfigError, match=r"ds_npu\.parallel\.pipeline: found 1; 2, the stages"):
+        PipelineModule(rule.layers(), num_stages=2, loss_fn=rule.token_loss)
+
+
+def test_stages_that_are_not_the_sections(tmp_path):
+    run_on_ranks(2, disagreeing, written(tmp_path, rule.config(0, torch.float32, {"pipeline": 1})))
+
+
+def unannounced() -> None:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    rule.without_extension()
+    deepspeed.init_distributed("gloo")
+    pipeline = PipelineModule(rule.layers(), num_stages=2, loss_fn=rule.token_loss)
+    config = rule.config(0, torch.float32, {"pipeline": 2, "context": 2})
+    with pytest.raises(RuntimeError, match="DS_NPU_CONFIG"):
+        deepspeed.initialize(model=pipeline, config=config)
+
+
+def test_a_config_that_the_pipeline_could_not_know():
+    """PipelineModule makes its groups before it has seen a config, so the config must be announced."""
+    run_on_ranks(4, unannounced)

@@ -219,6 +219,15 @@ def test_a_wrong_config_reaches_no_process_group(monkeypatch):
     assert not dist.is_initialized()
 
 
+def test_a_world_that_only_mpi_knows_is_not_judged(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config, _ = session.validate(rule.config(0, torch.float32, {"tensor": 3}))
+    assert config.parallel.tensor == 3
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError):
+        session.validate(rule.config(0, torch.float32, {"tensor": 3}))
+
+
 @pytest.mark.parametrize("how", ["flag", "trainer", "variable"])
 def test_an_announced_config_is_checked_before_the_scripts_own_process_group(monkeypatch, tmp_path, how):
     import deepspeed

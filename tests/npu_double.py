@@ -98,7 +98,6 @@ WORKING = """
 """
 
 
-
 def python(code, *paths, **environ):
     """Runs ``code`` in a new process with ``paths`` importable; returns its CompletedProcess."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND_", "HCCL_", "DS_"))}

@@ -16,7 +16,7 @@ first.
 
 [Note: begun before us] Where the entry point is the only way and ``import deepspeed`` the first import, ``deepspeed``
 is half executed when we come (its line ``import torch``), and no loader of ours will see the end of it. Such a module
-is patched when it is first looked at after its import: ``import deepspeed`` itself ends with such a look.
+is patched when an attribute of it is first asked for after its import.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ class _Begun(ModuleType):
 class _Finder:
     """Finds modules as Python would, and for a few of them follows what happens when they are executed."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in PATCHED and name != "torch_npu":
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)

@@ -49,11 +49,10 @@ def names() -> dict[str, str]:
             continue
         for name, value in list(vars(module).items()):
             found[f"{module_name}.{name}"] = described(value)
-            if isinstance(value, type) and value.__module__.partition(".")[0] in ("torch", "deepspeed"):
-                members = list(vars(value).items())
-                found.update(
-                    {f"{value.__module__}.{value.__qualname__}.{key}": described(each) for key, each in members}
-                )
+            for base in value.__mro__ if isinstance(value, type) else ():
+                if base.__module__.partition(".")[0] in ("torch", "deepspeed"):
+                    prefix = f"{base.__module__}.{base.__qualname__}"
+                    found.update({f"{prefix}.{key}": described(each) for key, each in list(vars(base).items())})
     return {name: said for name, said in found.items() if said is not None}
 
 

@@ -87,7 +87,10 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in ("ds_npu"
 def test_what_activation_imports_is_in_every_interpreter_or_cheap():
     code = "import sys; before = set(sys.modules)\nimport ds_npu\nprint(sorted(set(sys.modules) - before))"
     known = {"__future__", "ds_npu", "ds_npu.engine", "ds_npu.engine.activation", "importlib", "types", "warnings"}
-    assert set(eval(lines(npu_double.python(code))[0])) <= known | {"importlib._bootstrap", "_warnings"}
+    assert set(eval(lines(npu_double.python(code))[0])) <= known | {
+        "importlib._bootstrap",
+        "importlib._bootstrap_external",
+    }
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,6 @@ def test_an_error_of_the_entry_point_itself_is_a_warning(installed):
 def test_a_deepspeed_that_has_changed_is_a_warning_and_with_the_section_an_error():
     code = """
         import dataclasses, ds_npu.engine.patches as patches
-        changed = {"deepspeed.runtime.engine.DeepSpeedEngine.__new__", "deepspeed.runtime.zero.Gone.__init__"}
         patches.PATCHES = tuple(
             dataclasses.replace(patch, parameters=("another",)) if patch.name == "PipelineParallelGrid"
             else dataclasses.replace(patch, name="Gone.__init__") if patch.name == "Init.__init__"
@@ -138,8 +140,11 @@ def test_a_deepspeed_that_has_changed_is_a_warning_and_with_the_section_an_error
     done = npu_double.python(code, DS_ACCELERATOR="cpu")
     refused, grid, init, plain = lines(done)
     assert refused == "the config asks for ds_npu, which cannot run here:"
-    assert {"PipelineParallelGrid begins with" in grid or "Gone" in grid, "Gone" in init or "Grid" in init} == {True}
-    assert any("here it does not exist" in line for line in (grid, init))
+    assert {" ".join(line.split()[:1]) for line in (grid, init)} == {
+        "deepspeed.runtime.pipe.module.PipelineParallelGrid",
+        "deepspeed.runtime.zero.partition_parameters.Gone.__init__",
+    }
+    assert any(line.endswith("here it does not exist") for line in (grid, init))
     assert any("here it has ('topology', 'process_group'" in line for line in (grid, init))
     assert plain == "deepspeed.initialize requires a model"
     assert done.stderr.count("a change that ds_npu needs was not made") == 2

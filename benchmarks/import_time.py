@@ -71,7 +71,9 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=15, help="pairs of interpreters per line (default: 15)")
     pairs = parser.parse_args().pairs
     if list(importlib.metadata.entry_points(group="torch.backends", name="ds_npu")):
-        raise SystemExit("ds_npu is installed in this environment: run me where it is not, to have something to compare")
+        raise SystemExit(
+            "ds_npu is installed in this environment: run me where it is not, to have something to compare"
+        )
     too_slow = []
     print(f"{'':18}{'without':>10}{'with':>10}{'added':>10}{'limit':>10}   ms of CPU time, medians of {pairs} pairs")
     with tempfile.TemporaryDirectory() as folder:

@@ -8,11 +8,11 @@ what is imported here, so it is little: no ``typing``, no ``importlib.abc``.
 that fails, as it does wherever CANN is not set up (torch 2.13 ``torch/__init__.py::_import_device_backends``). The
 guard turns that into one warning: while torch is being imported, a failing torch_npu is replaced by an empty stand-in
 whose ``_autoload`` marks torch_npu as not importable (``sys.modules["torch_npu"] = None``).
-``importlib.util.find_spec`` then answers None, so that libraries that probe for it pass over it, and an ``import torch_npu`` in the script ends in
-Python's ModuleNotFoundError, below the warning. Where torch_npu is imported first, or torch's autoloading is off, that
-import raises ImportError with the text of the warning, each time. DS_ACCELERATOR=npu, which cannot be had, ends the
-program with it. The order of entry points is undefined, so only the ``.pth`` line makes sure that the guard is there
-first.
+``importlib.util.find_spec`` then answers None, so that libraries that probe for it pass over it, and an
+``import torch_npu`` in the script ends in Python's ModuleNotFoundError, below the warning. Where torch_npu is imported
+first, or torch's autoloading is off, that import raises ImportError with the text of the warning, each time.
+DS_ACCELERATOR=npu, which cannot be had, ends the program with it. The order of entry points is undefined, so only the
+``.pth`` line makes sure that the guard is there first.
 
 [Note: begun before us] Where the entry point is the only way and ``import deepspeed`` the first import, ``deepspeed``
 is half executed when we come (its line ``import torch``), and no loader of ours will see the end of it. Such a module

@@ -12,11 +12,13 @@ DEFINITIONS = "deepspeed.ops.op_builder.npu"
 def take_over(built_in: type, ours: type) -> None:
     """Make an ``ours`` DeepSpeed's accelerator if it is a ``built_in`` now, and its builders the ones bound so far."""
     real: Any = sys.modules.get("deepspeed.accelerator.real_accelerator")
-    chosen = vars(real).get("ds_accelerator") if real else None
-    if type(chosen) is not built_in:
+    if real is None or type(real.ds_accelerator) is not built_in:
         return
+    chosen: Any = vars(real)["ds_accelerator"]
     accelerator = ours()
-    replaced = {chosen.get_op_builder(name): accelerator.get_op_builder(name) for name in chosen.class_dict}
+    replaced: dict[Any, Any] = {
+        chosen.get_op_builder(name): accelerator.get_op_builder(name) for name in chosen.class_dict
+    }
     real.set_accelerator(accelerator)
     for name, module in list(sys.modules.items()):
         if name.startswith("deepspeed.") and not name.startswith(DEFINITIONS):

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 DEADLINE_S = 180.0
 PRELOAD = [
+    "ds_npu",
     "torch",
     "torch.distributed.device_mesh",
     "torch.fx.experimental.symbolic_shapes",

@@ -21,6 +21,7 @@ from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
+from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
@@ -124,10 +125,15 @@ class PipelineMixin(TopologyMixin):
     """What a context axis changes in a pipeline."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        model = kwargs["model"]
+        model, topology = kwargs["model"], kwargs["config_class"].ds_npu.topology
         grid = model._grid
+        if topology.size("cp") > 1 and not isinstance(grid, ContextGrid):
+            raise RuntimeError(
+                f"ds_npu.parallel.context is {topology.size('cp')}, but the PipelineModule was made before ds_npu could "
+                "see this config: name its file in DS_NPU_CONFIG, or on the command line after --deepspeed_config"
+            )
         # The engine counts batches over dp; the module, whose weights are tied and saved over dp x cp, keeps its own.
-        model._grid = narrowed(grid, kwargs["config_class"].ds_npu.topology)
+        model._grid = narrowed(grid, topology)
         super().__init__(*args, **kwargs)
         model._grid = grid
 

@@ -64,9 +64,9 @@ def _config_in(given: dict[str, Any]) -> Any:
 
 
 def _stages(model: Any) -> int | None:
-    """The number of stages of a PipelineModule, None for any other model."""
+    """The pipeline ranks of a PipelineModule (a DualPipeVModule has twice as many stages), None for another model."""
     module = importlib.import_module("deepspeed.runtime.pipe.module")
-    return int(model.num_stages) if isinstance(model, module.PipelineModule) else None
+    return int(model.topology().get_dim("pipe")) if isinstance(model, module.PipelineModule) else None
 
 
 def deepspeed_config_init(original: Function) -> Function:
@@ -75,8 +75,8 @@ def deepspeed_config_init(original: Function) -> Function:
         found = session.with_section(config)
         self.ds_npu = None
         if found is not None and dist.is_initialized():
-            grid = importlib.import_module("ds_npu.engine.grid")
-            stages = mpu.pipe_parallel_size if isinstance(mpu, grid.ContextGrid) else None
+            grids = importlib.import_module("deepspeed.runtime.pipe.topology")
+            stages = mpu.pipe_parallel_size if isinstance(mpu, grids.PipelineParallelGrid) else None
             self.ds_npu = session.open_session(found, stages)
             # Which axes split the model does not matter here: only the data axes are asked for.
             mpu, mesh_device = mpu_of(self.ds_npu.topology, WHOLE_ON_EACH_STAGE), None

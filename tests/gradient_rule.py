@@ -1,0 +1,135 @@
+"""The gradient rule: what an engine computes on many ranks, against one process doing the whole batch in plain PyTorch.
+
+The model has no attention, so that context peers may hold different tokens of the same samples. Shape letters: B
+batch, S sequence, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+V, H, S = 13, 8, 8
+MICRO, ACCUMULATION = 2, 2
+LR, CLIP = 0.5, 0.1
+"""The clip bites: the norm of these gradients is well above it."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One step of one process."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    norm: float
+    weights: dict[str, torch.Tensor]
+    """After clipping and one step of SGD."""
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Embedding(V, H), nn.Linear(H, H), nn.LayerNorm(H), nn.Linear(H, V)]
+
+
+def token_loss(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    """A context peer's share of the mean over all tokens: the shares add up to it."""
+    wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    share = F.cross_entropy(wide.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+    return share / (labels_BS.shape[0] * S)
+
+
+def samples(count: int) -> torch.Tensor:
+    return torch.randint(0, V, (count, S + 1), generator=torch.Generator().manual_seed(11))
+
+
+def reference(count: int, model: nn.Module, compute: torch.dtype = torch.float64) -> Reference:
+    """The step on ``count`` samples at once, from the weights of ``model``; ``compute`` is what the model is cast to."""
+    whole = model.to(torch.float64).to(compute)
+    tokens = samples(count)
+    loss = token_loss(whole(tokens[:, :-1]), tokens[:, 1:])
+    loss.backward()
+    gradients = {name: weight.grad.double() for name, weight in whole.named_parameters()}
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    scale = (CLIP / (norm + 1e-6)).clamp(max=1)
+    weights = {name: (w.detach().double() - LR * scale * gradients[name]) for name, w in whole.named_parameters()}
+    return Reference(loss.item(), gradients, norm.item(), weights)
+
+
+def config(stage: int, dtype: torch.dtype, parallel: dict[str, int], **zero: object) -> dict[str, object]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **zero},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "ds_npu": {"parallel": parallel},
+    }
+
+
+def without_extension() -> None:
+    """DeepSpeed's shared-memory collectives take a minute to compile and leave files in /dev/shm."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def my_batches(topology) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's micro-batches: its samples of the whole batch, its tokens of each sample."""
+    dp, cp = topology.size("dp"), topology.size("cp")
+    tokens = samples(MICRO * ACCUMULATION * dp)
+    mine = slice(topology.rank("cp") * S // cp, (topology.rank("cp") + 1) * S // cp)
+    batches = tokens.view(ACCUMULATION, dp, MICRO, S + 1)[:, topology.rank("dp")]
+    return [(batch[:, :-1][:, mine], batch[:, 1:][:, mine]) for batch in batches]
+
+
+def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every gradient as the optimizer will see it, whole, in the dtype it is kept in.
+
+    DeepSpeed's safe_get_full_grad rounds to float32, so its partitions are put together here.
+    """
+    named = dict(model.named_parameters())
+    stage, group = engine.zero_optimization_stage(), engine.topology.group("dp", "cp")
+    if stage == 0:
+        kept = {name: weight.grad for name, weight in named.items()}
+        return {name: gradient.detach().clone().double() for name, gradient in kept.items()}
+    parts = [part.flatten() for part in engine.optimizer.averaged_gradients[0]]
+    if stage == 3:
+        whole = zip(named.items(), (gathered(part, group) for part in parts), strict=True)
+        return {name: flat[: weight.ds_numel].view(weight.ds_shape).double() for (name, weight), flat in whole}
+    flat, offset, found = gathered(torch.cat(parts), group), 0, {}
+    for name, weight in named.items():
+        found[name] = flat[offset : offset + weight.numel()].view(weight.shape).double()
+        offset += weight.numel()
+    return found
+
+
+def gathered(part: torch.Tensor, group) -> torch.Tensor:
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    weights = dict(model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(weights.values())):
+        return {name: weight.detach().clone().double() for name, weight in weights.items()}
+
+
+def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The norm of all differences over the norm of all that is expected."""
+    difference = sum((found[name] - value).square().sum() for name, value in expected.items())
+    return float((difference / sum(value.square().sum() for value in expected.values())).sqrt())
+
+
+def mean_loss(share: float, topology) -> float:
+    """Shares added over context peers, averaged over data-parallel ranks."""
+    total = torch.tensor(share, dtype=torch.float64)
+    dist.all_reduce(total, group=topology.group("dp", "cp"))
+    return total.item() / topology.size("dp")

@@ -73,9 +73,9 @@ def make_engine(variant: str, stage: int) -> Any:
         model=model, model_parameters=model.parameters(), config=ds_config(variant, stage)
     )
     expected = (variant in (ACTIVE, SECTION), "NpuEngine" if variant == SECTION else "DeepSpeedEngine")
-    found = ("ds_npu" in sys.modules, type(engine).__name__)
+    found = ("ds_npu.engine.patches" in sys.modules, type(engine).__name__)
     if found != expected:
-        raise RuntimeError(f"{variant}: (ds_npu imported, engine) is {found} and should be {expected}")
+        raise RuntimeError(f"{variant}: (DeepSpeed is patched, engine) is {found} and should be {expected}")
     return engine
 
 

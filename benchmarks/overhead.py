@@ -6,6 +6,7 @@ Which code a process runs is settled when it imports DeepSpeed, so each variant 
 stay up and take turns of a few steps, forth and back, while the others sleep: a ratio compares turns a second apart,
 and drift of the machine falls out. A process may be slower than its twin for its whole life (where its memory lies,
 say), so every round starts new ones; `plain again / plain`, which is 1 but for chance, shows what is left of that.
+Beside the time of a step stands the CPU time that rank 0 spends in it, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ PLAIN, AGAIN, ACTIVE, SECTION = "plain", "plain again", "active", "section"
 VARIANTS = (PLAIN, AGAIN, ACTIVE, SECTION)
 ANSWER = "step times in s: "
 
-Times = dict[str, list[float]]
-"""Of each variant, the median step time in s of every cycle of turns."""
+Step = tuple[float, float]
+"""Time and CPU time of a step, in s."""
+CLOCKS = ("time", "CPU time")
+
+Times = dict[str, list[Step]]
+"""Of each variant, its steps; or of every cycle of turns, the medians."""
 
 
 # ---- one rank of one variant: trains when it is told to ----
@@ -80,7 +85,7 @@ def make_engine(variant: str, stage: int) -> Any:
 
 
 def train(variant: str, stage: int) -> None:
-    """One rank: for every number read from stdin, that many steps; prints the time of each."""
+    """One rank: for every number read from stdin, that many steps; prints the times of each."""
     torch: Any = importlib.import_module("torch")
     engine = make_engine(variant, stage)
     tokens = torch.randint(0, 256, (BATCH, SEQUENCE))
@@ -88,10 +93,10 @@ def train(variant: str, stage: int) -> None:
     for line in sys.stdin:
         times = []
         for _ in range(int(line)):
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
-            times.append(time.perf_counter() - start)
+            times.append([time.perf_counter() - start, time.process_time() - cpu_start])
         print(ANSWER, times, flush=True)
     torch.distributed.destroy_process_group()
 
@@ -130,12 +135,12 @@ class World:
             for rank in range(ranks)
         ]
 
-    def answers(self) -> list[float]:
+    def answers(self) -> list[Step]:
         """The step times of rank 0, when every rank has given its own."""
         answers = [_answer(process) for process in self.ranks]
         return answers[0]
 
-    def take_turn(self, steps: int) -> list[float]:
+    def take_turn(self, steps: int) -> list[Step]:
         """Step times in s, without the first, which finds the caches full of another variant's data."""
         for process in self.ranks:
             assert process.stdin is not None
@@ -150,11 +155,11 @@ class World:
             process.communicate()
 
 
-def _answer(process: subprocess.Popen[str]) -> list[float]:
+def _answer(process: subprocess.Popen[str]) -> list[Step]:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(ANSWER):
-            times: list[float] = json.loads(line.removeprefix(ANSWER))
+            times: list[Step] = json.loads(line.removeprefix(ANSWER))
             return times
     raise RuntimeError("a rank has ended before its time")
 
@@ -191,7 +196,8 @@ def one_round(ranks: int, stage: int, number: int, args: argparse.Namespace) -> 
             for variant in (*order, *reversed(order)):
                 cycle[variant] += made[variant].take_turn(args.steps)
             for variant in VARIANTS:
-                times[variant].append(statistics.median(cycle[variant]))
+                seconds, cpu_seconds = zip(*cycle[variant], strict=True)
+                times[variant].append((statistics.median(seconds), statistics.median(cpu_seconds)))
     return times
 
 
@@ -209,11 +215,12 @@ def machine() -> str:
     return f"{datetime.date.today()}, {hardware}, Python {platform.python_version()}, {versions}"
 
 
-def print_ratios(rounds: list[Times]) -> None:
+def print_ratios(rounds: list[Times], clock: int) -> None:
     """Median and quartiles of each variant's ratio to plain: over all cycles, and the medians of the rounds."""
     for variant in VARIANTS[1:]:
         by_round = [
-            [other / plain for other, plain in zip(times[variant], times[PLAIN], strict=True)] for times in rounds
+            [other[clock] / plain[clock] for other, plain in zip(times[variant], times[PLAIN], strict=True)]
+            for times in rounds
         ]
         low, middle, high = statistics.quantiles([ratio for ratios in by_round for ratio in ratios], n=4)
         medians = ", ".join(f"{statistics.median(ratios):.3f}" for ratios in by_round)
@@ -223,9 +230,10 @@ def print_ratios(rounds: list[Times]) -> None:
 def measure(ranks: int, stage: int, args: argparse.Namespace) -> None:
     """Measure and print one setting."""
     rounds = [one_round(ranks, stage, number, args) for number in range(args.rounds)]
-    plain_ms = 1000 * statistics.median(time_s for times in rounds for time_s in times[PLAIN])
-    print(f"{ranks} rank{'s' * (ranks > 1)}, ZeRO {stage}: plain {plain_ms:.1f} ms a step")
-    print_ratios(rounds)
+    for clock, name in enumerate(CLOCKS):
+        plain_ms = 1000 * statistics.median(step[clock] for times in rounds for step in times[PLAIN])
+        print(f"{ranks} rank{'s' * (ranks > 1)}, ZeRO {stage}, {name}: plain {plain_ms:.1f} ms a step")
+        print_ratios(rounds, clock)
     sys.stdout.flush()
 
 

@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="world sizes (default 1 2)")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], metavar="N", help="stages of ZeRO (default 1)")
-    parser.add_argument("--rounds", type=int, default=6, metavar="N", help="times all processes are started anew")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="times all processes are started anew")
     parser.add_argument("--cycles", type=int, default=10, metavar="N", help="turns forth and back in a round")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps in a turn")
     parser.add_argument("--deadline", type=int, default=1800, metavar="S", help="stop after so many seconds")

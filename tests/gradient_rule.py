@@ -12,7 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 V, H, S = 13, 8, 8
 MICRO, ACCUMULATION = 2, 2
@@ -39,7 +39,7 @@ def layers() -> list[nn.Module]:
 def token_loss(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
     """A context peer's share of the mean over all tokens: the shares add up to it."""
     wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-    share = F.cross_entropy(wide.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+    share = functional.cross_entropy(wide.flatten(0, 1), labels_BS.flatten(), reduction="sum")
     return share / (labels_BS.shape[0] * S)
 
 
@@ -48,7 +48,7 @@ def samples(count: int) -> torch.Tensor:
 
 
 def reference(count: int, model: nn.Module, compute: torch.dtype = torch.float64) -> Reference:
-    """The step on ``count`` samples at once, from the weights of ``model``; ``compute`` is what the model is cast to."""
+    """The step on ``count`` samples at once, from the weights of ``model``, which is cast to ``compute``."""
     whole = model.to(torch.float64).to(compute)
     tokens = samples(count)
     loss = token_loss(whole(tokens[:, :-1]), tokens[:, 1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import gradient_rule as rule
 import pytest
@@ -71,7 +72,7 @@ def one_batch(dtype: torch.dtype, parallel: dict[str, int], stage: int, tied: bo
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
     rule.without_extension()
-    config = json.loads(open(config_path).read())
+    config = json.loads(Path(config_path).read_text())
     rule.ACCUMULATION = config["gradient_accumulation_steps"]
     kind = DualPipeVModule if rule.ACCUMULATION == DUALPIPE else PipelineModule
     ATTRIBUTES.clear()

@@ -46,8 +46,6 @@ class TopologyMixin:
         if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
             _shard_over(self.topology.group("dp", "cp"), model)
         super()._configure_distributed_model(model)  # type: ignore[misc]
-        # Replicas of a stage write checkpoints of their own, under names of their own.
-        self.checkpoint_mp_rank = self.topology.rank("pp", "tp")
         self._equalise_replicas(model)
 
     def _equalise_replicas(self, model: nn.Module) -> None:
@@ -56,6 +54,12 @@ class TopologyMixin:
         group, source = self.topology.group(*axes), self.topology.ranks(*axes)[0]
         for weights in _replicated_weights(model):
             dist.broadcast(weights, source, group=group)
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()  # type: ignore[misc]
+        if "pp" not in self.model_axes and self.topology.rank("pp") > 0:
+            # The first pipeline rank writes what all of them hold, and all of them read it.
+            self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
@@ -129,8 +133,8 @@ class PipelineMixin(TopologyMixin):
         grid = model._grid
         if topology.size("cp") > 1 and not isinstance(grid, ContextGrid):
             raise RuntimeError(
-                f"ds_npu.parallel.context is {topology.size('cp')}, but the PipelineModule was made before ds_npu could "
-                "see this config: name its file in DS_NPU_CONFIG, or on the command line after --deepspeed_config"
+                f"ds_npu.parallel.context is {topology.size('cp')}, but the PipelineModule was made before ds_npu "
+                "could see this config: name its file in DS_NPU_CONFIG, or on the command line after --deepspeed_config"
             )
         # The engine counts batches over dp; the module, whose weights are tied and saved over dp x cp, keeps its own.
         model._grid = narrowed(grid, topology)

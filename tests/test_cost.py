@@ -13,7 +13,7 @@ from torch import nn
 
 
 def count_calls(stage: int, expected: set[str]) -> None:
-    """Train two steps; which functions of ds_npu run in the second must be ``expected``."""
+    """Train two steps; which functions of ds_npu run in the second is ``expected`` (some of it, or none)."""
     import deepspeed
 
     gradient_rule.without_extension()
@@ -44,12 +44,15 @@ def count_calls(stage: int, expected: set[str]) -> None:
     assert expected <= set(called) if expected else not called, called
 
 
+EXPECTED: dict[int, set[str]] = {0: {"ds_npu.zero_ext.gradient_norm.clip_gradients"}, 1: set(), 2: set(), 3: set()}
+"""Without ZeRO ds_npu reduces and clips the gradients; seeing that shows that the count works."""
+
+
+def count_all() -> None:
+    for stage, expected in EXPECTED.items():
+        count_calls(stage, expected)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_of_zero_runs_none_of_ds_npu(ranks, stage):
-    run_on_ranks(ranks, count_calls, stage, set())
-
-
-def test_without_zero_the_gradients_are_reduced_and_clipped_by_ds_npu():
-    """Also shows that the count sees what it looks for."""
-    run_on_ranks(1, count_calls, 0, {"ds_npu.zero_ext.gradient_norm.clip_gradients"})
+def test_a_step_of_zero_runs_none_of_ds_npu(ranks):
+    run_on_ranks(ranks, count_all)

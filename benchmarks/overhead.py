@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -165,11 +165,11 @@ def _answer(process: subprocess.Popen[str]) -> list[Step]:
 
 
 @contextmanager
-def worlds(ranks: int, stage: int) -> Iterator[dict[str, World]]:
-    """A world of each variant, started and warm; what they complained about is shown if one fails."""
+def worlds(ranks: int, stage: int, order: Sequence[str]) -> Iterator[dict[str, World]]:
+    """A world of each variant, started in this order and warm; what they complained of is shown if one fails."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
-        made = {variant: World(variant, ranks, stage, log) for variant in VARIANTS}
+        made = {variant: World(variant, ranks, stage, log) for variant in order}
         failed = True
         try:
             for world in made.values():
@@ -190,7 +190,8 @@ def one_round(ranks: int, stage: int, number: int, args: argparse.Namespace) -> 
     first = number % len(VARIANTS)
     order = (*VARIANTS[first:], *VARIANTS[:first])
     times: Times = {variant: [] for variant in VARIANTS}
-    with worlds(ranks, stage) as made:
+    # Who is started first may get the better memory, so that changes, too.
+    with worlds(ranks, stage, order) as made:
         for _ in range(args.cycles):
             cycle: Times = {variant: [] for variant in VARIANTS}
             for variant in (*order, *reversed(order)):

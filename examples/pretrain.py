@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -304,6 +305,8 @@ def main() -> int:
     except DataError as error:  # which other ranks may not have
         ranks.leave(str(error))
     torch.distributed.destroy_process_group()
+    # Threads of torch 2.13's gloo may still hold tensors; where the interpreter ends first, they abort it.
+    time.sleep(0.1)
     return status
 
 

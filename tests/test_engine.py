@@ -56,6 +56,7 @@ def loaders_share_out(parallel: dict[str, int], count: int) -> None:
     assert sorted(torch.cat(one_of_each).flatten().tolist()) == list(range(count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [(2, {}), (4, {"context": 2}), (4, {"tensor": 2}), (4, {"pipeline": 2}), (4, {"tensor": 2, "context": 2})],
@@ -122,6 +123,7 @@ def saved_and_resumed(stage: int, parallel: dict[str, int], folder: str) -> None
     assert trained(other, 2) == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("world", "parallel"), [(4, {"context": 2, "tensor": 2}), (4, {"pipeline": 2}), (4, {"context": 2})], ids=str
@@ -194,6 +196,7 @@ def losses_of(mode: str, folder: Path) -> list[dict[str, list[str]]]:
     return [json.loads((folder / f"{mode} {rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_an_unchanged_script_gives_bitwise_the_same_losses(tmp_path):
     """Without a section DeepSpeed's own engine runs; with an empty one ours, whose arithmetic is the same."""
     plain = losses_of("plain", tmp_path)
@@ -214,6 +217,15 @@ def test_a_wrong_config_reaches_no_process_group(monkeypatch):
     with pytest.raises(ConfigError, match=r"ds_npu\.parallel\.tensor: found 3"):
         deepspeed.initialize(model=nn.Linear(1, 1), config=config)
     assert not dist.is_initialized()
+
+
+def test_a_world_that_only_mpi_knows_is_not_judged(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config, _ = session.validate(rule.config(0, torch.float32, {"tensor": 3}))
+    assert config.parallel.tensor == 3
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError):
+        session.validate(rule.config(0, torch.float32, {"tensor": 3}))
 
 
 @pytest.mark.parametrize("how", ["flag", "trainer", "variable"])

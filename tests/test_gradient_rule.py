@@ -65,8 +65,14 @@ def all_stages(dtype: torch.dtype, parallel: dict[str, int]) -> None:
         one_step(stage, dtype, parallel)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world", WORLDS)
+def cases():
+    for world, (size, _) in WORLDS.items():
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            quick = dtype == torch.float64 and size == 2
+            yield pytest.param(world, dtype, id=f"{world} {dtype}", marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("world", "dtype"), cases())
 def test_one_step_is_that_of_one_process(world, dtype):
     run_on_ranks(WORLDS[world][0], all_stages, dtype, WORLDS[world][1])
 
@@ -107,6 +113,7 @@ def step_of_weights(stage: int, parallel: dict[str, int], options: dict[str, obj
     assert rule.relative(rule.whole_weights(model), expected.weights) <= SINGLE, where
 
 
+@pytest.mark.slow
 def test_every_road_of_reduction():
     run_on_ranks(4, all_options)
 
@@ -140,6 +147,7 @@ def built_under_zero_init(parallel: dict[str, int]) -> None:
     assert rule.relative(rule.whole_weights(model), expected.weights) <= SINGLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"context": 2}, {"tensor": 2}, {"context": 2, "tensor": 2}], ids=str)
 def test_a_model_built_under_zero_init(parallel):
     run_on_ranks(4, built_under_zero_init, parallel)

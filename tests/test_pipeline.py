@@ -107,15 +107,23 @@ def written(tmp_path, config: dict[str, object]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("parallel", [{}, {"context": 2}], ids=["dp2", "cp2"])
+def cases():
+    for name, parallel in (("dp2", {}), ("cp2", {"context": 2})):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            for stage, tied in ((0, False), (0, True), (1, False), (1, True)):
+                quick = name == "cp2" and dtype == torch.float64 and tied
+                title = f"{name} {dtype} ZeRO {stage} {'tied' if tied else 'untied'}"
+                marks = () if quick else pytest.mark.slow
+                yield pytest.param(parallel, dtype, stage, tied, id=title, marks=marks)
+
+
+@pytest.mark.parametrize(("parallel", "dtype", "stage", "tied"), cases())
 def test_one_batch_is_that_of_one_process(tmp_path, parallel, dtype, stage, tied):
     config = rule.config(stage, dtype, {**parallel, "pipeline": STAGES})
     run_on_ranks(4, one_batch, dtype, parallel, stage, tied, written(tmp_path, config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("parallel", [{}, {"context": 2}], ids=["dp2", "cp2"])

@@ -62,9 +62,12 @@ def _from_command_line(arguments: list[str]) -> str | None:
     return None
 
 
-def world_size() -> int:
-    """Of the process group where there is one, else of the launcher, else 1."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+def world_size() -> int | None:
+    """Of the process group where there is one, else of the launcher; None where only MPI will tell."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else None
 
 
 def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:

@@ -23,7 +23,8 @@ __all__ = ["Checked", "check", "load"]
 
 REPLICAS = {
     "tensor": "ds_npu splits no layer along it yet; unless the model does, its ranks are replicas",
-    "context": "ds_npu splits no sequence along it yet; unless the script does, its ranks are replicas",
+    "context": "ds_npu splits no sequence along it yet: the script must give each of its ranks other tokens, and "
+    "return each one's share of the loss; shares are added up",
     "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
     "expert": "ds_npu places no expert along it yet",
     "expert_tensor": "ds_npu splits no expert along it yet",

@@ -1,0 +1,87 @@
+# Needs git, make, g++ and Python 3.10 or later with venv; everything else is installed into .venv.
+#
+#   make env      the environment              make check    linters and the fast tests
+#   make demo     train on 2 ranks             make test     linters and all tests
+#   make bench    measure                      make clean    remove what make made
+#
+# PYTHON=python3.12 make env chooses the interpreter.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+DEEPSPEED := deepspeed==0.19.8
+STAMP := .venv/complete
+DEMO := examples/pretrain.py --deepspeed --deepspeed_config examples/configs/demo.json
+
+# Without .venv/bin, for making it; DeepSpeed finds ninja and its launcher's ranks by PATH.
+OUTER_PATH := $(PATH)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
+export OMP_NUM_THREADS ?= 1
+# Another checkout on it would be tested in place of this one.
+unexport PYTHONPATH
+unexport PYTHONHOME
+
+.PHONY: env demo check test bench clean lint fast whole unlock moved
+.DEFAULT_GOAL := env
+
+env: $(STAMP)
+
+# The stamp holds this folder's name: an environment copied or moved from elsewhere is made anew.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(STAMP): moved
+endif
+
+# Written last. Without it .venv was cut short (or copied) and is made anew; with an old one it is brought up to date.
+$(STAMP): pyproject.toml setup.py Makefile
+	@command -v g++ >/dev/null || { echo "make env: no C++ compiler: install g++" >&2; exit 1; }
+	@if [ "$$(cat $@ 2>/dev/null)" != "$(CURDIR)" ]; then rm -rf .venv; fi; rm -f $@
+	@if [ ! -d .venv ]; then \
+		export PATH="$(OUTER_PATH)"; \
+		command -v $(PYTHON) >/dev/null || { echo "make env: there is no $(PYTHON) on PATH; say PYTHON=..." >&2; exit 1; }; \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+			{ echo "make env: $$($(PYTHON) --version) is older than 3.10; say PYTHON=..." >&2; exit 1; }; \
+		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+			{ echo "make env: $(PYTHON) has no venv module; Debian and Ubuntu have it in python3-venv" >&2; exit 1; }; \
+		$(PYTHON) -m venv .venv; \
+	fi
+	.venv/bin/python -m pip install --quiet $(TORCH)
+	.venv/bin/python -m pip install --quiet $(TORCH) $(DEEPSPEED)
+	.venv/bin/python -m pip install --quiet $(TORCH) $(DEEPSPEED) --editable '.[examples,test]'
+	@printf '%s' "$(CURDIR)" > $@
+
+# A build of a DeepSpeed extension that was killed leaves a lock behind, on which every later run waits for ever.
+unlock:
+	@mkdir -p $(TORCH_EXTENSIONS_DIR)
+	@find $(TORCH_EXTENSIONS_DIR) -name lock -type f -delete
+
+demo: $(STAMP) unlock
+	deepspeed --num_gpus 2 $(DEMO)
+
+check: lint fast
+
+test: lint whole
+
+lint: $(STAMP)
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports
+
+fast: $(STAMP) unlock
+	python -m pytest -m "not slow"
+
+whole: $(STAMP) unlock
+	python -m pytest
+
+bench: $(STAMP) unlock
+	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done
+
+clean:
+	rm -rf .venv .torch_extensions build dist ds_npu.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

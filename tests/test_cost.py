@@ -1,0 +1,58 @@
+"""With an empty section no function of ds_npu runs in a training step of ZeRO 1 to 3: counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import gradient_rule
+import pytest
+import torch
+from ranks import run_on_ranks
+from torch import nn
+
+
+def count_calls(stage: int, expected: set[str]) -> None:
+    """Train two steps; which functions of ds_npu run in the second is ``expected`` (some of it, or none)."""
+    import deepspeed
+
+    gradient_rule.without_extension()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "ds_npu": {},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    assert type(engine).__name__ == "NpuEngine"
+    called: Counter[str] = Counter()
+
+    def count(frame, event, _argument) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("ds_npu"):
+            called[f"{name}.{frame.f_code.co_name}"] += 1
+
+    for profile in (None, count):
+        sys.setprofile(profile)
+        try:
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+        finally:
+            sys.setprofile(None)
+    assert expected <= set(called) if expected else not called, called
+
+
+EXPECTED: dict[int, set[str]] = {0: {"ds_npu.zero_ext.gradient_norm.clip_gradients"}, 1: set(), 2: set(), 3: set()}
+"""Without ZeRO ds_npu reduces and clips the gradients; seeing that shows that the count works."""
+
+
+def count_all() -> None:
+    for stage, expected in EXPECTED.items():
+        count_calls(stage, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_zero_runs_none_of_ds_npu(ranks):
+    run_on_ranks(ranks, count_all)

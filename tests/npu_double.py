@@ -59,12 +59,15 @@ def make(devices=2, free=10, total=100, reserved=7, allocated=3):
 def install(monkeypatch, **machine):
     """Puts the double in the place of torch_npu and torch.npu for one test; returns torch_npu.npu."""
     import torch
+    from deepspeed.accelerator import npu_accelerator
 
     from ds_npu.capability import runtime
 
     torch_npu, npu = make(**machine)
     monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
+    # Imported without torch.npu, that module of DeepSpeed before 0.19.8 lacks torch too.
+    monkeypatch.setattr(npu_accelerator, "torch", torch, raising=False)
     monkeypatch.setattr(runtime, "_torch_npu", lambda: (torch_npu, None))
     return npu
 

@@ -9,6 +9,7 @@ import pkgutil
 import npu_double
 import pytest
 import torch
+from deepspeed.ops.op_builder import npu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +77,21 @@ def test_why_a_builder_says_no_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(builder.shutil, "which", lambda program: None if program == "ninja" else program)
     assert "ninja" in builders.CPULionBuilder().why_not()
     assert "ninja" in builders.PinMemoryBuilder().why_not()
-    assert builders.FusedLionBuilder().why_not() == ""
+    assert builders.InferenceBuilder().why_not() == ""
+
+
+@pytest.mark.parametrize("name", ["FusedLambBuilder", "FusedLionBuilder", "QuantizerBuilder"])
+def test_a_builder_that_only_later_versions_of_deepspeed_have(name, monkeypatch):
+    npu_double.install(monkeypatch)
+    made = vars(builders)[name]()
+    if name in vars(npu):
+        assert (made.why_not(), made.sources(), vars(npu)[name] in type(made).__mro__) == ("", [], True)
+    else:
+        assert "no NPU implementation" in made.why_not()
+        with pytest.raises(ValueError, match="not been implemented on NPU"):
+            made.load()
+    monkeypatch.delattr(npu, name, raising=False)
+    assert builder.upstream(name) is builders.NotImplementedBuilder
 
 
 @pytest.mark.parametrize("found", [True, False])

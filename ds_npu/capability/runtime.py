@@ -47,7 +47,16 @@ def try_import(name: str) -> tuple[ModuleType | None, Exception | None]:
 @functools.lru_cache(maxsize=1)
 def _torch_npu() -> tuple[ModuleType | None, Exception | None]:
     # Kept, because importing torch_npu again after a failure ends in a different, misleading error.
-    return try_import("torch_npu")
+    module, error = try_import("torch_npu")
+    return module, _failures[0] if error and _failures else error
+
+
+_failures: list[Exception] = []
+
+
+def remember_failure(error: Exception) -> None:
+    """Take ``error`` for the reason why torch_npu cannot be imported, whatever importing it again would say."""
+    _failures.append(error)
 
 
 def torch_npu_path() -> Path | None:

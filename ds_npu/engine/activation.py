@@ -1,16 +1,22 @@
 """Makes an unchanged DeepSpeed script use ds_npu: a finder that acts when certain modules have been imported.
 
 Python reaches this module in three ways, all harmless when repeated: the line in ``ds_npu.pth`` at interpreter
-start, the ``torch.backends`` entry point inside ``import torch``, and ``import ds_npu``. It imports nothing but the
-standard library, and nothing it does at import time can raise into its importer.
+start, the ``torch.backends`` entry point inside ``import torch``, and ``import ds_npu``. Every interpreter pays for
+what is imported here, so it is little: no ``typing``, no ``importlib.abc``.
 
 [Note: torch_npu without CANN] ``import torch`` loads torch_npu through the same entry-point group and raises when
 that fails, as it does wherever CANN is not set up (torch 2.13 ``torch/__init__.py::_import_device_backends``). The
 guard turns that into one warning: while torch is being imported, a failing torch_npu is replaced by an empty stand-in
-whose ``_autoload`` marks torch_npu as not importable (``sys.modules["torch_npu"] = None``), which every later
-``import`` and ``importlib.util.find_spec`` understands. An ``import torch_npu`` of the user's own still raises, with
-the same text, and DS_ACCELERATOR=npu, which cannot be had, ends the program with it. The order of entry points is
-undefined, so only the ``.pth`` line makes sure that the guard is there first.
+whose ``_autoload`` marks torch_npu as not importable (``sys.modules["torch_npu"] = None``).
+``importlib.util.find_spec`` then answers None, so that libraries that probe for it pass over it, and an
+``import torch_npu`` in the script ends in Python's ModuleNotFoundError, below the warning. Where torch_npu is imported
+first, or torch's autoloading is off, that import raises ImportError with the text of the warning, each time.
+DS_ACCELERATOR=npu, which cannot be had, ends the program with it. The order of entry points is undefined, so only the
+``.pth`` line makes sure that the guard is there first.
+
+[Note: begun before us] Where the entry point is the only way and ``import deepspeed`` the first import, ``deepspeed``
+is half executed when we come (its line ``import torch``), and no loader of ours will see the end of it. Such a module
+is patched when an attribute of it is first asked for after its import.
 """
 
 from __future__ import annotations
@@ -18,13 +24,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
-Hook = Callable[[ModuleType], None]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from typing import Any
 
 PATCHED = (
     "deepspeed",
@@ -39,47 +46,94 @@ PATCHED = (
 """The modules that ``ds_npu.engine.patches`` changes; a test holds the two together."""
 
 
-def autoload() -> None:
-    """The ``torch.backends`` entry point: called inside ``import torch``; ``DS_NPU_AUTOLOAD=0`` turns it off."""
-    if os.environ.get("DS_NPU_AUTOLOAD", "1") != "0":
+def imported() -> None:
+    """``import ds_npu``, which activates; inside ``import torch`` that is left to ``autoload``, which comes next."""
+    if not _being_imported("torch"):
         activate()
+
+
+def autoload() -> None:
+    """The ``torch.backends`` entry point: called inside ``import torch``, into which it never raises.
+
+    ``DS_NPU_AUTOLOAD=0`` turns it off; ds_npu is then forgotten, so that a later ``import ds_npu`` activates it.
+    """
+    if os.environ.get("DS_NPU_AUTOLOAD", "1") != "0":
+        try:
+            activate()
+        except Exception as error:
+            _warn(f"ds_npu is not active: {type(error).__name__}: {error}")
+    elif not _active():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ds_npu"]:
+            del sys.modules[name]
 
 
 def activate() -> None:
     """Patch the modules of ``PATCHED`` that are imported, and see to it that the others are when they come."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if _active():
         return
     sys.meta_path.insert(0, _Finder())
     for name in PATCHED:
-        if name in sys.modules and not _being_imported(name):
+        if _being_imported(name):
+            sys.modules[name].__class__ = _Begun  # [Note: begun before us]
+        elif name in sys.modules:
             _apply_patches(sys.modules[name])
 
 
+def _active() -> bool:
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
 def _being_imported(name: str) -> bool:
-    spec = sys.modules[name].__spec__ if name in sys.modules else None
-    return bool(spec and spec._initializing)  # type: ignore[attr-defined]
+    return _unfinished(vars(sys.modules.get(name) or ModuleType(name)))
+
+
+def _unfinished(module_vars: dict[str, Any]) -> bool:
+    spec = module_vars.get("__spec__")
+    return bool(spec and spec._initializing)
 
 
 def _apply_patches(module: ModuleType) -> None:
     # Imported here: patches need DeepSpeed's neighbours, which most interpreters that start us never import.
-    importlib.import_module("ds_npu.engine.patches").apply(module)
+    try:
+        importlib.import_module("ds_npu.engine.patches").apply(module)
+    except Exception as error:
+        _warn(
+            f"ds_npu is not active, and a ds_npu section in a config has no effect: what it changes in "
+            f"{module.__name__} could not be changed ({type(error).__name__}: {error}). What to do: install ds_npu "
+            f"again with its dependencies, or set DS_NPU_AUTOLOAD=0 to run without it."
+        )
 
 
-class _Finder(MetaPathFinder):
+def _warn(text: str) -> None:
+    importlib.import_module("ds_npu.log").warn_once(text)
+
+
+class _Begun(ModuleType):
+    """[Note: begun before us]"""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not _unfinished(super().__getattribute__("__dict__")):
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            _apply_patches(self)
+        return ModuleType.__getattribute__(self, name)  # not super(): this is no _Begun any more
+
+
+class _Finder:
     """Finds modules as Python would, and for a few of them follows what happens when they are executed."""
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in PATCHED and name != "torch_npu":
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in others if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _TorchNpuLoader(spec.loader) if name == "torch_npu" else _PatchingLoader(spec.loader)
+            following = _TorchNpuLoader if name == "torch_npu" else _PatchingLoader
+            spec.loader = following(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-class _FollowingLoader(Loader):
-    """Loads with ``loader``, which the module keeps as its own."""
+class _PatchingLoader:
+    """Loads with ``loader``, which the module keeps as its own, and patches what it has loaded."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -88,36 +142,52 @@ class _FollowingLoader(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        self._execute(module)
+        _apply_patches(module)
+
+    def _execute(self, module: ModuleType) -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         module.__loader__ = self.loader
         self.loader.exec_module(module)
 
 
-class _PatchingLoader(_FollowingLoader):
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        _apply_patches(module)
-
-
-class _TorchNpuLoader(_FollowingLoader):
+class _TorchNpuLoader(_PatchingLoader):
     """[Note: torch_npu without CANN]"""
 
+    why_not: str | None = None
+    """Why torch_npu could not be imported in this process: executed a second time, it ends in another error."""
+
     def exec_module(self, module: ModuleType) -> None:
+        if _TorchNpuLoader.why_not is None:
+            _TorchNpuLoader.why_not = self._failure(module)
+        text = _TorchNpuLoader.why_not
+        if text is None:
+            return
+        if os.environ.get("DS_ACCELERATOR") == "npu":
+            raise SystemExit(text)
+        if _being_imported("torch"):
+            _warn(text)
+            vars(module)["_autoload"] = _mark_torch_npu_not_importable
+            return
+        if _being_imported("deepspeed"):
+            _warn(text)  # DeepSpeed catches the error and takes the CPU.
+        raise ImportError(text, name="torch_npu")
+
+    def _failure(self, module: ModuleType) -> str | None:
+        """Execute torch_npu and say why it cannot be imported; None if it can."""
         autoload_switch = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
         try:
-            super().exec_module(module)
+            self._execute(module)
         except Exception as error:
             _restore("TORCH_DEVICE_BACKEND_AUTOLOAD", autoload_switch)
             for name in [name for name in sys.modules if name.startswith("torch_npu.")]:
                 del sys.modules[name]
-            text = importlib.import_module("ds_npu.capability").explain(error)
-            if os.environ.get("DS_ACCELERATOR") == "npu":
-                raise SystemExit(text) from None
-            if not _being_imported("torch"):
-                raise ImportError(text, name="torch_npu") from None
-            importlib.import_module("ds_npu.log").warn_once(text)
-            vars(module)["_autoload"] = _mark_torch_npu_not_importable
+            capability = importlib.import_module("ds_npu.capability")
+            capability.remember_failure(error)
+            text: str = capability.explain(error)
+            return text
+        return None
 
 
 def _mark_torch_npu_not_importable() -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
+from ds_npu.capability import try_import
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.features.all import apply_features
@@ -162,13 +162,13 @@ class NpuPipelineEngine(PipelineMixin, PipelineEngine):  # type: ignore[misc]
     """PipelineEngine over the topology."""
 
 
-class NpuDualPipeVEngine(PipelineMixin, DualPipeVEngine):  # type: ignore[misc]
-    """DualPipeVEngine over the topology."""
-
-
-ENGINES: dict[type, type] = {
-    DeepSpeedEngine: NpuEngine,
-    PipelineEngine: NpuPipelineEngine,
-    DualPipeVEngine: NpuDualPipeVEngine,
-}
+ENGINES: dict[type, type] = {DeepSpeedEngine: NpuEngine, PipelineEngine: NpuPipelineEngine}
 """DeepSpeed's engine -> ours."""
+
+_dualpipev, _ = try_import("deepspeed.runtime.pipe.dualpipev")
+if _dualpipev is not None:  # DeepSpeed has it from 0.19.8 on.
+
+    class NpuDualPipeVEngine(PipelineMixin, _dualpipev.DualPipeVEngine):  # type: ignore[name-defined,misc]
+        """DualPipeVEngine over the topology."""
+
+    ENGINES[_dualpipev.DualPipeVEngine] = NpuDualPipeVEngine

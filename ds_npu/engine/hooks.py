@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from ds_npu.capability import ascend_hardware_present, torch_npu_importable
 from ds_npu.engine import session
+from ds_npu.engine.late import take_over
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.patches import FAILED
 
@@ -24,6 +27,7 @@ Function = Callable[..., Any]
 def npu_accelerator(original: type) -> type:
     """DeepSpeed imports its NPU accelerator only where it has chosen it."""
     accelerator: type = importlib.import_module("ds_npu.accelerator.npu_accelerator").over(original)
+    take_over(original, accelerator)
     return accelerator
 
 
@@ -43,6 +47,7 @@ def initialize(original: Function) -> Function:
 
     @functools.wraps(original)
     def checked_initialize(*args: Any, **kwargs: Any) -> Any:
+        _refuse_idle_npus()
         given = signature.bind(*args, **kwargs).arguments
         config = session.with_section(_config_in(given))
         if config is not None:
@@ -54,6 +59,19 @@ def initialize(original: Function) -> Function:
         return original(*args, **kwargs)
 
     return checked_initialize
+
+
+def _refuse_idle_npus() -> None:
+    """Raise RuntimeError where training would take the CPU although the machine has NPUs, which nobody asked for."""
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    if accelerator.device_name() != "cpu" or "DS_ACCELERATOR" in os.environ or not ascend_hardware_present():
+        return
+    lack = torch_npu_importable()
+    if lack is not None:
+        raise RuntimeError(
+            f"this machine has Ascend NPUs, and DeepSpeed would train on the CPU: {lack} "
+            f"DS_ACCELERATOR=cpu alone trains on the CPU on purpose."
+        )
 
 
 def _config_in(given: dict[str, Any]) -> Any:

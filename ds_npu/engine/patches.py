@@ -89,7 +89,7 @@ PATCHES: tuple[Patch, ...] = (
         module="deepspeed.runtime.engine",
         name="DeepSpeedEngine.__new__",
         factory="ds_npu.engine.hooks:engine_new",
-        parameters=(),
+        parameters=("args", "kwargs"),  # object's: one of DeepSpeed's own would have cls first
         what="making an engine from a config with the section makes ds_npu's subclass of it",
         why="initialize() names the engine classes itself; rebinding the names breaks their super() calls",
         upstream="deepspeed/__init__.py:560 and runtime/engine.py:527",
@@ -150,7 +150,8 @@ def apply(module: ModuleType) -> None:
 
 def _apply(patch: Patch, module: ModuleType) -> None:
     owner, leaf = _owner(module, patch.name)
-    original = object.__new__ if leaf == "__new__" else vars(owner).get(leaf)
+    default = object.__new__ if leaf == "__new__" else None
+    original = None if owner is None else vars(owner).get(leaf, default)
     found = None if original is None else tuple(inspect.signature(original).parameters)
     if found is None or found[: len(patch.parameters)] != patch.parameters:
         reason = (
@@ -171,9 +172,9 @@ def _apply(patch: Patch, module: ModuleType) -> None:
 
 
 def _owner(module: ModuleType, name: str) -> tuple[Any, str]:
-    """The module or class that holds ``name``, and the last part of it."""
+    """The module or class that holds ``name`` (None: there is none), and the last part of it."""
     *classes, leaf = name.split(".")
     owner: Any = module
     for part in classes:
-        owner = vars(owner).get(part, object)
+        owner = None if owner is None else vars(owner).get(part)
     return owner, leaf

@@ -81,9 +81,14 @@ def feature_lacks() -> list[Feature]:
 
 def _builders() -> list[Any]:
     package: Any = capability.try_import("ds_npu.ops.builders")[0]
-    bases = (package.NotImplementedBuilder, package.ModuleBuilder) if package else ()
-    classes = inspect.getmembers(package, inspect.isclass) if package else []
-    return [each() for name, each in classes if name.endswith("Builder") and each not in bases]
+    if package is None:
+        return []
+    classes = [each for name, each in inspect.getmembers(package, inspect.isclass) if name.endswith("Builder")]
+    return [
+        each()
+        for each in classes
+        if each is not package.ModuleBuilder and not issubclass(each, package.NotImplementedBuilder)
+    ]
 
 
 def _line(name: str, value: object) -> str:

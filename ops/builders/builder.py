@@ -91,6 +91,13 @@ class NotImplementedBuilder(AscendPaths, npu.NotImplementedBuilder):  # type: ig
         return "DeepSpeed has no NPU implementation of this operator"
 
 
+def upstream(name: str) -> Any:
+    """The base of a builder that only later versions of DeepSpeed have for NPUs (Lamb, Lion, Quantizer: 0.19.8)."""
+    if name not in vars(npu):
+        return NotImplementedBuilder
+    return type(name, (AscendPaths, vars(npu)[name]), {"__module__": __name__})
+
+
 class ModuleBuilder(AscendPaths, npu.builder.NPUOpBuilder):  # type: ignore[misc]
     """Base of ds_npu's own builders: the operator is a Python module, and nothing is compiled.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from deepspeed.ops.op_builder import npu
-
 from ds_npu.ops.builders import builder
 
 
-class FusedLambBuilder(builder.AscendPaths, npu.FusedLambBuilder):  # type: ignore[misc]
+class FusedLambBuilder(builder.upstream("FusedLambBuilder")):  # type: ignore[misc]
     """Lamb (``FusedLamb``)."""
 
+    NAME = "fused_lamb"
 
-class FusedLionBuilder(builder.AscendPaths, npu.FusedLionBuilder):  # type: ignore[misc]
+
+class FusedLionBuilder(builder.upstream("FusedLionBuilder")):  # type: ignore[misc]
     """Lion (``FusedLion``)."""
+
+    NAME = "fused_lion"

@@ -11,5 +11,7 @@ class InferenceBuilder(builder.AscendPaths, npu.InferenceBuilder):  # type: igno
     """The transformer layer of ``deepspeed.init_inference``."""
 
 
-class QuantizerBuilder(builder.AscendPaths, npu.QuantizerBuilder):  # type: ignore[misc]
+class QuantizerBuilder(builder.upstream("QuantizerBuilder")):  # type: ignore[misc]
     """Blockwise integer quantization."""
+
+    NAME = "quantizer"

@@ -1,0 +1,91 @@
+"""What ds_npu adds to the start of an interpreter, to ``import torch`` and to ``import deepspeed``.
+
+    python benchmarks/import_time.py [--pairs 15]
+
+Each pair is two new interpreters, one with ds_npu as pip installs it (its entry point and its ds_npu.pth), one
+without, in alternating order. Prints the median time of each and the median of the differences, in ms of CPU time
+(user + system), which other programs on the machine disturb less than the clock. Exits with 1 above a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMITS_MS = {"pass": 5.0, "import torch": 5.0, "import deepspeed": 50.0}
+"""What each may add; ``pass`` is the start alone."""
+
+
+def make_installation(folder: Path) -> Path:
+    """A folder that is to Python what site-packages is after ``pip install .``."""
+    (folder / "ds_npu").symlink_to(ROOT / "ds_npu")
+    (folder / "ds_npu.pth").write_text((ROOT / "ds_npu" / "ds_npu.pth").read_text())
+    info = folder / "ds_npu-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ds_npu\nVersion: 0.1.0\n")
+    declared = re.search(
+        r'^\[project\.entry-points\."torch\.backends"\]\n(.+)$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    if declared is None:
+        raise SystemExit("pyproject.toml declares no torch.backends entry point")
+    (info / "entry_points.txt").write_text("[torch.backends]\n" + declared.group(1).replace('"', "") + "\n")
+    return folder
+
+
+def cpu_ms(code: str, site: Path | None) -> float:
+    """The CPU time of a new interpreter that runs ``code``, with ``site`` as one more site-packages if given."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DS_NPU_AUTOLOAD")}
+    environ = {**inherited, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    # Without a site both run the same line, so that what `import site` itself costs is in neither difference.
+    start = f"import site; site.addsitedir({str(site or '/nonexistent')!r}); {code}"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", start], env=environ, cwd="/", check=True, capture_output=True, timeout=300)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def measure(code: str, site: Path, pairs: int) -> tuple[float, float, float]:
+    """Medians over ``pairs``: without ds_npu, with it, and the difference within a pair, all in ms."""
+    cpu_ms(code, site)
+    cpu_ms(code, None)
+    without, with_it = [], []
+    for number in range(pairs):
+        first, second = ((without, None), (with_it, site)) if number % 2 else ((with_it, site), (without, None))
+        for times, folder in (first, second):
+            times.append(cpu_ms(code, folder))
+    differences = [b - a for a, b in zip(without, with_it, strict=True)]
+    return statistics.median(without), statistics.median(with_it), statistics.median(differences)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What ds_npu adds to imports.")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of interpreters per line (default: 15)")
+    pairs = parser.parse_args().pairs
+    if list(importlib.metadata.entry_points(group="torch.backends", name="ds_npu")):
+        raise SystemExit(
+            "ds_npu is installed in this environment: run me where it is not, to have something to compare"
+        )
+    too_slow = []
+    print(f"{'':18}{'without':>10}{'with':>10}{'added':>10}{'limit':>10}   ms of CPU time, medians of {pairs} pairs")
+    with tempfile.TemporaryDirectory() as folder:
+        site = make_installation(Path(folder))
+        for code, limit in LIMITS_MS.items():
+            without, with_it, added = measure(code, site, pairs)
+            print(f"{code:18}{without:10.1f}{with_it:10.1f}{added:10.1f}{limit:10.1f}", flush=True)
+            too_slow += [code] if added > limit else []
+    if too_slow:
+        print("above the limit: " + ", ".join(too_slow))
+    return 1 if too_slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,6 +32,11 @@ UPSTREAM_SIGNATURES = {
 }
 """``file: function`` whose parameters are not ours to choose, and whose they are."""
 
+GUARDED_IMPORTS = {
+    "ds_npu/engine/activation.py: _apply_patches": "an import hook must not raise into the import it follows",
+}
+"""``file: function`` that may catch what an import of ds_npu itself raises, and why."""
+
 BAD_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|misc|v\d+)$")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))")
 SOMEONES_FOLDER = re.compile(r"/(work|root|home|Users|tmp)/\w")
@@ -106,7 +111,15 @@ def tried_import(source: Source) -> Iterator[str]:
     """An import that may fail, outside of the package that keeps the reason."""
     if source.path.startswith("ds_npu/capability/"):
         return
+    guarded = {
+        id(inner)
+        for node in source.functions()
+        if f"{source.path}: {node.name}" in GUARDED_IMPORTS
+        for inner in ast.walk(node)
+    }
     for node in source.nodes(ast.Try, ast.With):
+        if id(node) in guarded:
+            continue
         inside = [each for statement in node.body for each in ast.walk(statement)]
         imports = any(isinstance(each, ast.Import | ast.ImportFrom) or _is_import_call(each) for each in inside)
         if isinstance(node, ast.Try):
@@ -239,11 +252,14 @@ def test_all_parts_of_the_tree_are_looked_at():
     assert not [path for path in seen if path.startswith(tuple(f"ds_npu/{name}/" for name in LINKS))]
 
 
-def test_an_upstream_signature_still_needs_its_exemption():
+def test_an_exemption_is_still_needed():
     for entry in UPSTREAM_SIGNATURES:
         path, name = entry.split(": ")
         renamed = Source("elsewhere.py", (ROOT / path).read_text())
         assert [said for said in many_parameters(renamed) if said.startswith(f"{name} ")], entry
+    for entry in GUARDED_IMPORTS:
+        renamed = Source("elsewhere.py", (ROOT / entry.split(": ")[0]).read_text())
+        assert list(tried_import(renamed)), entry
 
 
 # ---- rules about all of the tree ----

@@ -10,13 +10,13 @@ without, in alternating order. Prints the median time of each and the median of 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import re
 import resource
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -25,8 +25,19 @@ LIMITS_MS = {"pass": 5.0, "import torch": 5.0, "import deepspeed": 50.0}
 """What each may add; ``pass`` is the start alone."""
 
 
+def others(folder: Path) -> Path:
+    """``folder``, filled with what is installed here beside ds_npu, as links."""
+    folder.mkdir()
+    installed = Path(sysconfig.get_path("purelib"))
+    for entry in installed.iterdir():
+        if "ds_npu" not in entry.name:
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
 def make_installation(folder: Path) -> Path:
     """A folder that is to Python what site-packages is after ``pip install .``."""
+    others(folder)
     (folder / "ds_npu").symlink_to(ROOT / "ds_npu")
     (folder / "ds_npu.pth").write_text((ROOT / "ds_npu" / "ds_npu.pth").read_text())
     info = folder / "ds_npu-0.1.0.dist-info"
@@ -41,26 +52,27 @@ def make_installation(folder: Path) -> Path:
     return folder
 
 
-def cpu_ms(code: str, site: Path | None) -> float:
-    """The CPU time of a new interpreter that runs ``code``, with ``site`` as one more site-packages if given."""
+def cpu_ms(code: str, site: Path) -> float:
+    """The CPU time of a new interpreter that runs ``code``, with ``site`` as its site-packages."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DS_NPU_AUTOLOAD")}
     environ = {**inherited, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-    # Without a site both run the same line, so that what `import site` itself costs is in neither difference.
-    start = f"import site; site.addsitedir({str(site or '/nonexistent')!r}); {code}"
+    start = f"import site; site.addsitedir({str(site)!r}); {code}"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", start], env=environ, cwd="/", check=True, capture_output=True, timeout=300)
+    # -S: ds_npu may be installed in the environment that runs this.
+    command = [sys.executable, "-S", "-c", start]
+    subprocess.run(command, env=environ, cwd="/", check=True, capture_output=True, timeout=300)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def measure(code: str, site: Path, pairs: int) -> tuple[float, float, float]:
+def measure(code: str, plain: Path, site: Path, pairs: int) -> tuple[float, float, float]:
     """Medians over ``pairs``: without ds_npu, with it, and the difference within a pair, all in ms."""
-    cpu_ms(code, site)
-    cpu_ms(code, None)
     without, with_it = [], []
+    for folder in (plain, site):
+        cpu_ms(code, folder)
     for number in range(pairs):
-        first, second = ((without, None), (with_it, site)) if number % 2 else ((with_it, site), (without, None))
-        for times, folder in (first, second):
+        turns = ((without, plain), (with_it, site))
+        for times, folder in turns if number % 2 else reversed(turns):
             times.append(cpu_ms(code, folder))
     differences = [b - a for a, b in zip(without, with_it, strict=True)]
     return statistics.median(without), statistics.median(with_it), statistics.median(differences)
@@ -70,16 +82,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What ds_npu adds to imports.")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of interpreters per line (default: 15)")
     pairs = parser.parse_args().pairs
-    if list(importlib.metadata.entry_points(group="torch.backends", name="ds_npu")):
-        raise SystemExit(
-            "ds_npu is installed in this environment: run me where it is not, to have something to compare"
-        )
     too_slow = []
     print(f"{'':18}{'without':>10}{'with':>10}{'added':>10}{'limit':>10}   ms of CPU time, medians of {pairs} pairs")
     with tempfile.TemporaryDirectory() as folder:
-        site = make_installation(Path(folder))
+        plain, site = others(Path(folder) / "without"), make_installation(Path(folder) / "with")
         for code, limit in LIMITS_MS.items():
-            without, with_it, added = measure(code, site, pairs)
+            without, with_it, added = measure(code, plain, site, pairs)
             print(f"{code:18}{without:10.1f}{with_it:10.1f}{added:10.1f}{limit:10.1f}", flush=True)
             too_slow += [code] if added > limit else []
     if too_slow:

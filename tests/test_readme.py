@@ -104,7 +104,7 @@ def test_there_is_something_to_check():
 
 
 def test_the_table_of_keys_is_the_codes():
-    _, rest = TEXTS["docs/config.md"].split("<!-- keys: written by `ds_npu schema --markdown` -->\n")
+    _, rest = TEXTS["README.md"].split("<!-- keys: written by `ds_npu schema --markdown` -->\n")
     table, _ = rest.split("<!-- end of keys -->")
     assert table.strip() == reference().strip()
 

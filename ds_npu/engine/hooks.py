@@ -16,12 +16,16 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_npu.capability import ascend_hardware_present, torch_npu_importable
-from ds_npu.engine import session
+from ds_npu.engine.announcement import announced, with_section
 from ds_npu.engine.late import take_over
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.patches import FAILED
 
 Function = Callable[..., Any]
+
+
+def _session() -> Any:
+    return importlib.import_module("ds_npu.engine.session")
 
 
 def npu_accelerator(original: type) -> type:
@@ -34,9 +38,9 @@ def npu_accelerator(original: type) -> type:
 def init_distributed(original: Function) -> Function:
     @functools.wraps(original)
     def checked_init_distributed(*args: Any, **kwargs: Any) -> Any:
-        config = session.announced()
+        config = announced()
         if config is not None and not dist.is_initialized():
-            session.validate(config)
+            _session().validate(config)
         return original(*args, **kwargs)
 
     return checked_init_distributed
@@ -49,13 +53,13 @@ def initialize(original: Function) -> Function:
     def checked_initialize(*args: Any, **kwargs: Any) -> Any:
         _refuse_idle_npus()
         given = signature.bind(*args, **kwargs).arguments
-        config = session.with_section(_config_in(given))
+        config = with_section(_config_in(given))
         if config is not None:
             if FAILED:
                 raise RuntimeError("the config asks for ds_npu, which cannot run here:\n  " + "\n  ".join(FAILED))
             if given.get("mpu") is not None:
                 raise ValueError("initialize(mpu=...): found one, and a ds_npu section, which makes its own; pass none")
-            session.validate(config, _stages(given.get("model")))
+            _session().validate(config, _stages(given.get("model")))
         return original(*args, **kwargs)
 
     return checked_initialize
@@ -90,12 +94,12 @@ def _stages(model: Any) -> int | None:
 def deepspeed_config_init(original: Function) -> Function:
     @functools.wraps(original)
     def init(self: Any, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        found = session.with_section(config)
+        found = with_section(config)
         self.ds_npu = None
         if found is not None and dist.is_initialized():
             grids = importlib.import_module("deepspeed.runtime.pipe.topology")
             stages = mpu.pipe_parallel_size if isinstance(mpu, grids.PipelineParallelGrid) else None
-            self.ds_npu = session.open_session(found, stages)
+            self.ds_npu = _session().open_session(found, stages)
             # Which axes split the model does not matter here: only the data axes are asked for.
             mpu, mesh_device = mpu_of(self.ds_npu.topology, WHOLE_ON_EACH_STAGE), None
         original(self, config, mpu, mesh_device)
@@ -118,7 +122,7 @@ def pipeline_grid(original: type) -> Function:
 
     @functools.wraps(original, updated=())
     def grid(topology: Any = None, process_group: Any = None) -> Any:
-        config = session.announced()
+        config = announced()
         if config is None:
             return original(topology=topology, process_group=process_group)
         return importlib.import_module("ds_npu.engine.grid").ContextGrid(config, topology, process_group)
@@ -129,9 +133,9 @@ def pipeline_grid(original: type) -> Function:
 def zero_init(original: Function) -> Function:
     @functools.wraps(original)
     def init(self: Any, module: Any = None, data_parallel_group: Any = None, *args: Any, **kwargs: Any) -> None:
-        config = session.with_section(kwargs.get("config_dict_or_path") or kwargs.get("config"))
+        config = with_section(kwargs.get("config_dict_or_path") or kwargs.get("config"))
         if config is not None and data_parallel_group is None and dist.is_initialized():
-            data_parallel_group = session.open_session(config).topology.group("dp", "cp")
+            data_parallel_group = _session().open_session(config).topology.group("dp", "cp")
         original(self, module, data_parallel_group, *args, **kwargs)
 
     return init

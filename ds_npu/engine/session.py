@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +10,14 @@ import torch.distributed as dist
 
 from ds_npu.capability import hccl_options
 from ds_npu.features.all import DsNpuConfig
-from ds_npu.features.check import check, load
+from ds_npu.features.check import check
 from ds_npu.log import warn_once
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import Topology
 
-SECTION = "ds_npu"
 MIB = 2**20
 HCCL_DEFAULT_MIB = 200
 """HCCL_BUFFSIZE's default; each communicator takes twice that (torch_npu documentation of hccl_buffer_size)."""
-
-Config = str | os.PathLike[str] | dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,31 +30,6 @@ class Session:
 
 _topologies: dict[tuple[Any, Degrees], Topology] = {}
 """DeepSpeed makes its config several times for one engine (zero.Init, initialize); they share one set of groups."""
-
-
-def with_section(config: Config | None) -> dict[str, Any] | None:
-    """The DeepSpeed config as a dict where it holds the section, else None (whatever else it is DeepSpeed's matter)."""
-    if config is None:
-        return None
-    if not isinstance(config, dict):
-        if not os.path.exists(config):
-            return None
-        config = load(os.fspath(config))
-    return config if SECTION in config else None
-
-
-def announced() -> dict[str, Any] | None:
-    """The config that DS_NPU_CONFIG or the command line names, if it has the section: known before any API call."""
-    return with_section(os.environ.get("DS_NPU_CONFIG") or _from_command_line(sys.argv))
-
-
-def _from_command_line(arguments: list[str]) -> str | None:
-    """``--deepspeed_config X`` (DeepSpeed's own) or ``--deepspeed X.json`` (the Hugging Face Trainer's)."""
-    words = [part for argument in arguments for part in argument.split("=", 1)]
-    for flag, value in itertools.pairwise(words):
-        if flag == "--deepspeed_config" or (flag == "--deepspeed" and value.endswith(".json")):
-            return value
-    return None
 
 
 def world_size() -> int | None:

@@ -14,23 +14,12 @@ from ds_npu.features.all import FEATURES, DsNpuConfig
 from ds_npu.features.batch import Batch, batch_of
 from ds_npu.features.deepspeed_keys import conflicts, misspelt, zero_stage
 from ds_npu.features.loading import load
-from ds_npu.features.parallel import ParallelSection, fit
+from ds_npu.features.parallel import REPLICAS, ParallelSection, fit
 from ds_npu.features.reading import read
 from ds_npu.features.rules import broken_rules, not_built
 from ds_npu.topology.degrees import Degrees
 
 __all__ = ["Checked", "check", "load"]
-
-REPLICAS = {
-    "tensor": "ds_npu splits no layer along it yet; unless the model does, its ranks are replicas",
-    "context": "ds_npu splits no sequence along it yet: the script must give each of its ranks other tokens, and "
-    "return each one's share of the loss; shares are added up",
-    "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
-    "expert": "ds_npu places no expert along it yet",
-    "expert_tensor": "ds_npu splits no expert along it yet",
-}
-"""What this version does not do with an axis of more than one rank."""
-
 
 PIPELINES_REFUSE = "a deepspeed.PipelineModule trains with: DeepSpeed's pipelines refuse stages 2 and 3"
 

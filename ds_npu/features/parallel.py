@@ -8,6 +8,16 @@ from ds_npu.config import Problem, Section
 from ds_npu.features.feature import AtLeastOne, Feature
 from ds_npu.topology.degrees import Degrees
 
+REPLICAS = {
+    "tensor": "ds_npu splits no layer along it yet; unless the model does, its ranks are replicas",
+    "context": "ds_npu splits no sequence along it yet: the script must give each of its ranks other tokens, and "
+    "return each one's share of the loss; shares are added up",
+    "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
+    "expert": "ds_npu places no expert along it yet",
+    "expert_tensor": "ds_npu splits no expert along it yet",
+}
+"""What this version does not do with an axis of more than one rank."""
+
 
 class ParallelSection(Section):
     """Sizes of the axes; the data-parallel size is what the world leaves: world / (tensor * context * pipeline)."""

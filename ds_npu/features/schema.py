@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ds_npu.features.all import DsNpuConfig, planned_part
+from ds_npu.features.parallel import REPLICAS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 NOT_BUILT = "Not built in this version: refused unless off."
@@ -79,7 +80,8 @@ def reference() -> str:
     """The section's keys as a Markdown table, for the README."""
     rows = ["| key | accepts | default | meaning | built |", "|---|---|---|---|---|"]
     for path, node in leaves(section_schema()):
-        built = "not yet" if planned_part(path) else "yes"
+        groups_only = path.removeprefix("parallel.") in REPLICAS
+        built = "not yet" if planned_part(path) else "groups of ranks only" if groups_only else "yes"
         meaning = node["description"].removesuffix(NOT_BUILT).rstrip()
         rows.append(f"| `{path}` | {accepted(node)} | `{json.dumps(node['default'])}` | {meaning} | {built} |")
     return "\n".join(rows) + "\n"

@@ -166,6 +166,6 @@ def test_ds_report_says_why(case, tmp_path):
 @pytest.mark.parametrize("case", ["the real one"], indirect=True)
 def test_without_ds_npu_importing_torch_fails_where_this_file_says_it_works(case):
     """The failure that the guard turns into a warning is there: else the tests above show nothing."""
-    done = npu_double.python("import torch", case[0], **ON)
+    done = npu_double.python("import torch", case[0], **{**ON, "DS_NPU_AUTOLOAD": "0"})
     assert done.returncode == 1
     assert "Failed to load the backend extension: torch_npu" in done.stderr

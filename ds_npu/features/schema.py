@@ -80,7 +80,8 @@ def reference() -> str:
     """The section's keys as a Markdown table, for the README."""
     rows = ["| key | accepts | default | meaning | built |", "|---|---|---|---|---|"]
     for path, node in leaves(section_schema()):
-        groups_only = path.removeprefix("parallel.") in REPLICAS
+        # DeepSpeed's own pipelines use the pipeline axis.
+        groups_only = path.removeprefix("parallel.") in REPLICAS and path != "parallel.pipeline"
         built = "not yet" if planned_part(path) else "groups of ranks only" if groups_only else "yes"
         meaning = node["description"].removesuffix(NOT_BUILT).rstrip()
         rows.append(f"| `{path}` | {accepted(node)} | `{json.dumps(node['default'])}` | {meaning} | {built} |")

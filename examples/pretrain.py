@@ -284,7 +284,12 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 2
         failure = error  # for the ranks' vote, if the first rank of this machine did not meet it
-    ranks = join_world()
+    try:
+        ranks = join_world()
+    except ValueError as error:  # a backend refuses the config, on every rank alike
+        if os.environ["LOCAL_RANK"] == "0":
+            print(f"error: --deepspeed_config {args.deepspeed_config}: {error}", file=sys.stderr, flush=True)
+        return 2
     try:
         ranks.agree(failure)
         ranks.agree_same(fingerprint(files[0] + files[1]), "the ranks do not see the same --data files")

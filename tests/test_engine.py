@@ -80,6 +80,7 @@ def what_deepspeed_is_told(parallel: dict[str, int]) -> None:
     assert engine.mpu.get_model_parallel_group_ranks() == engine.topology.ranks("tp")
 
 
+@pytest.mark.slow
 def test_deepspeed_is_told_the_topology():
     run_on_ranks(8, what_deepspeed_is_told, {"context": 2, "tensor": 2})
 

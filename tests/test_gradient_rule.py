@@ -168,6 +168,7 @@ def different_seeds(stage: int, parallel: dict[str, int]) -> None:
         assert torch.equal(first, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_replicas_start_alike_whatever_their_seeds(stage, parallel):

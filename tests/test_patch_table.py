@@ -55,6 +55,7 @@ def unexplained(before, after):
     return {name for name in changed(before, after) if name not in targets and before.get(name) not in originals}
 
 
+@pytest.mark.slow
 def test_the_snapshot_sees_a_lot(snapshot):
     names = snapshot("")
     assert len(names) > 20_000
@@ -78,6 +79,7 @@ def test_exactly_the_table_is_changed(snapshot):
     assert {patch.target for patch in PATCHES} <= changed(before, after)
 
 
+@pytest.mark.slow
 def test_a_planted_patch_would_be_seen(snapshot):
     assert unexplained(snapshot(""), snapshot("planted")) == {
         "torch.nn.modules.linear.Linear.forward",

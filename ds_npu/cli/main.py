@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from ds_npu.cli.check import CHECK
 from ds_npu.cli.command import Command
 from ds_npu.cli.schema import SCHEMA
+from ds_npu.cli.sim import SIM
 
-COMMANDS: tuple[Command, ...] = (CHECK, SCHEMA)
+COMMANDS: tuple[Command, ...] = (CHECK, SCHEMA, SIM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

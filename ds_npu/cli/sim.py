@@ -1,0 +1,74 @@
+"""``ds_npu sim``: a command, and all it starts, on simulated NPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import TypeVar
+
+from ds_npu.cli.command import Command
+from ds_npu.simulator.build import BuildError, built
+from ds_npu.simulator.environment import SOCS, Simulation, bytes_of, fault_of
+
+
+T = TypeVar("T")
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    standard = Simulation()
+    parser.add_argument("--devices", type=_count, default=standard.devices, metavar="N", help="NPUs (8)")
+    parser.add_argument("--soc", choices=SOCS, default=standard.soc, metavar="NAME", help=f"{', '.join(SOCS)} (910B2)")
+    parser.add_argument(
+        "--memory", type=_said(bytes_of), default=standard.memory_bytes, metavar="SIZE", help="of each NPU (64GiB)"
+    )
+    parser.add_argument("--chaos", type=int, metavar="SEED", help="delay streams at random, the same way for a seed")
+    parser.add_argument(
+        "--fault",
+        type=_said(fault_of),
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="NAME[:CALL][@RANK]=CODE or =exit: that call of an ACL, HCCL or aclnn function fails, or its process dies",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; an integer >= 1")
+    return int(text)
+
+
+def _said(parse: Callable[[str], T]) -> Callable[[str], T]:
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def _run(arguments: Namespace) -> int:
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    program = shutil.which(command[0]) if command else None
+    if program is None:
+        wrong = f"there is no command {command[0]!r}" if command else "no command to run"
+        print(f"ds_npu sim: {wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", file=sys.stderr)
+        return 127 if command else 2
+    try:
+        home = built()
+    except BuildError as error:
+        print(f"ds_npu sim: {error}", file=sys.stderr)
+        return 1
+    simulation = Simulation(
+        arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault)
+    )
+    os.execve(program, command, simulation.environment(home, os.environ))
+
+
+SIM = Command("sim", "Run a command on simulated NPUs.", _add_arguments, _run)

@@ -1,0 +1,222 @@
+"""Compiles the simulator's C++ once for each content, torch and torch_npu, into a folder that is laid out like CANN."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+
+LIBRARY = "libds_npu_simulator.so"
+SONAMES = (
+    "libascendcl.so",
+    "libhccl.so",
+    "libacl_op_compiler.so",
+    "libge_runner.so",
+    "libgraph.so",
+    "libopapi.so",
+    "libacl_tdt_channel.so",
+)
+"""The libraries of CANN that torch_npu links or opens by name: links to LIBRARY, which the loader opens once."""
+
+CANN_FOLDERS = ("runtime", "compiler", "opp")
+
+
+class BuildError(Exception):
+    """The simulator cannot be built here; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What a build depends on besides the sources: ``compiler`` and the folders of torch and torch_npu."""
+
+    compiler: str
+    torch: Path
+    torch_npu: Path
+
+    @staticmethod
+    def found() -> Toolchain:
+        """Imports neither torch nor torch_npu. Raises BuildError for what is missing."""
+        compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+        if compiler is None or shutil.which(compiler) is None:
+            raise BuildError(
+                f"no C++ compiler: looked for {compiler or ', '.join(COMPILERS)}. The simulated NPUs are C++ and are "
+                f"compiled at first use; install g++ 11 or later (Debian and Ubuntu: apt-get install g++), or name one "
+                f"in CXX"
+            )
+        return Toolchain(compiler, _folder("torch"), _folder("torch_npu"))
+
+    def include_flags(self) -> list[str]:
+        third_party = self.torch_npu / "include" / "third_party"
+        torch = self.torch / "include"
+        folders = (third_party / "acl/inc", third_party / "hccl/inc", torch, torch / "torch/csrc/api/include")
+        return [f"-I{SOURCES}", *(flag for folder in folders for flag in ("-isystem", str(folder)))]
+
+    def identity(self) -> str:
+        """Changes whenever objects compiled before can no longer be used."""
+        version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, check=False).stdout
+        packages = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch_npu")]
+        return "\n".join([version, *packages, str(self.torch), *FLAGS])
+
+
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError(f"{package} is not installed; the simulated NPUs run the real one: pip install {package}")
+    return Path(spec.submodule_search_locations[0])
+
+
+def cache_folder() -> Path:
+    """Where builds are kept: DS_NPU_CACHE, or ``ds_npu`` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("DS_NPU_CACHE") or Path(base) / "ds_npu") / "simulator"
+
+
+def built() -> Path:
+    """The folder with the libraries of this source, torch and torch_npu; compiles them if nobody has.
+
+    Safe to call from many processes at once: one compiles, the others wait for it. The lock is the kernel's and goes
+    with the process that holds it. Raises BuildError.
+    """
+    toolchain = Toolchain.found()
+    digest = _digest(toolchain)
+    home = cache_folder() / digest
+    if not (home / LIBRARY).exists():
+        with _locked(cache_folder() / f"{digest}.lock"):
+            if not (home / LIBRARY).exists():
+                _build(toolchain, home)
+    return home
+
+
+def _digest(toolchain: Toolchain) -> str:
+    content = hashlib.sha256(toolchain.identity().encode() + Path(__file__).read_bytes())
+    for source in sorted(SOURCES.rglob("*.*")):
+        content.update(str(source.relative_to(SOURCES)).encode() + source.read_bytes())
+    return content.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(toolchain: Toolchain, home: Path) -> None:
+    """Compile into a folder beside ``home`` and rename it: ``home`` exists whole or not at all."""
+    sources = sorted(SOURCES.rglob("*.cpp"))
+    with tempfile.TemporaryDirectory(dir=home.parent, prefix="building-") as scratch:
+        making = Path(scratch) / "home"
+        for folder in CANN_FOLDERS:
+            (making / folder).mkdir(parents=True)
+        objects = _compile(toolchain, sources, Path(scratch))
+        _link(toolchain, objects, making)
+        for soname in SONAMES:
+            (making / soname).symlink_to(LIBRARY)
+        if home.exists():
+            shutil.rmtree(home)
+        making.rename(home)
+
+
+def _compile(toolchain: Toolchain, sources: Sequence[Path], scratch: Path) -> list[Path]:
+    """One object per source, as many at a time as there are cores; an object made before is taken again."""
+    kept = cache_folder() / "objects"
+    kept.mkdir(parents=True, exist_ok=True)
+    headers = hashlib.sha256(toolchain.identity().encode())
+    for header in sorted(SOURCES.rglob("*.h")):
+        headers.update(header.read_bytes())
+
+    def compiled(source: Path) -> Path:
+        key = headers.copy()
+        key.update(source.read_bytes())
+        target = kept / f"{source.stem}-{key.hexdigest()[:16]}.o"
+        if not target.exists():
+            made = scratch / f"{key.hexdigest()}.o"
+            _run([toolchain.compiler, *FLAGS, *toolchain.include_flags(), "-c", str(source), "-o", str(made)])
+            made.rename(target)
+        return target
+
+    _say("building the simulated NPUs; this happens once")
+    objects = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for done, made in enumerate(pool.map(compiled, sources), start=1):
+            objects.append(made)
+            _say(f"{done} of {len(sources)} files compiled")
+    return objects
+
+
+def _link(toolchain: Toolchain, objects: Sequence[Path], home: Path) -> None:
+    """The library, with a symbol for everything torch_npu may ask for: what is not simulated says so when called."""
+    stubs = home.parent / "not_simulated.cpp"
+    stubs.write_text(_not_simulated(toolchain, _defined(objects)))
+    torch_lib = toolchain.torch / "lib"
+    _run([toolchain.compiler, *FLAGS, "-shared", "-o", str(home / LIBRARY), *map(str, objects), str(stubs),
+          f"-L{torch_lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_lib}", "-Wl,-z,defs"])  # fmt: skip
+
+
+def _defined(objects: Sequence[Path]) -> set[str]:
+    listing = _run(["nm", "--defined-only", "--format=just-symbols", *map(str, objects)])
+    return {line.strip() for line in listing.splitlines()}
+
+
+def operators_of(torch_npu: Path) -> list[str]:
+    """Names of the aclnn operators that torch_npu's library can call, sorted."""
+    with (torch_npu / "lib" / "libtorch_npu.so").open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        names = {found.group(1).decode() for found in re.finditer(rb"\0(aclnn[A-Z]\w*?)(?:GetWorkspaceSize)?\0", content)}
+    return sorted(names)
+
+
+def simulated_operators() -> list[str]:
+    """Names of the aclnn operators that ``csrc`` has, sorted."""
+    text = "".join(source.read_text() for source in sorted((SOURCES / "aclnn").glob("*.cpp")))
+    return sorted({f"aclnn{name}" for name in re.findall(r"^ACLNN\((\w+),", text, re.MULTILINE)})
+
+
+def _linked_symbols(toolchain: Toolchain) -> set[str]:
+    """C functions of CANN that torch_npu's libraries need in order to be loaded at all."""
+    libraries = [*(toolchain.torch_npu / "lib").glob("lib*.so"), *toolchain.torch_npu.glob("_C*.so")]
+    listing = _run(["nm", "-D", "--undefined-only", "--format=just-symbols", *map(str, libraries)])
+    return set(re.findall(r"^(?:acl|Hccl|Msprof|rt[A-Z])\w+$", listing, re.MULTILINE))
+
+
+def _not_simulated(toolchain: Toolchain, defined: set[str]) -> str:
+    operators = {half for name in operators_of(toolchain.torch_npu) for half in (name, f"{name}GetWorkspaceSize")}
+    missing = sorted((operators | _linked_symbols(toolchain)) - defined)
+    lines = ["namespace sim { int not_simulated(const char* name); }"]
+    for name in missing:
+        lines.append(
+            f'extern "C" __attribute__((visibility("default"))) int {name}() {{ return sim::not_simulated("{name}"); }}'
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(
+            f"the simulated NPUs could not be built: {command[0]} ended with {done.returncode}\n"
+            f"{' '.join(command)}\n{done.stderr.strip()}"
+        )
+    return done.stdout
+
+
+def _say(text: str) -> None:
+    print(f"ds_npu sim: {text}", file=sys.stderr, flush=True)  # noqa: T201

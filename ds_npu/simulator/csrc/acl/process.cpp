@@ -1,0 +1,40 @@
+// Start and end of ACL, its error messages and logs.
+#include <cstring>
+#include <utility>
+
+#include "acl/acl.h"
+#include "acl/acl_op_compiler.h"
+#include "api.h"
+
+namespace sim {
+namespace {
+thread_local std::string recent_error;
+}  // namespace
+
+void set_recent_error(std::string message) { recent_error = std::move(message); }
+
+}  // namespace sim
+
+SIM_API(aclError, aclInit, (const char*)) {}
+SIM_API(aclError, aclFinalize, ()) {}
+SIM_API(aclError, aclmdlInitDump, ()) {}
+SIM_API(aclError, aclmdlSetDump, (const char*)) {}
+SIM_API(aclError, aclmdlFinalizeDump, ()) {}
+
+SIM_PLAIN const char* aclGetRecentErrMsg() {
+  static thread_local std::string given;  // the pointer stays good until the thread's next call
+  given = std::exchange(sim::recent_error, {});
+  return given.empty() ? nullptr : given.c_str();
+}
+
+SIM_PLAIN void aclAppLog(aclLogLevel, const char*, const char*, uint32_t, const char*, ...) {}
+
+// Compile options: the only answer that matters is that operators are not compiled just in time (aclnn, not aclop).
+SIM_API(aclError, aclSetCompileopt, (aclCompileOpt, const char*)) {}
+
+SIM_PLAIN size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }
+
+SIM_API(aclError, aclGetCompileopt, (aclCompileOpt, char* value, size_t length)) {
+  if (length < sizeof "disable") throw sim::Failure(ACL_ERROR_INVALID_PARAM, "the buffer for the option's value is too short");
+  std::memcpy(value, "disable", sizeof "disable");
+}

@@ -1,0 +1,192 @@
+// Streams, events and the functions a stream calls on the host.
+#include "stream.h"
+
+#include <pthread.h>
+
+#include <cstring>
+#include <map>
+
+#include "acl/acl.h"
+#include "acl/error_codes/rt_error_codes.h"
+#include "api.h"
+
+using sim::Event;
+using sim::Failure;
+using sim::Stream;
+
+namespace {
+
+sim::Timeout milliseconds(int32_t timeout) {
+  return timeout < 0 ? sim::Timeout{} : sim::Timeout{std::chrono::milliseconds(timeout)};
+}
+
+// An aclrtEvent is a pointer to a shared one: it may be destroyed while streams still have it before them.
+using EventHandle = std::shared_ptr<Event>;
+
+const EventHandle& event_of(aclrtEvent handle) {
+  if (handle == nullptr) throw Failure(ACL_ERROR_INVALID_PARAM, "the event is a null pointer");
+  return *static_cast<EventHandle*>(handle);
+}
+
+void create(aclrtEvent* handle) { *handle = new EventHandle(std::make_shared<Event>()); }
+
+void destroy(aclrtStream handle) {
+  if (handle == nullptr) throw Failure(ACL_ERROR_INVALID_PARAM, "the default stream cannot be destroyed");
+  delete static_cast<Stream*>(handle);
+}
+
+}  // namespace
+
+SIM_API(aclError, aclrtCreateStream, (aclrtStream * stream)) { *stream = new Stream(sim::current_device()); }
+
+SIM_API(aclError, aclrtCreateStreamWithConfig, (aclrtStream * stream, uint32_t, uint32_t)) {
+  *stream = new Stream(sim::current_device());
+}
+
+SIM_API(aclError, aclrtDestroyStream, (aclrtStream stream)) { destroy(stream); }
+SIM_API(aclError, aclrtDestroyStreamForce, (aclrtStream stream)) { destroy(stream); }
+
+SIM_API(aclError, aclrtSynchronizeStream, (aclrtStream stream)) { sim::stream_of(stream).synchronize(); }
+
+SIM_API(aclError, aclrtSynchronizeStreamWithTimeout, (aclrtStream stream, int32_t timeout_ms)) {
+  sim::stream_of(stream).synchronize(milliseconds(timeout_ms));
+}
+
+SIM_API(aclError, aclrtStreamQuery, (aclrtStream stream, aclrtStreamStatus* status)) {
+  sim::stream_of(stream).device().throw_if_failed();
+  *status = sim::stream_of(stream).idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+}
+
+SIM_API(aclError, aclrtStreamGetId, (aclrtStream stream, int32_t* id)) { *id = sim::stream_of(stream).id(); }
+
+SIM_API(aclError, aclrtSetStreamFailureMode, (aclrtStream, uint64_t)) {}
+SIM_API(aclError, aclrtSetStreamOverflowSwitch, (aclrtStream, uint32_t)) {}
+SIM_API(aclError, aclrtGetStreamOverflowSwitch, (aclrtStream, uint32_t* flag)) { *flag = 0; }
+
+SIM_API(aclError, aclrtCreateEventWithFlag, (aclrtEvent * event, uint32_t)) { create(event); }
+SIM_API(aclError, aclrtCreateEventExWithFlag, (aclrtEvent * event, uint32_t)) { create(event); }
+SIM_API(aclError, aclrtDestroyEvent, (aclrtEvent event)) { delete &event_of(event); }
+
+SIM_API(aclError, aclrtRecordEvent, (aclrtEvent event, aclrtStream stream)) {
+  Event::record(event_of(event), sim::stream_of(stream));
+}
+
+SIM_API(aclError, aclrtStreamWaitEvent, (aclrtStream stream, aclrtEvent event)) {
+  Event::wait(event_of(event), sim::stream_of(stream));
+}
+
+// A wait takes what was recorded before it, so there is nothing to reset.
+SIM_API(aclError, aclrtResetEvent, (aclrtEvent event, aclrtStream)) { event_of(event); }
+
+SIM_API(aclError, aclrtSynchronizeEvent, (aclrtEvent event)) { event_of(event)->synchronize(); }
+
+SIM_API(aclError, aclrtQueryEventStatus, (aclrtEvent event, aclrtEventRecordedStatus* status)) {
+  event_of(event)->throw_if_failed();
+  *status = event_of(event)->complete() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+}
+
+SIM_API(aclError, aclrtQueryEventWaitStatus, (aclrtEvent event, aclrtEventWaitStatus* status)) {
+  event_of(event)->throw_if_failed();
+  *status = event_of(event)->complete() ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
+}
+
+SIM_API(aclError, aclrtEventElapsedTime, (float* ms, aclrtEvent start, aclrtEvent end)) {
+  if (!event_of(start)->complete() || !event_of(end)->complete())
+    throw Failure(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "one of the two events has not been reached");
+  *ms = std::chrono::duration<float, std::milli>(event_of(end)->time() - event_of(start)->time()).count();
+}
+
+SIM_API(aclError, aclrtEventGetTimestamp, (aclrtEvent event, uint64_t* microseconds)) {
+  const auto since = event_of(event)->time().time_since_epoch();
+  *microseconds = static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(since).count());
+}
+
+SIM_API(aclError, aclrtLaunchHostFunc, (aclrtStream stream, aclrtHostFunc function, void* argument)) {
+  sim::stream_of(stream).push("aclrtLaunchHostFunc", [=] { function(argument); });
+}
+
+namespace {
+
+// Callbacks of aclrtLaunchCallback run in the thread that subscribed to the stream, when it calls aclrtProcessReport.
+class Mailbox {
+ public:
+  void post(std::function<void()> call) {
+    const std::scoped_lock lock(mutex_);
+    calls_.push_back(std::move(call));
+    arrived_.notify_one();
+  }
+  // False when nothing came within `timeout`.
+  bool process(sim::Timeout timeout) {
+    std::unique_lock lock(mutex_);
+    const auto some = [this] { return !calls_.empty(); };
+    if (timeout ? !arrived_.wait_for(lock, *timeout, some) : (arrived_.wait(lock, some), false)) return false;
+    const auto call = std::move(calls_.front());
+    calls_.pop_front();
+    lock.unlock();
+    call();
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<std::function<void()>> calls_;
+};
+
+class Subscriptions {
+ public:
+  std::shared_ptr<Mailbox> of_thread(uint64_t thread) {
+    const std::scoped_lock lock(mutex_);
+    auto& box = boxes_[thread];
+    if (!box) box = std::make_shared<Mailbox>();
+    return box;
+  }
+  void subscribe(uint64_t thread, aclrtStream stream) {
+    auto box = of_thread(thread);
+    const std::scoped_lock lock(mutex_);
+    by_stream_[stream] = std::move(box);
+  }
+  void unsubscribe(aclrtStream stream) {
+    const std::scoped_lock lock(mutex_);
+    by_stream_.erase(stream);
+  }
+  std::shared_ptr<Mailbox> of_stream(aclrtStream stream) {
+    const std::scoped_lock lock(mutex_);
+    const auto found = by_stream_.find(stream);
+    if (found == by_stream_.end()) throw Failure(ACL_ERROR_STREAM_NOT_SUBSCRIBE, "no thread has subscribed to this stream");
+    return found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, std::shared_ptr<Mailbox>> boxes_;
+  std::map<aclrtStream, std::shared_ptr<Mailbox>> by_stream_;
+};
+
+Subscriptions& subscriptions() {
+  static auto* all = new Subscriptions;
+  return *all;
+}
+
+}  // namespace
+
+SIM_API(aclError, aclrtSubscribeReport, (uint64_t thread, aclrtStream stream)) { subscriptions().subscribe(thread, stream); }
+SIM_API(aclError, aclrtUnSubscribeReport, (uint64_t, aclrtStream stream)) { subscriptions().unsubscribe(stream); }
+
+SIM_API(aclError, aclrtLaunchCallback,
+        (aclrtCallback function, void* argument, aclrtCallbackBlockType block, aclrtStream stream)) {
+  const auto box = subscriptions().of_stream(stream);
+  sim::stream_of(stream).push("aclrtLaunchCallback", [=] {
+    const auto done = std::make_shared<std::promise<void>>();
+    box->post([=] {
+      function(argument);
+      done->set_value();
+    });
+    if (block == ACL_CALLBACK_BLOCK) done->get_future().wait();
+  });
+}
+
+SIM_API(aclError, aclrtProcessReport, (int32_t timeout_ms)) {
+  const auto box = subscriptions().of_thread(static_cast<uint64_t>(pthread_self()));
+  if (!box->process(milliseconds(timeout_ms))) throw Failure(ACL_ERROR_WAIT_CALLBACK_TIMEOUT, "no callback came in time");
+}

@@ -1,0 +1,43 @@
+// The objects through which aclnn operators get their arguments: aclTensor, aclScalar and lists of them. Each is what
+// ATen has for it, so that an operator's arithmetic can be written in ATen.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <vector>
+
+#include "acl/acl_base.h"
+
+// What aclGetViewShape gives; an operator whose result has a size known only afterwards writes it while it runs.
+using ViewShape = std::shared_ptr<std::vector<int64_t>>;
+
+struct aclTensor {
+  at::Tensor value;  // a view of device memory
+  ViewShape shape;
+};
+struct aclScalar {
+  at::Scalar value;
+};
+struct aclIntArray {
+  std::vector<int64_t> values;
+};
+struct aclBoolArray {
+  std::vector<bool> values;
+};
+struct aclFloatArray {
+  std::vector<float> values;
+};
+struct aclTensorList {
+  std::vector<const aclTensor*> tensors;
+};
+struct aclScalarList {
+  std::vector<const aclScalar*> scalars;
+};
+
+namespace sim {
+
+// Throws Failure for a type that ATen does not have.
+at::ScalarType scalar_type(aclDataType type);
+
+}  // namespace sim

@@ -1,0 +1,40 @@
+#include "aclnn/operator.h"
+
+namespace sim {
+
+void missing_argument(const char* kind) {
+  throw Failure(ACL_ERROR_INVALID_PARAM, std::string(kind) + " is a null pointer");
+}
+
+Tensors tensors_of(const aclTensorList* list) {
+  Tensors result;
+  for (const aclTensor* tensor : list->tensors) result.push_back(tensor == nullptr ? Tensor() : tensor->value);
+  return result;
+}
+
+Scalars Argument<const Scalars&>::keep(const aclScalarList* list) {
+  if (list == nullptr) missing_argument("a required list of scalars");
+  Scalars result;
+  for (const aclScalar* scalar : list->scalars) result.push_back(scalar->value);
+  return result;
+}
+
+void DynamicTensor::assign(const Tensor& value) {
+  room.flatten().narrow(0, 0, value.numel()).copy_(value.flatten());
+  *shape = value.sizes().vec();
+}
+
+int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
+  const std::unique_ptr<aclOpExecutor> owned(executor);
+  return guarded(name, ACL_ERROR_INTERNAL_ERROR, [&] { stream_of(stream).push(owned->name, std::move(owned->work)); });
+}
+
+// In the place of an operator that is not simulated: ds_npu/simulator/build.py writes one for each that torch_npu can call.
+int not_simulated(const char* name) {
+  return guarded(name, ACL_ERROR_API_NOT_SUPPORT, [&] {
+    throw Failure(ACL_ERROR_API_NOT_SUPPORT,
+                  "this operator is not simulated. Add it under ds_npu/simulator/csrc/aclnn: operator.h says how");
+  });
+}
+
+}  // namespace sim

@@ -1,0 +1,84 @@
+// How a C++ function becomes a symbol of CANN's C ABI.
+//
+// SIM_API(aclError, aclrtFree, (void* devPtr)) { ... } defines the symbol aclrtFree. Its body throws Failure where the
+// vendor's returns an error code; Api<> turns that into the code and keeps the message for aclGetRecentErrMsg. The
+// symbol is an ifunc that resolves to the instantiated Api<>::call, so the signature is written once, and the compiler
+// compares it with the vendor's header where there is one.
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <string>
+#include <string_view>
+
+namespace sim {
+
+// An error code of ACL or HCCL with the words that explain it.
+class Failure : public std::exception {
+ public:
+  Failure(int code, std::string message) : code_(code), message_(std::move(message)) {}
+  int code() const { return code_; }
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  int code_;
+  std::string message_;
+};
+
+// Keeps `message` as this thread's last error, as aclGetRecentErrMsg gives it.
+void set_recent_error(std::string message);
+
+// What the planted faults of `ds_npu sim --fault` want of this call: its error code, or 0. May end the process.
+int planted_fault(const char* name);
+
+template <std::size_t N>
+struct Literal {
+  char text[N]{};
+  constexpr Literal(const char (&source)[N]) {
+    for (std::size_t i = 0; i < N; ++i) text[i] = source[i];
+  }
+};
+
+// Runs `body`; its exceptions become an error code, with the message kept for aclGetRecentErrMsg.
+template <class Body>
+int guarded(const char* name, int unknown_error, Body&& body) noexcept {
+  try {
+    if (const int code = planted_fault(name)) return code;
+    body();
+    return 0;
+  } catch (const Failure& failure) {
+    set_recent_error(std::string(name) + ": " + failure.what());
+    return failure.code();
+  } catch (const std::exception& error) {
+    set_recent_error(std::string(name) + ": " + error.what());
+    return unknown_error;
+  }
+}
+
+template <class Result, Literal name, auto body>
+struct Api;
+
+template <class Result, Literal name, class... Args, void (*body)(Args...)>
+struct Api<Result, name, body> {
+  static Result call(Args... args) {
+    constexpr int internal_error = std::string_view(name.text).starts_with("Hccl") ? 4 : 500000;
+    return static_cast<Result>(guarded(name.text, internal_error, [&] { body(args...); }));
+  }
+};
+
+}  // namespace sim
+
+#define SIM_EXPORT(NAME, FUNCTION)                                                                      \
+  extern "C" {                                                                                          \
+  static decltype(&FUNCTION) NAME##_resolve() { return &FUNCTION; }                                     \
+  __attribute__((visibility("default"), ifunc(#NAME "_resolve"))) extern decltype(FUNCTION) NAME;       \
+  }
+
+#define SIM_API(RESULT, NAME, PARAMETERS)                                                               \
+  static void NAME##_body PARAMETERS;                                                                   \
+  using NAME##_api = sim::Api<RESULT, #NAME, NAME##_body>;                                              \
+  SIM_EXPORT(NAME, NAME##_api::call)                                                                    \
+  static void NAME##_body PARAMETERS
+
+// For the few functions of the ABI that return something other than an error code.
+#define SIM_PLAIN extern "C" __attribute__((visibility("default")))

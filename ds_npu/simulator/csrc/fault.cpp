@@ -1,0 +1,67 @@
+// `ds_npu sim --fault NAME[:CALL][@RANK]=CODE|exit`, several separated by commas: call number CALL (1 if left out) of the
+// function NAME fails with CODE, or the process is killed there; on every rank, or only where the variable RANK says so.
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <sstream>
+#include <vector>
+
+#include "api.h"
+#include "settings.h"
+
+namespace sim {
+namespace {
+
+struct Fault {
+  std::string name;
+  long call = 1;
+  int code = 0;  // 0: the process dies
+  std::atomic<long> calls{0};
+};
+
+bool concerns_this_rank(const std::string& rank) {
+  const char* mine = std::getenv("RANK");
+  return rank.empty() || (mine != nullptr && rank == mine);
+}
+
+// The command line has checked the form; here it is only taken apart.
+std::vector<std::unique_ptr<Fault>> planted() {
+  std::vector<std::unique_ptr<Fault>> result;
+  std::istringstream list(settings().fault);
+  for (std::string spec; std::getline(list, spec, ',');) {
+    auto fault = std::make_unique<Fault>();
+    const std::string what = spec.substr(spec.find('=') + 1);
+    std::string where = spec.substr(0, spec.find('='));
+    std::string rank;
+    if (const auto at = where.find('@'); at != std::string::npos) {
+      rank = where.substr(at + 1);
+      where.resize(at);
+    }
+    if (const auto colon = where.find(':'); colon != std::string::npos) {
+      fault->call = std::strtol(where.c_str() + colon + 1, nullptr, 10);
+      where.resize(colon);
+    }
+    fault->name = where;
+    fault->code = what == "exit" ? 0 : std::atoi(what.c_str());
+    if (concerns_this_rank(rank)) result.push_back(std::move(fault));
+  }
+  return result;
+}
+
+}  // namespace
+
+int planted_fault(const char* name) {
+  static const auto faults = planted();
+  for (const auto& fault : faults) {
+    if (fault->name != name || ++fault->calls != fault->call) continue;
+    if (fault->code == 0) kill(getpid(), SIGKILL);
+    set_recent_error(fault->name + ": planted by ds_npu sim --fault, call " + std::to_string(fault->call));
+    return fault->code;
+  }
+  return 0;
+}
+
+}  // namespace sim

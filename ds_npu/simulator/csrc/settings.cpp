@@ -1,0 +1,48 @@
+#include "settings.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <sstream>
+
+namespace sim {
+namespace {
+
+std::string variable(const char* name, const char* otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr || *value == '\0' ? otherwise : value;
+}
+
+// As the driver reads ASCEND_RT_VISIBLE_DEVICES: the list counts up to its first entry that is no device.
+int visible(int devices) {
+  const std::string list = variable("ASCEND_RT_VISIBLE_DEVICES", "");
+  if (list.empty()) return devices;
+  std::istringstream entries(list);
+  int count = 0;
+  for (std::string entry; std::getline(entries, entry, ',');) {
+    char* end = nullptr;
+    const long device = std::strtol(entry.c_str(), &end, 10);
+    if (end == entry.c_str() || device < 0 || device >= devices) break;
+    ++count;
+  }
+  return count;
+}
+
+Settings from_environment() {
+  Settings result;
+  result.devices = visible(std::atoi(variable("DS_NPU_SIM_DEVICES", "8").c_str()));
+  result.soc = variable("DS_NPU_SIM_SOC", "Ascend910B2");
+  result.memory_bytes = std::strtoull(variable("DS_NPU_SIM_MEMORY", "68719476736").c_str(), nullptr, 10);
+  const std::string chaos = variable("DS_NPU_SIM_CHAOS", "");
+  if (!chaos.empty()) result.chaos = std::strtoull(chaos.c_str(), nullptr, 10);
+  result.fault = variable("DS_NPU_SIM_FAULT", "");
+  return result;
+}
+
+}  // namespace
+
+const Settings& settings() {
+  static const Settings once = from_environment();
+  return once;
+}
+
+}  // namespace sim

@@ -1,0 +1,21 @@
+// What `ds_npu sim` asked for, read from the environment once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace sim {
+
+struct Settings {
+  int devices;                         // DS_NPU_SIM_DEVICES, less those ASCEND_RT_VISIBLE_DEVICES leaves out
+  std::string soc;                     // DS_NPU_SIM_SOC, as aclrtGetSocName gives it
+  std::size_t memory_bytes;            // DS_NPU_SIM_MEMORY, of one device
+  std::optional<std::uint64_t> chaos;  // DS_NPU_SIM_CHAOS, the seed
+  std::string fault;                   // DS_NPU_SIM_FAULT
+};
+
+const Settings& settings();
+
+}  // namespace sim

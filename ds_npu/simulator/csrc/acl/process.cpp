@@ -38,3 +38,14 @@ SIM_API(aclError, aclGetCompileopt, (aclCompileOpt, char* value, size_t length))
   if (length < sizeof "disable") throw sim::Failure(ACL_ERROR_INVALID_PARAM, "the buffer for the option's value is too short");
   std::memcpy(value, "disable", sizeof "disable");
 }
+
+// The release that torch_npu 2.12 and 2.13 are listed with (COMPATIBILITY.en.md of Ascend/pytorch): it decides which of
+// several versions of an operator torch_npu calls.
+static constexpr char kCann[] = "9.1.0";
+
+SIM_API(aclError, aclsysGetCANNVersion, (aclCANNPackageName, aclCANNPackageVersion* version)) {
+  *version = {};
+  std::memcpy(version->version, kCann, sizeof kCann);
+}
+
+SIM_API(aclError, aclsysGetVersionStr, (char*, char* version)) { std::memcpy(version, kCann, sizeof kCann); }

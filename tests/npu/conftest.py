@@ -1,0 +1,14 @@
+"""What every test of this folder needs."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("npu", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("npu")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def an_npu():
+    if not torch.npu.is_available():
+        pytest.fail("no NPU: run these as ds_npu sim -- python -m pytest tests/npu")

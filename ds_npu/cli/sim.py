@@ -8,12 +8,11 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from ds_npu.cli.command import Command
 from ds_npu.simulator.build import BuildError, built
 from ds_npu.simulator.environment import SOCS, Simulation, bytes_of, fault_of
-
 
 T = TypeVar("T")
 
@@ -65,10 +64,17 @@ def _run(arguments: Namespace) -> int:
     except BuildError as error:
         print(f"ds_npu sim: {error}", file=sys.stderr)
         return 1
-    simulation = Simulation(
-        arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault)
+    _become(
+        program,
+        command,
+        Simulation(
+            arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault)
+        ).environment(home, os.environ),
     )
-    os.execve(program, command, simulation.environment(home, os.environ))
+
+
+def _become(program: str, command: list[str], environment: dict[str, str]) -> NoReturn:
+    os.execve(program, command, environment)
 
 
 SIM = Command("sim", "Run a command on simulated NPUs.", _add_arguments, _run)

@@ -180,8 +180,8 @@ def operators_of(torch_npu: Path) -> list[str]:
     """Names of the aclnn operators that torch_npu's library can call, sorted."""
     with (torch_npu / "lib" / "libtorch_npu.so").open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        names = {found.group(1).decode() for found in re.finditer(rb"\0(aclnn[A-Z]\w*?)(?:GetWorkspaceSize)?\0", content)}
-    return sorted(names)
+        names = re.findall(rb"\0(aclnn[A-Z]\w*?)(?:GetWorkspaceSize)?(?=\0)", content)
+    return sorted({name.decode() for name in names})
 
 
 def simulated_operators() -> list[str]:

@@ -96,6 +96,8 @@ Device& current_device() {
   return device(current);
 }
 
+Device& current_device_or_first() { return device(std::max(current, 0)); }
+
 void set_current_device(int index) {
   device(index);
   current = index;

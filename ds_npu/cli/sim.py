@@ -64,13 +64,8 @@ def _run(arguments: Namespace) -> int:
     except BuildError as error:
         print(f"ds_npu sim: {error}", file=sys.stderr)
         return 1
-    _become(
-        program,
-        command,
-        Simulation(
-            arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault)
-        ).environment(home, os.environ),
-    )
+    simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault))
+    return _become(program, command, simulation.environment(home, os.environ))
 
 
 def _become(program: str, command: list[str], environment: dict[str, str]) -> NoReturn:

@@ -27,11 +27,11 @@ LIMITS_MS = {"pass": 5.0, "import torch": 5.0, "import deepspeed": 50.0}
 
 
 def others(folder: Path) -> Path:
-    """``folder``, filled with what is installed here beside ds_npu, as links."""
+    """``folder``, filled with what is installed here beside ds_npu and torch_npu, as links."""
     folder.mkdir()
     installed = Path(sysconfig.get_path("purelib"))
     for entry in installed.iterdir():
-        if "ds_npu" not in entry.name:
+        if "ds_npu" not in entry.name and not entry.name.startswith("torch_npu"):
             (folder / entry.name).symlink_to(entry)
     return folder
 

@@ -61,7 +61,8 @@ def run_on_ranks(
 ) -> None:
     """Call ``body(*args)`` on each of ``world_size`` ranks; raise what the first failing rank raised.
 
-    With ``backend="hccl"`` each rank has an NPU of its own. Past ``deadline_s`` every rank is killed and TimeoutError raised: a hang is a failure with a name.
+    With ``backend="hccl"`` each rank has an NPU of its own. Past ``deadline_s`` every rank is killed and TimeoutError
+    raised: a hang is a failure with a name.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(

@@ -21,9 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SETTINGS = tuple(
-    "-".join(setting) for setting in itertools.product("0123", ("fp32", "bf16"), ("true", "false"))
-)
+SETTINGS = tuple("-".join(setting) for setting in itertools.product("0123", ("fp32", "bf16"), ("true", "false")))
 MICRO_BATCH, LENGTH, VOCABULARY = 2, 16, 64
 
 

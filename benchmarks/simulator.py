@@ -3,8 +3,8 @@
     python benchmarks/simulator.py
 
 `simulated` runs torch_npu and HCCL on simulated NPUs, `cpu` DeepSpeed's CPU accelerator and gloo: the same model,
-batch, ranks and threads, in turns (turns.py). The start is that of `ds_npu sim -- python -c "import torch"` against the plain
-command, in pairs, once the libraries are built. Exits with 1 above a limit.
+batch, ranks and threads, in turns (turns.py). The start is that of `ds_npu sim -- python -c "import torch"` against the
+plain command, in pairs, once the libraries are built. Exits with 1 above a limit.
 """
 
 from __future__ import annotations

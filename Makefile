@@ -1,10 +1,10 @@
 # Needs git, make, g++ and Python 3.10 or later with venv; everything else is installed into .venv.
 #
 #   make env      the environment              make check    linters and the fast tests
-#   make demo     train on 2 ranks             make test     linters and all tests
+#   make demo     train on 2 NPUs              make test     linters and all tests
 #   make bench    measure                      make clean    remove what make made
 #
-# PYTHON=python3.12 make env chooses the interpreter.
+# PYTHON=python3.12 make env chooses the interpreter. Without NPUs in the machine, simulated ones take their place.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -16,6 +16,7 @@ TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 TORCH_NPU := torch_npu==2.13.0
 STAMP := .venv/complete
+ON_NPUS := $(if $(wildcard /dev/davinci[0-9]*),,ds_npu sim --devices 4 --)
 DEMO := examples/pretrain.py --deepspeed --deepspeed_config examples/configs/demo.json
 
 # Without .venv/bin, for making it; DeepSpeed finds ninja and its launcher's ranks by PATH.
@@ -61,7 +62,7 @@ unlock:
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -type f -delete
 
 demo: $(STAMP) unlock
-	deepspeed --num_gpus 2 $(DEMO)
+	$(ON_NPUS) deepspeed --num_gpus 2 $(DEMO)
 
 check: lint fast
 
@@ -77,6 +78,7 @@ fast: $(STAMP) unlock
 	python -m pytest -m "not slow"
 
 whole: $(STAMP) unlock
+	$(ON_NPUS) python -m pytest tests/npu
 	python -m pytest
 
 bench: $(STAMP) unlock

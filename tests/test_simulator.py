@@ -217,3 +217,9 @@ def test_many_that_ask_at_once_build_once_and_a_killed_builder_leaves_no_lock(tm
     said = [process.communicate(timeout=400)[1] for process in waiting]
     assert [process.returncode for process in waiting] == [0, 0, 0]
     assert sum("building" in text for text in said) == 1
+
+
+def test_the_page_lists_what_is_simulated():
+    page = (simulated.ROOT / "docs" / "simulator.md").read_text()
+    found = page.partition("<!-- list: written by `ds_npu sim --list` -->")[2].partition("<!-- end of list -->")[0]
+    assert found.strip().splitlines() == simulated.printed(simulated.sim("--list"))

@@ -85,3 +85,19 @@ def test_the_default_stream_is_one_and_devices_have_their_own():
     assert (value + value).device == torch.device("npu", 1)
     assert (value + value).cpu().tolist() == [2.0] * 8
     assert value.to("npu:0").cpu().tolist() == [1.0] * 8
+
+
+def test_who_waits_for_an_event_waits_for_the_record_it_saw_not_for_a_later_one_on_another_stream():
+    slow, fast, reader = torch.npu.Stream(), torch.npu.Stream(), torch.npu.Stream()
+    event = torch.npu.Event()
+    torch.npu.synchronize()
+    with torch.npu.stream(slow):
+        value = keep_busy(20)
+        event.record(slow)
+    reader.wait_event(event)
+    event.record(fast)
+    value.record_stream(reader)
+    with torch.npu.stream(reader):
+        result = value + value
+    reader.synchronize()
+    assert result.cpu().unique().tolist() == [2.0**21]

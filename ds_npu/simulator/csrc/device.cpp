@@ -60,12 +60,9 @@ void Device::each_stream(const std::function<void(Stream&)>& visit) {
 }
 
 void Device::synchronize(Timeout timeout) {
-  std::vector<std::shared_ptr<Event>> markers;
-  each_stream([&](Stream& stream) {
-    markers.push_back(std::make_shared<Event>());
-    Event::record(markers.back(), stream);
-  });
-  for (const auto& marker : markers) marker->synchronize(timeout);
+  std::vector<std::shared_ptr<Moment>> ends;
+  each_stream([&](Stream& stream) { ends.push_back(Moment::recorded_on(stream)); });
+  for (const auto& end : ends) end->synchronize(timeout);
   throw_if_failed();
 }
 

@@ -110,90 +110,73 @@ void Stream::perform(Task& task) {
   }
 }
 
-void Stream::synchronize(Timeout timeout) {
-  const auto marker = std::make_shared<Event>();
-  Event::record(marker, *this);
-  marker->synchronize(timeout);
-}
+void Stream::synchronize(Timeout timeout) { Moment::recorded_on(*this)->synchronize(timeout); }
 
 bool Stream::idle() {
   const std::scoped_lock lock(mutex_);
   return queue_.empty() && !busy_;
 }
 
-void Event::record(const std::shared_ptr<Event>& event, Stream& stream) {
-  std::uint64_t ticket;
-  {
-    const std::scoped_lock lock(event->mutex_);
-    ticket = ++event->recorded_;
-    event->device_ = &stream.device();
-  }
-  stream.enqueue({"record event", [event, ticket] { event->reach(ticket); }, true});
+std::shared_ptr<Moment> Moment::recorded_on(Stream& stream) {
+  const std::shared_ptr<Moment> moment(new Moment(stream.device()));
+  stream.enqueue({"record event", [moment] { moment->reach(); }, true});
+  return moment;
 }
 
-void Event::reach(std::uint64_t ticket) {
+void Moment::wait(const std::shared_ptr<Moment>& moment, Stream& stream) {
+  stream.enqueue({"wait for event", [moment] { moment->await(); }, true, [moment] { return moment->reached(); }});
+}
+
+void Moment::reach() {
   const std::scoped_lock lock(mutex_);
-  completed_ = std::max(completed_, ticket);
+  reached_ = true;
   time_ = Clock::now();
-  end_host_waits(completed_);
-  reached_.notify_all();
+  end_host_waits();
+  changed_.notify_all();
 }
 
-void Event::wait(const std::shared_ptr<Event>& event, Stream& stream) {
-  std::uint64_t ticket;
-  {
-    const std::scoped_lock lock(event->mutex_);
-    ticket = event->recorded_;
-  }
-  stream.enqueue({"wait for event", [event, ticket] { event->await(ticket); }, true,
-                  [event, ticket] { return event->reached(ticket); }});
-}
-
-bool Event::reached(std::uint64_t ticket) {
+bool Moment::reached() {
   const std::scoped_lock lock(mutex_);
-  return completed_ >= ticket;
+  return reached_;
 }
 
-void Event::await(std::uint64_t ticket) {
+void Moment::await() {
   std::unique_lock lock(mutex_);
-  reached_.wait(lock, [&] { return completed_ >= ticket; });
+  changed_.wait(lock, [this] { return reached_; });
 }
 
-// The device is told by whoever reaches the event, so that under chaos it stops right there.
-void Event::end_host_waits(std::uint64_t up_to) {
-  const auto ended = std::erase_if(host_waits_, [&](std::uint64_t ticket) { return ticket <= up_to; });
-  for (std::size_t i = 0; i < ended && device_->chaos() != nullptr; ++i) device_->chaos()->host_goes_on();
+// Chaos is told by whoever reaches the moment, so that the device stops right there.
+void Moment::end_host_waits() {
+  for (; host_waits_ > 0; --host_waits_) device_.chaos()->host_goes_on();
 }
 
-bool Event::complete() {
-  const std::scoped_lock lock(mutex_);
-  return completed_ >= recorded_;
-}
-
-void Event::synchronize(Timeout timeout) {
+void Moment::synchronize(Timeout timeout) {
   std::unique_lock lock(mutex_);
-  const std::uint64_t ticket = recorded_;
-  if (completed_ < ticket) {
-    host_waits_.push_back(ticket);
-    if (device_->chaos() != nullptr) device_->chaos()->host_waits();
+  if (!reached_ && device_.chaos() != nullptr) {
+    ++host_waits_;
+    device_.chaos()->host_waits();
   }
-  const bool in_time = wait_for(reached_, lock, timeout, [&] { return completed_ >= ticket; });
-  if (!in_time) end_host_waits(ticket);
+  const bool in_time = wait_for(changed_, lock, timeout, [this] { return reached_; });
+  end_host_waits();
   lock.unlock();
   if (!in_time) throw Failure(kTimedOut, "the device was not done after " + std::to_string(timeout->count()) + " ms");
-  throw_if_failed();
+  device_.throw_if_failed();
 }
 
-void Event::throw_if_failed() {
-  std::unique_lock lock(mutex_);
-  Device* device = device_;
-  lock.unlock();
-  if (device != nullptr) device->throw_if_failed();
-}
-
-Clock::time_point Event::time() {
+Clock::time_point Moment::time() {
   const std::scoped_lock lock(mutex_);
   return time_;
+}
+
+void Event::record(Stream& stream) {
+  auto moment = Moment::recorded_on(stream);
+  const std::scoped_lock lock(mutex_);
+  last_ = std::move(moment);
+}
+
+std::shared_ptr<Moment> Event::last() {
+  const std::scoped_lock lock(mutex_);
+  return last_;
 }
 
 Stream& stream_of(void* handle) {

@@ -12,14 +12,13 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "device.h"
 #include "timeout.h"
 
 namespace sim {
 
-class Event;
+class Moment;
 
 class Stream {
  public:
@@ -46,7 +45,7 @@ class Stream {
   void set_resuming(bool resuming) { resuming_ = resuming; }
 
  private:
-  friend class Event;
+  friend class Moment;
   struct Task {
     const char* name;
     std::function<void()> work;
@@ -68,29 +67,44 @@ class Stream {
   std::thread worker_;
 };
 
-// As aclrtEvent: what was recorded last is what is waited for; an event never recorded is complete.
-class Event {
+// A point in a stream's queue: reached when everything before it has been done.
+class Moment {
  public:
-  static void record(const std::shared_ptr<Event>& event, Stream& stream);
-  static void wait(const std::shared_ptr<Event>& event, Stream& stream);
-  bool complete();
+  static std::shared_ptr<Moment> recorded_on(Stream& stream);
+
+  // Whatever `stream` is given from now on comes after `moment`.
+  static void wait(const std::shared_ptr<Moment>& moment, Stream& stream);
+
+  bool reached();
+  // For the host; throws the device's failure, or ACL_ERROR_RT_STREAM_SYNC_TIMEOUT.
   void synchronize(Timeout timeout = {});
-  void throw_if_failed();     // if the device that was to reach it has
-  Clock::time_point time();  // of the last record that is complete
+  Clock::time_point time();  // at which it was reached
+  Device& device() { return device_; }
 
  private:
-  void await(std::uint64_t ticket);
-  void reach(std::uint64_t ticket);
-  bool reached(std::uint64_t ticket);
-  void end_host_waits(std::uint64_t up_to);
+  explicit Moment(Device& device) : device_(device) {}
+  void reach();
+  void await();
+  void end_host_waits();
 
+  Device& device_;
   std::mutex mutex_;
-  std::condition_variable reached_;
-  std::uint64_t recorded_ = 0;
-  std::uint64_t completed_ = 0;
+  std::condition_variable changed_;
+  bool reached_ = false;
+  int host_waits_ = 0;
   Clock::time_point time_{};
-  Device* device_ = nullptr;
-  std::vector<std::uint64_t> host_waits_;  // tickets that host threads wait for
+};
+
+// As aclrtEvent: stands for the moment at which it was recorded last, on whichever stream; complete before the first.
+class Event {
+ public:
+  void record(Stream& stream);
+  // Null before the first record.
+  std::shared_ptr<Moment> last();
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<Moment> last_;
 };
 
 // The stream behind a handle; a null handle is the current device's default stream.

@@ -21,15 +21,22 @@ sim::Timeout milliseconds(int32_t timeout) {
   return timeout < 0 ? sim::Timeout{} : sim::Timeout{std::chrono::milliseconds(timeout)};
 }
 
-// An aclrtEvent is a pointer to a shared one: it may be destroyed while streams still have it before them.
-using EventHandle = std::shared_ptr<Event>;
-
-const EventHandle& event_of(aclrtEvent handle) {
+Event& event_of(aclrtEvent handle) {
   if (handle == nullptr) throw Failure(ACL_ERROR_INVALID_PARAM, "the event is a null pointer");
-  return *static_cast<EventHandle*>(handle);
+  return *static_cast<Event*>(handle);
 }
 
-void create(aclrtEvent* handle) { *handle = new EventHandle(std::make_shared<Event>()); }
+bool complete(aclrtEvent handle) {
+  const auto moment = event_of(handle).last();
+  if (moment) moment->device().throw_if_failed();
+  return !moment || moment->reached();
+}
+
+sim::Clock::time_point time_of(aclrtEvent handle) {
+  const auto moment = event_of(handle).last();
+  if (!moment || !moment->reached()) throw Failure(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "the event has not been reached");
+  return moment->time();
+}
 
 void destroy(aclrtStream handle) {
   if (handle == nullptr) throw Failure(ACL_ERROR_INVALID_PARAM, "the default stream cannot be destroyed");
@@ -64,41 +71,39 @@ SIM_API(aclError, aclrtSetStreamFailureMode, (aclrtStream, uint64_t)) {}
 SIM_API(aclError, aclrtSetStreamOverflowSwitch, (aclrtStream, uint32_t)) {}
 SIM_API(aclError, aclrtGetStreamOverflowSwitch, (aclrtStream, uint32_t* flag)) { *flag = 0; }
 
-SIM_API(aclError, aclrtCreateEventWithFlag, (aclrtEvent * event, uint32_t)) { create(event); }
-SIM_API(aclError, aclrtCreateEventExWithFlag, (aclrtEvent * event, uint32_t)) { create(event); }
+SIM_API(aclError, aclrtCreateEventWithFlag, (aclrtEvent * event, uint32_t)) { *event = new Event; }
+SIM_API(aclError, aclrtCreateEventExWithFlag, (aclrtEvent * event, uint32_t)) { *event = new Event; }
 SIM_API(aclError, aclrtDestroyEvent, (aclrtEvent event)) { delete &event_of(event); }
 
 SIM_API(aclError, aclrtRecordEvent, (aclrtEvent event, aclrtStream stream)) {
-  Event::record(event_of(event), sim::stream_of(stream));
+  event_of(event).record(sim::stream_of(stream));
 }
 
 SIM_API(aclError, aclrtStreamWaitEvent, (aclrtStream stream, aclrtEvent event)) {
-  Event::wait(event_of(event), sim::stream_of(stream));
+  if (const auto moment = event_of(event).last()) sim::Moment::wait(moment, sim::stream_of(stream));
 }
 
 // A wait takes what was recorded before it, so there is nothing to reset.
 SIM_API(aclError, aclrtResetEvent, (aclrtEvent event, aclrtStream)) { event_of(event); }
 
-SIM_API(aclError, aclrtSynchronizeEvent, (aclrtEvent event)) { event_of(event)->synchronize(); }
+SIM_API(aclError, aclrtSynchronizeEvent, (aclrtEvent event)) {
+  if (const auto moment = event_of(event).last()) moment->synchronize();
+}
 
 SIM_API(aclError, aclrtQueryEventStatus, (aclrtEvent event, aclrtEventRecordedStatus* status)) {
-  event_of(event)->throw_if_failed();
-  *status = event_of(event)->complete() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  *status = complete(event) ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
 }
 
 SIM_API(aclError, aclrtQueryEventWaitStatus, (aclrtEvent event, aclrtEventWaitStatus* status)) {
-  event_of(event)->throw_if_failed();
-  *status = event_of(event)->complete() ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
+  *status = complete(event) ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
 }
 
 SIM_API(aclError, aclrtEventElapsedTime, (float* ms, aclrtEvent start, aclrtEvent end)) {
-  if (!event_of(start)->complete() || !event_of(end)->complete())
-    throw Failure(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "one of the two events has not been reached");
-  *ms = std::chrono::duration<float, std::milli>(event_of(end)->time() - event_of(start)->time()).count();
+  *ms = std::chrono::duration<float, std::milli>(time_of(end) - time_of(start)).count();
 }
 
 SIM_API(aclError, aclrtEventGetTimestamp, (aclrtEvent event, uint64_t* microseconds)) {
-  const auto since = event_of(event)->time().time_since_epoch();
+  const auto since = time_of(event).time_since_epoch();
   *microseconds = static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(since).count());
 }
 

@@ -1,6 +1,7 @@
 #include "stream.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
 #include <pthread.h>
 
 #include "acl/acl_base.h"
@@ -48,7 +49,7 @@ Stream::~Stream() {
   device_.remove(this);
 }
 
-void Stream::push(const char* name, std::function<void()> work) { enqueue({name, std::move(work), false}); }
+void Stream::push(const char* name, std::function<void()> work) { enqueue({name, std::move(work), false, false}); }
 
 void Stream::enqueue(Task task) {
   bool asleep;
@@ -85,7 +86,7 @@ void Stream::run() {
     }
     Task task = std::move(queue_.front());
     queue_.pop_front();
-    busy_ = true;
+    busy_ = !task.marks_end;
     lock.unlock();
     perform(task);
     task = {};
@@ -105,6 +106,8 @@ void Stream::perform(Task& task) {
     task.work();
   } catch (const Failure& failure) {
     device_.fail(failure.code(), std::string(task.name) + ": " + failure.what());
+  } catch (const c10::Error& error) {
+    device_.fail(kTaskFailed, std::string(task.name) + ": " + error.what_without_backtrace());
   } catch (const std::exception& error) {
     device_.fail(kTaskFailed, std::string(task.name) + ": " + error.what());
   }
@@ -119,12 +122,12 @@ bool Stream::idle() {
 
 std::shared_ptr<Moment> Moment::recorded_on(Stream& stream) {
   const std::shared_ptr<Moment> moment(new Moment(stream.device()));
-  stream.enqueue({"record event", [moment] { moment->reach(); }, true});
+  stream.enqueue({"record event", [moment] { moment->reach(); }, true, true});
   return moment;
 }
 
 void Moment::wait(const std::shared_ptr<Moment>& moment, Stream& stream) {
-  stream.enqueue({"wait for event", [moment] { moment->await(); }, true, [moment] { return moment->reached(); }});
+  stream.enqueue({"wait for event", [moment] { moment->await(); }, true, false, [moment] { return moment->reached(); }});
 }
 
 void Moment::reach() {

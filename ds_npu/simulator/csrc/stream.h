@@ -49,7 +49,8 @@ class Stream {
   struct Task {
     const char* name;
     std::function<void()> work;
-    bool always;                   // also on a failed device: events, so that whoever waits gets to see the failure
+    bool always;                    // also on a failed device: events, so that whoever waits gets to see the failure
+    bool marks_end;                 // has no work of its own: a stream with nothing else before it is idle
     std::function<bool()> ready{};  // for a task that waits: whether it would not
   };
   void enqueue(Task task);

@@ -81,15 +81,15 @@ def test_the_first_number_of_many_seeds_is_uniform():
     first = []
     for seed in range(1500):
         torch.npu.manual_seed(seed)
-        first.append(torch.rand(1, device="npu"))
-    assert_uniform(torch.cat(first))
+        first.append(torch.rand(1, device="npu").item())
+    assert_uniform(torch.tensor(first))
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_uniform_numbers_fill_their_interval(dtype):
     found = torch.empty(MANY, dtype=dtype, device="npu").uniform_(-3, 5)
-    assert bool((found >= -3).all())
-    assert bool((found <= 5).all())  # rounding to 16 bits reaches the end
+    assert bool((found.cpu() >= -3).all())
+    assert bool((found.cpu() <= 5).all())  # rounding to 16 bits reaches the end
     assert_mean(found, 1, 8 / math.sqrt(12))
     if dtype == torch.float32:
         assert_uniform((found + 3) / 8)
@@ -111,6 +111,16 @@ def test_normal_numbers_around_a_tensor_of_means():
     found = torch.normal(mean.expand(MANY, 4).contiguous(), 2.0)
     for column, expected in enumerate((0, 1, 2, 30)):
         assert_mean(found[:, column], expected, 2)
+
+
+def test_normal_numbers_with_a_tensor_of_deviations():
+    mean, deviation = torch.full((MANY,), 3.0, device="npu"), torch.tensor([0.5, 4.0]).repeat(MANY // 2).npu()
+    around_zero, around_mean = torch.normal(0.0, deviation).cpu(), torch.normal(mean, deviation).cpu()
+    for found, expected in ((around_zero, 0), (around_mean, 3)):
+        assert_mean(found[::2], expected, 0.5)
+        assert_mean(found[1::2], expected, 4)
+        assert_mean(((found - expected) / deviation.cpu()) ** 2, 1, math.sqrt(2))
+    assert_independent(around_zero / deviation.cpu(), around_mean / deviation.cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32], ids=str)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch_npu
 from agreement import FLOATING, agree, layouts, on_npu, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

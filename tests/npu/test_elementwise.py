@@ -89,7 +89,7 @@ def test_a_function_of_whole_numbers_gives_float32(name):
 def test_rounding_to_decimals(decimals, dtype):
     value = within(-200, 200, 4, 5, seed=3, dtype=dtype)
     found = torch.round(on_npu(value, dtype), decimals=decimals).cpu().double()
-    # A value that lies half way may go either way, since the scaled value is itself rounded; nothing may be further away.
+    # What lies half way may go either way, since the scaled value is itself rounded; nothing may be further away.
     unit = 10.0**-decimals
     assert bool(((found - value).abs() <= unit / 2 + torch.finfo(dtype).eps * (value.abs() + unit)).all())
     scaled = found / unit
@@ -416,5 +416,5 @@ def test_gradients_are_those_of_float64(name):
         result = GRADIENTS[name](*tensors)
         result.backward(weights.to(result))
     for found, expected in zip(placed, values, strict=True):
-        # A handful of float32 operations on numbers up to 3, with results up to 27 (a**b): a few units of the larger terms.
+        # A handful of float32 operations on numbers up to 3 with results up to 27 (a**b): a few units of the terms.
         agree(found.grad, expected.grad, expected.grad.abs() + 3, roundings=8)

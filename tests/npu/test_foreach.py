@@ -12,7 +12,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=
 
 
 def lists(data, count, dtype, low=0.5, high=4.0):
-    """``count`` lists of tensors of the same shapes: in float64 on the CPU, and as ``dtype`` in some layout on the NPU."""
+    """``count`` lists of tensors of the same shapes: in float64 on the CPU, and of ``dtype`` and any layout on the NPU."""
     shapes = data.draw(SHAPES)
     strange = data.draw(st.booleans())  # contiguous ones take torch_npu's fast route
     values, placed = [], []
@@ -29,8 +29,8 @@ def agree_all(found, expected, magnitude=lambda i: None, roundings=2.0):
 
 
 EXACT = ("abs", "neg", "sign", "floor", "ceil", "round", "trunc", "frac")
-ROUNDED = ("sqrt", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "log10", "sigmoid", "tanh", "erf", "sin", "cos",
-           "sinh", "cosh", "atan")  # fmt: skip
+ROUNDED = ("sqrt", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "log10", "sigmoid", "tanh", "erf", "sin",
+           "cos", "sinh", "cosh", "atan")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXACT + ROUNDED)

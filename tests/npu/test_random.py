@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch_npu
 from agreement import FLOATING, agree, layouts, numbers, on_npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 MANY = 2**16

@@ -3,10 +3,10 @@
 
 using namespace sim;
 
-// Computes a loss of `self` in its wide type into `out`.
-template <class Loss>
-static void loss_of(const Tensor& self, const Tensor& out, Loss&& loss) {
-  write_as(wide_type(self.scalar_type()), out, std::forward<Loss>(loss));
+// Lets `gradient` write that of `self` in its wide type.
+template <class Gradient>
+static void gradient_of(const Tensor& self, const Tensor& out, Gradient&& gradient) {
+  write_as(wide_type(self.scalar_type()), out, std::forward<Gradient>(gradient));
 }
 
 static void nll_loss(const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction, int64_t ignore_index,
@@ -31,7 +31,7 @@ ACLNN(NLLLoss2d, (const Tensor& self, const Tensor& target, const Tensor& weight
 
 ACLNN(NLLLossBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, const Tensor& weight,
                         int64_t reduction, int64_t ignore_index, const Tensor& total_weight, Tensor& out)) {
-  loss_of(self, out, [&](Tensor& grad_input) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
     const ScalarType type = grad_input.scalar_type();
     at::nll_loss_backward_out(grad_input, grad_output.to(type), wide(self), target.to(at::kLong), weight.to(type), reduction,
                               ignore_index, total_weight.to(type));
@@ -40,7 +40,7 @@ ACLNN(NLLLossBackward, (const Tensor& grad_output, const Tensor& self, const Ten
 
 ACLNN(NLLLoss2dBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, const Tensor& weight,
                           int64_t reduction, int64_t ignore_index, Tensor& total_weight, Tensor& out)) {
-  loss_of(self, out, [&](Tensor& grad_input) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
     const ScalarType type = grad_input.scalar_type();
     at::nll_loss2d_backward_out(grad_input, grad_output.to(type), wide(self), target.to(at::kLong), weight.to(type), reduction,
                                 ignore_index, total_weight.to(type));
@@ -48,11 +48,11 @@ ACLNN(NLLLoss2dBackward, (const Tensor& grad_output, const Tensor& self, const T
 }
 
 ACLNN(MseLoss, (const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
-  loss_of(self, out, [&](Tensor& loss) { at::mse_loss_out(loss, wide(self), wide(target), reduction); });
+  out.copy_(at::mse_loss(wide(self), wide(target), reduction));
 }
 
 ACLNN(MseLossBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
-  loss_of(self, out, [&](Tensor& grad_input) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
     at::mse_loss_backward_out(grad_input, wide(grad_output), wide(self), wide(target), reduction);
   });
 }
@@ -69,26 +69,24 @@ ACLNN(L1LossBackward, (const Tensor& grad_output, const Tensor& self, const Tens
 }
 
 ACLNN(SmoothL1Loss, (const Tensor& self, const Tensor& target, int64_t reduction, float beta, Tensor& out)) {
-  loss_of(self, out, [&](Tensor& loss) { at::smooth_l1_loss_out(loss, wide(self), wide(target), reduction, beta); });
+  out.copy_(at::smooth_l1_loss(wide(self), wide(target), reduction, beta));
 }
 
 ACLNN(SmoothL1LossBackward,
       (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, float beta, Tensor& out)) {
-  loss_of(self, out, [&](Tensor& grad_input) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
     at::smooth_l1_loss_backward_out(grad_input, wide(grad_output), wide(self), wide(target), reduction, beta);
   });
 }
 
 ACLNN(BinaryCrossEntropy,
       (const Tensor& self, const Tensor& target, const OptionalTensor& weight, int64_t reduction, Tensor& out)) {
-  loss_of(self, out, [&](Tensor& loss) {
-    at::binary_cross_entropy_out(loss, wide(self), wide(target), wide(weight), reduction);
-  });
+  out.copy_(at::binary_cross_entropy(wide(self), wide(target), wide(weight), reduction));
 }
 
 ACLNN(BinaryCrossEntropyBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target,
                                    const OptionalTensor& weight, int64_t reduction, Tensor& out)) {
-  loss_of(self, out, [&](Tensor& grad_input) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
     at::binary_cross_entropy_backward_out(grad_input, wide(grad_output), wide(self), wide(target), wide(weight), reduction);
   });
 }

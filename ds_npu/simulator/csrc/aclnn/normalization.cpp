@@ -34,8 +34,9 @@ ACLNN(LayerNormBackward,
       (const Tensor& grad_out, const Tensor& input, const Ints& shape, const Tensor& mean, const Tensor& rstd,
        const OptionalTensor& weight, const OptionalTensor& bias, const Bools& output_mask, const OptionalTensor& grad_input,
        const OptionalTensor& grad_weight, const OptionalTensor& grad_bias)) {
+  // ATen rounds parts of these sums to bf16 and fp16, whatever the type of the parameters.
   const auto [of_input, of_weight, of_bias] = at::native_layer_norm_backward(
-      grad_out, input, shape, mean, rstd, wide(weight), wide(bias), mask_of(output_mask));
+      wide(grad_out), wide(input), shape, mean, rstd, wide(weight), wide(bias), mask_of(output_mask));
   give(grad_input, of_input);
   give(grad_weight, of_weight);
   give(grad_bias, of_bias);

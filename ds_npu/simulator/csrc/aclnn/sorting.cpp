@@ -11,6 +11,11 @@ ACLNN(Topk, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sort
   at::topk_out(values, indices, self, k, dim, largest, sorted);
 }
 
+// The policy says in which order equal elements come: any is right.
+ACLNN(TopkV2, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor& values, Tensor& indices)) {
+  at::topk_out(values, indices, self, k, dim, largest, sorted);
+}
+
 ACLNN(Kthvalue, (const Tensor& self, int64_t k, int64_t dim, bool keepdim, Tensor& values, Tensor& indices)) {
   at::kthvalue_out(values, indices, self, k, dim, keepdim);
 }

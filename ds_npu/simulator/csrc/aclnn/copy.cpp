@@ -4,7 +4,4 @@
 using namespace sim;
 
 ACLNN(InplaceCopy, (Tensor& self, const Tensor& source)) { self.copy_(source); }
-
 ACLNN(Cast, (const Tensor& self, ScalarType, Tensor& out)) { out.copy_(self); }
-
-ACLNN(InplaceZero, (Tensor& self)) { self.zero_(); }

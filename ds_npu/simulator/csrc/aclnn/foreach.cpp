@@ -1,0 +1,217 @@
+// Operators over lists of tensors, as optimizers use them, and what a gradient scaler does.
+#include <ATen/ScalarOps.h>
+
+#include "aclnn/operator.h"
+
+using namespace sim;
+using at::native::wrapped_scalar_tensor;
+
+// Calls compute(i, the i-th of `out`); `inputs` must be as many.
+template <class Compute>
+static void each(const Tensors& inputs, const Tensors& out, Compute compute) {
+  if (inputs.size() != out.size()) throw Failure(ACL_ERROR_INVALID_PARAM, "lists of different lengths");
+  for (size_t i = 0; i < out.size(); ++i) {
+    Tensor result = out[i];
+    compute(i, result);
+  }
+}
+
+static void round_off(const Tensor& value, int64_t mode, Tensor& out);
+
+ACLNN(ForeachAbs, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::abs_out(result, x[i]); });
+}
+ACLNN(ForeachAcos, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::acos_out(result, x[i]); });
+}
+ACLNN(ForeachAsin, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::asin_out(result, x[i]); });
+}
+ACLNN(ForeachAtan, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::atan_out(result, x[i]); });
+}
+ACLNN(ForeachCos, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::cos_out(result, x[i]); });
+}
+ACLNN(ForeachCosh, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::cosh_out(result, x[i]); });
+}
+ACLNN(ForeachErf, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::erf_out(result, x[i]); });
+}
+ACLNN(ForeachErfc, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::erfc_out(result, x[i]); });
+}
+ACLNN(ForeachExp, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::exp_out(result, x[i]); });
+}
+ACLNN(ForeachExpm1, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::expm1_out(result, x[i]); });
+}
+ACLNN(ForeachLog, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::log_out(result, x[i]); });
+}
+ACLNN(ForeachLog10, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::log10_out(result, x[i]); });
+}
+ACLNN(ForeachLog1p, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::log1p_out(result, x[i]); });
+}
+ACLNN(ForeachLog2, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::log2_out(result, x[i]); });
+}
+ACLNN(ForeachNeg, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::neg_out(result, x[i]); });
+}
+ACLNN(ForeachReciprocal, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::reciprocal_out(result, x[i]); });
+}
+ACLNN(ForeachSigmoid, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::sigmoid_out(result, x[i]); });
+}
+ACLNN(ForeachSign, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::sign_out(result, x[i]); });
+}
+ACLNN(ForeachSin, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::sin_out(result, x[i]); });
+}
+ACLNN(ForeachSinh, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::sinh_out(result, x[i]); });
+}
+ACLNN(ForeachSqrt, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::sqrt_out(result, x[i]); });
+}
+ACLNN(ForeachTan, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::tan_out(result, x[i]); });
+}
+ACLNN(ForeachTanh, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::tanh_out(result, x[i]); });
+}
+ACLNN(ForeachRoundOffNumberV2, (const Tensors& x, const Scalar& mode, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { round_off(x[i], mode.toLong(), result); });
+}
+ACLNN(ForeachCopy, (const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { result.copy_(x[i]); });
+}
+ACLNN(ForeachZeroInplace, (const Tensors& x)) {
+  for (const Tensor& tensor : x) tensor.zero_();
+}
+ACLNN(ForeachNorm, (const Tensors& x, const Scalar& order, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { result.copy_(at::linalg_vector_norm(x[i], order).view(result.sizes())); });
+}
+
+ACLNN(ForeachAddListV2, (const Tensors& x, const Tensors& other, const Scalar& alpha, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::add_out(result, x[i], other[i], alpha); });
+}
+ACLNN(ForeachAddScalarV2, (const Tensors& x, const Scalar& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::add_out(result, x[i], wrapped_scalar_tensor(other)); });
+}
+ACLNN(ForeachAddScalarList, (const Tensors& x, const Scalars& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::add_out(result, x[i], wrapped_scalar_tensor(other[i])); });
+}
+ACLNN(ForeachSubListV2, (const Tensors& x, const Tensors& other, const Scalar& alpha, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::sub_out(result, x[i], other[i], alpha); });
+}
+ACLNN(ForeachSubScalarV2, (const Tensors& x, const Scalar& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::sub_out(result, x[i], wrapped_scalar_tensor(other)); });
+}
+ACLNN(ForeachSubScalarList, (const Tensors& x, const Scalars& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::sub_out(result, x[i], wrapped_scalar_tensor(other[i])); });
+}
+ACLNN(ForeachMulList, (const Tensors& x, const Tensors& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::mul_out(result, x[i], other[i]); });
+}
+ACLNN(ForeachMulScalarV2, (const Tensors& x, const Scalar& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::mul_out(result, x[i], wrapped_scalar_tensor(other)); });
+}
+ACLNN(ForeachMulScalarList, (const Tensors& x, const Scalars& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::mul_out(result, x[i], wrapped_scalar_tensor(other[i])); });
+}
+ACLNN(ForeachDivList, (const Tensors& x, const Tensors& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::div_out(result, x[i], other[i]); });
+}
+ACLNN(ForeachDivScalarV2, (const Tensors& x, const Scalar& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::div_out(result, x[i], wrapped_scalar_tensor(other)); });
+}
+ACLNN(ForeachDivScalarList, (const Tensors& x, const Scalars& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::div_out(result, x[i], wrapped_scalar_tensor(other[i])); });
+}
+ACLNN(ForeachMaximumList, (const Tensors& x, const Tensors& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::maximum_out(result, x[i], other[i]); });
+}
+ACLNN(ForeachMaximumScalarV2, (const Tensors& x, const Scalar& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::clamp_min_out(result, x[i], other); });
+}
+ACLNN(ForeachMaximumScalarList, (const Tensors& x, const Scalars& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::clamp_min_out(result, x[i], other[i]); });
+}
+ACLNN(ForeachMinimumList, (const Tensors& x, const Tensors& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::minimum_out(result, x[i], other[i]); });
+}
+ACLNN(ForeachMinimumScalarV2, (const Tensors& x, const Scalar& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::clamp_max_out(result, x[i], other); });
+}
+ACLNN(ForeachMinimumScalarList, (const Tensors& x, const Scalars& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::clamp_max_out(result, x[i], other[i]); });
+}
+ACLNN(ForeachPowList, (const Tensors& x, const Tensors& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::pow_out(result, x[i], other[i]); });
+}
+ACLNN(ForeachPowScalarV2, (const Tensors& x, const Scalar& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::pow_out(result, x[i], other); });
+}
+ACLNN(ForeachPowScalarList, (const Tensors& x, const Scalars& other, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::pow_out(result, x[i], other[i]); });
+}
+ACLNN(ForeachPowScalarAndTensor, (const Scalar& base, const Tensors& x, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::pow_out(result, base, x[i]); });
+}
+
+ACLNN(ForeachAddcmulScalarV2, (const Tensors& x, const Tensors& tensor1, const Tensors& tensor2,
+                               const Scalar& value, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::addcmul_out(result, x[i], tensor1[i], tensor2[i], value); });
+}
+// The values lie on the device, in one tensor.
+ACLNN(ForeachAddcmulScalarList, (const Tensors& x, const Tensors& tensor1, const Tensors& tensor2,
+                                 const Tensor& values, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) {
+    at::addcmul_out(result, x[i], tensor1[i], tensor2[i], values[static_cast<int64_t>(i)].item());
+  });
+}
+ACLNN(ForeachAddcdivScalarV2, (const Tensors& x, const Tensors& tensor1, const Tensors& tensor2,
+                               const Scalar& value, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::addcdiv_out(result, x[i], tensor1[i], tensor2[i], value); });
+}
+// The values lie on the device, in one tensor.
+ACLNN(ForeachAddcdivScalarList, (const Tensors& x, const Tensors& tensor1, const Tensors& tensor2,
+                                 const Tensor& values, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) {
+    at::addcdiv_out(result, x[i], tensor1[i], tensor2[i], values[static_cast<int64_t>(i)].item());
+  });
+}
+ACLNN(ForeachLerpList, (const Tensors& x, const Tensors& end, const Tensors& weight, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::lerp_out(result, x[i], end[i], weight[i]); });
+}
+ACLNN(ForeachLerpScalar, (const Tensors& x, const Tensors& end, const Scalar& weight, const Tensors& out)) {
+  each(x, out, [&](size_t i, Tensor& result) { at::lerp_out(result, x[i], end[i], weight); });
+}
+
+ACLNN(ForeachNonFiniteCheckAndUnscale, (const Tensors& gradients, Tensor& found_inf, const Tensor& inverse_scale)) {
+  at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale);
+}
+ACLNN(AmpUpdateScale, (const Tensor& scale, const Tensor& growth_tracker, const Tensor& found_inf, double growth_factor,
+                       double backoff_factor, int64_t growth_interval, Tensor& new_scale, Tensor& new_growth_tracker)) {
+  new_scale.copy_(scale);
+  new_growth_tracker.copy_(growth_tracker);
+  at::_amp_update_scale_(new_scale, new_growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval);
+}
+
+static void round_off(const Tensor& value, int64_t mode, Tensor& out) {
+  switch (mode) {
+    case 1: at::round_out(out, value); return;
+    case 2: at::floor_out(out, value); return;
+    case 3: at::ceil_out(out, value); return;
+    case 5: at::trunc_out(out, value); return;
+    default: throw Failure(ACL_ERROR_API_NOT_SUPPORT, "round mode " + std::to_string(mode) + " is not simulated");
+  }
+}

@@ -196,3 +196,6 @@ ACLNN(InplaceMaskedScatter, (Tensor& self, const Tensor& mask, const Tensor& sou
 }
 
 ACLNN(Nonzero, (const Tensor& self, DynamicTensor& out)) { out.assign(at::nonzero(self)); }
+
+// One row for each dim.
+ACLNN(NonzeroV2, (const Tensor& self, DynamicTensor& out)) { out.assign(at::nonzero(self).t()); }

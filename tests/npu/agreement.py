@@ -74,3 +74,9 @@ def agree(
     error = (found.cpu().double() - expected.double()).abs()
     same = (error <= allowed) | (found.cpu().double() == expected) | (found.cpu().isnan() & expected.isnan())
     assert bool(same.all()), f"largest error {(error - allowed).max():.3e} beyond what {found.dtype} rounding allows"
+
+
+def within(low: float, high: float, *shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of ``shape`` between ``low`` and ``high``, rounded to ``dtype``, in float64 on the CPU."""
+    unit = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return rounded(low + (high - low) * unit, dtype)

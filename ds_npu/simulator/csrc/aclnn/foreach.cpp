@@ -212,6 +212,7 @@ static void round_off(const Tensor& value, int64_t mode, Tensor& out) {
     case 2: at::floor_out(out, value); return;
     case 3: at::ceil_out(out, value); return;
     case 5: at::trunc_out(out, value); return;
+    case 7: at::frac_out(out, value); return;
     default: throw Failure(ACL_ERROR_API_NOT_SUPPORT, "round mode " + std::to_string(mode) + " is not simulated");
   }
 }

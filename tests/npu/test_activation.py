@@ -1,0 +1,121 @@
+"""Activation functions and their gradients on NPUs are those of float64 on the CPU, rounded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch_npu
+from agreement import FLOATING, agree, layouts, on_npu, within
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gelu_with_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What is called on the NPU, what it is in float64, and the half units it may be off by.
+
+    ``from_result``: the gradient is computed from the result as it was rounded, not from the input.
+    """
+
+    name: str
+    function: Function
+    reference: Function | None = None
+    roundings: float = 4
+    from_result: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ACTIVATIONS = (
+    Activation("relu", F.relu, roundings=0),
+    Activation("relu in place", lambda x: F.relu_(x * 1), F.relu, roundings=0),
+    # CANN's Gelu has the formula with tanh alone, and torch_npu calls it for both unless told otherwise.
+    Activation("gelu", F.gelu, gelu_with_tanh, roundings=6),
+    Activation("gelu with tanh", gelu_with_tanh, roundings=6),
+    Activation("npu_gelu", lambda x: torch_npu.npu_gelu(x) if x.device.type == "npu" else F.gelu(x), roundings=6),
+    Activation("npu_gelu with tanh", lambda x: torch_npu.npu_gelu(x, approximate="tanh"), gelu_with_tanh, roundings=6),
+    Activation("fast_gelu", lambda x: torch_npu.fast_gelu(x), lambda x: x * torch.sigmoid(1.702 * x)),
+    Activation("silu", F.silu),
+    Activation("silu in place", lambda x: F.silu(x * 1, inplace=True), F.silu),
+    Activation("mish", F.mish, roundings=6),
+    Activation("hardswish", F.hardswish),
+    Activation("hardsigmoid", F.hardsigmoid),
+    Activation("sigmoid", torch.sigmoid, from_result=True),
+    Activation("tanh", torch.tanh, from_result=True),
+    Activation("logsigmoid", F.logsigmoid),
+    Activation("softplus", F.softplus),
+    Activation("steep softplus", lambda x: F.softplus(x, beta=2, threshold=3)),
+    Activation("leaky_relu", F.leaky_relu),
+    Activation("leaky_relu in place", lambda x: F.leaky_relu_(x * 1, 0.25), lambda x: F.leaky_relu(x, 0.25)),
+    Activation("elu", F.elu),
+    Activation("elu in place", lambda x: F.elu_(x * 1, 0.5), lambda x: F.elu(x, 0.5), from_result=True),
+    Activation("selu", F.selu),
+    Activation("relu6", F.relu6),
+    Activation("hardtanh", lambda x: F.hardtanh(x, -0.5, 2)),
+    Activation("threshold", lambda x: F.threshold(x, 0.5, -1)),
+    Activation("softsign", F.softsign),
+)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@settings(max_examples=25)
+@given(st.data())
+def test_an_activation_and_its_gradient_are_those_of_float64_rounded(activation, data):
+    dtype, shape = data.draw(st.sampled_from(FLOATING)), data.draw(st.lists(st.integers(0, 6), max_size=3))
+    value = within(-4, 4, *shape, seed=data.draw(st.integers(0, 9)), dtype=dtype).requires_grad_()
+    weights = within(-1, 1, *shape, seed=77, dtype=dtype)
+    placed = on_npu(value.detach(), dtype, data.draw(layouts(len(shape)))).requires_grad_()
+    expected = (activation.reference or activation.function)(value)
+    found = activation.function(placed)
+    # What is computed is x times, or 1 minus, a function between 0 and 1: its error is one of x, or of 1.
+    bound = value.detach().abs() + (expected.detach().abs() > 0)
+    sharp = activation.roundings == 0
+    agree(found.detach(), expected.detach(), None if sharp else bound, activation.roundings)
+    expected.backward(weights)
+    found.backward(on_npu(weights, dtype, data.draw(layouts(len(shape)))))
+    steepest = weights.abs() * 2.2  # no slope is larger; that of the steep softplus is 2 at most
+    agree(placed.grad, value.grad, steepest, activation.roundings + 2 * activation.from_result)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@settings(max_examples=15)
+@given(dtype=st.sampled_from(FLOATING), layout=layouts(2))
+def test_a_gated_linear_unit_and_its_gradient(dim, dtype, layout):
+    value = within(-4, 4, 6, 8, seed=1, dtype=dtype).requires_grad_()
+    placed = on_npu(value.detach(), dtype, layout).requires_grad_()
+    expected, found = F.glu(value, dim), F.glu(placed, dim)
+    agree(found.detach(), expected.detach(), roundings=4)
+    weights = within(-1, 1, *expected.shape, seed=2, dtype=dtype)
+    expected.backward(weights)
+    found.backward(on_npu(weights, dtype))
+    agree(placed.grad, value.grad, torch.full((6, 8), 4.0, dtype=torch.float64), roundings=4)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_large_numbers_saturate(activation, dtype):
+    if activation.name == "softsign":
+        pytest.skip("composed of a quotient, which loses the digits of a large x in 16 bits")
+    value = torch.tensor([-100.0, -30.0, 30.0, 100.0], dtype=torch.float64, requires_grad=True)
+    placed = on_npu(value.detach(), dtype).requires_grad_()
+    expected, found = (activation.reference or activation.function)(value), activation.function(placed)
+    # A value below the smallest number next to x (or 1) is allowed to vanish.
+    agree(found.detach(), expected.detach(), value.detach().abs() + 1)
+    expected.sum().backward()
+    found.backward(torch.ones_like(found))
+    agree(placed.grad, value.grad, 2 + value.detach().abs())
+
+
+def test_the_gradient_of_what_is_cut_off_is_zero():
+    value = torch.tensor([-1.0, 0.0, 2.0], device="npu", requires_grad=True)
+    F.relu(value).backward(torch.full((3,), 3.0, device="npu"))
+    assert value.grad.tolist() == [0, 0, 3]

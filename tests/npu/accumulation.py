@@ -52,8 +52,11 @@ def check_multilinear(
     layouts: Sequence[Layout | None],
     terms: int,
 ) -> None:
-    """``function`` is a sum of products of its arguments, of at most ``terms`` terms, with no negative coefficient: then
-    with absolute values for its arguments it gives the sum of the magnitudes, forward and backward."""
+    """Assert that ``function`` and its gradients are right, summed in float32 and rounded once.
+
+    ``function`` is a sum of products of its arguments, of at most ``terms`` terms, with no negative coefficient: with
+    absolute values for its arguments it gives the sum of the magnitudes, forward and backward.
+    """
     with torch.no_grad():
         shape = function(*values).shape
     upstream = numbers(*shape, seed=99, dtype=dtype)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accumulation import agree_rounded_once, check_multilinear, same
 from agreement import FLOATING, layouts, numbers, on_npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 DTYPES = (*FLOATING, torch.int64, torch.int32)
 
@@ -130,8 +130,8 @@ GRADIENTS = {
     "scatter_add": lambda x, y: x.scatter_add(1, moved(GRID, x), y[:, :2]),
     "index_add": lambda x, y: x.index_add(0, moved(I, x), y[:3]),
     "index_put adding": lambda x, y: x.index_put((moved(I, x),), y[:3], accumulate=True),
-    "embedding": lambda x, y: F.embedding(moved(GRID.clamp(max=3), x), x),
-    "embedding with padding": lambda x, y: F.embedding(moved(GRID.clamp(max=3), x), x, padding_idx=1),
+    "embedding": lambda x, y: functional.embedding(moved(GRID.clamp(max=3), x), x),
+    "embedding with padding": lambda x, y: functional.embedding(moved(GRID.clamp(max=3), x), x, padding_idx=1),
 }
 
 
@@ -150,7 +150,7 @@ def test_the_gradient_of_an_indexing_sums_in_float32(name, dtype, layout):
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_many_gradients_of_one_row_of_an_embedding_lose_nothing(dtype):
     weight, upstream = on_npu(torch.zeros(3, 4), dtype).requires_grad_(), numbers(600, 4, seed=1, dtype=dtype).abs()
-    F.embedding(torch.ones(600, dtype=torch.long).npu(), weight).backward(on_npu(upstream, dtype))
+    functional.embedding(torch.ones(600, dtype=torch.long).npu(), weight).backward(on_npu(upstream, dtype))
     agree_rounded_once(weight.grad[1], upstream.sum(0), 300 * upstream.sum(0))
     same(weight.grad[0], torch.zeros(4))
 
@@ -172,17 +172,17 @@ def test_many_additions_to_one_place_lose_nothing(dtype):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_one_hot_has_a_one_at_each_class(dtype):
     classes = torch.tensor([[0, 3], [1, 0]])
-    same(F.one_hot(classes.to(dtype).npu(), 5), F.one_hot(classes, 5))
-    same(F.one_hot(classes.to(dtype).npu()), F.one_hot(classes))
+    same(functional.one_hot(classes.to(dtype).npu(), 5), functional.one_hot(classes, 5))
+    same(functional.one_hot(classes.to(dtype).npu()), functional.one_hot(classes))
 
 
 def test_an_embedding_is_read_in_every_layout_of_indices():
     weight = numbers(7, 4, seed=1, dtype=torch.float32)
     index = indices(3, 5, below=7, seed=2)
     device = index.npu()
-    same(F.embedding(device.T, weight.float().npu()), F.embedding(index.T, weight))
-    same(F.embedding(device[:, ::2], weight.float().npu()), F.embedding(index[:, ::2], weight))
-    same(F.embedding(device[:0], weight.float().npu()), F.embedding(index[:0], weight))
+    same(functional.embedding(device.T, weight.float().npu()), functional.embedding(index.T, weight))
+    same(functional.embedding(device[:, ::2], weight.float().npu()), functional.embedding(index[:, ::2], weight))
+    same(functional.embedding(device[:0], weight.float().npu()), functional.embedding(index[:0], weight))
 
 
 @pytest.mark.parametrize("reduce", ["prod", "mean"])

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accumulation import check_multilinear, same
 from agreement import FLOATING, layouts, numbers, on_npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 DTYPES = (*FLOATING, torch.int64, torch.int32, torch.bool)
 
@@ -21,8 +21,8 @@ REARRANGEMENTS = {
     "flip": lambda a, b: a.flip([0, 1]),
     "roll": lambda a, b: a.roll((1, -2), (0, 1)),
     "roll of all": lambda a, b: a.roll(3),
-    "pad": lambda a, b: F.pad(a, (1, 2, 0, 3)),
-    "pad less": lambda a, b: F.pad(a, (-1, 2)),
+    "pad": lambda a, b: functional.pad(a, (1, 2, 0, 3)),
+    "pad less": lambda a, b: functional.pad(a, (-1, 2)),
     "expand": lambda a, b: a[:, :1].expand(a.shape[0], 5).contiguous(),
     "transpose": lambda a, b: a.T.contiguous(),
     "permute": lambda a, b: torch.stack([a, b]).permute(2, 0, 1).contiguous(),

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accumulation import agree_rounded_once, float64, placed, with_gradients
 from agreement import FLOATING, layouts, numbers, on_npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -21,20 +21,17 @@ def labels(*shape: int, classes: int, seed: int, ignored: int | None = None) -> 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @settings(max_examples=40)
-@given(st.integers(1, 8), st.integers(1, 7), st.sampled_from(FLOATING), st.booleans(), st.data())
+@given(st.integers(1, 8), st.integers(2, 7), st.sampled_from(FLOATING), st.booleans(), st.data())
 def test_a_negative_log_likelihood_and_its_gradient_round_once(reduction, n, classes, dtype, weighted, data):
     ignored = data.draw(st.sampled_from((-100, 0)))
     target = labels(n, classes=classes, seed=3, ignored=ignored)
-    if bool((target == ignored).all()):
-        target[0] = classes - 1
-    if reduction == "mean" and bool((target == ignored).all()):
-        return
+    target[0] = classes - 1  # a mean of nothing is not a number
     value = numbers(n, classes, seed=1, dtype=dtype)
     weight = numbers(classes, seed=2, dtype=dtype).abs() + 1 if weighted else None
     weight = weight if weight is None else weight.to(dtype).double()
 
     def loss(x, place=lambda t: t):
-        return F.nll_loss(
+        return functional.nll_loss(
             x,
             place(target),
             None if weight is None else place(weight).to(x.dtype),
@@ -65,7 +62,7 @@ def test_a_cross_entropy_and_its_gradient_are_right(reduction, smoothing, n, cla
     weight = (numbers(classes, seed=2, dtype=torch.float32).abs() + 0.5).float().double() if weighted else None
 
     def loss(x, place=lambda t: t):
-        return F.cross_entropy(
+        return functional.cross_entropy(
             x,
             place(target),
             None if weight is None else place(weight).to(x.dtype),
@@ -81,7 +78,9 @@ def test_a_cross_entropy_and_its_gradient_are_right(reduction, smoothing, n, cla
     # Of each row: the largest logarithm that is formed, times the roundings on its way.
     size = (value.amax(1) - value.amin(1) + 4).sum()
     agree_rounded_once(found, expected, (classes + n + 12) * size * (1 if weight is None else weight.max()))
-    agree_rounded_once(grad, true, (classes + n + 12) * size * upstream.abs().max() * (1 if weight is None else weight.max()))
+    agree_rounded_once(
+        grad, true, (classes + n + 12) * size * upstream.abs().max() * (1 if weight is None else weight.max())
+    )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -91,25 +90,27 @@ def test_a_cross_entropy_over_pixels_is_right(reduction):
     upstream = numbers(*shape, seed=5, dtype=torch.float32)
     leaves = placed([value], torch.float32, [None])
     found, grad = with_gradients(
-        lambda x: F.cross_entropy(x, target.npu(), reduction=reduction), leaves, upstream.float().npu()
+        lambda x: functional.cross_entropy(x, target.npu(), reduction=reduction), leaves, upstream.float().npu()
     )
-    expected, true = with_gradients(lambda x: F.cross_entropy(x, target, reduction=reduction), float64([value]), upstream)
+    expected, true = with_gradients(
+        lambda x: functional.cross_entropy(x, target, reduction=reduction), float64([value]), upstream
+    )
     agree_rounded_once(found, expected, 40 * (expected.abs() + 8))
     agree_rounded_once(grad, true, 40 * upstream.abs().max().expand(true.shape))
 
 
 def test_the_loss_of_a_language_model_is_that_of_the_shifted_tokens():
     logits, tokens = numbers(2, 6, 50, seed=1, dtype=torch.float32), labels(2, 6, classes=50, seed=2)
-    loss = lambda x, t: F.cross_entropy(x[:, :-1].reshape(-1, 50), t[:, 1:].reshape(-1))  # noqa: E731
+    loss = lambda x, t: functional.cross_entropy(x[:, :-1].reshape(-1, 50), t[:, 1:].reshape(-1))  # noqa: E731
     agree_rounded_once(loss(logits.float().npu(), tokens.npu()), loss(logits, tokens), torch.tensor(400.0))
 
 
 PAIRWISE = {
-    "mse_loss": F.mse_loss,
-    "l1_loss": F.l1_loss,
-    "smooth_l1_loss": F.smooth_l1_loss,
-    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
-    "kl_div": F.kl_div,
+    "mse_loss": functional.mse_loss,
+    "l1_loss": functional.l1_loss,
+    "smooth_l1_loss": functional.smooth_l1_loss,
+    "binary_cross_entropy_with_logits": functional.binary_cross_entropy_with_logits,
+    "kl_div": functional.kl_div,
 }
 
 
@@ -138,8 +139,10 @@ def test_a_binary_cross_entropy_with_weights_and_its_gradient_are_right(reductio
     shape = (4, 5) if reduction == "none" else ()
     upstream = numbers(*shape, seed=5, dtype=torch.float32)
     functions = {
-        "probabilities": lambda x, t, w: F.binary_cross_entropy(x, t, w, reduction=reduction),
-        "logits": lambda x, t, w: F.binary_cross_entropy_with_logits(x, t, w, pos_weight=w, reduction=reduction),
+        "probabilities": lambda x, t, w: functional.binary_cross_entropy(x, t, w, reduction=reduction),
+        "logits": lambda x, t, w: functional.binary_cross_entropy_with_logits(
+            x, t, w, pos_weight=w, reduction=reduction
+        ),
     }
     for function in functions.values():
         found = with_gradients(

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accumulation import agree_rounded_once, check_multilinear
 from agreement import FLOATING, layouts, numbers, on_npu
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 PRODUCTS = {
     "mm": (torch.mm, "mk kn"),
@@ -19,8 +19,8 @@ PRODUCTS = {
     "batch by matrix": (torch.matmul, "bcmk kn"),
     "matrix by batch": (torch.matmul, "mk bkn"),
     "batches": (torch.matmul, "bcmk bckn"),
-    "linear": (F.linear, "bmk nk"),
-    "linear with bias": (F.linear, "mk nk n"),
+    "linear": (functional.linear, "bmk nk"),
+    "linear with bias": (functional.linear, "mk nk n"),
     "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), "mn mk kn"),
     "addmm of a row": (torch.addmm, "n mk kn"),
     "addmv": (lambda c, a, b: torch.addmv(c, a, b, beta=0.5, alpha=2), "m mk k"),
@@ -44,20 +44,21 @@ def operands(shapes: str, sizes: dict[str, int], dtype: torch.dtype) -> list[tor
 
 @pytest.mark.parametrize("name", PRODUCTS)
 @settings(max_examples=30)
-@given(st.data(), st.sampled_from(FLOATING), *(st.integers(1, 7) for _ in range(4)))
-def test_a_product_and_its_gradients_sum_in_float32_and_round_once(name, data, dtype, m, k, n, b):
+@given(st.data(), st.sampled_from(FLOATING), st.lists(st.integers(1, 7), min_size=4, max_size=4))
+def test_a_product_and_its_gradients_sum_in_float32_and_round_once(name, data, dtype, sizes):
     function, shapes = PRODUCTS[name]
-    sizes = {"m": m, "k": k, "n": n, "b": b, "c": 2}
-    values = operands(shapes, sizes, dtype)
+    m, k, n, b = sizes
+    values = operands(shapes, {"m": m, "k": k, "n": n, "b": b, "c": 2}, dtype)
     places = [data.draw(layouts(value.dim())) for value in values]
     check_multilinear(function, values, dtype, places, terms=2 * m * k + n * b + 2)
 
 
 @pytest.mark.parametrize("name", ROUNDED_GRADIENT)
 @settings(max_examples=20)
-@given(st.data(), st.sampled_from(FLOATING), *(st.integers(1, 7) for _ in range(4)))
-def test_a_product_of_broadcast_operands_rounds_once(name, data, dtype, m, k, n, b):
+@given(st.data(), st.sampled_from(FLOATING), st.lists(st.integers(1, 7), min_size=4, max_size=4))
+def test_a_product_of_broadcast_operands_rounds_once(name, data, dtype, sizes):
     function, shapes = ROUNDED_GRADIENT[name]
+    m, k, n, b = sizes
     values = operands(shapes, {"m": m, "k": k, "n": n, "b": b, "c": 2}, dtype)
     found = function(*[on_npu(value, dtype, data.draw(layouts(value.dim()))) for value in values])
     agree_rounded_once(found, function(*values), (k + 3) * function(*[value.abs() for value in values]))

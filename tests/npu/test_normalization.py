@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accumulation import agree_rounded_once, float64, placed, with_gradients
 from agreement import FLOATING, layouts, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 
 def normalized(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +44,9 @@ def check(function, values, dtype, places, dims, scale):
 
 @pytest.mark.parametrize("affine", [True, False])
 @settings(max_examples=40)
-@given(st.lists(st.integers(1, 5), min_size=0, max_size=2), st.lists(st.integers(2, 6), min_size=1, max_size=2), st.data())
+@given(
+    st.lists(st.integers(1, 5), min_size=0, max_size=2), st.lists(st.integers(2, 6), min_size=1, max_size=2), st.data()
+)
 def test_a_layer_norm_and_its_gradients_compute_in_float32(affine, leading, shape, data):
     dtype = data.draw(st.sampled_from(FLOATING))
     values = [numbers(*leading, *shape, seed=1, dtype=dtype)]
@@ -52,7 +54,7 @@ def test_a_layer_norm_and_its_gradients_compute_in_float32(affine, leading, shap
         values += [numbers(*shape, seed=2, dtype=dtype), numbers(*shape, seed=3, dtype=dtype)]
     places = [data.draw(layouts(len(leading) + len(shape))), None, None][: len(values)]
     dims = tuple(range(-len(shape), 0))
-    check(lambda x, *wb: F.layer_norm(x, shape, *wb), values, dtype, places, dims, lambda weight: weight)
+    check(lambda x, *wb: functional.layer_norm(x, shape, *wb), values, dtype, places, dims, lambda weight: weight)
 
 
 @settings(max_examples=30)
@@ -61,7 +63,7 @@ def test_a_group_norm_and_its_gradients_are_right(n, groups, per_group, size, da
     channels = groups * per_group
     values = [numbers(n, channels, size, seed=1), numbers(channels, seed=2), numbers(channels, seed=3)]
     values = [value.float().double() for value in values]
-    function = lambda x, w, b: F.group_norm(x, groups, w, b)  # noqa: E731
+    function = lambda x, w, b: functional.group_norm(x, groups, w, b)  # noqa: E731
     upstream = numbers(n, channels, size, seed=9, dtype=torch.float32)
     place = data.draw(layouts(3))
     found = with_gradients(function, placed(values, torch.float32, [place, None, None]), upstream.float().npu())
@@ -78,7 +80,7 @@ def test_a_batch_norm_its_gradients_and_its_running_statistics_are_right(trainin
     mean, var = numbers(4, seed=5, dtype=torch.float32), numbers(4, seed=6, dtype=torch.float32).abs() + 0.5
     var = var.float().double()
     on_device = [mean.float().npu(), var.float().npu()]
-    run = lambda m, v: lambda x, w, b: F.batch_norm(x, m, v, w, b, training=training, momentum=0.3)  # noqa: E731
+    run = lambda m, v: lambda x, w, b: functional.batch_norm(x, m, v, w, b, training=training, momentum=0.3)  # noqa: E731
     found = with_gradients(run(*on_device), placed(values, torch.float32, [None] * 3), upstream.float().npu())
     expected = with_gradients(run(mean, var), float64(values), upstream)
     for mine, true in zip([*found, *on_device], [*expected, mean, var], strict=True):

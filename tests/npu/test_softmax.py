@@ -18,9 +18,7 @@ def test_softmax_and_its_gradient_compute_in_float32_and_round_once(logarithm, s
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     value, upstream = 4 * numbers(*shape, seed=1, dtype=dtype), numbers(*shape, seed=2, dtype=dtype)
     place = data.draw(layouts(len(shape)))
-    found, grad = with_gradients(
-        lambda x: function(x, dim), placed([value], dtype, [place]), upstream.to(dtype).npu()
-    )
+    found, grad = with_gradients(lambda x: function(x, dim), placed([value], dtype, [place]), upstream.to(dtype).npu())
     # exp makes an error of |x - max| roundings out of that of the subtraction; the sum and exp itself add a few.
     count = 2 * (value.amax(dim, keepdim=True) - value) + shape[dim] + 8
     if logarithm:

@@ -27,12 +27,16 @@ PRODUCTS = {
     "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=2), "bmn bmk bkn"),
     "addbmm": (lambda c, a, b: torch.addbmm(c, a, b, beta=0.5, alpha=2), "mn bmk bkn"),
     "addr": (lambda c, a, b: torch.addr(c, a, b, beta=0.5, alpha=2), "mn m n"),
-    "einsum": (lambda a, b: torch.einsum("bmk,bnk->bmn", a, b), "bmk bnk"),
 }
 
 
-# Their gradients are made of a product that is rounded and a sum.
-ROUNDED_GRADIENT = {"broadcast batches": (torch.matmul, "b1mk ckn"), "outer": (torch.outer, "m n")}
+# Their gradients are made of a product that is rounded and a sum; that of einsum if a dim is 1, for which it multiplies
+# element by element.
+ROUNDED_GRADIENT = {
+    "broadcast batches": (torch.matmul, "b1mk ckn"),
+    "outer": (torch.outer, "m n"),
+    "einsum": (lambda a, b: torch.einsum("bmk,bnk->bmn", a, b), "bmk bnk"),
+}
 
 
 def operands(shapes: str, sizes: dict[str, int], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -64,6 +64,8 @@ WRITES = {
     "scatter_add": lambda x, y, to: x.scatter_add(1, to(GRID), y),
     "scatter_add_": lambda x, y, to: x.scatter_add_(0, to(GRID.T.clamp(max=3)), y),
     "scatter_reduce sum": lambda x, y, to: x.scatter_reduce(1, to(GRID), y, "sum", include_self=False),
+    "scatter_reduce sum to what is there": lambda x, y, to: x.scatter_reduce(1, to(GRID), y, "sum"),
+    "scatter_reduce_ sum": lambda x, y, to: x.scatter_reduce_(1, to(GRID), y, "sum"),
     "scatter_reduce amax": lambda x, y, to: x.scatter_reduce(1, to(GRID), y, "amax"),
     "scatter_reduce amin": lambda x, y, to: x.scatter_reduce(1, to(GRID), y, "amin"),
     "index_add": lambda x, y, to: x.index_add(0, to(I), y[:3], alpha=2),
@@ -192,3 +194,12 @@ def test_a_product_or_mean_by_index_rounds_once(reduce, dtype):
     found = on_npu(value, dtype).scatter_reduce(1, GRID.npu(), on_npu(source, dtype), reduce)
     expected = value.scatter_reduce(1, GRID, source, reduce)
     agree_rounded_once(found, expected, 8 * value.abs().scatter_reduce(1, GRID, source.abs(), reduce))
+
+
+def test_rows_of_an_embedding_are_held_to_a_norm():
+    weight, index = 3 * numbers(4, 5, seed=1, dtype=torch.float32), torch.tensor([2, 0, 2])
+    device = weight.float().npu()
+    found, expected = functional.embedding(index.npu(), device, max_norm=1.0), weight.clone()
+    functional.embedding(index, expected, max_norm=1.0)
+    agree_rounded_once(device, expected, 20 * expected)
+    agree_rounded_once(found, expected[index], 20 * expected[index])

@@ -100,3 +100,18 @@ def test_parameters_are_flattened_and_unflattened():
     same(flat, torch.cat([value.flatten() for value in values]))
     for mine, true in zip(torch._utils._unflatten_dense_tensors(flat, values), values, strict=True):
         same(mine, true)
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_patches_of_an_image_become_columns(dtype):
+    value = numbers(2, 3, 5, 6, seed=1, dtype=dtype)
+    found = functional.unfold(on_npu(value, dtype), (2, 3), padding=1, stride=2)
+    same(found, functional.unfold(value, (2, 3), padding=1, stride=2))
+
+
+def test_a_tensor_is_split_into_many_given_results():
+    value = numbers(2, 33 * 2048, seed=1, dtype=torch.float32)
+    results = [torch.zeros(2, 2048).npu() for _ in range(33)]
+    torch.split_with_sizes_copy(value.float().npu(), [2048] * 33, 1, out=results)
+    for mine, true in zip(results, value.split(2048, 1), strict=True):
+        same(mine, true)

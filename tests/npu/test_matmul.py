@@ -121,3 +121,11 @@ def test_beta_of_zero_ignores_what_is_not_a_number():
     a, b = operands("mk kn", {"m": 3, "k": 4, "n": 2}, torch.float32)
     nan = torch.full((3, 2), torch.nan).npu()
     agree_rounded_once(torch.addmm(nan, a.float().npu(), b.float().npu(), beta=0), a @ b, 9 * (a.abs() @ b.abs()))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_addr_in_place_keeps_its_own_terms(dtype):
+    c, a, b = operands("mn m n", {"m": 5, "n": 4}, dtype)
+    found = on_npu(c, dtype).addr_(on_npu(a, dtype), on_npu(b, dtype), beta=0.5, alpha=2)
+    expected = 0.5 * c + 2 * torch.outer(a, b)
+    agree_rounded_once(found, expected, 8 * (c.abs() + torch.outer(a, b).abs()))

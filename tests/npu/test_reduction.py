@@ -191,3 +191,21 @@ def test_a_running_sum_of_whole_numbers_and_masks_is_int64():
         found = value.to(dtype).npu().cumsum(1)
         assert found.dtype == torch.int64
         same(found, value.to(dtype).double().cumsum(1))
+
+
+def test_what_is_reduced_over_everything_is_right():
+    value = whole_numbers(3, 4, seed=1)
+    device = value.float().npu()
+    for function in (torch.prod, torch.median, lambda x: x[:, :3].trace(), lambda x: torch.nansum(x / x)):
+        same(function(device), function(value))
+    for function in (torch.aminmax, torch.ops.aten._aminmax, lambda x: torch.ops.aten._aminmax.dim(x, 1, True)):
+        for mine, true in zip(function(device), function(value), strict=True):
+            same(mine, true)
+
+
+@pytest.mark.parametrize("order", NORMS)
+def test_a_norm_called_by_its_old_name_rounds_once(order):
+    value = numbers(4, 5, seed=1, dtype=torch.float32)
+    expected = torch.linalg.vector_norm(value, order, 1)
+    found = torch.ops.aten.norm.ScalarOpt_dim(value.float().npu(), order, [1])
+    agree_rounded_once(found, expected, 20 * expected)

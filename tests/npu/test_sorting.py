@@ -81,6 +81,8 @@ def test_distinct_elements_come_with_their_places_and_counts(shape, dtype, data)
     ):
         same(mine, true)
     same(device.unique(), value.unique())
+    for mine, true in zip(torch._unique(device, True, True), torch._unique(value, True, True), strict=True):
+        same(mine, true)
     values, counts = device.unique(return_counts=True)
     same(values, value.unique())
     same(counts, value.unique(return_counts=True)[1])

@@ -172,15 +172,6 @@ ACLNN(InplaceIndexFill, (Tensor& self, int64_t dim, const Tensor& index, const S
   self.index_fill_(dim, as_index(index), value);
 }
 
-ACLNN(IndexFillTensor, (const Tensor& self, int64_t dim, const Ints& index, const Scalar& value, Tensor& out)) {
-  begin_as(out, self);
-  out.index_fill_(dim, at::tensor(index, at::kLong), value);
-}
-
-ACLNN(InplaceIndexFillTensor, (Tensor& self, int64_t dim, const Ints& index, const Scalar& value)) {
-  self.index_fill_(dim, at::tensor(index, at::kLong), value);
-}
-
 ACLNN(InplacePut, (Tensor& self, const Tensor& index, const Tensor& source, bool accumulate)) {
   change_wide(self, [&](Tensor& target) { target.put_(as_index(index), source.to(target.scalar_type()), accumulate); });
 }

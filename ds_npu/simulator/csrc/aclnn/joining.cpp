@@ -57,14 +57,6 @@ ACLNN(RepeatInterleaveIntWithDim, (const Tensor& self, int64_t repeats, int64_t 
 
 ACLNN(RepeatInterleaveTensor, (const Tensor& repeats, int64_t, Tensor& out)) { out.copy_(at::repeat_interleave(repeats)); }
 
-ACLNN(RepeatInterleaveGrad, (const Tensor& grad, const Tensor& repeats, int64_t axis, Tensor& out)) {
-  const Tensor counts = repeats.numel() == 1 ? repeats.reshape(1).expand(out.size(axis)) : repeats;
-  out.zero_();
-  change_wide(out, [&](Tensor& target) {
-    target.index_add_(axis, at::repeat_interleave(counts.contiguous()), grad.to(target.scalar_type()));
-  });
-}
-
 ACLNN(Flip, (const Tensor& self, const Ints& dims, Tensor& out)) { out.copy_(at::flip(self, dims)); }
 
 ACLNN(Roll, (const Tensor& self, const Ints& shifts, const Ints& dims, Tensor& out)) {
@@ -82,8 +74,4 @@ ACLNN(UnfoldGrad, (const Tensor& grad, const Ints& sizes, int64_t dim, int64_t s
 ACLNN(Im2col, (const Tensor& self, const Ints& kernel, const Ints& dilation, const Ints& padding, const Ints& stride,
                Tensor& out)) {
   out.copy_(at::im2col(self, kernel, dilation, padding, stride));
-}
-
-ACLNN(ConfusionTranspose, (const Tensor& self, const Ints& permutation, const Ints& shape, bool transpose_first, Tensor& out)) {
-  out.copy_(transpose_first ? self.permute(permutation).reshape(shape) : self.reshape(shape).permute(permutation));
 }

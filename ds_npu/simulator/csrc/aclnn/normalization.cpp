@@ -25,11 +25,6 @@ ACLNN(LayerNorm, (const Tensor& input, const Ints& shape, const OptionalTensor& 
   layer_norm(input, shape, weight, bias, eps, out, mean, rstd);
 }
 
-ACLNN(FastLayerNorm, (const Tensor& input, const Ints& shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                      double eps, Tensor& out, const OptionalTensor& mean, const OptionalTensor& rstd)) {
-  layer_norm(input, shape, weight, bias, eps, out, mean, rstd);
-}
-
 ACLNN(LayerNormBackward,
       (const Tensor& grad_out, const Tensor& input, const Ints& shape, const Tensor& mean, const Tensor& rstd,
        const OptionalTensor& weight, const OptionalTensor& bias, const Bools& output_mask, const OptionalTensor& grad_input,

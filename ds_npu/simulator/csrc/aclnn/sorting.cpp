@@ -77,6 +77,3 @@ ACLNN(SearchSorteds, (const Tensor& sorted_sequence, const Scalar& self, bool ou
   out.copy_(at::searchsorted(sorted_sequence, self, out_int32, right, {}, sorter));
 }
 
-ACLNN(Bucketize, (const Tensor& self, const Tensor& boundaries, bool out_int32, bool right, Tensor& out)) {
-  at::bucketize_out(out, self, boundaries, out_int32, right);
-}

@@ -165,6 +165,7 @@ def test_many_additions_to_one_place_lose_nothing(dtype):
     device, more, place = on_npu(value, dtype), on_npu(source, dtype), index.npu()
     for found in (
         device.index_add(0, place, more),
+        device.T.index_add(1, place, more.T).T,
         device.index_put((place,), more, accumulate=True),
         device.scatter_add(0, place[:, None].expand(600, 3), more),
     ):

@@ -1,0 +1,121 @@
+// Losses and their gradients. Reduction: 0 none, 1 mean, 2 sum, as in ATen.
+#include "aclnn/precision.h"
+
+using namespace sim;
+
+// Lets `gradient` write that of `self` in its wide type.
+template <class Gradient>
+static void gradient_of(const Tensor& self, const Tensor& out, Gradient&& gradient) {
+  write_as(wide_type(self.scalar_type()), out, std::forward<Gradient>(gradient));
+}
+
+static void nll_loss(const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction, int64_t ignore_index,
+                     Tensor& out, Tensor& total_weight) {
+  const Tensor wide_self = wide(self), wide_weight = weight.to(wide_self.scalar_type());
+  const auto [loss, total] = self.dim() == 4
+      ? at::nll_loss2d_forward(wide_self, target.to(at::kLong), wide_weight, reduction, ignore_index)
+      : at::nll_loss_forward(wide_self, target.to(at::kLong), wide_weight, reduction, ignore_index);
+  out.copy_(loss.reshape(out.sizes()));
+  total_weight.copy_(total.reshape(total_weight.sizes()));
+}
+
+ACLNN(NLLLoss, (const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction, int64_t ignore_index,
+                Tensor& out, Tensor& total_weight)) {
+  nll_loss(self, target, weight, reduction, ignore_index, out, total_weight);
+}
+
+ACLNN(NLLLoss2d, (const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction, int64_t ignore_index,
+                  Tensor& out, Tensor& total_weight)) {
+  nll_loss(self, target, weight, reduction, ignore_index, out, total_weight);
+}
+
+ACLNN(NLLLossBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, const Tensor& weight,
+                        int64_t reduction, int64_t ignore_index, const Tensor& total_weight, Tensor& out)) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
+    const ScalarType type = grad_input.scalar_type();
+    at::nll_loss_backward_out(grad_input, grad_output.to(type), wide(self), target.to(at::kLong), weight.to(type), reduction,
+                              ignore_index, total_weight.to(type));
+  });
+}
+
+ACLNN(NLLLoss2dBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, const Tensor& weight,
+                          int64_t reduction, int64_t ignore_index, Tensor& total_weight, Tensor& out)) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
+    const ScalarType type = grad_input.scalar_type();
+    at::nll_loss2d_backward_out(grad_input, grad_output.to(type), wide(self), target.to(at::kLong), weight.to(type), reduction,
+                                ignore_index, total_weight.to(type));
+  });
+}
+
+ACLNN(MseLoss, (const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
+  out.copy_(at::mse_loss(wide(self), wide(target), reduction));
+}
+
+ACLNN(MseLossBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
+    at::mse_loss_backward_out(grad_input, wide(grad_output), wide(self), wide(target), reduction);
+  });
+}
+
+ACLNN(L1Loss, (const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
+  out.copy_(at::l1_loss(wide(self), wide(target), reduction));
+}
+
+ACLNN(L1LossBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
+  const Tensor difference = wide(self) - wide(target);
+  const Tensor grad = difference.sign_().mul_(wide(grad_output));
+  constexpr int64_t mean = 1;
+  out.copy_(reduction == mean ? grad / static_cast<double>(grad.numel()) : grad);
+}
+
+ACLNN(SmoothL1Loss, (const Tensor& self, const Tensor& target, int64_t reduction, float beta, Tensor& out)) {
+  out.copy_(at::smooth_l1_loss(wide(self), wide(target), reduction, beta));
+}
+
+ACLNN(SmoothL1LossBackward,
+      (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, float beta, Tensor& out)) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
+    at::smooth_l1_loss_backward_out(grad_input, wide(grad_output), wide(self), wide(target), reduction, beta);
+  });
+}
+
+ACLNN(BinaryCrossEntropy,
+      (const Tensor& self, const Tensor& target, const OptionalTensor& weight, int64_t reduction, Tensor& out)) {
+  out.copy_(at::binary_cross_entropy(wide(self), wide(target), wide(weight), reduction));
+}
+
+ACLNN(BinaryCrossEntropyBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target,
+                                   const OptionalTensor& weight, int64_t reduction, Tensor& out)) {
+  gradient_of(self, out, [&](Tensor& grad_input) {
+    at::binary_cross_entropy_backward_out(grad_input, wide(grad_output), wide(self), wide(target), wide(weight), reduction);
+  });
+}
+
+ACLNN(BinaryCrossEntropyWithLogits, (const Tensor& self, const Tensor& target, const OptionalTensor& weight,
+                                     const OptionalTensor& pos_weight, int64_t reduction, Tensor& out)) {
+  out.copy_(at::binary_cross_entropy_with_logits(wide(self), wide(target), wide(weight), wide(pos_weight), reduction));
+}
+
+ACLNN(BinaryCrossEntropyWithLogitsBackward,
+      (const Tensor& grad_output, const Tensor& self, const Tensor& target, const OptionalTensor& weight,
+       const OptionalTensor& pos_weight, int64_t reduction, Tensor& out)) {
+  const Tensor probability = wide(self).sigmoid(), truth = wide(target);
+  Tensor grad = pos_weight ? ((wide(*pos_weight) * truth + 1 - truth) * probability - wide(*pos_weight) * truth)
+                           : probability - truth;
+  if (weight) grad = grad * wide(*weight);
+  grad = grad * wide(grad_output);
+  constexpr int64_t mean = 1;
+  out.copy_(reduction == mean ? grad / static_cast<double>(grad.numel()) : grad);
+}
+
+ACLNN(KlDiv, (const Tensor& self, const Tensor& target, int64_t reduction, bool log_target, Tensor& out)) {
+  out.copy_(at::kl_div(wide(self), wide(target), reduction, log_target));
+}
+
+ACLNN(KlDivBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, bool log_target,
+                      Tensor& out)) {
+  const Tensor probability = log_target ? wide(target).exp() : wide(target).clamp_min(0);
+  const Tensor grad = -probability * wide(grad_output);
+  constexpr int64_t mean = 1;
+  out.copy_(reduction == mean ? grad / static_cast<double>(self.numel()) : grad);
+}

@@ -1,0 +1,159 @@
+// Products of matrices and vectors.
+#include "aclnn/precision.h"
+
+using namespace sim;
+
+// fp16 is multiplied in float32: ATen's own fp16 product on a CPU takes up to 40 times as long. bf16 has a fast one that
+// accumulates in float32, and is used where it writes the result's type.
+static bool direct(const Tensor& a, const Tensor& b, const Tensor& out) {
+  return a.scalar_type() == out.scalar_type() && b.scalar_type() == out.scalar_type() && out.scalar_type() != at::kHalf;
+}
+
+static void check(const Tensor& a, const Tensor& b, int8_t cube_math_type) {
+  enum { keep_dtype = 0, allow_fp32_down_precision = 1, grouped_accumulation = 4 };
+  for (const Tensor& operand : {a, b}) {
+    const ScalarType type = operand.scalar_type();
+    if (type != at::kFloat && !at::isReducedFloatingType(type))
+      throw Failure(ACL_ERROR_INVALID_PARAM, std::string("the cube unit does not multiply ") + at::toString(type));
+  }
+  // A permission to be less exact, and a finer order of the sums: neither makes full float32 wrong.
+  const bool known = cube_math_type == keep_dtype || cube_math_type == allow_fp32_down_precision ||
+                     cube_math_type == grouped_accumulation;
+  if (!known)
+    throw Failure(ACL_ERROR_API_NOT_SUPPORT, "cubeMathType " + std::to_string(cube_math_type) + " is not simulated");
+}
+
+// out = a @ b for two matrices, or for two batches of matrices of the same length.
+static void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
+  auto product = [](Tensor target, const Tensor& left, const Tensor& right) {
+    if (left.dim() == 2) {
+      at::mm_out(target, left, right);
+    } else {
+      at::bmm_out(target, left, right);
+    }
+  };
+  if (direct(a, b, out)) return product(out, a, b);
+  write_as(at::kFloat, out, [&](Tensor& target) { product(target, a.to(at::kFloat), b.to(at::kFloat)); });
+}
+
+// The batch dims of `tensor` broadcast to `batch` and folded into one.
+static Tensor folded(const Tensor& tensor, IntArrayRef batch) {
+  Ints sizes = batch.vec();
+  sizes.insert(sizes.end(), tensor.sizes().end() - 2, tensor.sizes().end());
+  return tensor.expand(sizes).reshape({c10::multiply_integers(batch), tensor.size(-2), tensor.size(-1)});
+}
+
+// torch.matmul: a vector is a row on the left and a column on the right, batch dims broadcast.
+static void multiply_any(const Tensor& out, const Tensor& a, const Tensor& b) {
+  if (a.dim() == 1) return multiply_any(b.dim() == 1 ? out.unsqueeze(0) : out.unsqueeze(-2), a.unsqueeze(0), b);
+  if (b.dim() == 1) return multiply_any(out.unsqueeze(-1), a, b.unsqueeze(1));
+  if (a.dim() == 2 && b.dim() == 2) return multiply(out, a, b);
+  const Tensor room = out.is_contiguous() ? out : at::empty(out.sizes(), out.options());
+  if (b.dim() == 2) {
+    const int64_t rows = c10::multiply_integers(a.sizes().slice(0, a.dim() - 1));
+    multiply(room.view({rows, out.size(-1)}), a.reshape({rows, a.size(-1)}), b);
+  } else {
+    const IntArrayRef batch = out.sizes().slice(0, out.dim() - 2);
+    multiply(room.view({c10::multiply_integers(batch), out.size(-2), out.size(-1)}), folded(a, batch), folded(b, batch));
+  }
+  if (!room.is_same(out)) out.copy_(room);
+}
+
+// out = beta * self + alpha * product, where `combine(target, self, a, b)` is that for operands of one type. `bf16_once` says
+// that ATen rounds only once there for bf16 too.
+template <class Combine>
+static void add_product(const Tensor& out, const Tensor& self, const Tensor& a, const Tensor& b, bool bf16_once,
+                        Combine&& combine) {
+  const bool one_type = direct(a, b, out) && self.scalar_type() == out.scalar_type();
+  if (one_type && (bf16_once || out.scalar_type() == at::kFloat)) {
+    Tensor target = out;
+    return combine(target, self, a, b);
+  }
+  write_as(at::kFloat, out, [&](Tensor& target) { combine(target, self.to(at::kFloat), a.to(at::kFloat), b.to(at::kFloat)); });
+}
+
+static void add_matrix_product(const Tensor& out, const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
+                               const Scalar& alpha, int8_t cube_math_type) {
+  check(a, b, cube_math_type);
+  add_product(out, self, a, b, true, [&](Tensor& target, const Tensor& term, const Tensor& left, const Tensor& right) {
+    at::addmm_out(target, term, left, right, beta, alpha);
+  });
+}
+
+static void matmul(const Tensor& out, const Tensor& a, const Tensor& b, int8_t cube_math_type) {
+  check(a, b, cube_math_type);
+  multiply_any(out, a, b);
+}
+
+ACLNN(Matmul, (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
+  matmul(out, self, mat2, cube_math_type);
+}
+
+ACLNN(Mm, (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
+  matmul(out, self, mat2, cube_math_type);
+}
+
+ACLNN(BatchMatMul, (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
+  matmul(out, self, mat2, cube_math_type);
+}
+
+ACLNN(Mv, (const Tensor& self, const Tensor& vec, Tensor& out, int8_t cube_math_type)) {
+  matmul(out, self, vec, cube_math_type);
+}
+
+ACLNN(Dot, (const Tensor& self, const Tensor& tensor, Tensor& out)) {
+  const Tensor a = wide(self), b = wide(tensor);
+  write_as(a.scalar_type(), out, [&](Tensor& target) { at::dot_out(target, a, b); });
+}
+
+ACLNN(Addmm, (const Tensor& self, const Tensor& mat1, const Tensor& mat2, const Scalar& beta, const Scalar& alpha, Tensor& out,
+              int8_t cube_math_type)) {
+  add_matrix_product(out, self, mat1, mat2, beta, alpha, cube_math_type);
+}
+
+ACLNN(InplaceAddmm, (Tensor& self, const Tensor& mat1, const Tensor& mat2, const Scalar& beta, const Scalar& alpha,
+                     int8_t cube_math_type)) {
+  add_matrix_product(self, self, mat1, mat2, beta, alpha, cube_math_type);
+}
+
+ACLNN(Addmv, (const Tensor& self, const Tensor& mat, const Tensor& vec, const Scalar& alpha, const Scalar& beta, Tensor& out,
+              int8_t cube_math_type)) {
+  check(mat, vec, cube_math_type);
+  add_product(out, self, mat, vec, false, [&](Tensor& target, const Tensor& term, const Tensor& left, const Tensor& right) {
+    at::addmv_out(target, term, left, right, beta, alpha);
+  });
+}
+
+ACLNN(Baddbmm, (const Tensor& self, const Tensor& batch1, const Tensor& batch2, const Scalar& beta, const Scalar& alpha,
+                Tensor& out, int8_t cube_math_type)) {
+  check(batch1, batch2, cube_math_type);
+  add_product(out, self, batch1, batch2, true, [&](Tensor& target, const Tensor& term, const Tensor& a, const Tensor& b) {
+    at::baddbmm_out(target, term, a, b, beta, alpha);
+  });
+}
+
+ACLNN(Addbmm, (const Tensor& self, const Tensor& batch1, const Tensor& batch2, const Scalar& beta, const Scalar& alpha,
+               Tensor& out, int8_t cube_math_type)) {
+  check(batch1, batch2, cube_math_type);
+  add_product(out, self, batch1, batch2, false, [&](Tensor& target, const Tensor& term, const Tensor& a, const Tensor& b) {
+    at::addbmm_out(target, term, a, b, beta, alpha);
+  });
+}
+
+// out = beta * self + alpha * vec1 (x) vec2
+static void add_outer_product(const Tensor& out, const Tensor& self, const Tensor& vec1, const Tensor& vec2,
+                              const std::optional<Scalar>& beta, const std::optional<Scalar>& alpha) {
+  write_as(wide_type(self.scalar_type()), out, [&](Tensor& target) {
+    at::addr_out(target, wide(self), wide(vec1), wide(vec2), beta.value_or(1), alpha.value_or(1));
+  });
+}
+
+ACLNN(Addr, (const Tensor& self, const Tensor& vec1, const Tensor& vec2, const std::optional<Scalar>& beta,
+             const std::optional<Scalar>& alpha, Tensor& out)) {
+  add_outer_product(out, self, vec1, vec2, beta, alpha);
+}
+
+ACLNN(InplaceAddr, (Tensor& self, const Tensor& vec1, const Tensor& vec2, const std::optional<Scalar>& beta,
+                    const std::optional<Scalar>& alpha)) {
+  add_outer_product(self, self, vec1, vec2, beta, alpha);
+}

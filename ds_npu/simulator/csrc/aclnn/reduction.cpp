@@ -1,0 +1,139 @@
+// Reductions over dims to sums, extremes, norms and moments, and running sums, products and extremes.
+#include "aclnn/precision.h"
+
+using namespace sim;
+
+// An empty list of dims means all of them.
+static at::OptionalIntArrayRef some(const Ints& dims) {
+  return dims.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(dims);
+}
+
+// ATen's bf16 and fp16 sums have a float32 accumulator for each output, but one that is split over threads for a single output.
+ACLNN(ReduceSum, (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
+  const ScalarType accumulated = self.scalar_type() == type && out.numel() != 1 ? type : wide_type(type);
+  write_as(accumulated, out, [&](Tensor& target) { at::sum_out(target, self, some(dims), keepdim, accumulated); });
+}
+
+ACLNN(ReduceNansum, (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
+  const ScalarType accumulated = wide_type(type);
+  write_as(accumulated, out, [&](Tensor& target) { at::nansum_out(target, self, some(dims), keepdim, accumulated); });
+}
+
+ACLNN(Mean, (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
+  const ScalarType accumulated = wide_type(type);
+  write_as(accumulated, out, [&](Tensor& target) { at::mean_out(target, self, some(dims), keepdim, accumulated); });
+}
+
+ACLNN(Prod, (const Tensor& self, ScalarType type, Tensor& out)) { out.copy_(at::prod(self, wide_type(type))); }
+
+ACLNN(ProdDim, (const Tensor& self, int64_t dim, bool keepdim, ScalarType type, Tensor& out)) {
+  const ScalarType accumulated = wide_type(type);
+  write_as(accumulated, out, [&](Tensor& target) { at::prod_out(target, self, dim, keepdim, accumulated); });
+}
+
+ACLNN(Trace, (const Tensor& self, Tensor& out)) { out.copy_(at::trace(wide(self))); }
+
+ACLNN(Max, (const Tensor& self, Tensor& out)) { out.copy_(at::max(self)); }
+
+ACLNN(Min, (const Tensor& self, Tensor& out)) { out.copy_(at::min(self)); }
+
+ACLNN(MaxDim, (const Tensor& self, int64_t dim, bool keepdim, Tensor& out, Tensor& indices)) {
+  at::max_out(out, indices, self, dim, keepdim);
+}
+
+ACLNN(MinDim, (const Tensor& self, int64_t dim, bool keepdim, Tensor& out, Tensor& indices)) {
+  at::min_out(out, indices, self, dim, keepdim);
+}
+
+ACLNN(Amax, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) { at::amax_out(out, self, dims, keepdim); }
+
+ACLNN(Amin, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) { at::amin_out(out, self, dims, keepdim); }
+
+ACLNN(Aminmax, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& smallest, Tensor& largest)) {
+  at::amin_out(smallest, self, dims, keepdim);
+  at::amax_out(largest, self, dims, keepdim);
+}
+
+ACLNN(AminmaxAll, (const Tensor& self, Tensor& smallest, Tensor& largest)) { at::aminmax_out(smallest, largest, self); }
+
+ACLNN(AminmaxDim, (const Tensor& self, int64_t dim, bool keepdim, Tensor& smallest, Tensor& largest)) {
+  at::aminmax_out(smallest, largest, self, dim, keepdim);
+}
+
+ACLNN(ArgMax, (const Tensor& self, int64_t dim, bool keepdim, Tensor& out)) {
+  write_as(at::kLong, out, [&](Tensor& target) { at::argmax_out(target, self, dim, keepdim); });
+}
+
+ACLNN(ArgMin, (const Tensor& self, int64_t dim, bool keepdim, Tensor& out)) {
+  write_as(at::kLong, out, [&](Tensor& target) { at::argmin_out(target, self, dim, keepdim); });
+}
+
+ACLNN(Any, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
+  at::any_out(out, self, some(dims), keepdim);
+}
+
+ACLNN(All, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
+  at::all_out(out, self, some(dims), keepdim);
+}
+
+// Matrix norms do not come here: torch's are made of vector norms and singular values.
+ACLNN(Norm, (const Tensor& self, const Scalar& p, const Ints& dims, bool keepdim, Tensor& out)) {
+  const ScalarType accumulated = wide_type(out.scalar_type());
+  write_as(accumulated, out,
+           [&](Tensor& target) { at::linalg_vector_norm_out(target, self, p, some(dims), keepdim, accumulated); });
+}
+
+ACLNN(LinalgVectorNorm,
+      (const Tensor& self, const Scalar& ord, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
+  const ScalarType accumulated = wide_type(type);
+  write_as(accumulated, out,
+           [&](Tensor& target) { at::linalg_vector_norm_out(target, self, ord, some(dims), keepdim, accumulated); });
+}
+
+ACLNN(LogSumExp, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
+  write_as(wide_type(out.scalar_type()), out,
+           [&](Tensor& target) { at::logsumexp_out(target, self.to(target.scalar_type()), dims, keepdim); });
+}
+
+ACLNN(VarCorrection, (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& out)) {
+  write_as(self.scalar_type(), out, [&](Tensor& target) { at::var_out(target, self, some(dims), correction, keepdim); });
+}
+
+ACLNN(Std, (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& out)) {
+  write_as(self.scalar_type(), out, [&](Tensor& target) { at::std_out(target, self, some(dims), correction, keepdim); });
+}
+
+ACLNN(VarMean, (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& var, Tensor& mean)) {
+  const auto found = at::var_mean(self, some(dims), correction, keepdim);
+  var.copy_(std::get<0>(found));
+  mean.copy_(std::get<1>(found));
+}
+
+ACLNN(StdMeanCorrection,
+      (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& deviation, Tensor& mean)) {
+  const auto found = at::std_mean(self, some(dims), correction, keepdim);
+  deviation.copy_(std::get<0>(found));
+  mean.copy_(std::get<1>(found));
+}
+
+ACLNN(Median, (const Tensor& self, Tensor& out)) { out.copy_(at::median(self)); }
+
+ACLNN(MedianDim, (const Tensor& self, int64_t dim, bool keepdim, Tensor& values, Tensor& indices)) {
+  at::median_out(values, indices, self, dim, keepdim);
+}
+
+ACLNN(Cumsum, (const Tensor& self, int64_t dim, ScalarType type, Tensor& out)) {
+  write_as(type, out, [&](Tensor& target) { at::cumsum_out(target, self, dim, type); });
+}
+
+ACLNN(Cumprod, (const Tensor& self, const Scalar& dim, ScalarType type, Tensor& out)) {
+  write_as(type, out, [&](Tensor& target) { at::cumprod_out(target, self, dim.toLong(), type); });
+}
+
+ACLNN(Cummax, (const Tensor& self, int64_t dim, Tensor& values, Tensor& indices)) {
+  at::cummax_out(values, indices, self, dim);
+}
+
+ACLNN(Cummin, (const Tensor& self, int64_t dim, Tensor& values, Tensor& indices)) {
+  at::cummin_out(values, indices, self, dim);
+}

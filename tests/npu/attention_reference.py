@@ -130,8 +130,7 @@ def _magnitudes(
             "sum": FLOAT32_STEPS * sensitivity * weights.shape[3],
             "query": gradients["query"].abs() + scale * (inner @ k.abs()),
             "key": gradients["key"].abs() + scale * by_key_head(inner.transpose(2, 3) @ q.abs()),
-            "value": gradients["value"].abs()
-            + float32 * sensitivity * by_key_head(dropped.transpose(2, 3) @ upstream),
+            "value": gradients["value"].abs() + float32 * sensitivity * by_key_head(dropped.transpose(2, 3) @ upstream),
         }
         if pse is not None:
             spread = inner * (scale if pse_type == 1 else 1.0)

@@ -185,7 +185,9 @@ def test_attention_with_a_prefix_agrees_with_float64(case, data, seed):
 
 
 @settings(max_examples=30)
-@given(cases(modes=(None, 3)), st.sampled_from(("BNSS", "BN1S", "1NSS")), st.sampled_from((None, 0, 1)), st.integers(0, 99))
+@given(
+    cases(modes=(None, 3)), st.sampled_from(("BNSS", "BN1S", "1NSS")), st.sampled_from((None, 0, 1)), st.integers(0, 99)
+)
 def test_the_position_shift_and_its_gradient_agree_with_float64(case, shape, kind, seed):
     sizes = (1 if shape[0] == "1" else case.batch, case.heads, 1 if shape[2] == "1" else case.rows, case.keys)
     pse = numbers(*sizes, seed=seed + 9, dtype=case.dtype)

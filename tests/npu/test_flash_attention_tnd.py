@@ -78,7 +78,9 @@ def check(rows, keys, dtype, seed, hidden, *, strided=(None, None, None), sink=N
             magnitudes, part = alone.magnitudes, slice(begin, begin + rows[i])
             key_part = slice(key_begin, key_begin + keys[i])
             agree(out[part], alone.out[0].transpose(0, 1), magnitudes["out"][0].transpose(0, 1))
-            agree(maxima[i], alone.max[0, ..., None].expand(-1, -1, 8), magnitudes["max"][0, ..., None].expand(-1, -1, 8))
+            agree(
+                maxima[i], alone.max[0, ..., None].expand(-1, -1, 8), magnitudes["max"][0, ..., None].expand(-1, -1, 8)
+            )
             agree(totals[i], alone.sum[0, ..., None].expand(-1, -1, 8), magnitudes["sum"].expand(maxima[i].shape))
             for name, where in (("query", part), ("key", key_part), ("value", key_part)):
                 wanted, magnitude = (one[name][0].transpose(0, 1) for one in (alone.gradients, magnitudes))

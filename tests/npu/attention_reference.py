@@ -7,11 +7,11 @@ import torch
 LOWEST = torch.finfo(torch.float32).min
 LARGEST = torch.finfo(torch.float32).max
 FLOAT32_STEPS = 8
-"""Half units in the last place allowed for the few float32 operations in a row that make a score, a weight and a sum."""
+"""Half units in the last place allowed for the few float32 operations in a row that make a score, weight or sum."""
 
 
 def hidden_by_window(rows: int, keys: int, lower: int | None, upper: int | None, prefix: int = 0) -> torch.Tensor:
-    """True where row i does not see key j: outside i + lower .. i + upper (None: no bound), and not among the prefix."""
+    """True where row i does not see key j: outside i + lower .. i + upper (None: no bound), and not in the prefix."""
     i, j = torch.arange(rows)[:, None], torch.arange(keys)[None, :]
     hidden = torch.zeros(rows, keys, dtype=torch.bool)
     if lower is not None:
@@ -46,7 +46,7 @@ def compressed_mask(rows: int = 2048) -> torch.Tensor:
 
 @dataclass
 class Attention:
-    """Results in float64 and, for each, the magnitude of what was rounded on the way, in units of ``dtype``'s rounding."""
+    """Results in float64 and, for each, the magnitude of what was rounded on the way, in units of dtype's rounding."""
 
     out: torch.Tensor
     max: torch.Tensor
@@ -61,6 +61,7 @@ def attention(
     value: torch.Tensor,
     out_gradient: torch.Tensor,
     hidden: torch.Tensor,
+    *,
     scale: float,
     dtype: torch.dtype,
     pse: torch.Tensor | None = None,
@@ -98,17 +99,25 @@ def attention(
         terms = terms + pse.abs() * (scale if pse_type == 1 else 1.0)
     named = dict(zip(leaves, gradients, strict=True))
     magnitudes = _magnitudes(
-        q, k, v, out, out_gradient, weights, dropped, terms, scale, group, dtype, kept, keep_prob, named, pse, pse_type
+        (q, k, v, out, out_gradient),
+        weights,
+        dropped,
+        terms,
+        named,
+        scale=scale,
+        dtype=dtype,
+        kept=None if kept is None else kept / keep_prob,
+        pse_scale=scale if pse_type == 1 else 1.0,
     )
     return Attention(out.detach(), maximum, total, named, magnitudes)
 
 
-def _magnitudes(
-    q, k, v, out, out_gradient, weights, dropped, terms, scale, group, dtype, kept, keep_prob, gradients, pse, pse_type
-):
+def _magnitudes(tensors, weights, dropped, terms, gradients, *, scale, dtype, kept, pse_scale):
     """A result is rounded once to dtype: its own size. What it is summed from was computed in float32: the sum of the
     absolute terms, times how far a score's rounding moves a weight. The backward pass begins with the rounded ``out``,
     whose product with the gradient is subtracted in every term."""
+    q, k, v, out, out_gradient = tensors
+    group = q.shape[1] // gradients["key"].shape[1]
     with torch.no_grad():
         float32 = FLOAT32_STEPS * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
         sensitivity = 1 + 2 * terms.amax() if terms.numel() else torch.tensor(1.0)
@@ -119,7 +128,7 @@ def _magnitudes(
 
         slopes = upstream @ v.abs().transpose(2, 3)
         if kept is not None:
-            slopes = slopes * kept / keep_prob
+            slopes = slopes * kept
         mean = (out.abs() * upstream).sum(3, keepdim=True)
         rounded = p * mean
         computed = float32 * sensitivity * p * (slopes + mean)
@@ -132,9 +141,8 @@ def _magnitudes(
             "key": gradients["key"].abs() + scale * by_key_head(inner.transpose(2, 3) @ q.abs()),
             "value": gradients["value"].abs() + float32 * sensitivity * by_key_head(dropped.transpose(2, 3) @ upstream),
         }
-        if pse is not None:
-            spread = inner * (scale if pse_type == 1 else 1.0)
-            result["pse"] = gradients["pse"].abs() + spread.sum_to_size(gradients["pse"].shape)
+        if "pse" in gradients:
+            result["pse"] = gradients["pse"].abs() + pse_scale * inner.sum_to_size(gradients["pse"].shape)
         if "sink" in gradients:
             # in float32, from the rounded out: its rounding counts in units of dtype, not of the sink's float32
             unit = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps

@@ -1,4 +1,4 @@
-"""npu_fusion_attention and its gradients agree with attention in float64, in every layout, sparse mode and head count."""
+"""npu_fusion_attention and its gradients agree with attention in float64, whatever the layout, mode and heads."""
 
 from dataclasses import dataclass
 
@@ -109,7 +109,7 @@ def run(case: Case, seed: int, atten_mask: torch.Tensor | None, **options):
 
 
 def expected(case: Case, seed: int, hidden: torch.Tensor, **options) -> Attention:
-    return attention(*inputs(case, seed), hidden, case.scale, case.dtype, **options)
+    return attention(*inputs(case, seed), hidden, scale=case.scale, dtype=case.dtype, **options)
 
 
 def check(case: Case, found, reference: Attention) -> None:

@@ -35,7 +35,7 @@ def documents(rows: list[int], keys: list[int], dtype: torch.dtype, seed: int):
 
 
 def statistics_by_document(statistics: torch.Tensor, rows: list[int], softmax_layout: str) -> list[torch.Tensor]:
-    """[heads, rows, 8] of each document: in the default layout a document's numbers lie by head, whatever the shape says."""
+    """[heads, rows, 8] of each document: by default a document's numbers lie by head, whatever the shape says."""
     parts = statistics.split(rows)
     if softmax_layout == "TND":
         return [part.transpose(0, 1) for part in parts]
@@ -73,7 +73,11 @@ def check(rows, keys, dtype, seed, hidden, *, strided=(None, None, None), sink=N
     for i, document in enumerate(zip(*separate, strict=True)):
         if rows[i] > 0:
             alone = attention(
-                *(tensor.transpose(0, 1)[None] for tensor in document), hidden[i], SIZE**-0.5, dtype, sink=sink
+                *(tensor.transpose(0, 1)[None] for tensor in document),
+                hidden[i],
+                scale=SIZE**-0.5,
+                dtype=dtype,
+                sink=sink,
             )
             magnitudes, part = alone.magnitudes, slice(begin, begin + rows[i])
             key_part = slice(key_begin, key_begin + keys[i])
@@ -176,7 +180,7 @@ def test_band_after_the_last_and_before_the_first_document_is_the_outer_cut_of_t
 @given(st.lists(st.tuples(lengths, lengths), min_size=1, max_size=3), st.data())
 def test_each_document_has_its_own_prefix(pairs, data):
     rows, keys = [max(r, 1) for r, _ in pairs], [max(k, 1) for _, k in pairs]
-    prefix = [data.draw(st.integers(max(k - r, 1, 0), k) if r <= k else st.integers(1, k)) for r, k in zip(rows, keys)]
+    prefix = [data.draw(st.integers(max(k - r, 1), k)) for r, k in zip(rows, keys, strict=True)]
     hidden = [hidden_in_mode(6, r, k, prefix=p) for r, k, p in zip(rows, keys, prefix, strict=True)]
     mask = compressed_mask(3072).npu()
     check(rows, keys, torch.float32, 4, hidden, atten_mask=mask, sparse_mode=6, prefix=prefix)
@@ -215,7 +219,7 @@ def test_a_rotary_part_of_query_and_key_is_more_of_their_dims(rows, dtype, causa
         joined = [torch.cat([parts[j][i], rotary[j][i]], dim=-1) for j in (0, 1)]
         hidden = hidden_in_mode(3, length, length) if causal else torch.zeros(length, length, dtype=torch.bool)
         given_ = [tensor.transpose(0, 1)[None] for tensor in (*joined, parts[2][i], parts[3][i])]
-        alone = attention(*given_, hidden, 0.25, dtype)
+        alone = attention(*given_, hidden, scale=0.25, dtype=dtype)
         where, magnitudes = slice(begin, begin + length), alone.magnitudes
         agree(out[where], alone.out[0].transpose(0, 1), magnitudes["out"][0].transpose(0, 1))
         for name, at in (("query", 0), ("key", 1)):

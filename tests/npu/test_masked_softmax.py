@@ -1,4 +1,4 @@
-"""The softmax with a mask agrees with float64. torch_npu's own npu_scaled_masked_softmax is an aclop operator on 910B."""
+"""The masked softmax agrees with float64. (npu_scaled_masked_softmax of torch_npu is an aclop operator on 910B.)"""
 
 import torch
 from agreement import FLOATING, agree, layouts, numbers, on_npu

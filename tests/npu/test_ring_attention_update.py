@@ -31,8 +31,8 @@ def eight(statistic: torch.Tensor) -> torch.Tensor:
     return statistic[..., None].repeat(*[1] * statistic.dim(), 8)
 
 
-# exp of a difference in float32 is off by the difference's rounding, at most 2^-23 times 40 or so, for a weight that is then
-# below e^-40; for weights that count, a few units
+# exp of a difference of maxima is off by the rounding of that difference: up to 2^-24 times 20 or so
+# for weights that count
 ROUNDINGS = 24
 
 

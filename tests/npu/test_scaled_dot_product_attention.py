@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 SIZE = 16
 
 
-def check(batch, heads, group, rows, keys, dtype, seed, hidden, *, strided=(None, None, None), **options):
+def check(sizes, dtype, seed, hidden, *, strided=(None, None, None), **options):
+    batch, heads, group, rows, keys = sizes
     shapes = ((heads * group, rows), (heads, keys), (heads, keys), (heads * group, rows))
     query, key, value, upstream = (
         numbers(batch, n, length, SIZE, seed=seed + i, dtype=dtype) for i, (n, length) in enumerate(shapes)
@@ -22,7 +23,7 @@ def check(batch, heads, group, rows, keys, dtype, seed, hidden, *, strided=(None
     ]
     out = scaled_dot_product_attention(*on, **options)
     scale = options.get("scale", SIZE**-0.5)
-    wanted = attention(query, key, value, upstream, hidden, scale, dtype)
+    wanted = attention(query, key, value, upstream, hidden, scale=scale, dtype=dtype)
     agree(out, wanted.out, wanted.magnitudes["out"])
     gradients = torch.autograd.grad(out, on, on_npu(upstream, dtype))
     for name, gradient in zip(("query", "key", "value"), gradients, strict=True):
@@ -39,7 +40,7 @@ sizes = st.tuples(
 def test_it_agrees_with_float64_causal_or_not(sizes, dtype, is_causal, strided, seed):
     *_, group, rows, keys = sizes
     hidden = hidden_in_mode(2, rows, keys) if is_causal else torch.zeros(rows, keys, dtype=torch.bool)
-    check(*sizes, dtype, seed, hidden, strided=strided, is_causal=is_causal, enable_gqa=group > 1)
+    check(sizes, dtype, seed, hidden, strided=strided, is_causal=is_causal, enable_gqa=group > 1)
 
 
 @settings(max_examples=30)
@@ -56,15 +57,15 @@ def test_it_agrees_with_float64_with_a_mask_that_is_broadcast(sizes, dtype, broa
         shape = (1 if broadcast[0] else batch, 1 if broadcast[1] else heads * group, rows, keys)
     hidden = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.3
     hidden[..., 0] = False
-    check(*sizes, dtype, seed, hidden, attn_mask=(~hidden).npu(), enable_gqa=group > 1)
+    check(sizes, dtype, seed, hidden, attn_mask=(~hidden).npu(), enable_gqa=group > 1)
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_the_scale_may_be_given(dtype):
-    check(1, 2, 1, 5, 6, dtype, 1, torch.zeros(5, 6, dtype=torch.bool), scale=0.7)
+    check((1, 2, 1, 5, 6), dtype, 1, torch.zeros(5, 6, dtype=torch.bool), scale=0.7)
 
 
 def test_a_row_that_a_mask_hides_wholly_is_zero():
     hidden = torch.zeros(4, 5, dtype=torch.bool)
     hidden[1] = True
-    check(1, 1, 1, 4, 5, torch.float32, 1, hidden, attn_mask=(~hidden).npu())
+    check((1, 1, 1, 4, 5), torch.float32, 1, hidden, attn_mask=(~hidden).npu())

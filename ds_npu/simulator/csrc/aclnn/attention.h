@@ -100,8 +100,9 @@ std::vector<AttentionSequence> sequences_of(const AttentionCall& call);
 Tensors split_sequences(const Tensor& tensor, const AttentionCall& call, int64_t heads, const OptionalInts& ends);
 // Likewise softmax_max and softmax_sum.
 Tensors split_statistics(const Tensor& statistics, const AttentionCall& call);
-// [begin, end) in the tensor, of each sequence.
-std::vector<std::pair<int64_t, int64_t>> bounds(const Ints& ends, int64_t total);
+
+// The rotary part of query and key, where there is one, as further dims of each.
+AttentionCall with_rope_joined(AttentionCall call);
 
 int64_t key_heads(const AttentionCall& call);
 bool is_packed(const AttentionCall& call);

@@ -113,6 +113,10 @@ Tensor pse_of(const Tensor& pse, int64_t index, int64_t rows, int64_t keys) {
 }
 
 void check(const AttentionCall& call) {
+  if (!is_packed(call) && call.query_ends && !call.query_ends->empty()) refuse("lengths with layout " + call.layout);
+  if (key_heads(call) == 0 || call.heads % key_heads(call) != 0) {
+    reject(std::to_string(call.heads) + " heads share " + std::to_string(key_heads(call)) + " of the key");
+  }
   if (call.padding_mask && call.padding_mask->numel() > 0) refuse("padding_mask");
   if (call.pse && call.pse_type != 0 && call.pse_type != 1) refuse("pse_type " + std::to_string(call.pse_type));
   if (call.pse && is_packed(call)) refuse("pse with layout TND");
@@ -134,10 +138,11 @@ int64_t key_heads(const AttentionCall& call) {
   if (call.layout == "TND") return call.key.size(1);
   if (call.layout == "BNSD") return call.key.size(1);
   if (call.layout == "BSND") return call.key.size(2);
-  return call.key.size(2) / (call.query.size(2) / call.heads);
+  return call.key.size(2) / std::max<int64_t>(call.query.size(2) / call.heads, 1);
 }
 
-std::vector<std::pair<int64_t, int64_t>> bounds(const Ints& ends, int64_t total) {
+// [begin, end) in the tensor, of each sequence.
+static std::vector<std::pair<int64_t, int64_t>> bounds(const Ints& ends, int64_t total) {
   std::vector<std::pair<int64_t, int64_t>> result;
   int64_t begin = 0;
   for (const int64_t end : ends) {  // zeros after the last sequence stand for ones that take no part
@@ -174,7 +179,9 @@ std::vector<AttentionSequence> sequences_of(const AttentionCall& call) {
   const Tensors queries = split_sequences(call.query, call, call.heads, call.query_ends);
   const Tensors keys = split_sequences(call.key, call, key_heads(call), call.key_ends);
   const Tensors values = split_sequences(call.value, call, key_heads(call), call.key_ends);
-  if (queries.size() != keys.size()) reject("query and key have different numbers of sequences");
+  if (queries.size() != keys.size() || keys.size() != values.size()) {
+    reject("query, key and value have different numbers of sequences");
+  }
   int64_t first = -1, last = -1, bit = 0;
   for (size_t i = 0; i < queries.size(); ++i) {
     if (queries[i].size(1) == 0) continue;
@@ -203,6 +210,7 @@ std::vector<AttentionSequence> sequences_of(const AttentionCall& call) {
     result.push_back({queries[i], keys[i], values[i], pse, shown, visible, hidden, bit});
     bit += call.heads * rows * width;
   }
+  if (call.keep_probability < 1 && call.drop_mask->numel() * 8 < bit) reject("the dropout mask has too few bits");
   return result;
 }
 

@@ -5,17 +5,12 @@ using namespace sim;
 
 namespace sim {
 
-namespace {
-
-// A rotary part of query and key is more dims of each.
 AttentionCall with_rope_joined(AttentionCall call) {
   if (!call.query_rope || !call.key_rope) return call;
   call.query = at::cat({call.query, *call.query_rope}, -1);
   call.key = at::cat({call.key, *call.key_rope}, -1);
   return call;
 }
-
-}  // namespace
 
 AttentionHead head_of(const AttentionCall& call, const AttentionSequence& sequence, const Tensor& query, const Tensor& key,
                       const Tensor& value, int64_t head) {

@@ -7,7 +7,7 @@ namespace sim {
 
 namespace {
 
-// Query and key with their rotary parts as further dims, and room for the gradients of the whole.
+// A call whose query and key have their rotary parts joined to them, and room for the gradients of the whole.
 struct Joined {
   AttentionCall call;
   Tensor query_gradient, key_gradient;
@@ -15,12 +15,8 @@ struct Joined {
 
 Joined join_rope(const AttentionCall& call, const AttentionGradients& gradients) {
   if (!call.query_rope || !call.key_rope) return {call, gradients.query, gradients.key};
-  Joined result{call, {}, {}};
-  result.call.query = at::cat({call.query, *call.query_rope}, -1);
-  result.call.key = at::cat({call.key, *call.key_rope}, -1);
-  result.query_gradient = at::empty_like(result.call.query);
-  result.key_gradient = at::empty_like(result.call.key);
-  return result;
+  const AttentionCall joined = with_rope_joined(call);
+  return {joined, at::empty_like(joined.query), at::empty_like(joined.key)};
 }
 
 void part_rope(const Joined& joined, const AttentionGradients& gradients) {

@@ -1,5 +1,5 @@
-// The softmax of scaled scores with a mask. (torch_npu takes it for aten::_masked_softmax; its npu_scaled_masked_softmax and the
-// gradient of that are aclop operators on this device.)
+// The softmax of scaled scores with a mask. (torch_npu takes it for aten::_masked_softmax; its npu_scaled_masked_softmax and
+// the gradient of that are aclop operators on this device.)
 #include "aclnn/operator.h"
 
 using namespace sim;

@@ -42,7 +42,9 @@ ACLNN(RingAttentionUpdateV2,
   const auto by_head = [&](const Tensor& x) {
     return layout == "SBH" ? x.unflatten(-1, {previous_max.size(1), -1}) : x;
   };
-  by_head(out).copy_((by_head(previous) * factor(previous_part)).addcmul_(by_head(current).to(at::kFloat), factor(current_part)));
+  const Tensor merged = (by_head(previous) * factor(previous_part))
+                            .addcmul_(by_head(current).to(at::kFloat), factor(current_part));
+  by_head(out).copy_(merged);
   out_max.copy_(max);
   out_sum.copy_(sum);
 }

@@ -98,8 +98,9 @@ ACLNN(RotaryPositionEmbeddingV2, (const Tensor& x, const Tensor& cos, const Tens
   out.copy_((wide * cos).addcmul_(at::matmul(wide, widened(*rotation)), widened(sin)));
 }
 
-ACLNN(RotaryPositionEmbeddingGrad, (const Tensor& dy, const Tensor& cos, const Tensor& sin, const OptionalTensor& x, int64_t mode,
-                                    Tensor& dx, const OptionalTensor& dcos, const OptionalTensor& dsin)) {
+ACLNN(RotaryPositionEmbeddingGrad,
+      (const Tensor& dy, const Tensor& cos, const Tensor& sin, const OptionalTensor& x, int64_t mode, Tensor& dx,
+       const OptionalTensor& dcos, const OptionalTensor& dsin)) {
   const Tensor room = room_for(dx), wide = widened(dy);
   const auto slope = pairs_out(wide, mode);
   const auto cosine = pairs_out(widened(cos), mode), sine = pairs_out(widened(sin), mode);

@@ -42,8 +42,9 @@ def statistics_by_document(statistics: torch.Tensor, rows: list[int], softmax_la
     return [part.reshape(HEADS, -1, 8) for part in parts]
 
 
-def check(rows, keys, dtype, seed, hidden, *, strided=(None, None, None), sink=None, tail=(), **options):
-    """Run the documents packed, and compare each with itself alone. ``tail`` ends the lists of cumulative lengths."""
+def check(rows, keys, dtype, seed, hidden, *, strided=(None, None, None), sink=None, tail=(), version=1, **options):
+    """Run the documents packed, and compare each with itself alone. ``tail`` ends the lists of cumulative lengths.
+    ``version`` is that of torch_npu's function."""
     separate = documents(rows, keys, dtype, seed)
     query, key, value = (
         on_npu(torch.cat(one), dtype, layout).requires_grad_()
@@ -53,15 +54,17 @@ def check(rows, keys, dtype, seed, hidden, *, strided=(None, None, None), sink=N
     if sink is not None:
         leaves["sink"] = sink.float().npu().requires_grad_()
         options["sink"] = leaves["sink"]
-    out, maximum, total, *_ = torch_npu.npu_fusion_attention(
+    fused = (torch_npu.npu_fusion_attention, torch_npu.npu_fusion_attention_v2, torch_npu.npu_fusion_attention_v3)
+    of_lengths = torch.tensor if version == 3 else list
+    out, maximum, total, *_ = fused[version - 1](
         query,
         key,
         value,
         HEADS,
         "TND",
         scale=SIZE**-0.5,
-        actual_seq_qlen=[*ends_of(rows), *tail],
-        actual_seq_kvlen=[*ends_of(keys), *tail],
+        actual_seq_qlen=of_lengths([*ends_of(rows), *tail]),
+        actual_seq_kvlen=of_lengths([*ends_of(keys), *tail]),
         **options,
     )
     gradients = torch.autograd.grad(out, list(leaves.values()), on_npu(torch.cat(separate[3]), dtype))
@@ -138,6 +141,16 @@ def test_documents_may_have_more_keys_than_rows(pairs, dtype, mode, seed):
         hidden = [hidden_in_mode(mode, r, k) for r, k in zip(rows, keys, strict=True)]
         options = {"atten_mask": compressed_mask().npu(), "sparse_mode": mode}
     check(rows, keys, dtype, seed, hidden, **options)
+
+
+@pytest.mark.parametrize("version", (2, 3))
+def test_the_later_versions_of_the_function_do_the_same(version):
+    rows, keys = [5, 0, 33], [5, 3, 40]
+    hidden = [hidden_in_mode(3, r, k) for r, k in zip(rows, keys, strict=True)]
+    options = {"atten_mask": compressed_mask().npu(), "sparse_mode": 3}
+    check(rows, keys, torch.bfloat16, 5, hidden, version=version, **options)
+    sink = rounded(numbers(HEADS, seed=5), torch.float32)
+    check(rows, keys, torch.bfloat16, 5, hidden, version=version, sink=sink, **options)
 
 
 @pytest.mark.parametrize("softmax_layout", ("", "TND"))

@@ -19,7 +19,7 @@ static Tensor gathered(const Tensor& permuted, const Tensor& positions, int64_t 
   const bool dropped = rows < count;
   Tensor result = permuted.index_select(0, dropped ? positions.clamp_max(rows - 1) : positions);
   if (dropped) result.masked_fill_(positions.ge(rows).unsqueeze(1), 0);
-  return result.view({count / choices, choices, hidden});
+  return result.reshape({count / choices, choices, hidden});
 }
 
 // Each token's rows summed in float32.
@@ -86,7 +86,7 @@ ACLNN(MoeTokenUnpermuteGrad, (const OptionalTensor& permuted, const Tensor& grad
   if (!permuted || !dprobs) throw Failure(ACL_ERROR_INVALID_PARAM, "the gradient of probs needs permutedTokens");
   const Tensor wide = grad.to(at::kFloat).unsqueeze(1);
   const Tensor weighted = wide * probs->to(at::kFloat).unsqueeze(2);
-  scatter_rows(dpermuted, positions, weighted.view({positions.numel(), grad.size(1)}));
+  scatter_rows(dpermuted, positions, weighted.reshape({positions.numel(), grad.size(1)}));
   dprobs->copy_((gathered(*permuted, positions, probs->size(1)) * wide).sum(2));
 }
 
@@ -105,7 +105,7 @@ static void check_map(const Tensor& map, int64_t rows) {
 
 // [experts * capacity]: in the matrix [experts, tokens] laid flat, where the tokens of each expert stand.
 static Tensor padded_places(const Tensor& token_of_row, int64_t experts, int64_t tokens) {
-  const Tensor row = token_of_row.to(at::kLong).view({experts, -1});
+  const Tensor row = token_of_row.to(at::kLong).reshape({experts, -1});
   return (at::arange(experts, row.options()).unsqueeze(1) * tokens + row).view({-1});
 }
 

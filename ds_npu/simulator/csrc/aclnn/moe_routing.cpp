@@ -43,6 +43,50 @@ ACLNN(MoeInitRouting, (const Tensor& x, const Tensor& row_indices, const Tensor&
   at::index_select_out(expanded_x, x, 0, rows.narrow(0, 0, expanded_x.size(0)).remainder(x.size(0)));
 }
 
+// Counts for the experts of the active range: running sums (0), one each (1), or pairs of expert and count (2), which are
+// only of experts that have rows, and a zero pair ends them.
+static void write_expert_counts(const Tensor& out, const Tensor& counts, int64_t first, int64_t type) {
+  if (type == 0) {
+    out.copy_(counts.cumsum(0));
+  } else if (type == 1) {
+    out.copy_(counts);
+  } else if (type == 2) {
+    const Tensor used = counts.nonzero().squeeze(1);
+    out.zero_();
+    out.narrow(0, 0, used.numel()).copy_(at::stack({used + first, counts.index_select(0, used)}, 1));
+  } else {
+    throw Failure(ACL_ERROR_API_NOT_SUPPORT, "expertTokensNumType " + std::to_string(type) + " is not simulated");
+  }
+}
+
+// Without quantisation, and without dropping. Rows of experts outside the active range come last and are not copied.
+ACLNN(MoeInitRoutingV3, (const Tensor& x, const Tensor& experts, const OptionalTensor& scale, const OptionalTensor& offset,
+                         int64_t active, int64_t, int64_t, int64_t drop_pad_mode, int64_t count_type, bool give_counts,
+                         int64_t quant_mode, const OptionalInts& range, int64_t index_type, Tensor& expanded_x,
+                         Tensor& expanded_rows, Tensor& counts_out, const OptionalTensor& expanded_scale)) {
+  if (quant_mode != -1) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "quantMode " + std::to_string(quant_mode));
+  if (drop_pad_mode != 0) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "dropPadMode " + std::to_string(drop_pad_mode));
+  if (offset) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "offset without quantisation");
+  if (!range || range->size() != 2) throw Failure(ACL_ERROR_INVALID_PARAM, "activeExpertRange has two numbers");
+  const int64_t first = range->at(0), number = range->at(1) - first, choices = experts.size(1);
+  const Tensor expert = experts.reshape({experts.numel()}).to(at::kLong).sub(first);
+  const Tensor sorting = expert.masked_fill(expert.lt(0) | expert.ge(number), number);
+  const Tensor order = std::get<1>(at::sort(sorting, true, 0, false));
+  const Tensor counts = at::bincount(sorting, {}, number + 1).narrow(0, 0, number);
+  const int64_t inside = counts.sum().item<int64_t>();
+  const int64_t copied = std::min({inside, active > 0 ? active : inside, expanded_x.size(0)});
+  const Tensor token = order.narrow(0, 0, copied).floor_divide(choices);
+  expanded_x.narrow(0, 0, copied).copy_(x.index_select(0, token));
+  if (scale && expanded_scale) expanded_scale->narrow(0, 0, copied).copy_(scale->index_select(0, token));
+  if (index_type == 1) {
+    expanded_rows.copy_(order);
+  } else {
+    expanded_rows.fill_(-1);
+    expanded_rows.index_copy_(0, order.narrow(0, 0, inside), at::arange(inside, expanded_rows.options()));
+  }
+  if (give_counts) write_expert_counts(counts_out, counts, first, count_type);
+}
+
 // How many rows belong to each expert and those before it.
 ACLNN(MoeComputeExpertTokens, (const Tensor& sorted_experts, int64_t, Tensor& out)) {
   out.copy_(at::searchsorted(sorted_experts.contiguous(), at::arange(out.numel(), sorted_experts.options()), true, true));

@@ -17,7 +17,7 @@ DIM = st.sampled_from((1, 3, 16, 40))
 
 
 def roundings(dtype: torch.dtype, terms: int) -> float:
-    """Each sum of ``terms`` products is in float32: there it is most of the error, else one rounding of the result is."""
+    """A sum of ``terms`` products is in float32: there it is most of the error, else the result's one rounding is."""
     return 4 + terms if dtype == torch.float32 else 1.1
 
 
@@ -45,8 +45,9 @@ def products(
 
 
 @settings(max_examples=50)
-@given(GROUPS, DIM, DIM, DTYPES, st.sampled_from((0, 1, 2)), st.sampled_from((2, 3)), st.booleans(), st.data())
-def test_one_x_and_one_weight_are_multiplied_group_by_group(sizes, inner, columns, dtype, kind, split_item, biased, data):
+@given(GROUPS, DIM, DIM, DTYPES, st.booleans(), st.data())
+def test_one_x_and_one_weight_are_multiplied_group_by_group(sizes, inner, columns, dtype, biased, data):
+    kind, split_item = data.draw(st.sampled_from((0, 1, 2))), data.draw(st.sampled_from((2, 3)))
     x = numbers(sum(sizes), inner, seed=1, dtype=dtype)
     weight = numbers(len(sizes), inner, columns, seed=2, dtype=dtype)
     bias = numbers(len(sizes), columns, seed=3, dtype=dtype) if biased else None
@@ -64,8 +65,9 @@ def test_one_x_and_one_weight_are_multiplied_group_by_group(sizes, inner, column
 
 
 @settings(max_examples=40)
-@given(GROUPS, DIM, DIM, DTYPES, st.booleans(), st.booleans(), st.booleans(), st.sampled_from((0, 1)))
-def test_lists_of_weights_and_of_x_go_to_one_y(sizes, inner, columns, dtype, many_x, biased, transposed, kind):
+@given(GROUPS, DIM, DIM, DTYPES, st.sampled_from((0, 1)), st.data())
+def test_lists_of_weights_and_of_x_go_to_one_y(sizes, inner, columns, dtype, kind, data):
+    many_x, biased, transposed = (data.draw(st.booleans()) for _ in range(3))
     x = numbers(sum(sizes), inner, seed=1, dtype=dtype)
     weight = numbers(len(sizes), columns, inner, seed=2, dtype=dtype).transpose(1, 2)
     bias = numbers(len(sizes), columns, seed=3, dtype=dtype) if biased else None
@@ -163,6 +165,20 @@ def test_the_gradient_of_the_weights_is_added_into_float32(sizes, rows, columns,
     assert result.data_ptr() == y.data_ptr()
     expected, magnitude = products([part.t() for part in x.split(sizes)], list(weight.split(sizes)), list(before))
     agree(y, torch.stack(expected).reshape(shape), torch.stack(magnitude).reshape(shape), 4 + max(sizes))
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 20), DIM, DIM, st.sampled_from((torch.bfloat16, torch.float16)), st.integers(0, 7))
+def test_one_group_adds_the_gradient_of_a_matrix_into_a_flat_float32_buffer(tokens, inputs, outputs, dtype, offset):
+    """What a linear layer that accumulates gradients needs: main_grad += grad^T @ x in a view of a flat buffer."""
+    grad = numbers(tokens, outputs, seed=1, dtype=dtype)
+    x = numbers(tokens, inputs, seed=2, dtype=dtype)
+    buffer = on_npu(torch.ones(offset + outputs * inputs + 3), torch.float32)
+    main_grad = buffer[offset : offset + outputs * inputs].view(outputs, inputs)
+    torch_npu.npu_grouped_matmul_add_(main_grad, on_npu(grad, dtype), on_npu(x, dtype), torch.tensor([tokens]).npu())
+    agree(main_grad, 1 + grad.t() @ x, 1 + grad.abs().t() @ x.abs(), 4 + tokens)
+    assert buffer[:offset].cpu().eq(1).all()
+    assert buffer[-3:].cpu().eq(1).all()
 
 
 def test_an_expert_layer_trains_with_three_grouped_products():

@@ -1,4 +1,4 @@
-"""Mixture-of-experts operators: tokens to the experts and back, and the choice of experts, against plain PyTorch in float64."""
+"""Mixture of experts: tokens to the experts and back, and the choice of experts, against plain PyTorch in float64."""
 
 import pytest
 import torch
@@ -36,10 +36,11 @@ def expert_order(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @settings(max_examples=60)
-@given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.sampled_from((torch.int32, torch.int64)), st.data())
+@given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.data())
 def test_tokens_permuted_by_expert_are_sorted_and_dropped_beyond_the_number_asked_for(
-    tokens, experts, hidden, dtype, choices, index_dtype, data
+    tokens, experts, hidden, dtype, choices, data
 ):
+    index_dtype = data.draw(st.sampled_from((torch.int32, torch.int64)))
     choices = min(choices, experts)
     indices = chosen_experts(tokens, experts, choices, seed=1)
     kept = data.draw(st.integers(-tokens * choices + 1, tokens * choices))
@@ -62,10 +63,11 @@ def test_tokens_permuted_by_expert_are_sorted_and_dropped_beyond_the_number_aske
 
 
 @settings(max_examples=60)
-@given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.booleans(), st.data())
+@given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.data())
 def test_unpermuted_tokens_are_the_sum_of_their_choices_weighted_with_probs(
-    tokens, experts, hidden, dtype, choices, weighted, data
+    tokens, experts, hidden, dtype, choices, data
 ):
+    weighted = data.draw(st.booleans())
     choices = min(choices, experts) if weighted else 1
     rows = data.draw(st.integers(1, tokens * choices))
     _, positions = expert_order(chosen_experts(tokens, experts, choices, seed=1))
@@ -93,10 +95,11 @@ def routing_map(indices: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 @settings(max_examples=50)
-@given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.booleans(), st.sampled_from((torch.bool, torch.int8)), st.data())
+@given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.data())
 def test_a_routing_map_permutes_and_unpermutes_tokens_with_their_gradients(
-    tokens, experts, hidden, dtype, choices, weighted, map_dtype, data
+    tokens, experts, hidden, dtype, choices, data
 ):
+    weighted, map_dtype = data.draw(st.booleans()), data.draw(st.sampled_from((torch.bool, torch.int8)))
     choices = min(choices, experts)
     chosen = routing_map(chosen_experts(tokens, experts, choices, seed=1), experts)
     x = numbers(tokens, hidden, seed=2, dtype=dtype).requires_grad_()
@@ -140,10 +143,11 @@ def test_a_routing_map_permutes_and_unpermutes_tokens_with_their_gradients(
 
 
 @settings(max_examples=50)
-@given(st.integers(2, 9), EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.booleans(), st.data())
+@given(st.integers(2, 9), EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.data())
 def test_with_capacity_each_expert_gets_as_many_tokens_and_gradients_return(
-    tokens, experts, hidden, dtype, choices, weighted, data
+    tokens, experts, hidden, dtype, choices, data
 ):
+    weighted = data.draw(st.booleans())
     choices = min(choices, experts)
     capacity = data.draw(st.integers(1, tokens))
     chosen = routing_map(chosen_experts(tokens, experts, choices, seed=1), experts)
@@ -190,7 +194,9 @@ def test_with_capacity_each_expert_gets_as_many_tokens_and_gradients_return(
 
 @settings(max_examples=40)
 @given(TOKENS, EXPERTS, DTYPES, st.integers(1, 3), st.booleans(), st.data())
-def test_gating_takes_the_largest_softmax_and_the_first_of_equal_ones(tokens, experts, dtype, choices, some_finished, data):
+def test_gating_takes_the_largest_softmax_and_the_first_of_equal_ones(
+    tokens, experts, dtype, choices, some_finished, data
+):
     choices = min(choices, experts)
     # Few different values: many experts are equal.
     x = torch.randint(0, 3, (tokens, experts), generator=torch.Generator().manual_seed(1)).double()
@@ -252,17 +258,16 @@ def test_init_routing_and_finalize_routing_carry_tokens_there_and_back(tokens, e
 
 
 @settings(max_examples=40)
-@given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.sampled_from((0, 1, 2)), st.sampled_from((0, 1)), st.data())
-def test_init_routing_v2_expands_the_tokens_of_the_active_experts(
-    tokens, experts, hidden, dtype, choices, count_type, index_type, data
-):
+@given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.data())
+def test_init_routing_v2_expands_the_tokens_of_the_active_experts(tokens, experts, hidden, dtype, choices, data):
+    count_type, index_type = data.draw(st.sampled_from((0, 1, 2))), data.draw(st.sampled_from((0, 1)))
     choices = min(choices, experts)
     first = data.draw(st.integers(0, experts - 1))
     last = data.draw(st.integers(first + 1, experts))
     x = numbers(tokens, hidden, seed=1, dtype=dtype)
     expert = chosen_experts(tokens, experts, choices, seed=2).reshape(-1)
     inside = (first <= expert) & (expert < last)
-    order = torch.cat([torch.where(inside, expert, experts).argsort(stable=True)])
+    order = torch.where(inside, expert, experts).argsort(stable=True)
     number = int(inside.sum())
     found, rows, counts, scales = torch_npu.npu_moe_init_routing_v2(
         on_npu(x, dtype),
@@ -292,7 +297,9 @@ def test_init_routing_v2_expands_the_tokens_of_the_active_experts(
 
 
 @settings(max_examples=20)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=3), st.sampled_from(FLOATING[1:]))
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=3), st.sampled_from(FLOATING[1:])
+)
 def test_re_routing_brings_tokens_of_all_ranks_into_the_order_of_experts(counts, dtype):
     total = sum(map(sum, counts))
     tokens = numbers(total, 4, seed=1, dtype=dtype)

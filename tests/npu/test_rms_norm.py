@@ -33,7 +33,7 @@ def layer_norm(
     return (x - mean) * rstd * gamma + beta, mean, rstd
 
 
-# x * rstd * gamma in float32 is three roundings (rstd's own included), and rstd sums the row; then one of the result's type.
+# x * rstd * gamma in float32 is three roundings (rstd's own included), and rstd sums the row; then the result is rounded.
 ROUNDINGS = 16
 
 
@@ -188,7 +188,13 @@ def test_deep_norm_and_its_gradients_follow_the_formula(shape, dtype, alpha):
 
 
 @settings(max_examples=20)
-@given(st.sampled_from(((1, 4), (2, 6))), st.sampled_from((1, 2)), st.sampled_from(((), (3,), (2, 3))), DTYPES, st.booleans())
+@given(
+    st.sampled_from(((1, 4), (2, 6))),
+    st.sampled_from((1, 2)),
+    st.sampled_from(((), (3,), (2, 3))),
+    DTYPES,
+    st.booleans(),
+)
 def test_group_norm_silu_activates_the_normalized_groups(leading, groups, positions, dtype, affine):
     x = numbers(*leading, *positions, seed=1, dtype=dtype)
     gamma, beta = (numbers(leading[1], seed=seed, dtype=dtype) for seed in (2, 3)) if affine else (None, None)

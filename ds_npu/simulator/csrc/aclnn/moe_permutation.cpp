@@ -1,6 +1,6 @@
 // Mixture of experts: tokens copied into the order of the experts, and brought back.
 //
-// Legend of indices: for the i-th of (token, choice), in the order of tokens, positions[i] is its row among the permuted tokens.
+// Legend of indices: positions[i] is the row among the permuted tokens of the i-th of (token, choice), in the order of tokens.
 #include "aclnn/operator.h"
 
 using namespace sim;

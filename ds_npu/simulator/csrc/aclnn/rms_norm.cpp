@@ -46,7 +46,8 @@ ACLNN(RmsNormGrad, (const Tensor& dy, const Tensor& x, const Tensor& rstd, const
 // x1 + x2 in float32: that is what is normalised, and its rounded value is what is given back as x.
 static Tensor sum_of(const Tensor& x1, const Tensor& x2) { return at::add(x1.to(at::kFloat), x2); }
 
-ACLNN(AddRmsNorm, (const Tensor& x1, const Tensor& x2, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd, Tensor& x)) {
+ACLNN(AddRmsNorm, (const Tensor& x1, const Tensor& x2, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd,
+                   Tensor& x)) {
   const Tensor sum = sum_of(x1, x2);
   normalize(rows(sum, gamma.numel()), gamma, epsilon, y, rstd);
   x.copy_(sum);

@@ -33,7 +33,7 @@ def layer_norm(
     return (x - mean) * rstd * gamma + beta, mean, rstd
 
 
-# x * rstd * gamma in float32 is three roundings (rstd's own included), and rstd sums the row; then the result is rounded.
+# x * rstd * gamma in float32 is three roundings (rstd's own too), and rstd sums the row; then the result is rounded.
 ROUNDINGS = 16
 
 
@@ -136,12 +136,12 @@ def test_add_layer_norm_and_its_gradients_follow_the_formula(shape, dtype, data)
     values = [numbers(*outer, *normal, seed=seed, dtype=dtype) for seed in (1, 2)]
     values += [numbers(*normal, seed=seed, dtype=dtype) for seed in (3, 4)]
     x1, x2, gamma, beta = (value.requires_grad_() for value in values)
-    grad = numbers(*outer, *normal, seed=5, dtype=dtype)
+    grad, grad_sum = (numbers(*outer, *normal, seed=seed, dtype=dtype) for seed in (5, 6))
     expected, mean, rstd = layer_norm(x1 + x2, gamma, beta, 0.01)
-    expected.backward(grad)
+    torch.autograd.backward([expected, x1 + x2], [grad, grad_sum])
     on = [on_npu(v.detach(), dtype, data.draw(layouts(v.dim()))).requires_grad_() for v in (x1, x2, gamma, beta)]
     y, found_mean, found_rstd, total = torch_npu.npu_add_layer_norm(*on, 0.01, True)
-    y.backward(on_npu(grad, dtype))
+    torch.autograd.backward([y, total], [on_npu(grad, dtype), on_npu(grad_sum, dtype)])
     roundings = ROUNDINGS if dtype == torch.float32 else 1.5
     with torch.no_grad():
         x = x1 + x2
@@ -150,7 +150,7 @@ def test_add_layer_norm_and_its_gradients_follow_the_formula(shape, dtype, data)
         agree(found_mean.reshape(mean.shape), mean, x.abs().mean(trailing(gamma), keepdim=True), ROUNDINGS)
         agree(found_rstd.reshape(rstd.shape), rstd, rstd * (1 + spread.pow(2).mean()), ROUNDINGS)
         agree(total, x, x1.abs() + x2.abs(), 1.01)
-        magnitude = tangent_magnitude(x, gamma, grad, rstd)
+        magnitude = tangent_magnitude(x, gamma, grad, rstd) + grad_sum.abs()
         dims = tuple(range(len(outer)))
         for found, reference in ((on[0], x1), (on[1], x2)):
             agree(found.grad, reference.grad, magnitude, roundings)

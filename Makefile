@@ -14,6 +14,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
+TORCH_NPU := torch_npu==2.13.0
 STAMP := .venv/complete
 DEMO := examples/pretrain.py --deepspeed --deepspeed_config examples/configs/demo.json
 
@@ -51,7 +52,7 @@ $(STAMP): pyproject.toml setup.py Makefile
 	fi
 	.venv/bin/python -m pip install --quiet $(TORCH)
 	.venv/bin/python -m pip install --quiet $(TORCH) $(DEEPSPEED)
-	.venv/bin/python -m pip install --quiet $(TORCH) $(DEEPSPEED) --editable '.[examples,test]'
+	.venv/bin/python -m pip install --quiet $(TORCH) $(DEEPSPEED) $(TORCH_NPU) --editable '.[examples,test]'
 	@printf '%s' "$(CURDIR)" > $@
 
 # A build of a DeepSpeed extension that was killed leaves a lock behind, on which every later run waits for ever.

@@ -29,6 +29,12 @@ def write_ours(folder: Path) -> Path:
     return write_entry_points(folder, "ds_npu", declared.group(1).replace('"', ""), "0.1.0")
 
 
+def hide_torch_npu(folder: Path) -> Path:
+    """Metadata into ``folder`` that hide those of an installed torch_npu, so that torch does not load it by itself."""
+    write_entry_points(folder, "torch_npu", "", "2.13.0")
+    return folder
+
+
 def startup(folder: Path) -> str:
     """A line of code that makes Python process our ds_npu.pth, which it does for a site-packages folder only."""
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Runs a function on every rank of a small world: forkserver, gloo, one thread a rank, never longer than a deadline.
+"""Runs a function on every rank of a small world: forkserver, one thread a rank, never longer than a deadline.
 
 The forkserver imports torch and DeepSpeed once; a world of ranks then starts in a fraction of a second.
 """
@@ -33,13 +33,17 @@ PRELOAD = [
 multiprocessing.set_forkserver_preload(PRELOAD)
 
 
-def _rank_main(rank: int, world_size: int, folder: str, body: Callable[..., None], args: tuple[object, ...]) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, backend: str, body: Callable[..., None], args: tuple[object, ...]
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # DeepSpeed reads these; its own communication extension would cost a minute of compilation.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    if backend == "hccl":
+        torch.npu.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     try:
         body(*args)
@@ -48,14 +52,20 @@ def _rank_main(rank: int, world_size: int, folder: str, body: Callable[..., None
         dist.destroy_process_group()
 
 
-def run_on_ranks(world_size: int, body: Callable[..., None], *args: object, deadline_s: float = DEADLINE_S) -> None:
+def run_on_ranks(
+    world_size: int,
+    body: Callable[..., None],
+    *args: object,
+    deadline_s: float = DEADLINE_S,
+    backend: str = "gloo",
+) -> None:
     """Call ``body(*args)`` on each of ``world_size`` ranks; raise what the first failing rank raised.
 
-    Past ``deadline_s`` every rank is killed and TimeoutError raised: a hang is a failure with a name.
+    With ``backend="hccl"`` each rank has an NPU of its own. Past ``deadline_s`` every rank is killed and TimeoutError raised: a hang is a failure with a name.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank_main, (world_size, folder, body, args), world_size, join=False, start_method="forkserver"
+            _rank_main, (world_size, folder, backend, body, args), world_size, join=False, start_method="forkserver"
         )
         deadline = time.monotonic() + deadline_s
         try:

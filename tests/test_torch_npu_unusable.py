@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import importlib.metadata
 
 import activation_probe
 import npu_double
 import pytest
 
-VERSION = "2.13.0"
-CACHE = activation_probe.ROOT / ".torch_npu"
+VERSION = importlib.metadata.version("torch_npu")
 ON = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
 
 FAKES = {
@@ -32,23 +29,12 @@ SAID = {
 REAL = pytest.param("the real one", marks=pytest.mark.slow)
 
 
-def real_torch_npu():
-    """The folder with the wheel of torch_npu from the package index, kept between runs."""
-    folder = CACHE / f"{VERSION}-{sys.implementation.cache_tag}"
-    if not folder.exists():
-        unfinished = CACHE / f"unfinished-{os.getpid()}"
-        wanted = ["--no-deps", "--target", str(unfinished), f"torch_npu=={VERSION}"]
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True, timeout=600)
-        unfinished.rename(folder)
-    return folder
-
-
 @pytest.fixture
 def case(request, tmp_path):
     """(folder with an unusable torch_npu, what is to be said about it)."""
     name = request.param
     if name == "the real one":
-        return real_torch_npu(), SAID[name]
+        return importlib.metadata.distribution("torch_npu").locate_file(""), SAID[name]
     folder = npu_double.write_package(tmp_path / "npu", **FAKES[name])
     version = FAKES[name].get("version", VERSION)
     activation_probe.write_entry_points(folder, "torch_npu", "torch_npu = torch_npu:_autoload", version)
@@ -169,3 +155,11 @@ def test_without_ds_npu_importing_torch_fails_where_this_file_says_it_works(case
     done = npu_double.python("import torch", case[0], **{**ON, "DS_NPU_AUTOLOAD": "0"})
     assert done.returncode == 1
     assert "Failed to load the backend extension: torch_npu" in done.stderr
+
+
+@pytest.mark.parametrize("code", ["import torch", "import deepspeed", "import torch, transformers"])
+@pytest.mark.parametrize("case", ["no CANN", REAL], indirect=True)
+def test_where_another_accelerator_was_asked_for_nothing_is_said(case, code, tmp_path):
+    done = run(code, case, tmp_path, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    assert "torch_npu" not in done.stderr

@@ -8,12 +8,12 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from ds_npu.cli.command import Command
 from ds_npu.simulator.build import BuildError, built
+from ds_npu.simulator.contents import markdown
 from ds_npu.simulator.environment import SOCS, Simulation, bytes_of, fault_of
-
 
 T = TypeVar("T")
 
@@ -34,6 +34,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         metavar="SPEC",
         help="NAME[:CALL][@RANK]=CODE or =exit: that call of an ACL, HCCL or aclnn function fails, or its process dies",
     )
+    parser.add_argument("--list", action="store_true", help="print a table of what is simulated, in Markdown, and end")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
 
@@ -56,7 +57,7 @@ def _said(parse: Callable[[str], T]) -> Callable[[str], T]:
 def _run(arguments: Namespace) -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     program = shutil.which(command[0]) if command else None
-    if program is None:
+    if program is None and not arguments.list:
         wrong = f"there is no command {command[0]!r}" if command else "no command to run"
         print(f"ds_npu sim: {wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", file=sys.stderr)
         return 127 if command else 2
@@ -65,10 +66,15 @@ def _run(arguments: Namespace) -> int:
     except BuildError as error:
         print(f"ds_npu sim: {error}", file=sys.stderr)
         return 1
-    simulation = Simulation(
-        arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault)
-    )
-    os.execve(program, command, simulation.environment(home, os.environ))
+    if program is None:
+        print(markdown(home))
+        return 0
+    simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault))
+    return _become(program, command, simulation.environment(home, os.environ))
+
+
+def _become(program: str, command: list[str], environment: dict[str, str]) -> NoReturn:
+    os.execve(program, command, environment)
 
 
 SIM = Command("sim", "Run a command on simulated NPUs.", _add_arguments, _run)

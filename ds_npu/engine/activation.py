@@ -11,8 +11,8 @@ whose ``_autoload`` marks torch_npu as not importable (``sys.modules["torch_npu"
 ``importlib.util.find_spec`` then answers None, so that libraries that probe for it pass over it, and an
 ``import torch_npu`` in the script ends in Python's ModuleNotFoundError, below the warning. Where torch_npu is imported
 first, or torch's autoloading is off, that import raises ImportError with the text of the warning, each time.
-DS_ACCELERATOR=npu, which cannot be had, ends the program with it. The order of entry points is undefined, so only the
-``.pth`` line makes sure that the guard is there first.
+DS_ACCELERATOR=npu, which cannot be had, ends the program with it; where it names another accelerator, nobody is
+warned. The order of entry points is undefined, so only the ``.pth`` line makes sure that the guard is there first.
 
 [Note: begun before us] Where the entry point is the only way and ``import deepspeed`` the first import, ``deepspeed``
 is half executed when we come (its line ``import torch``), and no loader of ours will see the end of it. Such a module
@@ -164,14 +164,14 @@ class _TorchNpuLoader(_PatchingLoader):
         text = _TorchNpuLoader.why_not
         if text is None:
             return
-        if os.environ.get("DS_ACCELERATOR") == "npu":
+        accelerator = os.environ.get("DS_ACCELERATOR")
+        if accelerator == "npu":
             raise SystemExit(text)
+        if not accelerator and (_being_imported("torch") or _being_imported("deepspeed")):
+            _warn(text)  # DeepSpeed catches the error and takes the CPU.
         if _being_imported("torch"):
-            _warn(text)
             vars(module)["_autoload"] = _mark_torch_npu_not_importable
             return
-        if _being_imported("deepspeed"):
-            _warn(text)  # DeepSpeed catches the error and takes the CPU.
         raise ImportError(text, name="torch_npu")
 
     def _failure(self, module: ModuleType) -> str | None:

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import mmap
 import os
 import re
@@ -35,6 +36,9 @@ SONAMES = (
     "libacl_tdt_channel.so",
 )
 """The libraries of CANN that torch_npu links or opens by name: links to LIBRARY, which the loader opens once."""
+
+CONTENTS = "simulated.json"
+"""Beside the library: the functions of CANN's interface that each source has."""
 
 CANN_FOLDERS = ("runtime", "compiler", "opp")
 
@@ -128,7 +132,11 @@ def _build(toolchain: Toolchain, home: Path) -> None:
         for folder in CANN_FOLDERS:
             (making / folder).mkdir(parents=True)
         objects = _compile(toolchain, sources, Path(scratch))
-        _link(toolchain, objects, making)
+        contents = {
+            str(source.relative_to(SOURCES)): _defined(made) for source, made in zip(sources, objects, strict=True)
+        }
+        (making / CONTENTS).write_text(json.dumps(contents))
+        _link(toolchain, objects, {name for names in contents.values() for name in names}, making)
         for soname in SONAMES:
             (making / soname).symlink_to(LIBRARY)
         if home.exists():
@@ -163,32 +171,27 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], scratch: Path) -> li
     return objects
 
 
-def _link(toolchain: Toolchain, objects: Sequence[Path], home: Path) -> None:
+def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home: Path) -> None:
     """The library, with a symbol for everything torch_npu may ask for: what is not simulated says so when called."""
     stubs = home.parent / "not_simulated.cpp"
-    stubs.write_text(_not_simulated(toolchain, _defined(objects)))
+    stubs.write_text(_not_simulated(toolchain, defined))
     torch_lib = toolchain.torch / "lib"
     _run([toolchain.compiler, *FLAGS, "-shared", "-o", str(home / LIBRARY), *map(str, objects), str(stubs),
           f"-L{torch_lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_lib}", "-Wl,-z,defs"])  # fmt: skip
 
 
-def _defined(objects: Sequence[Path]) -> set[str]:
-    listing = _run(["nm", "--defined-only", "--format=just-symbols", *map(str, objects)])
-    return {line.strip() for line in listing.splitlines()}
+def _defined(compiled: Path) -> list[str]:
+    """The functions of CANN's interface in an object file, sorted."""
+    listing = _run(["nm", "--defined-only", "--extern-only", "--format=just-symbols", str(compiled)])
+    return sorted(re.findall(r"^(?:acl|Hccl)\w+$", listing, re.MULTILINE))
 
 
 def operators_of(torch_npu: Path) -> list[str]:
     """Names of the aclnn operators that torch_npu's library can call, sorted."""
     with (torch_npu / "lib" / "libtorch_npu.so").open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        names = {found.group(1).decode() for found in re.finditer(rb"\0(aclnn[A-Z]\w*?)(?:GetWorkspaceSize)?\0", content)}
-    return sorted(names)
-
-
-def simulated_operators() -> list[str]:
-    """Names of the aclnn operators that ``csrc`` has, sorted."""
-    text = "".join(source.read_text() for source in sorted((SOURCES / "aclnn").glob("*.cpp")))
-    return sorted({f"aclnn{name}" for name in re.findall(r"^ACLNN\((\w+),", text, re.MULTILINE)})
+        names = re.findall(rb"\0(aclnn[A-Z]\w*?)(?:GetWorkspaceSize)?(?=\0)", content)
+    return sorted({name.decode() for name in names})
 
 
 def _linked_symbols(toolchain: Toolchain) -> set[str]:

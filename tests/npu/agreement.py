@@ -63,8 +63,9 @@ def agree(
 ) -> None:
     """Assert that ``found`` (NPU, any floating dtype) is ``expected`` (CPU, float64) up to its own dtype's rounding.
 
-    Allowed per element: ``roundings`` times half a unit in the last place of ``magnitude``, which is |expected| unless the
-    result is a sum of larger terms (then: the sum of the terms' absolute values). Say why where ``roundings`` is not 2.
+    Allowed per element: ``roundings`` times half a unit in the last place of ``magnitude``, which is |expected| unless
+    the result is a sum of larger terms (then: the sum of the terms' absolute values). Say why where ``roundings`` is
+    not 2.
     """
     assert found.device.type == "npu", found.device
     assert found.shape == expected.shape, (found.shape, expected.shape)

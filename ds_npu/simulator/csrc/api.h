@@ -31,6 +31,13 @@ void set_recent_error(std::string message);
 // What the planted faults of `ds_npu sim --fault` want of this call: its error code, or 0. May end the process.
 int planted_fault(const char* name);
 
+// The same for a call of the ABI, where a fault may have been planted.
+template <class Body>
+int guarded(const char* name, int unknown_error, Body&& body) noexcept {
+  if (const int code = planted_fault(name)) return code;
+  return reported(name, unknown_error, body);
+}
+
 template <std::size_t N>
 struct Literal {
   char text[N]{};
@@ -41,9 +48,8 @@ struct Literal {
 
 // Runs `body`; its exceptions become an error code, with the message kept for aclGetRecentErrMsg.
 template <class Body>
-int guarded(const char* name, int unknown_error, Body&& body) noexcept {
+int reported(const char* name, int unknown_error, Body&& body) noexcept {
   try {
-    if (const int code = planted_fault(name)) return code;
     body();
     return 0;
   } catch (const Failure& failure) {

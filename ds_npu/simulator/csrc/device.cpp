@@ -5,6 +5,7 @@
 #include "acl/acl_base.h"
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
+#include "chaos.h"
 #include "settings.h"
 #include "stream.h"
 
@@ -25,7 +26,10 @@ thread_local int current = -1;
 
 }  // namespace
 
-Device::Device(int index) : index_(index), memory_(index) {}
+Device::Device(int index)
+    : index_(index),
+      memory_(index),
+      chaos_(settings().chaos ? std::make_unique<Chaos>(*this, *settings().chaos) : nullptr) {}
 
 Device::~Device() = default;
 
@@ -95,6 +99,8 @@ Device& current_device() {
   if (current < 0) throw Failure(ACL_ERROR_RT_CONTEXT_NULL, "aclrtSetDevice has not been called in this thread");
   return device(current);
 }
+
+Device& current_device_or_first() { return device(std::max(current, 0)); }
 
 void set_current_device(int index) {
   device(index);

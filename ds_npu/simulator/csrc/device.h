@@ -14,6 +14,7 @@
 
 namespace sim {
 
+class Chaos;
 class Stream;
 
 class Device {
@@ -23,6 +24,7 @@ class Device {
 
   int index() const { return index_; }
   Memory& memory() { return memory_; }
+  Chaos* chaos() { return chaos_.get(); }  // nullptr: streams run as they will
 
   // Waits until all streams have done what was put on them; throws the device's failure.
   void synchronize(Timeout timeout = {});
@@ -41,6 +43,7 @@ class Device {
  private:
   const int index_;
   Memory memory_;
+  const std::unique_ptr<Chaos> chaos_;
   std::mutex mutex_;
   std::vector<Stream*> streams_;
   std::unique_ptr<Stream> default_stream_;
@@ -51,6 +54,7 @@ class Device {
 
 // The device of aclrtSetDevice in this thread; throws before the first call, and on an index that does not exist.
 Device& current_device();
+Device& current_device_or_first();
 Device& device(int index);
 void set_current_device(int index);
 

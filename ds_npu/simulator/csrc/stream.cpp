@@ -6,6 +6,7 @@
 #include "acl/acl_base.h"
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
+#include "chaos.h"
 
 namespace sim {
 namespace {
@@ -13,6 +14,8 @@ namespace {
 // Codes with which CANN reports a task that failed and a wait that took too long.
 constexpr int kTaskFailed = ACL_ERROR_RT_AICORE_EXCEPTION;
 constexpr int kTimedOut = ACL_ERROR_RT_STREAM_SYNC_TIMEOUT;
+
+thread_local Stream* of_thread = nullptr;
 
 int next_id() {
   static std::atomic<int> streams{0};
@@ -29,7 +32,7 @@ bool wait_for(std::condition_variable& variable, std::unique_lock<std::mutex>& l
 
 }  // namespace
 
-Stream::Stream(Device& device) : device_(device), id_(next_id()), chaos_(id_) {
+Stream::Stream(Device& device) : device_(device), id_(next_id()) {
   device_.add(this);
   worker_ = std::thread([this] { run(); });
   pthread_setname_np(worker_.native_handle(), ("npu" + std::to_string(device.index()) + "/" + std::to_string(id_)).c_str());
@@ -54,31 +57,50 @@ void Stream::enqueue(Task task) {
     asleep = queue_.empty() && !busy_;
     queue_.push_back(std::move(task));
   }
+  if (device_.chaos() != nullptr) device_.chaos()->enqueued();
   if (asleep) arrived_.notify_one();
 }
 
+Stream* Stream::of_this_thread() { return of_thread; }
+
+bool Stream::next_is_ready() {
+  const std::scoped_lock lock(mutex_);
+  if (busy_ || queue_.empty()) return resuming_;
+  return !queue_.front().ready || queue_.front().ready();
+}
+
 void Stream::run() {
+  of_thread = this;
   // The operators' arithmetic is ATen's on CPU tensors, with nothing recorded for a backward pass.
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  Chaos* const chaos = device_.chaos();
   std::unique_lock lock(mutex_);
   while (true) {
     arrived_.wait(lock, [this] { return closing_ || !queue_.empty(); });
     if (queue_.empty()) return;
+    if (chaos != nullptr) {
+      lock.unlock();
+      chaos->begin_turn(*this);
+      lock.lock();
+    }
     Task task = std::move(queue_.front());
     queue_.pop_front();
     busy_ = true;
     lock.unlock();
     perform(task);
-    task.work = nullptr;
-    done_.fetch_add(1, std::memory_order_relaxed);
+    task = {};
     lock.lock();
     busy_ = false;
+    if (chaos != nullptr) {
+      lock.unlock();
+      chaos->end_turn();
+      lock.lock();
+    }
   }
 }
 
 void Stream::perform(Task& task) {
   if (device_.failed() && !task.always) return;
-  chaos_.maybe_hold(*this);
   try {
     task.work();
   } catch (const Failure& failure) {
@@ -106,14 +128,15 @@ void Event::record(const std::shared_ptr<Event>& event, Stream& stream) {
     ticket = ++event->recorded_;
     event->device_ = &stream.device();
   }
-  stream.enqueue({"record event",
-                  [event, ticket] {
-                    const std::scoped_lock lock(event->mutex_);
-                    event->completed_ = std::max(event->completed_, ticket);
-                    event->time_ = Clock::now();
-                    event->reached_.notify_all();
-                  },
-                  true});
+  stream.enqueue({"record event", [event, ticket] { event->reach(ticket); }, true});
+}
+
+void Event::reach(std::uint64_t ticket) {
+  const std::scoped_lock lock(mutex_);
+  completed_ = std::max(completed_, ticket);
+  time_ = Clock::now();
+  end_host_waits(completed_);
+  reached_.notify_all();
 }
 
 void Event::wait(const std::shared_ptr<Event>& event, Stream& stream) {
@@ -122,13 +145,24 @@ void Event::wait(const std::shared_ptr<Event>& event, Stream& stream) {
     const std::scoped_lock lock(event->mutex_);
     ticket = event->recorded_;
   }
-  stream.enqueue({"wait for event", [event, ticket] { event->await(ticket, {}); }, true});
+  stream.enqueue({"wait for event", [event, ticket] { event->await(ticket); }, true,
+                  [event, ticket] { return event->reached(ticket); }});
 }
 
-void Event::await(std::uint64_t ticket, Timeout timeout) {
+bool Event::reached(std::uint64_t ticket) {
+  const std::scoped_lock lock(mutex_);
+  return completed_ >= ticket;
+}
+
+void Event::await(std::uint64_t ticket) {
   std::unique_lock lock(mutex_);
-  if (!wait_for(reached_, lock, timeout, [&] { return completed_ >= ticket; }))
-    throw Failure(kTimedOut, "the stream was not done after " + std::to_string(timeout->count()) + " ms");
+  reached_.wait(lock, [&] { return completed_ >= ticket; });
+}
+
+// The device is told by whoever reaches the event, so that under chaos it stops right there.
+void Event::end_host_waits(std::uint64_t up_to) {
+  const auto ended = std::erase_if(host_waits_, [&](std::uint64_t ticket) { return ticket <= up_to; });
+  for (std::size_t i = 0; i < ended && device_->chaos() != nullptr; ++i) device_->chaos()->host_goes_on();
 }
 
 bool Event::complete() {
@@ -137,12 +171,16 @@ bool Event::complete() {
 }
 
 void Event::synchronize(Timeout timeout) {
-  std::uint64_t ticket;
-  {
-    const std::scoped_lock lock(mutex_);
-    ticket = recorded_;
+  std::unique_lock lock(mutex_);
+  const std::uint64_t ticket = recorded_;
+  if (completed_ < ticket) {
+    host_waits_.push_back(ticket);
+    if (device_->chaos() != nullptr) device_->chaos()->host_waits();
   }
-  await(ticket, timeout);
+  const bool in_time = wait_for(reached_, lock, timeout, [&] { return completed_ >= ticket; });
+  if (!in_time) end_host_waits(ticket);
+  lock.unlock();
+  if (!in_time) throw Failure(kTimedOut, "the device was not done after " + std::to_string(timeout->count()) + " ms");
   throw_if_failed();
 }
 

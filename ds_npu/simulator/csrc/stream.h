@@ -12,8 +12,8 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
-#include "chaos.h"
 #include "device.h"
 #include "timeout.h"
 
@@ -38,15 +38,20 @@ class Stream {
   void synchronize(Timeout timeout = {});
   bool idle();
 
-  // From the host's point of view, for chaos: how many tasks have been done.
-  std::uint64_t done() const { return done_.load(std::memory_order_relaxed); }
+  // The stream whose thread this is, or nullptr.
+  static Stream* of_this_thread();
+
+  // For Chaos: whether the next task waits for nothing; whether one that gave up its turn wants it back.
+  bool next_is_ready();
+  void set_resuming(bool resuming) { resuming_ = resuming; }
 
  private:
   friend class Event;
   struct Task {
     const char* name;
     std::function<void()> work;
-    bool always;  // also on a failed device: events, so that whoever waits gets to see the failure
+    bool always;                   // also on a failed device: events, so that whoever waits gets to see the failure
+    std::function<bool()> ready{};  // for a task that waits: whether it would not
   };
   void enqueue(Task task);
   void run();
@@ -54,13 +59,12 @@ class Stream {
 
   Device& device_;
   const int id_;
-  Chaos chaos_;
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<Task> queue_;
   bool busy_ = false;
   bool closing_ = false;
-  std::atomic<std::uint64_t> done_{0};
+  std::atomic<bool> resuming_{false};
   std::thread worker_;
 };
 
@@ -75,7 +79,10 @@ class Event {
   Clock::time_point time();  // of the last record that is complete
 
  private:
-  void await(std::uint64_t ticket, Timeout timeout);
+  void await(std::uint64_t ticket);
+  void reach(std::uint64_t ticket);
+  bool reached(std::uint64_t ticket);
+  void end_host_waits(std::uint64_t up_to);
 
   std::mutex mutex_;
   std::condition_variable reached_;
@@ -83,6 +90,7 @@ class Event {
   std::uint64_t completed_ = 0;
   Clock::time_point time_{};
   Device* device_ = nullptr;
+  std::vector<std::uint64_t> host_waits_;  // tickets that host threads wait for
 };
 
 // The stream behind a handle; a null handle is the current device's default stream.

@@ -9,6 +9,7 @@
 #include "acl/acl.h"
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
+#include "chaos.h"
 
 using sim::Event;
 using sim::Failure;
@@ -182,7 +183,9 @@ SIM_API(aclError, aclrtLaunchCallback,
       function(argument);
       done->set_value();
     });
-    if (block == ACL_CALLBACK_BLOCK) done->get_future().wait();
+    if (block != ACL_CALLBACK_BLOCK) return;
+    const sim::WithoutTurn others_may_run;
+    done->get_future().wait();
   });
 }
 

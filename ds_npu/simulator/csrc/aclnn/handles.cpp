@@ -1,3 +1,4 @@
+// Creates and destroys the objects through which aclnn operators get their arguments.
 #include "aclnn/handles.h"
 
 #include <algorithm>

@@ -26,12 +26,12 @@ void DynamicTensor::assign(const Tensor& value) {
 
 int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
   const std::unique_ptr<aclOpExecutor> owned(executor);
-  return guarded(name, ACL_ERROR_INTERNAL_ERROR, [&] { stream_of(stream).push(owned->name, std::move(owned->work)); });
+  return reported(name, ACL_ERROR_INTERNAL_ERROR, [&] { stream_of(stream).push(owned->name, std::move(owned->work)); });
 }
 
 // In the place of an operator that is not simulated: ds_npu/simulator/build.py writes one for each that torch_npu can call.
 int not_simulated(const char* name) {
-  return guarded(name, ACL_ERROR_API_NOT_SUPPORT, [&] {
+  return reported(name, ACL_ERROR_API_NOT_SUPPORT, [&] {
     throw Failure(ACL_ERROR_API_NOT_SUPPORT,
                   "this operator is not simulated. Add it under ds_npu/simulator/csrc/aclnn: operator.h says how");
   });

@@ -1,0 +1,219 @@
+"""`ds_npu sim`: what a process sees on simulated NPUs, and the faults that are planted and must be caught."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import simulated
+
+ORDER = """
+import torch
+
+side = torch.npu.Stream()
+one = torch.ones(4096, device="cpu").npu()
+wrong = []
+for attempt in range(30):
+    torch.npu.synchronize()
+    {body}
+    torch.npu.synchronize()
+    wrong += [attempt] if (found.cpu() != expected).any() else []
+print(wrong)
+"""
+
+WAITED = """
+    shared = torch.zeros(4096, device="npu")
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        shared.add_(one)
+    {wait}
+    found, expected = shared + shared, 2
+"""
+
+RECORDED = """
+    freed = one + one
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        found, expected = freed + freed, 4
+    {record}
+    del freed
+    reused = torch.zeros(4096, device="npu")
+"""
+
+
+def wrong_numbers(body: str, seed: int) -> str:
+    """Which of 30 attempts gave a wrong number."""
+    (attempts,) = simulated.printed(simulated.python(ORDER.format(body=body), "--chaos", str(seed)))
+    return attempts
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_missing_event_wait_gives_wrong_numbers_the_same_each_time(seed):
+    wrong = wrong_numbers(WAITED.format(wait=""), seed)
+    assert wrong != "[]"
+    assert wrong_numbers(WAITED.format(wait=""), seed) == wrong
+    assert wrong_numbers(WAITED.format(wait="torch.npu.current_stream().wait_stream(side)"), seed) == "[]"
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_missing_record_stream_gives_wrong_numbers_the_same_each_time(seed):
+    wrong = wrong_numbers(RECORDED.format(record=""), seed)
+    assert wrong != "[]"
+    assert wrong_numbers(RECORDED.format(record=""), seed) == wrong
+    assert wrong_numbers(RECORDED.format(record="freed.record_stream(side)"), seed) == "[]"
+
+
+def test_a_process_sees_the_devices_the_chip_and_the_memory_that_were_asked_for():
+    code = """
+    import torch
+    properties = torch.npu.get_device_properties(1)
+    print(torch.npu.device_count(), torch.npu.get_device_name(1), properties.total_memory, properties.cube_core_num)
+    """
+    done = simulated.python(code, "--devices", "3", "--soc", "910_9391", "--memory", "2GiB")
+    assert simulated.printed(done) == [f"3 Ascend910_9391 {2 * 2**30} 24"]
+
+
+def test_visible_devices_hide_the_others():
+    code = "import torch; print(torch.npu.device_count())"
+    assert simulated.printed(simulated.python(code, "--devices", "4", ASCEND_RT_VISIBLE_DEVICES="1,3")) == ["2"]
+
+
+def test_an_allocation_past_the_capacity_raises_torchs_own_error_with_its_report():
+    code = """
+    import torch
+    held = torch.empty(300 * 2**20, dtype=torch.uint8, device="npu")
+    try:
+        torch.empty(300 * 2**20, dtype=torch.uint8, device="npu")
+    except torch.OutOfMemoryError as error:
+        print(str(error).replace(chr(10), " "))
+    del held
+    torch.npu.empty_cache()
+    print(torch.empty(300 * 2**20, dtype=torch.uint8, device="npu").numel())
+    """
+    report, after = simulated.printed(simulated.python(code, "--memory", "512MiB"))
+    assert "Tried to allocate 30" in report
+    assert "512.00 MiB total capacity" in report
+    assert int(after) == 300 * 2**20
+
+
+def test_expandable_segments_share_the_same_capacity():
+    code = """
+    import torch
+    held = [torch.empty(100 * 2**20, dtype=torch.uint8, device="npu") for _ in range(4)]
+    try:
+        torch.empty(200 * 2**20, dtype=torch.uint8, device="npu")
+    except torch.OutOfMemoryError:
+        print("full")
+    held.clear()
+    torch.npu.empty_cache()
+    print(torch.empty(400 * 2**20, dtype=torch.uint8, device="npu").numel() // 2**20)
+    """
+    done = simulated.python(code, "--memory", "512MiB", PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
+    assert simulated.printed(done) == ["full", "400"]
+
+
+def test_an_operator_that_is_not_simulated_is_named():
+    code = """
+    import torch
+    a = torch.eye(4).npu()
+    torch.linalg.qr(a)
+    """
+    done = simulated.python(code)
+    assert done.returncode != 0
+    assert "not simulated" in done.stderr
+    assert "ds_npu/simulator/csrc/aclnn" in done.stderr
+
+
+def test_an_operator_that_fails_stops_the_device_and_says_where():
+    code = """
+    import torch
+    a = torch.ones(4).npu()
+    try:
+        torch.ops.aten.add.out(a, torch.ones(4).npu(), out=a)
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        print(error)
+    """
+    done = simulated.python(code, "--fault", "aclnnAdd=507015")
+    assert "planted by ds_npu sim --fault" in done.stdout, done.stdout + done.stderr
+
+
+def test_only_the_call_that_was_named_fails():
+    code = """
+    import torch
+    a = torch.ones(4).npu()
+    for call in (1, 2, 3):
+        try:
+            a + a
+            torch.npu.synchronize()
+            print(call, "went well")
+        except RuntimeError as error:
+            print(call, "507015" in str(error))
+    """
+    done = simulated.python(code, "--fault", "aclnnAdd:2=507015")
+    assert simulated.printed(done) == ["1 went well", "2 True", "3 went well"]
+
+
+def test_a_process_dies_where_it_was_told_to():
+    code = "import torch; torch.ones(4).npu(); print('alive')"
+    done = simulated.python(code, "--fault", "aclrtMallocAlign32=exit")
+    assert (done.returncode, done.stdout) == (-9, "")
+    assert simulated.printed(simulated.python(code, "--fault", "aclrtMallocAlign32@1=exit", RANK="0")) == ["alive"]
+
+
+def test_the_simulator_leaves_nothing_of_python_in_the_process():
+    code = "import sys, torch; print([name for name in sys.modules if name.startswith('ds_npu.simulator')])"
+    assert simulated.printed(simulated.python(code)) == ["[]"]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--devices", "0", "--", "true"), "found '0'; an integer >= 1"),
+        (("--memory", "lots", "--", "true"), "found 'lots'; a size such as 64GiB"),
+        (("--soc", "A100", "--", "true"), "910B2"),
+        (("--fault", "malloc", "--", "true"), "found 'malloc'; NAME[:CALL][@RANK]=CODE"),
+        ((), "no command to run"),
+        (("--", "no-such-command"), "there is no command 'no-such-command'"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(arguments, said):
+    done = simulated.sim(*arguments)
+    assert done.returncode not in (0, 1)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_compiler_there_is_one_error_that_says_what_to_install(tmp_path):
+    done = simulated.sim("--", sys.executable, "-c", "1", PATH=str(tmp_path), DS_NPU_CACHE=str(tmp_path), CXX="")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ds_npu sim: no C++ compiler: looked for c++, g++, clang++.")
+    assert "apt-get install g++" in line
+
+
+def test_the_exit_code_is_the_commands():
+    assert simulated.sim("--", sys.executable, "-c", "import os; os._exit(7)").returncode == 7
+
+
+@pytest.mark.slow
+def test_many_that_ask_at_once_build_once_and_a_killed_builder_leaves_no_lock(tmp_path):
+    """Also: a compiler that fails leaves nothing that looks built."""
+    environ = {**os.environ, "DS_NPU_CACHE": str(tmp_path)}
+    failing = simulated.sim("--", "true", CXX="/bin/false", **{"DS_NPU_CACHE": str(tmp_path)})
+    assert failing.returncode == 1
+    assert "could not be built" in failing.stderr
+    import signal
+    import subprocess
+    import time
+
+    command = [sys.executable, "-m", "ds_npu.cli.main", "sim", "--", "true"]
+    killed = subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL, start_new_session=True)
+    time.sleep(4)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    waiting = [subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate(timeout=400)[1] for process in waiting]
+    assert [process.returncode for process in waiting] == [0, 0, 0]
+    assert sum("building" in text for text in said) == 1

@@ -7,6 +7,7 @@
 #include "acl/acl_base.h"
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
+#include "chaos.h"
 
 namespace sim::hccl {
 namespace {
@@ -188,6 +189,11 @@ void Communicator::fail(HcclResult kind, const std::string& why) {
 }
 
 void Communicator::begin(std::uint64_t sequence, const std::string& what) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (performed_ + 1 == sequence) return;
+  }
+  const WithoutTurn others_go_on;
   const auto begun = Clock::now();
   std::unique_lock lock(mutex_);
   while (!ended_.wait_for(lock, kLook, [&] { return performed_ + 1 == sequence; })) {
@@ -208,14 +214,18 @@ void Communicator::end(std::uint64_t sequence) {
 }
 
 void Communicator::await(const Reached& reached, const std::string& what) {
+  std::uint32_t peer = 0;
+  for (int spin = 0; spin < kSpins; ++spin) {
+    while (peer < size_ && reached(peer)) ++peer;
+    if (peer == size_) return;
+  }
+  const WithoutTurn others_go_on;
   const auto begun = Clock::now();
   auto looked = begun;
-  std::uint32_t peer = 0;
-  for (int spin = 0;; ++spin) {
+  while (true) {
     const auto generation = segment_.generation();
     while (peer < size_ && reached(peer)) ++peer;
     if (peer == size_) return;
-    if (spin < kSpins) continue;
     segment_.sleep(generation, kLook);
     if (Clock::now() - looked < kLook) continue;
     looked = Clock::now();

@@ -1,4 +1,4 @@
-"""Calls of HCCL's C functions on the communicator of torch's process group, for what torch_npu itself never asks for."""
+"""Calls of HCCL's C functions on the communicator of torch's process group, for what torch_npu never asks for."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def call(name: str, *arguments: object, group: dist.ProcessGroup | None = None) 
     torch.npu.synchronize()  # torch_npu's own queue of calls is empty after it
     stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
     converted = [ctypes.c_uint64(one) if isinstance(one, int) else _argument(one) for one in arguments]
-    code = getattr(ctypes.CDLL("libhccl.so"), name)(*converted, communicator(group), stream)
-    return code
+    return getattr(ctypes.CDLL("libhccl.so"), name)(*converted, communicator(group), stream)
 
 
 def succeed(name: str, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Collectives between NPUs: what each rank gets is what the plain computation over all ranks' inputs gives, to the bit."""
+"""Collectives between NPUs: each rank gets what the plain computation over all ranks' inputs gives, to the bit."""
 
 from __future__ import annotations
 
@@ -219,7 +219,9 @@ def messages_body() -> None:
             dist.send(value(rank, count, dtype).npu(), after)
         same(found, value(before, count, dtype))
     # Several messages to each of the others; the receives come first, in the order of the ranks.
-    found = {(source, i): torch.empty(100 + i, device="npu") for source in range(world) for i in range(3) if source != rank}
+    found = {
+        (source, i): torch.empty(100 + i, device="npu") for source in range(world) for i in range(3) if source != rank
+    }
     receives = [dist.P2POp(dist.irecv, buffer, source) for (source, _), buffer in found.items()]
     sends = [
         dist.P2POp(dist.isend, value(rank, 100 + i, torch.float32, seed=i).npu(), target)
@@ -354,13 +356,13 @@ def uneven_body() -> None:
     hccl_calls.succeed("HcclAllGatherV", mine, counts[rank], gathered, counts, starts, torch.float32)
     expected = torch.full((end,), -1.0)
     for one in range(world):
-        expected[starts[one] : starts[one] + counts[one]] = value(one, max(counts[one], 1), torch.float32)[: counts[one]]
+        expected[starts[one] : starts[one] + counts[one]] = value(one, max(counts[one], 1), torch.float32)[
+            : counts[one]
+        ]
     same(gathered, expected)
     sent = [value(one, end, torch.float32, seed=2) for one in range(world)]
     part = torch.empty(max(counts[rank], 1), device="npu")
-    hccl_calls.succeed(
-        "HcclReduceScatterV", sent[rank].npu(), counts, starts, part, counts[rank], torch.float32, "sum"
-    )
+    hccl_calls.succeed("HcclReduceScatterV", sent[rank].npu(), counts, starts, part, counts[rank], torch.float32, "sum")
     own = slice(starts[rank], starts[rank] + counts[rank])
     same(part[: counts[rank]], reduced([one[own] for one in sent], dist.ReduceOp.SUM))
     matrix = [[(5 * i + 3 * j) % 11 for j in range(world)] for i in range(world)]
@@ -388,7 +390,9 @@ def overlapping_body() -> None:
         same(buffer, torch.cat([one.chunk(world)[rank] for one in everyone(count * world, torch.float32)]))
         buffer = value(rank, count * world, torch.float32).npu()
         hccl_calls.succeed("HcclReduceScatter", buffer, buffer, count, torch.float32, "sum")
-        expected = reduced([one.chunk(world)[rank] for one in everyone(count * world, torch.float32)], dist.ReduceOp.SUM)
+        expected = reduced(
+            [one.chunk(world)[rank] for one in everyone(count * world, torch.float32)], dist.ReduceOp.SUM
+        )
         same(buffer[:count], expected)
         whole = torch.cat([value(rank, count, torch.float32), torch.zeros(count * (world - 1))]).npu()
         hccl_calls.succeed("HcclAllGather", whole, whole, count, torch.float32)

@@ -24,10 +24,42 @@ HCCL_TYPES = {
 REDUCTIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 
 
-def communicator(group: dist.ProcessGroup | None = None) -> ctypes.c_void_p:
-    """The HcclComm of ``group`` on this rank's NPU."""
-    group = group or dist.distributed_c10d._get_default_group()
-    return ctypes.c_void_p(group._get_backend(torch.device("npu")).get_hccl_comm(torch.npu.current_device()))
+def communicator() -> ctypes.c_void_p:
+    """The HcclComm of the world on this rank's NPU."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("npu"))
+    return ctypes.c_void_p(backend.get_hccl_comm(torch.npu.current_device()))
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libhccl.so")
+
+
+def split(members: list[int], rank: int, number: int) -> ctypes.c_void_p:
+    """A communicator of the world's ranks ``members``, of which this is ``rank``; all call it with ``number``."""
+    made = ctypes.c_void_p()
+    code = _library().HcclCreateSubCommConfig(
+        ctypes.byref(communicator()),
+        ctypes.c_uint32(len(members)),
+        (ctypes.c_uint32 * len(members))(*members),
+        ctypes.c_uint64(number),
+        ctypes.c_uint32(rank),
+        None,
+        ctypes.byref(made),
+    )
+    assert code == 0, recent_error()
+    return made
+
+
+def join_all(devices: list[int]) -> list[ctypes.c_void_p]:
+    """A communicator of several NPUs of this process, as each of them sees it."""
+    made = (ctypes.c_void_p * len(devices))()
+    code = _library().HcclCommInitAll(ctypes.c_uint32(len(devices)), (ctypes.c_int32 * len(devices))(*devices), made)
+    assert code == 0, recent_error()
+    return [ctypes.c_void_p(one) for one in made]
+
+
+def destroy(handle: ctypes.c_void_p) -> None:
+    assert _library().HcclCommDestroy(handle) == 0, recent_error()
 
 
 def _argument(value: object) -> object:
@@ -42,20 +74,21 @@ def _argument(value: object) -> object:
     return value
 
 
-def call(name: str, *arguments: object, group: dist.ProcessGroup | None = None) -> int:
+def call(name: str, *arguments: object, on: ctypes.c_void_p | None = None) -> int:
     """The code that the function ``name`` returns, called on the current stream after what torch has queued.
 
     Tensors go as addresses, lists as uint64 arrays, dtypes and reductions by name as HCCL's numbers; ints are uint64.
+    ``on`` is the communicator, by default the world's.
     """
     torch.npu.synchronize()  # torch_npu's own queue of calls is empty after it
     stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
     converted = [ctypes.c_uint64(one) if isinstance(one, int) else _argument(one) for one in arguments]
-    return getattr(ctypes.CDLL("libhccl.so"), name)(*converted, communicator(group), stream)
+    return getattr(_library(), name)(*converted, on or communicator(), stream)
 
 
-def succeed(name: str, *arguments: object) -> None:
+def succeed(name: str, *arguments: object, on: ctypes.c_void_p | None = None) -> None:
     """As ``call``, which must return 0, and waited for."""
-    code = call(name, *arguments)
+    code = call(name, *arguments, on=on)
     assert code == 0, (name, code, recent_error())
     torch.npu.synchronize()
 

@@ -420,6 +420,46 @@ def test_buffers_and_roots_that_are_refused_at_the_call():
     run_on_ranks(2, refused_body, backend="hccl")
 
 
+def split_body() -> None:
+    """Two halves and an overlapping group made out of the world's communicator, several times with the same numbers."""
+    rank = dist.get_rank()
+    dist.barrier()
+    for attempt in range(3):
+        for number, members in enumerate(([0, 1], [3, 2], [1, 2, 3])):
+            if rank not in members:
+                continue
+            child = hccl_calls.split(members, members.index(rank), number)
+            mine = value(rank, 5000, torch.float32, seed=attempt).npu()
+            hccl_calls.succeed("HcclAllReduce", mine, mine, 5000, torch.float32, "sum", on=child)
+            values = [value(member, 5000, torch.float32, seed=attempt) for member in members]
+            same(mine, reduced(values, dist.ReduceOp.SUM))
+            hccl_calls.destroy(child)
+
+
+def test_communicators_of_some_ranks_of_a_communicator():
+    run_on_ranks(4, split_body, backend="hccl")
+
+
+def one_process_body() -> None:
+    """Two NPUs of one process, without torch's process group."""
+    comms = hccl_calls.join_all([0, 1])
+    given_by = [value(one, 20000, torch.float32) for one in range(2)]
+    buffers = [given_by[one].to(f"npu:{one}") for one in range(2)]
+    for one in range(2):
+        with torch.npu.device(one):
+            assert (
+                hccl_calls.call("HcclAllReduce", buffers[one], buffers[one], 20000, torch.float32, "sum", on=comms[one])
+                == 0
+            )
+    for one in range(2):
+        torch.npu.synchronize(one)
+        same(buffers[one], reduced(given_by, dist.ReduceOp.SUM))
+
+
+def test_two_npus_of_one_process():
+    run_on_ranks(1, one_process_body, backend="hccl")
+
+
 def memory_body() -> None:
     torch.npu.synchronize()
     free = torch.npu.mem_get_info()[0]

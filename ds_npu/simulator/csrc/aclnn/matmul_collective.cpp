@@ -96,8 +96,8 @@ void product_summed_over_ranks(const Tensor& x1, const Tensor& x2, const Optiona
 
 }  // namespace
 
-ACLNN(AllGatherMatmul, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group, int64_t gather_index,
-                        int64_t comm_turn, int64_t, Tensor& out, const OptionalTensor& gathered)) {
+ACLNN(AllGatherMatmul, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
+                        int64_t gather_index, int64_t comm_turn, int64_t, Tensor& out, const OptionalTensor& gathered)) {
   check_types(x1, x2);
   check_turn(comm_turn);
   check_no_bias(bias);

@@ -28,7 +28,8 @@ Stream& stream_for(const Communicator& communicator, aclrtStream handle) {
   return stream;
 }
 
-void push(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream, std::vector<Message> messages) {
+void push(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,
+          std::vector<Message> messages) {
   stream_for(*communicator, stream).push(name, [communicator, messages = std::move(messages)] {
     transfer(*communicator, messages);
   });

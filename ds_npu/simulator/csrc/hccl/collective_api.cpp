@@ -50,12 +50,15 @@ void enqueue_exchange(const char* name, Operation operation, const void* send, v
 }  // namespace
 
 SIM_API(HcclResult, HcclAllReduce,
-        (void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp reduction, HcclComm comm, aclrtStream stream)) {
+        (void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp reduction, HcclComm comm,
+         aclrtStream stream)) {
   check_reducible(type, reduction);
   const std::uint64_t bytes = count * bytes_of(type);
   check_overlap(send, receive, bytes);
   enqueue("HcclAllReduce", communicator_of(comm), stream, {{send, bytes}, {receive, bytes}},
-          [=](Communicator& group, std::uint64_t sequence) { all_reduce(group, sequence, send, receive, count, type, reduction); });
+          [=](Communicator& group, std::uint64_t sequence) {
+            all_reduce(group, sequence, send, receive, count, type, reduction);
+          });
 }
 
 SIM_API(HcclResult, HcclReduce,
@@ -74,7 +77,8 @@ SIM_API(HcclResult, HcclReduce,
 }
 
 SIM_API(HcclResult, HcclReduceScatter,
-        (void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp reduction, HcclComm comm, aclrtStream stream)) {
+        (void* send, void* receive, uint64_t count, HcclDataType type, HcclReduceOp reduction, HcclComm comm,
+         aclrtStream stream)) {
   const auto communicator = communicator_of(comm);
   check_reducible(type, reduction);
   const std::uint64_t bytes = count * bytes_of(type);

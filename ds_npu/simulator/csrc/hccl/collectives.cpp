@@ -264,7 +264,8 @@ void barrier(Communicator& communicator, std::uint64_t sequence) { Exchange(comm
 void exchange(Communicator& communicator, std::uint64_t sequence, Operation operation, const void* send, void* receive,
               HcclDataType type, const Parts& parts) {
   Exchange exchange(communicator, sequence,
-                    call_of(communicator, operation, type, 0, send, parts.send_extent(), receive, parts.receive_extent()), &parts);
+                    call_of(communicator, operation, type, 0, send, parts.send_extent(), receive, parts.receive_extent()),
+                    &parts);
   const std::uint64_t size = bytes_of(type);
   Arriving arriving(receive, parts.receive_extent() * size, send, parts.send_extent() * size);
   for (const auto peer : peers_in_turn(communicator)) {

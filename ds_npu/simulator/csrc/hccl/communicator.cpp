@@ -101,8 +101,8 @@ void Communicator::await_joined(RankState at_least) {
   }
 }
 
-std::shared_ptr<Communicator> Communicator::split(const std::vector<std::uint32_t>& members, std::uint32_t rank, std::uint64_t id,
-                                                  const Options& options) {
+std::shared_ptr<Communicator> Communicator::split(const std::vector<std::uint32_t>& members, std::uint32_t rank,
+                                                  std::uint64_t id, const Options& options) {
   check_rank(rank, static_cast<std::uint32_t>(members.size()));
   for (const auto member : members) check_rank(member, size_);
   if (members[rank] != rank_)
@@ -148,8 +148,8 @@ std::uint64_t Communicator::offset_of(const void* buffer, std::uint64_t bytes) c
   const auto* first = static_cast<const char*>(buffer);
   if (memory.contains(first) && memory.contains(first + bytes - 1)) return static_cast<std::uint64_t>(first - memory.base());
   const Device* other = device_of(buffer);
-  throw Failure(HCCL_E_PARA, "communicator " + name_ + ", rank " + std::to_string(rank_) + ": a buffer of " + std::to_string(bytes) +
-                                 " bytes lies in " +
+  throw Failure(HCCL_E_PARA, "communicator " + name_ + ", rank " + std::to_string(rank_) + ": a buffer of " +
+                                 std::to_string(bytes) + " bytes lies in " +
                                  (other == nullptr ? "host memory" : "the memory of NPU " + std::to_string(other->index())) +
                                  "; it has to be in the memory of NPU " + std::to_string(device_.index()));
 }

@@ -23,7 +23,8 @@ namespace sim::hccl {
 class Communicator {
  public:
   // Returns when all ranks have joined; throws Failure with an HCCL code.
-  static std::shared_ptr<Communicator> join(const Address& address, std::uint32_t ranks, std::uint32_t rank, const Options& options);
+  static std::shared_ptr<Communicator> join(const Address& address, std::uint32_t ranks, std::uint32_t rank,
+                                            const Options& options);
 
   // A communicator of some ranks of this one; `members[rank]` is this rank. The first member makes it for the others.
   std::shared_ptr<Communicator> split(const std::vector<std::uint32_t>& members, std::uint32_t rank, std::uint64_t id,

@@ -56,7 +56,8 @@ void make_root_info(HcclRootInfo* info) {
   offers().add(address);
 }
 
-std::shared_ptr<Communicator> join(const HcclRootInfo& info, std::uint32_t ranks, std::uint32_t rank, const HcclCommConfig* config) {
+std::shared_ptr<Communicator> join(const HcclRootInfo& info, std::uint32_t ranks, std::uint32_t rank,
+                                   const HcclCommConfig* config) {
   const Address address = address_in(info);
   const struct End {
     const Address& address;
@@ -93,7 +94,8 @@ std::vector<std::shared_ptr<Communicator>> join_all(const std::vector<int>& devi
 std::atomic<int> deterministic{0};
 
 void check_setting(HcclConfig setting) {
-  if (setting != HCCL_DETERMINISTIC) throw Failure(HCCL_E_NOT_SUPPORT, "HCCL's setting " + std::to_string(setting) + " is not simulated");
+  if (setting != HCCL_DETERMINISTIC)
+    throw Failure(HCCL_E_NOT_SUPPORT, "HCCL's setting " + std::to_string(setting) + " is not simulated");
 }
 
 }  // namespace
@@ -114,7 +116,8 @@ SIM_API(HcclResult, HcclCommInitAll, (uint32_t count, int32_t* devices, HcclComm
 }
 
 SIM_API(HcclResult, HcclCreateSubCommConfig,
-        (HcclComm * parent, uint32_t ranks, uint32_t* members, uint64_t id, uint32_t rank, HcclCommConfig* config, HcclComm* comm)) {
+        (HcclComm * parent, uint32_t ranks, uint32_t* members, uint64_t id, uint32_t rank, HcclCommConfig* config,
+         HcclComm* comm)) {
   const auto from = communicator_of(*parent);
   *comm = nullptr;
   if (members == nullptr) return;  // this rank is not among them
@@ -131,7 +134,9 @@ SIM_API(HcclResult, HcclGetCommName, (HcclComm comm, char* name)) {
 SIM_API(HcclResult, HcclGetRankSize, (HcclComm comm, uint32_t* ranks)) { *ranks = communicator_of(comm)->size(); }
 SIM_API(HcclResult, HcclGetRankId, (HcclComm comm, uint32_t* rank)) { *rank = communicator_of(comm)->rank(); }
 
-SIM_API(HcclResult, HcclGetCommAsyncError, (HcclComm comm, HcclResult* error)) { *error = communicator_of(comm)->async_error(); }
+SIM_API(HcclResult, HcclGetCommAsyncError, (HcclComm comm, HcclResult* error)) {
+  *error = communicator_of(comm)->async_error();
+}
 
 SIM_API(HcclResult, HcclCommResume, (HcclComm comm)) {
   if (communicator_of(comm)->async_error() != HCCL_SUCCESS)

@@ -44,7 +44,8 @@ void extremes(bool maximum, const char* one, const char* other, std::uint64_t co
   for (std::uint64_t i = 0; i < count; ++i) out[i] = maximum ? std::max(a[i], b[i]) : std::min(a[i], b[i]);
 }
 
-void unsigned_extremes(HcclReduceOp reduction, HcclDataType type, const char* a, const char* b, std::uint64_t count, char* out) {
+void unsigned_extremes(HcclReduceOp reduction, HcclDataType type, const char* a, const char* b, std::uint64_t count,
+                       char* out) {
   const bool maximum = reduction == HCCL_REDUCE_MAX;
   if (type == HCCL_DATA_TYPE_UINT16) return extremes<std::uint16_t>(maximum, a, b, count, out);
   if (type == HCCL_DATA_TYPE_UINT32) return extremes<std::uint32_t>(maximum, a, b, count, out);
@@ -78,7 +79,8 @@ void reduce_piece(HcclReduceOp reduction, HcclDataType type, const std::vector<c
   // The result may lie where a later source does.
   static thread_local std::vector<char> scratch(kPieceBytes);
   combine(reduction, type, sources[0], sources[1], count, scratch.data());
-  for (std::size_t i = 2; i + 1 < sources.size(); ++i) combine(reduction, type, scratch.data(), sources[i], count, scratch.data());
+  for (std::size_t i = 2; i + 1 < sources.size(); ++i)
+    combine(reduction, type, scratch.data(), sources[i], count, scratch.data());
   combine(reduction, type, scratch.data(), sources.back(), count, result);
 }
 
@@ -90,7 +92,8 @@ void check_reducible(HcclDataType type, HcclReduceOp reduction) {
     throw Failure(HCCL_E_PARA, "there is no reduction " + std::to_string(reduction));
 }
 
-void reduce(HcclReduceOp reduction, HcclDataType type, const std::vector<const char*>& sources, std::uint64_t count, char* result) {
+void reduce(HcclReduceOp reduction, HcclDataType type, const std::vector<const char*>& sources, std::uint64_t count,
+            char* result) {
   const std::uint64_t size = bytes_of(type);
   const std::uint64_t most = kPieceBytes / size;
   std::vector<const char*> pieces(sources.size());

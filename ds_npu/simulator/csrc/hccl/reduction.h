@@ -13,6 +13,7 @@ void check_reducible(HcclDataType type, HcclReduceOp reduction);
 
 // Combines `count` elements of each of `sources`, in their order, into `result`, which may be one of them. fp16 and bf16
 // are rounded after each step, as where a device adds to what lies in its memory already (in-line reduction).
-void reduce(HcclReduceOp reduction, HcclDataType type, const std::vector<const char*>& sources, std::uint64_t count, char* result);
+void reduce(HcclReduceOp reduction, HcclDataType type, const std::vector<const char*>& sources, std::uint64_t count,
+            char* result);
 
 }  // namespace sim::hccl

@@ -28,6 +28,7 @@ LIBRARY = "libds_npu_simulator.so"
 SONAMES = (
     "libascendcl.so",
     "libhccl.so",
+    "libhcomm.so",
     "libacl_op_compiler.so",
     "libge_runner.so",
     "libgraph.so",
@@ -69,7 +70,8 @@ class Toolchain:
     def include_flags(self) -> list[str]:
         third_party = self.torch_npu / "include" / "third_party"
         torch = self.torch / "include"
-        folders = (third_party / "acl/inc", third_party / "hccl/inc", torch, torch / "torch/csrc/api/include")
+        npu = (third_party.parent, third_party / "acl/inc", third_party / "hccl/inc")
+        folders = (*npu, torch, torch / "torch/csrc/api/include")
         return [f"-I{SOURCES}", *(flag for folder in folders for flag in ("-isystem", str(folder)))]
 
     def identity(self) -> str:

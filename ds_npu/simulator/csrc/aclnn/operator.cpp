@@ -26,7 +26,10 @@ void DynamicTensor::assign(const Tensor& value) {
 
 int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
   const std::unique_ptr<aclOpExecutor> owned(executor);
-  return reported(name, ACL_ERROR_INTERNAL_ERROR, [&] { stream_of(stream).push(owned->name, std::move(owned->work)); });
+  return reported(name, ACL_ERROR_INTERNAL_ERROR, [&] {
+    if (owned->launched) owned->launched();
+    stream_of(stream).push(owned->name, std::move(owned->work));
+  });
 }
 
 // In the place of an operator that is not simulated: ds_npu/simulator/build.py writes one for each that torch_npu can call.

@@ -27,6 +27,7 @@
 struct aclOpExecutor {
   const char* name;
   std::function<void()> work;
+  std::function<void()> launched;  // on the host, right before the work is put on the stream; may be empty
 };
 
 namespace sim {
@@ -155,6 +156,20 @@ struct Argument<DynamicTensor&> {
   }
 };
 
+// torch_npu prepares an operator when Python calls it and launches it later, from its queue of calls, in order with all else.
+// What is kept of an argument may have to know its place in that order: it then has a function launched().
+template <class Kept>
+constexpr bool kKnowsLaunch = requires(Kept& kept) { kept.launched(); };
+
+template <class... Kept>
+std::function<void()> on_launch(const std::shared_ptr<std::tuple<Kept...>>& kept) {
+  if constexpr (!(kKnowsLaunch<Kept> || ...)) return nullptr;
+  const auto tell = [](auto& one) {
+    if constexpr (kKnowsLaunch<std::remove_reference_t<decltype(one)>>) one.launched();
+  };
+  return [=] { std::apply([=](auto&... all) { (tell(all), ...); }, *kept); };
+}
+
 template <Literal name, auto body>
 struct Operator;
 
@@ -165,7 +180,7 @@ struct Operator<name, body> {
       using Kept = std::tuple<typename Argument<Parameters>::Kept...>;
       auto kept = std::make_shared<Kept>(Argument<Parameters>::keep(arguments)...);
       *workspace_bytes = 0;
-      *executor = new aclOpExecutor{name.text, [kept] { std::apply(body, *kept); }};
+      *executor = new aclOpExecutor{name.text, [kept] { std::apply(body, *kept); }, on_launch(kept)};
     });
   }
 };

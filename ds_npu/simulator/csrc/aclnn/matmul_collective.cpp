@@ -1,0 +1,136 @@
+// Matrix products fused with the collective that brings their operands together or adds them up.
+#include "aclnn/operator.h"
+#include "hccl/collectives.h"
+
+using namespace sim;
+
+namespace {
+
+// The communicator of that name and the operator's place among its calls, which it takes when it is launched.
+struct Group {
+  std::shared_ptr<hccl::Communicator> communicator;
+  std::uint64_t sequence = 0;
+  void launched() { sequence = communicator->reserve(); }
+};
+
+}  // namespace
+
+namespace sim {
+
+template <>
+struct Argument<const Group&> {
+  using C = const char*;
+  using Kept = Group;
+  static Kept keep(C name) {
+    if (name == nullptr) missing_argument("the communicator's name");
+    return {hccl::communicator_named(name)};
+  }
+};
+
+}  // namespace sim
+
+namespace {
+
+[[noreturn]] void not_supported(const std::string& what) { throw Failure(ACL_ERROR_API_NOT_SUPPORT, what); }
+
+void check_types(const Tensor& x1, const Tensor& x2) {
+  if ((x1.scalar_type() != at::kHalf && x1.scalar_type() != at::kBFloat16) || x2.scalar_type() != x1.scalar_type())
+    not_supported(std::string("CANN multiplies two fp16 or two bf16 matrices here, not ") + c10::toString(x1.scalar_type()) +
+                  " and " + c10::toString(x2.scalar_type()));
+}
+
+void check_turn(int64_t comm_turn) {
+  if (comm_turn != 0) not_supported("commTurn is " + std::to_string(comm_turn) + "; CANN supports 0 only");
+}
+
+void check_sum(const std::string& reduction) {
+  if (reduction != "sum") not_supported("reduceOp is " + reduction + "; CANN supports sum only");
+}
+
+void check_no_bias(const OptionalTensor& bias) {
+  if (bias && bias->count_nonzero().item<int64_t>() != 0) not_supported("CANN supports no bias but zeros here");
+}
+
+HcclDataType hccl_type(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf ? HCCL_DATA_TYPE_FP16 : HCCL_DATA_TYPE_BFP16;
+}
+
+// Device memory for the time of an operator. It is part of the communicator's buffers and so not counted again.
+class Scratch {
+ public:
+  Scratch(const Group& group, const Tensor& like, IntArrayRef sizes)
+      : memory_(group.communicator->device().memory()),
+        address_(memory_.reserve(static_cast<std::size_t>(c10::multiply_integers(sizes)) * like.element_size())),
+        tensor_(at::from_blob(address_, sizes, at::TensorOptions(like.scalar_type()))) {}
+  ~Scratch() { memory_.unreserve(address_); }
+  Scratch(const Scratch&) = delete;
+  Tensor& tensor() { return tensor_; }
+
+ private:
+  Memory& memory_;
+  void* address_;
+  Tensor tensor_;
+};
+
+// Added up in float32 and rounded once.
+void product(Tensor& out, const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const OptionalTensor& addend = {}) {
+  Tensor sum = at::matmul(x1.to(at::kFloat), x2.to(at::kFloat));
+  if (bias) sum.add_(*bias);
+  if (addend) sum.add_(*addend);
+  out.copy_(sum);
+}
+
+// Each rank's product is rounded to the output's type before it meets the others.
+void product_summed_over_ranks(const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const OptionalTensor& addend,
+                               const Group& group, const std::string& reduction, int64_t comm_turn, Tensor& out) {
+  check_types(x1, x2);
+  check_sum(reduction);
+  check_turn(comm_turn);
+  Scratch partial(group, out, out.sizes());
+  product(partial.tensor(), x1, x2, bias, addend);
+  void* data = partial.tensor().data_ptr();
+  hccl::all_reduce(*group.communicator, group.sequence, data, data, static_cast<std::uint64_t>(out.numel()), hccl_type(out),
+                   HCCL_REDUCE_SUM);
+  out.copy_(partial.tensor());
+}
+
+}  // namespace
+
+ACLNN(AllGatherMatmul, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
+                        int64_t gather_index, int64_t comm_turn, int64_t, Tensor& out, const OptionalTensor& gathered)) {
+  check_types(x1, x2);
+  check_turn(comm_turn);
+  check_no_bias(bias);
+  if (gather_index != 0) not_supported("gatherIndex is " + std::to_string(gather_index) + "; CANN supports 0 only");
+  Scratch own(group, x1, x1.sizes());
+  own.tensor().copy_(x1);
+  Scratch all(group, x1, {x1.size(0) * static_cast<int64_t>(group.communicator->size()), x1.size(1)});
+  hccl::all_gather(*group.communicator, group.sequence, own.tensor().data_ptr(), all.tensor().data_ptr(),
+                   static_cast<std::uint64_t>(x1.numel()), hccl_type(x1));
+  if (gathered && gathered->numel() != 0) gathered->copy_(all.tensor());
+  product(out, all.tensor(), x2, {});
+}
+
+ACLNN(MatmulReduceScatter, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
+                            const std::string& reduction, int64_t comm_turn, int64_t, Tensor& out)) {
+  check_types(x1, x2);
+  check_sum(reduction);
+  check_turn(comm_turn);
+  check_no_bias(bias);
+  Scratch partial(group, out, {x1.size(0), x2.size(1)});
+  product(partial.tensor(), x1, x2, {});
+  Scratch own(group, out, out.sizes());
+  hccl::reduce_scatter(*group.communicator, group.sequence, partial.tensor().data_ptr(), own.tensor().data_ptr(),
+                       static_cast<std::uint64_t>(out.numel()), hccl_type(out), HCCL_REDUCE_SUM);
+  out.copy_(own.tensor());
+}
+
+ACLNN(MatmulAllReduce, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
+                        const std::string& reduction, int64_t comm_turn, int64_t, Tensor& out)) {
+  product_summed_over_ranks(x1, x2, bias, {}, group, reduction, comm_turn, out);
+}
+
+ACLNN(MatmulAllReduceV2, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Tensor& x3, const Group& group,
+                          const std::string& reduction, int64_t comm_turn, int64_t, Tensor& out)) {
+  product_summed_over_ranks(x1, x2, bias, x3, group, reduction, comm_turn, out);
+}

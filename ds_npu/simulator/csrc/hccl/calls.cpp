@@ -1,0 +1,78 @@
+#include "hccl/calls.h"
+
+#include <utility>
+
+#include "api.h"
+#include "hccl/call.h"
+#include "stream.h"
+
+namespace sim::hccl {
+namespace {
+
+// Messages of one communicator and stream that a group of this thread holds back.
+struct Held {
+  std::shared_ptr<Communicator> communicator;
+  aclrtStream stream;
+  std::vector<Message> messages;
+};
+
+thread_local int group_depth = 0;
+thread_local std::vector<Held> held;
+
+Stream& stream_for(const Communicator& communicator, aclrtStream handle) {
+  Stream& stream = stream_of(handle);
+  if (&stream.device() != &communicator.device())
+    throw Failure(HCCL_E_PARA, "communicator " + communicator.name() + ": a stream of NPU " +
+                                   std::to_string(stream.device().index()) + ", but the communicator is on NPU " +
+                                   std::to_string(communicator.device().index()));
+  return stream;
+}
+
+void push(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,
+          std::vector<Message> messages) {
+  stream_for(*communicator, stream).push(name, [communicator, messages = std::move(messages)] {
+    transfer(*communicator, messages);
+  });
+}
+
+}  // namespace
+
+void enqueue(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,
+             const std::vector<Buffer>& buffers, Collective collective) {
+  Stream& target = stream_for(*communicator, stream);
+  for (const Buffer& buffer : buffers) communicator->offset_of(buffer.address, buffer.bytes);
+  target.push(name, [communicator, sequence = communicator->reserve(), collective = std::move(collective)] {
+    collective(*communicator, sequence);
+  });
+}
+
+void enqueue(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,
+             std::vector<Message> messages) {
+  stream_for(*communicator, stream);
+  for (const Message& message : messages) {
+    if (message.peer >= communicator->size())
+      throw Failure(HCCL_E_PARA, "communicator " + communicator->name() + " of " + std::to_string(communicator->size()) +
+                                     " ranks has no rank " + std::to_string(message.peer));
+    communicator->offset_of(message.buffer, message.count * bytes_of(message.type));
+  }
+  for (Message& message : messages)
+    message.number = message.sends ? communicator->reserve_send(message.peer) : communicator->reserve_receive(message.peer);
+  if (group_depth == 0) return push(name, communicator, stream, std::move(messages));
+  for (Held& group : held)
+    if (group.communicator == communicator && group.stream == stream) {
+      group.messages.insert(group.messages.end(), messages.begin(), messages.end());
+      return;
+    }
+  held.push_back({communicator, stream, std::move(messages)});
+}
+
+void begin_group() { ++group_depth; }
+
+void end_group() {
+  if (group_depth == 0) throw Failure(HCCL_E_PARA, "HcclGroupEnd without HcclGroupStart in this thread");
+  if (--group_depth > 0) return;
+  for (Held& group : std::exchange(held, {}))
+    push("HcclGroupEnd", group.communicator, group.stream, std::move(group.messages));
+}
+
+}  // namespace sim::hccl

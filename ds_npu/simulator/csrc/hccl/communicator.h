@@ -1,0 +1,112 @@
+// A communicator: its ranks, what they have told each other, and the waiting for them.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "hccl/hccl_types.h"
+#include "hccl/options.h"
+#include "hccl/peer.h"
+#include "hccl/segment.h"
+
+namespace sim::hccl {
+
+class Communicator {
+ public:
+  // Returns when all ranks have joined; throws Failure with an HCCL code.
+  static std::shared_ptr<Communicator> join(const Address& address, std::uint32_t ranks, std::uint32_t rank,
+                                            const Options& options);
+
+  // A communicator of some ranks of this one; `members[rank]` is this rank. The first member makes it for the others.
+  std::shared_ptr<Communicator> split(const std::vector<std::uint32_t>& members, std::uint32_t rank, std::uint64_t id,
+                                      const Options& options);
+  ~Communicator();
+
+  const std::string& name() const { return name_; }
+  std::uint32_t rank() const { return rank_; }
+  std::uint32_t size() const { return size_; }
+  Device& device() const { return device_; }
+
+  // On the host: the place of the next call in the communicator's order.
+  std::uint64_t reserve() { return ++reserved_; }
+  // On the host: the place of the next message in the order of those to, or from, a peer.
+  std::uint64_t reserve_send(std::uint32_t target) { return ++sends_[target]; }
+  std::uint64_t reserve_receive(std::uint32_t source) { return ++receives_[source]; }
+
+  // The offset of a buffer in the device's memory. Throws Failure HCCL_E_PARA for one that is not there.
+  std::uint64_t offset_of(const void* buffer, std::uint64_t bytes) const;
+
+  // From the host's point of view the communicator is gone; calls that still wait give up soon.
+  void close();
+
+  // The first failure of one of its calls, with its message as this thread's recent error.
+  HcclResult async_error();
+
+  // In a stream's task ------------------------------------------------------------------------------------------------
+
+  Segment& segment() { return segment_; }
+  Slot& own() const { return segment_.slot(rank_); }
+  char* at(std::uint32_t peer, std::uint64_t offset) const { return peers_[peer]->at(offset); }
+
+  // Waits until the calls before `sequence` are over, whatever stream they are on.
+  void begin(std::uint64_t sequence, const std::string& what);
+  void end(std::uint64_t sequence);
+
+  // Waits until `reached(peer)` for all peers. `what` says in an error what this rank was doing.
+  using Reached = std::function<bool(std::uint32_t)>;
+  void await(const Reached& reached, const std::string& what);
+
+  // Ends the task, the device and, for the peers, this rank.
+  [[noreturn]] void fail(HcclResult kind, const std::string& why);
+
+ private:
+  Communicator(const Address& address, std::uint32_t ranks, std::uint32_t rank, const Options& options);
+  void enter();
+  void await_joined(RankState at_least);
+  void tell_failure(const std::string& why);
+  void give_up_if_hopeless(const Reached& reached, const std::string& what, Clock::time_point begun);
+  void give_up_if_late(const std::string& missing, const std::string& what, Clock::time_point begun);
+  std::string missing(const std::function<bool(std::uint32_t)>& present) const;
+
+  Device& device_;
+  const std::uint32_t size_;
+  const std::uint32_t rank_;
+  const Options options_;
+  const std::string name_;
+  Segment segment_;
+  std::shared_ptr<BufferCharge> buffers_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+
+  std::atomic<std::uint64_t> reserved_{0};
+  std::vector<std::atomic<std::uint64_t>> sends_;
+  std::vector<std::atomic<std::uint64_t>> receives_;
+  std::atomic<std::int64_t> closed_at_{0};  // ticks of Clock, 0: open
+
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  std::uint64_t performed_ = 0;
+  HcclResult error_ = HCCL_SUCCESS;
+  std::string error_message_;
+  std::mutex splitting_;
+};
+
+// This process's communicators ----------------------------------------------------------------------------------------
+
+// What an HcclComm stands for. Throws Failure HCCL_E_PARA for anything else.
+std::shared_ptr<Communicator> communicator_of(HcclComm handle);
+HcclComm handle_of(std::shared_ptr<Communicator> communicator);
+void forget(HcclComm handle);
+
+// The communicator of the current device with this name, as operators that communicate are given it. Throws Failure.
+std::shared_ptr<Communicator> communicator_named(const std::string& name);
+
+}  // namespace sim::hccl

@@ -1,0 +1,23 @@
+// Messages from one rank to one other.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "hccl/communicator.h"
+
+namespace sim::hccl {
+
+struct Message {
+  bool sends;
+  std::uint32_t peer;
+  std::uint64_t number;  // among those from this rank to the peer, or from the peer to it: Communicator::reserve_send
+  void* buffer;
+  std::uint64_t count;
+  HcclDataType type;
+};
+
+// Sends and receives all of them, in whatever order they can be: returns when the receivers have what was sent to them.
+void transfer(Communicator& communicator, std::vector<Message> messages);
+
+}  // namespace sim::hccl

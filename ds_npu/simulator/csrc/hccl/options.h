@@ -1,0 +1,41 @@
+// What a communicator is made with: HcclCommConfig, and the environment where that leaves it open.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "hccl/hccl_types.h"
+#include "memory.h"
+
+namespace sim::hccl {
+
+struct Options {
+  std::string name;  // "": one is made up
+  std::uint64_t buffer_bytes;  // of each of the two
+  std::string buffer_name;     // communicators with the same one share the buffers; "": they do not
+  std::optional<std::chrono::seconds> execution_timeout;
+
+  // `config` may be null. Throws Failure HCCL_E_PARA.
+  static Options from(const HcclCommConfig* config);
+};
+
+std::chrono::seconds connect_timeout();
+
+// The two buffers that a communicator has on its device, as a part of the device's capacity: nothing lies in them here.
+class BufferCharge {
+ public:
+  // Throws Failure HCCL_E_OOM.
+  static std::shared_ptr<BufferCharge> of(Memory& memory, const Options& options);
+  ~BufferCharge();
+  BufferCharge(const BufferCharge&) = delete;
+
+ private:
+  BufferCharge(Memory& memory, std::uint64_t bytes) : memory_(memory), bytes_(bytes) {}
+  Memory& memory_;
+  const std::uint64_t bytes_;
+};
+
+}  // namespace sim::hccl

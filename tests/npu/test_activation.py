@@ -9,13 +9,13 @@ import torch_npu
 from agreement import FLOATING, agree, layouts, on_npu, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
+from torch.nn import functional
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gelu_with_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
+    return functional.gelu(x, approximate="tanh")
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,50 @@ class Activation:
 
 
 ACTIVATIONS = (
-    Activation("relu", F.relu, roundings=0),
-    Activation("relu in place", lambda x: F.relu_(x * 1), F.relu, roundings=0),
+    Activation("relu", functional.relu, roundings=0),
+    Activation("relu in place", lambda x: functional.relu_(x * 1), functional.relu, roundings=0),
     # CANN's Gelu has the formula with tanh alone, and torch_npu calls it for both unless told otherwise.
-    Activation("gelu", F.gelu, gelu_with_tanh, roundings=6),
+    Activation("gelu", functional.gelu, gelu_with_tanh, roundings=6),
     Activation("gelu with tanh", gelu_with_tanh, roundings=6),
-    Activation("npu_gelu", lambda x: torch_npu.npu_gelu(x) if x.device.type == "npu" else F.gelu(x), roundings=6),
+    Activation(
+        "npu_gelu", lambda x: torch_npu.npu_gelu(x) if x.device.type == "npu" else functional.gelu(x), roundings=6
+    ),
     Activation("npu_gelu with tanh", lambda x: torch_npu.npu_gelu(x, approximate="tanh"), gelu_with_tanh, roundings=6),
     Activation("fast_gelu", lambda x: torch_npu.fast_gelu(x), lambda x: x * torch.sigmoid(1.702 * x)),
-    Activation("silu", F.silu),
-    Activation("silu in place", lambda x: F.silu(x * 1, inplace=True), F.silu),
-    Activation("mish", F.mish, roundings=6),
-    Activation("hardswish", F.hardswish),
-    Activation("hardsigmoid", F.hardsigmoid),
+    Activation("silu", functional.silu),
+    Activation("silu in place", lambda x: functional.silu(x * 1, inplace=True), functional.silu),
+    Activation("mish", functional.mish, roundings=6),
+    Activation("hardswish", functional.hardswish),
+    Activation("hardsigmoid", functional.hardsigmoid),
     Activation("sigmoid", torch.sigmoid, from_result=True),
     Activation("tanh", torch.tanh, from_result=True),
-    Activation("logsigmoid", F.logsigmoid),
-    Activation("softplus", F.softplus),
-    Activation("steep softplus", lambda x: F.softplus(x, beta=2, threshold=3)),
-    Activation("leaky_relu", F.leaky_relu),
-    Activation("leaky_relu in place", lambda x: F.leaky_relu_(x * 1, 0.25), lambda x: F.leaky_relu(x, 0.25)),
-    Activation("elu", F.elu),
-    Activation("elu in place", lambda x: F.elu_(x * 1, 0.5), lambda x: F.elu(x, 0.5), from_result=True),
-    Activation("selu", F.selu),
-    Activation("relu6", F.relu6),
-    Activation("hardtanh", lambda x: F.hardtanh(x, -0.5, 2)),
-    Activation("threshold", lambda x: F.threshold(x, 0.5, -1)),
-    Activation("softsign", F.softsign),
+    Activation("logsigmoid", functional.logsigmoid),
+    Activation("softplus", functional.softplus),
+    Activation("steep softplus", lambda x: functional.softplus(x, beta=2, threshold=3)),
+    Activation("leaky_relu", functional.leaky_relu),
+    Activation(
+        "leaky_relu in place", lambda x: functional.leaky_relu_(x * 1, 0.25), lambda x: functional.leaky_relu(x, 0.25)
+    ),
+    Activation("elu", functional.elu),
+    Activation(
+        "elu in place", lambda x: functional.elu_(x * 1, 0.5), lambda x: functional.elu(x, 0.5), from_result=True
+    ),
+    Activation("selu", functional.selu),
+    Activation("relu6", functional.relu6),
+    Activation("hardtanh", lambda x: functional.hardtanh(x, -0.5, 2)),
+    Activation("threshold", lambda x: functional.threshold(x, 0.5, -1)),
+    Activation(
+        "hardtanh in place", lambda x: functional.hardtanh_(x * 1, -0.5, 2), lambda x: functional.hardtanh(x, -0.5, 2)
+    ),
+    Activation(
+        "threshold in place",
+        lambda x: functional.threshold_(x * 1, 0.5, -1),
+        lambda x: functional.threshold(x, 0.5, -1),
+    ),
+    Activation("hardswish in place", lambda x: functional.hardswish(x * 1, inplace=True), functional.hardswish),
+    Activation("hardsigmoid in place", lambda x: functional.hardsigmoid(x * 1, inplace=True), functional.hardsigmoid),
+    Activation("mish in place", lambda x: functional.mish(x * 1, inplace=True), functional.mish, roundings=6),
+    Activation("softsign", functional.softsign),
 )
 
 
@@ -92,7 +109,7 @@ def test_an_activation_and_its_gradient_are_those_of_float64_rounded(activation,
 def test_a_gated_linear_unit_and_its_gradient(dim, dtype, layout):
     value = within(-4, 4, 6, 8, seed=1, dtype=dtype).requires_grad_()
     placed = on_npu(value.detach(), dtype, layout).requires_grad_()
-    expected, found = F.glu(value, dim), F.glu(placed, dim)
+    expected, found = functional.glu(value, dim), functional.glu(placed, dim)
     agree(found.detach(), expected.detach(), roundings=4)
     weights = within(-1, 1, *expected.shape, seed=2, dtype=dtype)
     expected.backward(weights)
@@ -117,5 +134,5 @@ def test_large_numbers_saturate(activation, dtype):
 
 def test_the_gradient_of_what_is_cut_off_is_zero():
     value = torch.tensor([-1.0, 0.0, 2.0], device="npu", requires_grad=True)
-    F.relu(value).backward(torch.full((3,), 3.0, device="npu"))
+    functional.relu(value).backward(torch.full((3,), 3.0, device="npu"))
     assert value.grad.tolist() == [0, 0, 3]

@@ -108,6 +108,9 @@ def test_numbers_that_are_not_finite_are_found(name, data):
     dtype, value = data.draw(st.sampled_from(FLOATING)), data.draw(VALUES)
     found = getattr(torch, name)(on_npu(value, dtype, data.draw(layouts(2))))
     assert torch.equal(found.cpu(), getattr(torch, name)(value))
+    limits = torch.finfo(dtype)
+    ends = torch.tensor([limits.max, limits.min, limits.tiny, limits.smallest_normal / 2], dtype=dtype)
+    assert torch.equal(getattr(torch, name)(ends.npu()).cpu(), getattr(torch, name)(ends.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)

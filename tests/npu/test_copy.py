@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch_npu
 from agreement import layouts, numbers, on_npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ def test_a_cast_is_that_of_the_cpu(source, target, data):
     value = value.to(source)
     placed = on_npu(value, source, data.draw(layouts(2)))
     assert torch.equal(placed.to(target).cpu(), value.to(target))
+    assert torch.equal(torch_npu.npu_dtype_cast(placed, target).cpu(), value.to(target))
     out = on_npu(torch.zeros(3, 5), target, data.draw(layouts(2)))
     assert torch.equal(out.copy_(placed).cpu(), value.to(target))
 

@@ -59,6 +59,13 @@ def test_linspace_divides_evenly(steps, dtype, start, end):
     agree(found, torch.linspace(start, end, steps, dtype=torch.float64), magnitude)
 
 
+def test_logspace_has_equal_quotients():
+    found = torch.logspace(-2, 3, 11, base=2, device="npu")
+    agree(
+        found, torch.logspace(-2, 3, 11, base=2, dtype=torch.float64), roundings=8
+    )  # the exponent is rounded: 3 units
+
+
 def test_range_includes_its_end():
     with pytest.warns(UserWarning, match="range"):
         assert torch.range(1, 2, 0.25, device="npu").tolist() == [1, 1.25, 1.5, 1.75, 2]

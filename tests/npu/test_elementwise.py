@@ -89,7 +89,7 @@ def test_a_function_of_whole_numbers_gives_float32(name):
 def test_rounding_to_decimals(decimals, dtype):
     value = within(-200, 200, 4, 5, seed=3, dtype=dtype)
     found = torch.round(on_npu(value, dtype), decimals=decimals).cpu().double()
-    # What lies half way may go either way, since the scaled value is itself rounded; nothing may be further away.
+    assert torch.equal(on_npu(value, dtype).round_(decimals=decimals).cpu().double(), found)
     unit = 10.0**-decimals
     assert bool(((found - value).abs() <= unit / 2 + torch.finfo(dtype).eps * (value.abs() + unit)).all())
     scaled = found / unit
@@ -192,6 +192,16 @@ def test_a_function_of_a_tensor_and_a_scalar_is_that_of_float64_rounded(name, da
     value = within(0.5, 4, *shape, seed=4, dtype=dtype)
     found = SCALAR[name](on_npu(value, dtype, data.draw(layouts(len(shape)))))
     agree(found, SCALAR[name](value), roundings=ELEMENTARY if "pow" in name or "inverse" in name else 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_a_product_with_a_logarithm_takes_scalars(dtype):
+    value = within(0.5, 4, 4, 5, seed=4, dtype=dtype)
+    placed = on_npu(value, dtype)
+    magnitude = value.log().abs() + 1
+    agree(torch.xlogy(2.0, placed), torch.xlogy(2.0, value), 2 * magnitude, ELEMENTARY + 1)
+    agree(torch.xlogy(placed, 3.0), torch.xlogy(value, 3.0), 3 * value, ELEMENTARY + 1)
+    agree(placed.xlogy_(3.0), torch.xlogy(value, 3.0), 3 * value, ELEMENTARY + 1)
 
 
 IN_PLACE = {
@@ -350,6 +360,7 @@ def test_a_scalar_changes_the_type_as_in_torch(dtype, scalar):
         assert torch.equal(found.cpu(), expected)
     cpu_scalar = torch.tensor(scalar)
     assert torch.equal((value.npu() * cpu_scalar).cpu(), value * cpu_scalar)
+    assert torch.equal((cpu_scalar + value.npu()).cpu(), cpu_scalar + value)
 
 
 @settings(max_examples=30)

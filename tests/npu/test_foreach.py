@@ -12,7 +12,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=
 
 
 def lists(data, count, dtype, low=0.5, high=4.0):
-    """``count`` lists of tensors of the same shapes: in float64 on the CPU, and of ``dtype`` and any layout on the NPU."""
+    """``count`` lists of tensors of the same shapes: in float64 on the CPU, of ``dtype`` and any layout on the NPU."""
     shapes = data.draw(SHAPES)
     strange = data.draw(st.booleans())  # contiguous ones take torch_npu's fast route
     values, placed = [], []
@@ -30,7 +30,7 @@ def agree_all(found, expected, magnitude=lambda i: None, roundings=2.0):
 
 EXACT = ("abs", "neg", "sign", "floor", "ceil", "round", "trunc", "frac")
 ROUNDED = ("sqrt", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "log10", "sigmoid", "tanh", "erf", "sin",
-           "cos", "sinh", "cosh", "atan")  # fmt: skip
+           "cos", "sinh", "cosh", "atan", "erfc")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXACT + ROUNDED)
@@ -100,6 +100,13 @@ def test_lists_with_factors(data):
     agree_all(torch._foreach_lerp(on_a, on_b, on_weights), expected, lambda i: 2 * (a[i] + b[i]))
     torch._foreach_lerp_(on_a, on_b, 0.7)
     agree_all(on_a, [x.lerp(y, 0.7) for x, y in pairs], lambda i: 2 * (a[i] + b[i]))
+
+
+@pytest.mark.parametrize("name", ["asin", "acos", "tan"])
+def test_a_function_of_numbers_between_minus_1_and_1(name):
+    values = [within(-0.95, 0.95, 4, 5, seed=seed, dtype=torch.float32) for seed in (1, 2)]
+    found = getattr(torch, f"_foreach_{name}")([on_npu(value, torch.float32) for value in values])
+    agree_all(found, [getattr(torch, name)(value) for value in values], roundings=7)  # tan: 3.5 units
 
 
 @settings(max_examples=20)

@@ -8,7 +8,7 @@ import torch_npu
 from agreement import FLOATING, agree, layouts, numbers, on_npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 MANY = 2**16
@@ -49,7 +49,7 @@ DRAWS = {
     "multinomial": lambda: torch.multinomial(torch.ones(1000, device="npu"), 1000, replacement=True),
     "normal": lambda: torch.normal(0.0, 1.0, (1000,), device="npu"),
     "exponential": lambda: torch.empty(1000, device="npu").exponential_(),
-    "dropout": lambda: F.dropout(torch.ones(1000, device="npu"), 0.5),
+    "dropout": lambda: functional.dropout(torch.ones(1000, device="npu"), 0.5),
     "dropout mask": lambda: torch_npu._npu_dropout(torch.ones(1024, device="npu"), 0.5)[1],
 }
 
@@ -204,7 +204,7 @@ def test_dropout_keeps_and_scales_what_its_mask_says(shape, probability, dtype, 
 def test_dropout_drops_with_its_probability_and_without_a_pattern(probability):
     ones = torch.ones(MANY * 4, device="npu")
     deviation = math.sqrt(probability * (1 - probability))
-    first, second = ((F.dropout(ones, probability) == 0).float().cpu() for _ in range(2))
+    first, second = ((functional.dropout(ones, probability) == 0).float().cpu() for _ in range(2))
     assert_mean(first, probability, deviation)
     assert_independent(first, second)
     for distance in (1, 2, 3, 8, 64, 128):
@@ -225,21 +225,21 @@ def test_an_element_of_a_mask_depends_on_its_place_alone():
 
 def test_dropout_of_nothing_and_of_all():
     value = torch.ones(100, device="npu", requires_grad=True)
-    assert torch.equal(F.dropout(value, 0.0), value)
-    assert torch.equal(F.dropout(value, 0.5, training=False), value)
-    assert not F.dropout(value, 1.0).cpu().any()
-    assert F.dropout(torch.ones(0, 3, device="npu"), 0.5).shape == (0, 3)
+    assert torch.equal(functional.dropout(value, 0.0), value)
+    assert torch.equal(functional.dropout(value, 0.5, training=False), value)
+    assert not functional.dropout(value, 1.0).cpu().any()
+    assert functional.dropout(torch.ones(0, 3, device="npu"), 0.5).shape == (0, 3)
 
 
 def test_dropped_infinities_are_zero():
     value = torch.full((64,), math.inf, device="npu")
-    assert set(F.dropout(value, 0.5).tolist()) == {0.0, math.inf}
+    assert set(functional.dropout(value, 0.5).tolist()) == {0.0, math.inf}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_recomputed_drops_the_same_elements(reentrant):
     def layer(value):
-        return F.dropout(torch.tanh(F.dropout(value, 0.4)), 0.3)
+        return functional.dropout(torch.tanh(functional.dropout(value, 0.4)), 0.3)
 
     gradients = []
     for run in (layer, lambda value: checkpoint(layer, value, use_reentrant=reentrant)):

@@ -35,9 +35,6 @@ ACLNN(InplaceMish, (Tensor& self)) { self.copy_(at::mish(self)); }
 ACLNN(MishBackward, (const Tensor& grad, const Tensor& self, Tensor& out)) { out.copy_(at::mish_backward(grad, self)); }
 ACLNN(Hardswish, (const Tensor& self, Tensor& out)) { at::hardswish_out(out, self); }
 ACLNN(InplaceHardswish, (Tensor& self)) { at::hardswish_out(self, self); }
-ACLNN(HardswishBackward, (const Tensor& grad, const Tensor& self, Tensor& out)) {
-  out.copy_(at::hardswish_backward(grad, self));
-}
 ACLNN(HardswishBackwardV2, (const Tensor& grad, const Tensor& self, Tensor& out)) {
   out.copy_(at::hardswish_backward(grad, self));
 }
@@ -52,7 +49,6 @@ ACLNN(TanhBackward, (const Tensor& grad, const Tensor& output, Tensor& out)) { a
 
 // The buffer is for the vendor's own use between the two and may be empty.
 ACLNN(LogSigmoidForward, (const Tensor& self, Tensor& out, const OptionalTensor&)) { out.copy_(at::log_sigmoid(self)); }
-ACLNN(LogSigmoid, (const Tensor& self, Tensor& out)) { out.copy_(at::log_sigmoid(self)); }
 ACLNN(LogSigmoidBackward, (const Tensor& grad, const Tensor& self, const OptionalTensor&, Tensor& out)) {
   const Tensor buffer = std::get<1>(at::log_sigmoid_forward(self));
   at::log_sigmoid_backward_out(out, grad, self, buffer);

@@ -10,15 +10,25 @@
 
 using namespace sim;
 
-static void draw(const Ints& shape, double probability, int64_t seed, int64_t offset, Tensor& mask);
 template <class T>
 static void keep(const T* from, const uint8_t* mask, double probability, T* to, int64_t count);
 
-ACLNN(DropoutGenMask, (const Ints& shape, double probability, int64_t seed, int64_t offset, Tensor& out)) {
-  draw(shape, probability, seed, offset, out);
-}
+// Bits of elements beyond the shape are drawn too; nothing reads them.
 ACLNN(DropoutGenMaskV2, (const Ints& shape, double probability, int64_t seed, int64_t offset, ScalarType, Tensor& out)) {
-  draw(shape, probability, seed, offset, out);
+  if (out.numel() * 8 < c10::multiply_integers(shape))
+    throw Failure(ACL_ERROR_INVALID_PARAM, "the mask has fewer bits than the shape has elements");
+  const auto key = mixed(static_cast<uint64_t>(seed), static_cast<uint64_t>(offset));
+  const auto dropped = static_cast<uint64_t>(std::ldexp(probability, 32));  // of the 2^32 values of 32 random bits
+  auto* bytes = out.data_ptr<uint8_t>();
+  for (int64_t i = 0; i < out.numel(); ++i) {
+    unsigned byte = 0;
+    for (unsigned pair = 0; pair < 4; ++pair) {
+      const uint64_t bits = random_bits(key, static_cast<uint64_t>(i) * 4 + pair);
+      byte |= static_cast<unsigned>((bits & 0xffffffff) >= dropped) << (2 * pair);
+      byte |= static_cast<unsigned>((bits >> 32) >= dropped) << (2 * pair + 1);
+    }
+    bytes[i] = static_cast<uint8_t>(byte);
+  }
 }
 
 ACLNN(DropoutDoMask, (const Tensor& self, const Tensor& mask, double probability, Tensor& out)) {
@@ -30,24 +40,6 @@ ACLNN(DropoutDoMask, (const Tensor& self, const Tensor& mask, double probability
     keep(from.const_data_ptr<scalar_t>(), mask.const_data_ptr<uint8_t>(), probability, to.data_ptr<scalar_t>(), from.numel());
   });
   if (!to.is_same(out)) out.copy_(to);
-}
-
-// Bits of elements beyond the shape are drawn too; nothing reads them.
-static void draw(const Ints& shape, double probability, int64_t seed, int64_t offset, Tensor& mask) {
-  if (mask.numel() * 8 < c10::multiply_integers(shape))
-    throw Failure(ACL_ERROR_INVALID_PARAM, "the mask has fewer bits than the shape has elements");
-  const auto key = mixed(static_cast<uint64_t>(seed), static_cast<uint64_t>(offset));
-  const auto dropped = static_cast<uint64_t>(std::ldexp(probability, 32));  // of the 2^32 values of 32 random bits
-  auto* bytes = mask.data_ptr<uint8_t>();
-  for (int64_t i = 0; i < mask.numel(); ++i) {
-    unsigned byte = 0;
-    for (unsigned pair = 0; pair < 4; ++pair) {
-      const uint64_t bits = random_bits(key, static_cast<uint64_t>(i) * 4 + pair);
-      byte |= static_cast<unsigned>((bits & 0xffffffff) >= dropped) << (2 * pair);
-      byte |= static_cast<unsigned>((bits >> 32) >= dropped) << (2 * pair + 1);
-    }
-    bytes[i] = static_cast<uint8_t>(byte);
-  }
 }
 
 template <class T>

@@ -60,8 +60,6 @@ ACLNN(Sigmoid, (const Tensor& self, Tensor& out)) { at::sigmoid_out(out, self); 
 ACLNN(InplaceSigmoid, (Tensor& self)) { self.sigmoid_(); }
 ACLNN(Sin, (const Tensor& self, Tensor& out)) { at::sin_out(out, self); }
 ACLNN(InplaceSin, (Tensor& self)) { self.sin_(); }
-ACLNN(Sinc, (const Tensor& self, Tensor& out)) { at::sinc_out(out, self); }
-ACLNN(InplaceSinc, (Tensor& self)) { self.sinc_(); }
 ACLNN(Sinh, (const Tensor& self, Tensor& out)) { at::sinh_out(out, self); }
 ACLNN(InplaceSinh, (Tensor& self)) { self.sinh_(); }
 ACLNN(Sqrt, (const Tensor& self, Tensor& out)) { at::sqrt_out(out, self); }

@@ -15,8 +15,9 @@ DEADLINE_S = 120.0
 def sim(*arguments: str, timeout: float = DEADLINE_S, **environ: str) -> subprocess.CompletedProcess[str]:
     """`ds_npu sim ARGUMENTS`."""
     command = [sys.executable, "-m", "ds_npu.cli.main", "sim", *arguments]
+    inherited = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # conftest.py: cpu
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**os.environ, **environ}, check=False
+        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**inherited, **environ}, check=False
     )
 
 

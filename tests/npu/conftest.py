@@ -1,5 +1,9 @@
 """What every test of this folder needs."""
 
+import os
+
+os.environ["DS_ACCELERATOR"] = "npu"  # the conftest.py above says cpu
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

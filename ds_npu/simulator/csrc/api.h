@@ -28,14 +28,33 @@ class Failure : public std::exception {
 // Keeps `message` as this thread's last error, as aclGetRecentErrMsg gives it.
 void set_recent_error(std::string message);
 
-// What the planted faults of `ds_npu sim --fault` want of this call: its error code, or 0. May end the process.
-int planted_fault(const char* name);
+// The same for a call that failed; gives its code back. In the thread of torch_npu's task queue it also stops the device:
+// torch_npu reports such an error once and from then on drops what it is given, so nothing may be read from the device.
+int failed_call(const char* name, int code, const char* message) noexcept;
+
+// Throws the Failure that `ds_npu sim --fault` has planted in this call, if it has; may end the process.
+void throw_planted_fault(const char* name);
+
+// Runs `body`; its exceptions become an error code, with the message kept for aclGetRecentErrMsg.
+template <class Body>
+int reported(const char* name, int unknown_error, Body&& body) noexcept {
+  try {
+    body();
+    return 0;
+  } catch (const Failure& failure) {
+    return failed_call(name, failure.code(), failure.what());
+  } catch (const std::exception& error) {
+    return failed_call(name, unknown_error, error.what());
+  }
+}
 
 // The same for a call of the ABI, where a fault may have been planted.
 template <class Body>
 int guarded(const char* name, int unknown_error, Body&& body) noexcept {
-  if (const int code = planted_fault(name)) return code;
-  return reported(name, unknown_error, body);
+  return reported(name, unknown_error, [&] {
+    throw_planted_fault(name);
+    body();
+  });
 }
 
 template <std::size_t N>
@@ -45,21 +64,6 @@ struct Literal {
     for (std::size_t i = 0; i < N; ++i) text[i] = source[i];
   }
 };
-
-// Runs `body`; its exceptions become an error code, with the message kept for aclGetRecentErrMsg.
-template <class Body>
-int reported(const char* name, int unknown_error, Body&& body) noexcept {
-  try {
-    body();
-    return 0;
-  } catch (const Failure& failure) {
-    set_recent_error(std::string(name) + ": " + failure.what());
-    return failure.code();
-  } catch (const std::exception& error) {
-    set_recent_error(std::string(name) + ": " + error.what());
-    return unknown_error;
-  }
-}
 
 template <class Result, Literal name, auto body>
 struct Api;

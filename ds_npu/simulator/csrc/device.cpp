@@ -97,7 +97,7 @@ Device& current_device() {
   return device(current);
 }
 
-Device& current_device_or_first() { return device(std::max(current, 0)); }
+Device& device_or_first() { return device(std::max(current, 0)); }
 
 void set_current_device(int index) {
   device(index);

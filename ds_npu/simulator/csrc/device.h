@@ -54,7 +54,7 @@ class Device {
 
 // The device of aclrtSetDevice in this thread; throws before the first call, and on an index that does not exist.
 Device& current_device();
-Device& current_device_or_first();
+Device& device_or_first();  // the same, or device 0
 Device& device(int index);
 void set_current_device(int index);
 

@@ -53,15 +53,13 @@ std::vector<std::unique_ptr<Fault>> planted() {
 
 }  // namespace
 
-int planted_fault(const char* name) {
+void throw_planted_fault(const char* name) {
   static const auto faults = planted();
   for (const auto& fault : faults) {
     if (fault->name != name || ++fault->calls != fault->call) continue;
     if (fault->code == 0) kill(getpid(), SIGKILL);
-    set_recent_error(fault->name + ": planted by ds_npu sim --fault, call " + std::to_string(fault->call));
-    return fault->code;
+    throw Failure(fault->code, "planted by ds_npu sim --fault, call " + std::to_string(fault->call));
   }
-  return 0;
 }
 
 }  // namespace sim

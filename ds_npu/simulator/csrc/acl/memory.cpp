@@ -161,7 +161,7 @@ SIM_API(aclError, aclrtMemsetAsync, (void* to, size_t room, int32_t value, size_
 
 // Expandable segments. torch_npu tries whether there is such a thing before it has set a device. A physical handle is a part of the capacity; the addresses have pages behind them as they are.
 SIM_API(aclError, aclrtReserveMemAddress, (void** address, size_t bytes, size_t, void*, uint64_t)) {
-  *address = sim::current_device_or_first().memory().reserve(bytes);
+  *address = sim::device_or_first().memory().reserve(bytes);
 }
 
 SIM_API(aclError, aclrtReleaseMemAddress, (void* address)) { memory_with(address).unreserve(address); }

@@ -1,17 +1,30 @@
 // Start and end of ACL, its error messages and logs.
+#include <pthread.h>
+
 #include <cstring>
 #include <utility>
 
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
 #include "api.h"
+#include "device.h"
 
 namespace sim {
 namespace {
 thread_local std::string recent_error;
+
+constexpr std::string_view kTaskQueueThread = "acl_thread";  // Ascend/pytorch, NPUAffinityController.cpp
 }  // namespace
 
 void set_recent_error(std::string message) { recent_error = std::move(message); }
+
+int failed_call(const char* name, int code, const char* message) noexcept {
+  set_recent_error(std::string(name) + ": " + message);
+  char thread[16] = "";
+  pthread_getname_np(pthread_self(), thread, sizeof thread);
+  if (std::string_view(thread) == kTaskQueueThread) device_or_first().fail(code, recent_error);
+  return code;
+}
 
 }  // namespace sim
 

@@ -16,6 +16,8 @@ import pytest
 import simulated
 from ranks import shared_memory_files
 
+pytestmark = pytest.mark.slow  # the libraries are compiled first, if they are not yet
+
 DEADLINE_S = 100.0
 PRELUDE = """
 import os, signal, sys, time

@@ -16,7 +16,7 @@ TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 TORCH_NPU := torch_npu==2.13.0
 STAMP := .venv/complete
-ON_NPUS := $(if $(wildcard /dev/davinci[0-9]*),,ds_npu sim --devices 4 --)
+ON_NPUS := $(if $(wildcard /dev/davinci[0-9]*),,ds_npu sim --)
 DEMO := examples/pretrain.py --deepspeed --deepspeed_config examples/configs/demo.json
 
 # Without .venv/bin, for making it; DeepSpeed finds ninja and its launcher's ranks by PATH.

@@ -117,11 +117,10 @@ def test_a_gated_linear_unit_and_its_gradient(dim, dtype, layout):
     agree(placed.grad, value.grad, torch.full((6, 8), 4.0, dtype=torch.float64), roundings=4)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+# Softsign does not: it is a quotient, composed by torch, which loses the digits of a large x in 16 bits.
+@pytest.mark.parametrize("activation", [each for each in ACTIVATIONS if each.name != "softsign"], ids=str)
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_large_numbers_saturate(activation, dtype):
-    if activation.name == "softsign":
-        pytest.skip("composed of a quotient, which loses the digits of a large x in 16 bits")
     value = torch.tensor([-100.0, -30.0, 30.0, 100.0], dtype=torch.float64, requires_grad=True)
     placed = on_npu(value.detach(), dtype).requires_grad_()
     expected, found = (activation.reference or activation.function)(value), activation.function(placed)

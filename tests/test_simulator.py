@@ -206,3 +206,9 @@ def test_the_page_lists_what_is_simulated():
     page = (simulated.ROOT / "docs" / "simulator.md").read_text()
     found = page.partition("<!-- list: written by `ds_npu sim --list` -->")[2].partition("<!-- end of list -->")[0]
     assert found.strip().splitlines() == simulated.printed(simulated.sim("--list"))
+
+
+def test_what_is_simulated_is_called_so():
+    done = simulated.sim("--devices", "2", "--memory", "1GiB", "--chaos", "3", "--", "ds_report")
+    assert "ds_npu sim: 2 simulated NPUs (Ascend910B2, 1 GiB each, chaos 3)" in done.stderr
+    assert "2, simulated by ds_npu sim" in done.stdout

@@ -70,6 +70,7 @@ def _run(arguments: Namespace) -> int:
         print(markdown(home))
         return 0
     simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault))
+    print(f"ds_npu sim: {simulation}", file=sys.stderr, flush=True)
     return _become(program, command, simulation.environment(home, os.environ))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
@@ -124,7 +125,8 @@ def _device_lines() -> Iterator[str]:
         return
     torch_npu: Any = capability.try_import("torch_npu")[0]
     count = torch_npu.npu.device_count()
-    yield _line("NPUs", f"{OKAY} {count}")
+    simulated = ", simulated by ds_npu sim" if "DS_NPU_SIM_DEVICES" in os.environ else ""
+    yield _line("NPUs", f"{OKAY} {count}{simulated}")
     for index in range(count):
         yield _line(f"npu:{index}", _device(torch_npu.npu, index))
 

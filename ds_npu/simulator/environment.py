@@ -27,6 +27,12 @@ class Simulation:
     chaos: int | None = None
     faults: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        chaos = "" if self.chaos is None else f", chaos {self.chaos}"
+        faults = f", faults {' '.join(self.faults)}" if self.faults else ""
+        memory = f"{self.memory_bytes / 2**30:g} GiB"
+        return f"{self.devices} simulated NPUs (Ascend{self.soc}, {memory} each{chaos}{faults})"
+
     def environment(self, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
         """``inherited`` with what a process needs to see the simulated NPUs whose libraries are in ``home``."""
         paths = [str(home), *filter(None, [inherited.get("LD_LIBRARY_PATH")])]

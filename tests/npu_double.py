@@ -5,6 +5,8 @@ It shows that ds_npu calls these names in the right order with the right argumen
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -70,6 +72,22 @@ def install(monkeypatch, **machine):
     monkeypatch.setattr(npu_accelerator, "torch", torch, raising=False)
     monkeypatch.setattr(runtime, "_torch_npu", lambda: (torch_npu, None))
     return npu
+
+
+def remove(monkeypatch):
+    """Makes torch_npu look not installed to this process for one test."""
+    find_spec, version = importlib.util.find_spec, importlib.metadata.version
+
+    def no_version(name):
+        if name == "torch_npu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *to: find_spec(name, *to) if name != "torch_npu" else None
+    )
+    monkeypatch.setattr(importlib.metadata, "version", no_version)
 
 
 def write_package(folder, *, body="", version="2.13.0", requires="torch==2.13.0.*"):

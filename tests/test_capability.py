@@ -92,10 +92,11 @@ def state_in_a_process(folder, lines="", **environ):
     return done.stdout
 
 
-def test_state_not_installed(tmp_path):
-    if capability.installed_version("torch_npu"):
-        pytest.skip("torch_npu is installed here")
-    assert state_in_a_process(tmp_path).startswith("False None False torch_npu is not installed")
+def test_state_not_installed(monkeypatch):
+    npu_double.remove(monkeypatch)
+    state = capability.torch_npu_state()
+    assert (state.installed, state.version, state.usable) == (False, None, False)
+    assert state.reason == "torch_npu is not installed"
 
 
 def test_state_installed_without_cann(tmp_path):

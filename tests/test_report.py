@@ -37,9 +37,8 @@ def cpu_machine(monkeypatch, tmp_path):
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
 
 
-def test_on_a_cpu_machine_every_part_is_there_with_reasons(cpu_machine):
-    if capability.installed_version("torch_npu"):
-        pytest.skip("torch_npu is installed here")
+def test_on_a_cpu_machine_every_part_is_there_with_reasons(cpu_machine, monkeypatch):
+    npu_double.remove(monkeypatch)
     text = printed()
     assert row(text, "torch_npu version") == "not installed"
     assert "ASCEND_HOME_PATH is not set" in row(text, "CANN version")

@@ -22,6 +22,7 @@ TOP = {*PACKAGE, *BESIDE, "docs", "setup.py", "pyproject.toml", "README.md", "Ma
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
+CPP_COLUMNS = 128
 CLASS_LINES = 200
 CLASS_METHODS = 20
 PARAMETERS = 6
@@ -344,3 +345,38 @@ def test_no_path_of_somebodys_machine():
     found = {str(path.relative_to(ROOT)): machine_paths(path.read_text()) for path in readable}
     assert {path: said for path, said in found.items() if said} == {}
     assert machine_paths("cd " + "/home" + "/me") and not machine_paths("the work/home balance, /nowhere")
+
+
+def cpp_complaints(text: str) -> list[str]:
+    """A C++ source: its length, its width, its functions, and the sentence at its top that says what it holds."""
+    lines = text.splitlines()
+    found = [f"{len(lines)} lines"] if len(lines) > FILE_LINES else []
+    found += [f"line {number} is too wide" for number, line in enumerate(lines, start=1) if len(line) > CPP_COLUMNS]
+    found += [] if text.startswith("// ") else ["nothing at the top says what it holds"]
+    begun = 0
+    for number, line in enumerate(lines, start=1):
+        if line.endswith("{") and not line.startswith((" ", "namespace", "extern", "class", "struct")):
+            begun = number
+        elif line == "}" and begun:
+            found += [f"a function of {number - begun + 1} lines"] if number - begun >= FUNCTION_LINES else []
+            begun = 0
+    return found
+
+
+def test_the_simulators_sources_keep_the_budgets():
+    sources = [path for path in (ROOT / "ds_npu" / "simulator" / "csrc").rglob("*.*") if path.suffix in (".h", ".cpp")]
+    assert len(sources) > 50
+    complaints = {}
+    for path in sources:
+        # What a source with a header holds is said there.
+        said = "" if path.suffix == ".h" or not path.with_suffix(".h").exists() else "// (header)\n"
+        complaints[str(path.relative_to(ROOT))] = cpp_complaints(said + path.read_text())
+    assert {name: found for name, found in complaints.items() if found} == {}
+
+
+def test_a_cpp_source_over_a_budget_is_found():
+    function = "void f() {\n" + "  g();\n" * FUNCTION_LINES + "}\n"
+    assert cpp_complaints("// What it holds.\n" + function) == [f"a function of {FUNCTION_LINES + 2} lines"]
+    assert cpp_complaints("// A.\n" * (FILE_LINES + 1)) == [f"{FILE_LINES + 1} lines"]
+    assert cpp_complaints("// " + "x" * CPP_COLUMNS) == ["line 1 is too wide"]
+    assert cpp_complaints("int a;\n") == ["nothing at the top says what it holds"]

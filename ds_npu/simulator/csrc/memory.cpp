@@ -103,8 +103,9 @@ void Memory::charge(std::size_t bytes, const char* what) {
   const std::scoped_lock lock(mutex_);
   bytes = rounded(bytes, kPage);
   if (bytes > capacity() - std::min(used_, capacity()))
-    throw Failure(ACL_ERROR_RT_MEMORY_ALLOCATION, "simulated NPU " + std::to_string(device_) + " has no " + gib(bytes) + " for " +
-                                                      what + ": " + gib(used_) + " of " + gib(capacity()) + " are in use");
+    throw Failure(ACL_ERROR_RT_MEMORY_ALLOCATION, "simulated NPU " + std::to_string(device_) + " has no " + gib(bytes) +
+                                                      " for " + what + ": " + gib(used_) + " of " + gib(capacity()) +
+                                                      " are in use");
   used_ += bytes;
 }
 

@@ -159,14 +159,16 @@ SIM_API(aclError, aclrtMemsetAsync, (void* to, size_t room, int32_t value, size_
   sim::stream_of(stream).push("aclrtMemsetAsync", [=] { std::memset(to, value, bytes); });
 }
 
-// Expandable segments. torch_npu tries whether there is such a thing before it has set a device. A physical handle is a part of the capacity; the addresses have pages behind them as they are.
+// Expandable segments. torch_npu tries whether there is such a thing before it has set a device. A physical handle is a
+// part of the capacity; the addresses have pages behind them as they are.
 SIM_API(aclError, aclrtReserveMemAddress, (void** address, size_t bytes, size_t, void*, uint64_t)) {
   *address = sim::device_or_first().memory().reserve(bytes);
 }
 
 SIM_API(aclError, aclrtReleaseMemAddress, (void* address)) { memory_with(address).unreserve(address); }
 
-SIM_API(aclError, aclrtMallocPhysical, (aclrtDrvMemHandle * handle, size_t bytes, const aclrtPhysicalMemProp* wanted, uint64_t)) {
+SIM_API(aclError, aclrtMallocPhysical,
+        (aclrtDrvMemHandle * handle, size_t bytes, const aclrtPhysicalMemProp* wanted, uint64_t)) {
   sim::Device& device = sim::device(static_cast<int>(wanted->location.id));
   device.memory().charge(bytes, "physical memory");
   *handle = reinterpret_cast<aclrtDrvMemHandle>(new Physical{&device, bytes});

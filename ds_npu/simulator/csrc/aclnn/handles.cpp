@@ -64,8 +64,9 @@ at::Scalar read_scalar(const void* value, aclDataType type) {
 }  // namespace
 }  // namespace sim
 
-SIM_PLAIN aclTensor* aclCreateTensor(const int64_t* dims, uint64_t rank, aclDataType type, const int64_t* strides, int64_t offset,
-                                     aclFormat, const int64_t* storage_dims, uint64_t storage_rank, void* data) {
+SIM_PLAIN aclTensor* aclCreateTensor(const int64_t* dims, uint64_t rank, aclDataType type, const int64_t* strides,
+                                     int64_t offset, aclFormat, const int64_t* storage_dims, uint64_t storage_rank,
+                                     void* data) {
   try {
     const auto dtype = sim::scalar_type(type);
     const at::IntArrayRef sizes(dims, rank);
@@ -90,8 +91,12 @@ SIM_PLAIN aclScalar* aclCreateScalar(void* value, aclDataType type) {
   }
 }
 
-SIM_PLAIN aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t count) { return new aclIntArray{{values, values + count}}; }
-SIM_PLAIN aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t count) { return new aclBoolArray{std::vector<bool>(values, values + count)}; }
+SIM_PLAIN aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t count) {
+  return new aclIntArray{{values, values + count}};
+}
+SIM_PLAIN aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t count) {
+  return new aclBoolArray{std::vector<bool>(values, values + count)};
+}
 SIM_PLAIN aclFloatArray* aclCreateFloatArray(const float* values, uint64_t count) {
   return new aclFloatArray{{values, values + count}};
 }

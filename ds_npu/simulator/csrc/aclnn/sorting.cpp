@@ -12,7 +12,8 @@ ACLNN(Topk, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sort
 }
 
 // The policy says in which order equal elements come: any is right.
-ACLNN(TopkV2, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor& values, Tensor& indices)) {
+ACLNN(TopkV2, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor& values,
+               Tensor& indices)) {
   at::topk_out(values, indices, self, k, dim, largest, sorted);
 }
 

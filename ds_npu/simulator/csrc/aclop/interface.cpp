@@ -95,12 +95,14 @@ SIM_API(aclError, aclopCompileAndExecute,
         (const char* type, int input_count, const aclTensorDesc* const input_descs[], const aclDataBuffer* const inputs[],
          int output_count, const aclTensorDesc* const output_descs[], aclDataBuffer* const outputs[], const aclopAttr* attr,
          aclopEngineType, aclopCompileType, const char*, aclrtStream stream)) {
-  run(type, {tensors_of(input_count, input_descs, inputs), tensors_of(output_count, output_descs, outputs), attr->values}, stream);
+  auto given = tensors_of(input_count, input_descs, inputs);
+  run(type, {std::move(given), tensors_of(output_count, output_descs, outputs), attr->values}, stream);
 }
 
 SIM_API(aclError, aclopCompileAndExecuteV2,
         (const char* type, int input_count, aclTensorDesc* input_descs[], aclDataBuffer* inputs[], int output_count,
-         aclTensorDesc* output_descs[], aclDataBuffer* outputs[], aclopAttr* attr, aclopEngineType, aclopCompileType, const char*,
-         aclrtStream stream)) {
-  run(type, {tensors_of(input_count, input_descs, inputs), tensors_of(output_count, output_descs, outputs), attr->values}, stream);
+         aclTensorDesc* output_descs[], aclDataBuffer* outputs[], aclopAttr* attr, aclopEngineType, aclopCompileType,
+         const char*, aclrtStream stream)) {
+  auto given = tensors_of(input_count, input_descs, inputs);
+  run(type, {std::move(given), tensors_of(output_count, output_descs, outputs), attr->values}, stream);
 }

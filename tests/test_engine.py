@@ -187,7 +187,7 @@ def losses_of(mode: str, folder: Path) -> list[dict[str, list[str]]]:
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, mode, folder],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_NPU_AUTOLOAD": "0"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         capture_output=True,
         text=True,
         timeout=240,

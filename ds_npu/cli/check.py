@@ -73,4 +73,4 @@ def _features(checked: Checked) -> Iterator[str]:
     yield from ("Not built in this version", *textwrap.wrap(planned, 100, initial_indent="  ", subsequent_indent="  "))
 
 
-CHECK = Command("check", "print the layout a config means for a world, or every mistake in it", _add_arguments, _run)
+COMMAND = Command("check", "print the layout a config means for a world, or every mistake in it", _add_arguments, _run)

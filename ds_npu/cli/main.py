@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from ds_npu.cli.check import CHECK
 from ds_npu.cli.command import Command
-from ds_npu.cli.schema import SCHEMA
-from ds_npu.cli.sim import SIM
 
-COMMANDS: tuple[Command, ...] = (CHECK, SCHEMA, SIM)
+COMMANDS = ("check", "schema", "sim")
+"""Each is ``COMMAND`` of the module ``ds_npu.cli.NAME``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``ds_npu ARGUMENTS`` (those of the command line by default) and return the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = ArgumentParser(prog="ds_npu", description="Tools around the ds_npu section of a DeepSpeed config.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    # Where one is named, only that one is imported: `ds_npu sim` is in front of every run, and must not be slow.
+    for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
+        command: Command = importlib.import_module(f"ds_npu.cli.{name}").COMMAND
         subparser = subparsers.add_parser(command.name, help=command.purpose, description=command.purpose)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)

@@ -24,4 +24,4 @@ def _run(arguments: Namespace) -> int:
     return 0
 
 
-SCHEMA = Command("schema", "print the JSON schema of a ds_config.json with its ds_npu section", _add_arguments, _run)
+COMMAND = Command("schema", "print the JSON schema of a ds_config.json with its ds_npu section", _add_arguments, _run)

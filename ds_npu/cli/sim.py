@@ -78,4 +78,4 @@ def _become(program: str, command: list[str], environment: dict[str, str]) -> No
     os.execve(program, command, environment)
 
 
-SIM = Command("sim", "Run a command on simulated NPUs.", _add_arguments, _run)
+COMMAND = Command("sim", "run a command, and all it starts, on simulated NPUs", _add_arguments, _run)

@@ -94,6 +94,33 @@ def routing_map(indices: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.zeros(len(indices), experts, dtype=torch.bool).scatter(1, indices, True)
 
 
+def check_the_way_back(rows, weighted, routes, sizes, permuted, lies, **mode):
+    """Unpermute ``rows`` rows that went the ``routes`` (token, expert), and its gradients.
+
+    ``permuted`` is the order and the routing map that permute gave; ``lies`` the layouts of rows and weights.
+    """
+    (token, expert), (tokens, experts, hidden, dtype), (order, on_map) = routes, sizes, permuted
+    back_in = numbers(rows, hidden, seed=5, dtype=dtype).requires_grad_()
+    back_grad = numbers(tokens, hidden, seed=6, dtype=dtype)
+    weights = probabilities(tokens, experts, dtype=dtype).requires_grad_()
+    terms = back_in * weights[token, expert].unsqueeze(1) if weighted else back_in
+    back = torch.zeros(tokens, hidden, dtype=torch.float64).index_add(0, token, terms)
+    back.backward(back_grad)
+    on_back = on_npu(back_in.detach(), dtype, lies[0]).requires_grad_()
+    on_weights = on_npu(weights.detach(), dtype, lies[1]).requires_grad_() if weighted else None
+    found = torch_npu.npu_moe_token_unpermute_with_routing_map(
+        on_back, order, [tokens, hidden], probs=on_weights, routing_map=on_map, **mode
+    )
+    found.backward(on_npu(back_grad, dtype))
+    with torch.no_grad():
+        agree(found, back, torch.zeros_like(back).index_add(0, token, terms.abs()), SUM[dtype])
+        agree(on_back.grad, back_in.grad, roundings=2 if dtype == torch.float32 else 1.1)
+        if weighted:
+            sums = torch.zeros_like(weights)
+            sums[token, expert] = (back_in * back_grad[token]).abs().sum(1)
+            agree(on_weights.grad, weights.grad, sums, 4 + hidden if dtype == torch.float32 else 1.1)
+
+
 @settings(max_examples=50)
 @given(TOKENS, EXPERTS, HIDDEN, DTYPES, st.integers(1, 3), st.data())
 def test_a_routing_map_permutes_and_unpermutes_tokens_with_their_gradients(
@@ -121,25 +148,10 @@ def test_a_routing_map_permutes_and_unpermutes_tokens_with_their_gradients(
     agree(on_x.grad, x.grad, torch.zeros_like(x).index_add(0, token, grad.abs()), SUM[dtype])
     agree(on_probs.grad, probs.grad, roundings=0)
 
-    back_in = numbers(tokens * choices, hidden, seed=5, dtype=dtype).requires_grad_()
-    back_grad = numbers(tokens, hidden, seed=6, dtype=dtype)
-    weights = probabilities(tokens, experts, dtype=dtype).requires_grad_()
-    terms = back_in * weights[token, expert].unsqueeze(1) if weighted else back_in
-    back = torch.zeros(tokens, hidden, dtype=torch.float64).index_add(0, token, terms)
-    back.backward(back_grad)
-    on_back = on_npu(back_in.detach(), dtype, data.draw(layouts(2))).requires_grad_()
-    on_weights = on_npu(weights.detach(), dtype).requires_grad_() if weighted else None
-    found = torch_npu.npu_moe_token_unpermute_with_routing_map(
-        on_back, order, [tokens, hidden], probs=on_weights, routing_map=on_map
+    lies = (data.draw(layouts(2)), None)
+    check_the_way_back(
+        tokens * choices, weighted, (token, expert), (tokens, experts, hidden, dtype), (order, on_map), lies
     )
-    found.backward(on_npu(back_grad, dtype))
-    with torch.no_grad():
-        agree(found, back, torch.zeros_like(back).index_add(0, token, terms.abs()), SUM[dtype])
-        agree(on_back.grad, back_in.grad, roundings=2 if dtype == torch.float32 else 1.1)
-        if weighted:
-            sums = torch.zeros_like(weights)
-            sums[token, expert] = (back_in * back_grad[token]).abs().sum(1)
-            agree(on_weights.grad, weights.grad, sums, 4 + hidden if dtype == torch.float32 else 1.1)
 
 
 @settings(max_examples=50)
@@ -171,25 +183,16 @@ def test_with_capacity_each_expert_gets_as_many_tokens_and_gradients_return(
     agree(on_x.grad, x.grad, torch.zeros_like(x).index_add(0, token, grad.abs()), SUM[dtype])
     agree(on_probs.grad, probs.grad, roundings=0)
 
-    back_in = numbers(experts * capacity, hidden, seed=5, dtype=dtype).requires_grad_()
-    back_grad = numbers(tokens, hidden, seed=6, dtype=dtype)
-    weights = probabilities(tokens, experts, dtype=dtype).requires_grad_()
-    terms = back_in * weights[token, expert].unsqueeze(1) if weighted else back_in
-    back = torch.zeros(tokens, hidden, dtype=torch.float64).index_add(0, token, terms)
-    back.backward(back_grad)
-    on_back = on_npu(back_in.detach(), dtype).requires_grad_()
-    on_weights = on_npu(weights.detach(), dtype, data.draw(layouts(2))).requires_grad_() if weighted else None
-    found = torch_npu.npu_moe_token_unpermute_with_routing_map(
-        on_back, order, [tokens, hidden], probs=on_weights, routing_map=on_map, drop_and_pad=True
+    lies = (None, data.draw(layouts(2)) if weighted else None)
+    check_the_way_back(
+        experts * capacity,
+        weighted,
+        (token, expert),
+        (tokens, experts, hidden, dtype),
+        (order, on_map),
+        lies,
+        drop_and_pad=True,
     )
-    found.backward(on_npu(back_grad, dtype))
-    with torch.no_grad():
-        agree(found, back, torch.zeros_like(back).index_add(0, token, terms.abs()), SUM[dtype])
-        agree(on_back.grad, back_in.grad, roundings=2 if dtype == torch.float32 else 1.1)
-        if weighted:
-            sums = torch.zeros_like(weights)
-            sums[token, expert] = (back_in * back_grad[token]).abs().sum(1)
-            agree(on_weights.grad, weights.grad, sums, 4 + hidden if dtype == torch.float32 else 1.1)
 
 
 @settings(max_examples=40)

@@ -58,13 +58,10 @@ struct Physical {
   size_t bytes;
 };
 
-struct Mapping {
-  size_t bytes;
-};
-
 std::mutex mappings_mutex;
-std::map<void*, Mapping>& mappings() {
-  static auto* all = new std::map<void*, Mapping>;
+// Bytes mapped at an address.
+std::map<void*, size_t>& mappings() {
+  static auto* all = new std::map<void*, size_t>;
   return *all;
 }
 
@@ -80,6 +77,12 @@ void check_copy(const void* to, size_t room, const void* from, size_t bytes, acl
   if (bytes > room)
     throw Failure(ACL_ERROR_INVALID_PARAM, std::to_string(bytes) + " bytes do not fit into " + std::to_string(room));
   if (bytes != 0) check_sides(to, from, kind);
+}
+
+void copy_async(const char* name, void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind,
+                aclrtStream stream) {
+  check_copy(to, room, from, bytes, kind);
+  sim::stream_of(stream).push(name, [=] { std::memmove(to, from, bytes); });
 }
 
 void allocate_on_device(void** address, size_t bytes) {
@@ -144,14 +147,12 @@ SIM_API(aclError, aclrtMemset, (void* to, size_t room, int32_t value, size_t byt
 
 SIM_API(aclError, aclrtMemcpyAsync,
         (void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream)) {
-  check_copy(to, room, from, bytes, kind);
-  sim::stream_of(stream).push("aclrtMemcpyAsync", [=] { std::memmove(to, from, bytes); });
+  copy_async("aclrtMemcpyAsync", to, room, from, bytes, kind, stream);
 }
 
 SIM_API(aclError, aclrtMemcpyAsyncWithCondition,
         (void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream)) {
-  check_copy(to, room, from, bytes, kind);
-  sim::stream_of(stream).push("aclrtMemcpyAsyncWithCondition", [=] { std::memmove(to, from, bytes); });
+  copy_async("aclrtMemcpyAsyncWithCondition", to, room, from, bytes, kind, stream);
 }
 
 SIM_API(aclError, aclrtMemsetAsync, (void* to, size_t room, int32_t value, size_t bytes, aclrtStream stream)) {
@@ -182,13 +183,13 @@ SIM_API(aclError, aclrtFreePhysical, (aclrtDrvMemHandle handle)) {
 SIM_API(aclError, aclrtMapMem, (void* address, size_t bytes, size_t, aclrtDrvMemHandle, uint64_t)) {
   memory_with(address);
   const std::scoped_lock lock(mappings_mutex);
-  mappings()[address] = {bytes};
+  mappings()[address] = bytes;
 }
 
 SIM_API(aclError, aclrtUnmapMem, (void* address)) {
   const std::scoped_lock lock(mappings_mutex);
   const auto found = mappings().find(address);
   if (found == mappings().end()) throw Failure(ACL_ERROR_INVALID_PARAM, "nothing is mapped at this address");
-  memory_with(address).discard(address, found->second.bytes);
+  memory_with(address).discard(address, found->second);
   mappings().erase(found);
 }

@@ -1,0 +1,89 @@
+"""Which part of a whole weight each tensor rank holds: index ranges along one dim, as data.
+
+A parameter that is split carries its Sharding (``mark``, ``sharding_of``); one without is whole on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open index ranges, in the order in which they are held."""
+
+MARK = "ds_npu_sharding"
+TENSOR_PARALLEL = "tensor_model_parallel"
+"""DeepSpeed counts the gradient of a parameter with this mark on every model-parallel rank, else on the first only."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a whole tensor of ``size`` along ``dim`` is split: ``ranges[r]`` is what tensor rank r holds."""
+
+    dim: int
+    size: int
+    ranges: tuple[Ranges, ...]
+
+    def length(self, rank: int) -> int:
+        """Indices that ``rank`` holds."""
+        return sum(stop - start for start, stop in self.ranges[rank])
+
+    def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A copy of the part of ``whole`` that ``rank`` holds; raises ValueError where ``whole`` has another size."""
+        if whole.shape[self.dim] != self.size:
+            raise ValueError(f"a tensor of shape {tuple(whole.shape)} was given; dim {self.dim} must have {self.size}")
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
+        return torch.cat(parts, dim=self.dim)
+
+    def assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole tensor from what each rank holds."""
+        shape = list(parts[0].shape)
+        shape[self.dim] = self.size
+        whole = parts[0].new_empty(shape)
+        for part, ranges in zip(parts, self.ranges, strict=True):
+            lengths = [stop - start for start, stop in ranges]
+            for piece, (start, stop) in zip(part.split(lengths, dim=self.dim), ranges, strict=True):
+                whole.narrow(self.dim, start, stop - start).copy_(piece)
+        return whole
+
+
+def near_even(count: int, parts: int) -> list[tuple[int, int]]:
+    """``parts`` consecutive ranges of 0 .. count whose lengths differ by at most one, the longer ones first.
+
+    Raises ValueError where there are fewer than one for each.
+    """
+    if count < parts:
+        raise ValueError(f"{count} cannot be split over {parts} tensor ranks: each needs at least one")
+    short, longer = divmod(count, parts)
+    bounds = [0, *itertools.accumulate(short + (index < longer) for index in range(parts))]
+    return list(itertools.pairwise(bounds))
+
+
+def split(dim: int, sections: Sequence[int], tensor_size: int, unit: int = 1) -> Sharding:
+    """Each of the ``sections`` of ``dim`` (one after another, as in a fused gate-up weight) over all tensor ranks.
+
+    Sections are split in whole units of ``unit`` indices (a head), as evenly as that goes.
+    """
+    starts = [0, *itertools.accumulate(sections)]
+    ranges: list[Ranges] = []
+    for rank in range(tensor_size):
+        mine = [near_even(section // unit, tensor_size)[rank] for section in sections]
+        ranges.append(
+            tuple((base + a * unit, base + b * unit) for base, (a, b) in zip(starts[:-1], mine, strict=True))
+        )
+    return Sharding(dim, starts[-1], tuple(ranges))
+
+
+def mark(parameter: nn.Parameter, sharding: Sharding) -> None:
+    """Say that ``parameter`` holds this rank's part of a whole weight."""
+    vars(parameter).update({MARK: sharding, TENSOR_PARALLEL: True})
+
+
+def sharding_of(parameter: nn.Parameter) -> Sharding | None:
+    """How ``parameter`` is split; None where it is whole."""
+    sharding: Sharding | None = vars(parameter).get(MARK)
+    return sharding

@@ -25,6 +25,18 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torc
     return Pending(x, dist.all_reduce(x, group=group, async_op=True))
 
 
+def gather_parts(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
+    """Every rank's ``x``, one behind the other in ``parts`` [ranks, *x.shape], which is contiguous."""
+    work = _gather_into(parts.flatten(0, 1), x.contiguous(), group=group, async_op=True)
+    return Pending(parts, work)
+
+
+def scatter_parts(mine: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
+    """The sum of every rank's ``parts[r]`` on rank r, in ``mine``; both contiguous, ``parts`` [ranks, *mine.shape]."""
+    work = _scatter_into(mine, parts.flatten(0, 1), group=group, async_op=True)
+    return Pending(mine, work)
+
+
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
     """Every rank's ``x`` (all of one shape), concatenated along ``dim`` in the order of the ranks.
 
@@ -36,8 +48,7 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pe
         return Pending(x, None)
     dim %= x.dim()
     parts = x.new_empty(size, *x.shape)
-    work = _gather_into(parts.flatten(0, 1), x.contiguous(), group=group, async_op=True)
-    return Pending(parts, work, lambda arrived: arrived.movedim(0, dim).flatten(dim, dim + 1))
+    return Pending(parts, gather_parts(parts, x, group), lambda whole: whole.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
@@ -53,5 +64,4 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -
     if x.shape[dim] % size:
         raise ValueError(f"dim {dim} of shape {tuple(x.shape)} does not divide by the {size} ranks of the group")
     parts = torch.unflatten(x, dim, (size, -1)).movedim(dim, 0).contiguous()
-    mine = x.new_empty(parts.shape[1:])
-    return Pending(mine, _scatter_into(mine, parts.flatten(0, 1), group=group, async_op=True))
+    return scatter_parts(x.new_empty(parts.shape[1:]), parts, group)

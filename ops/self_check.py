@@ -19,7 +19,7 @@ def difference(
     reference: Callable[..., Any],
     sample: tuple[Any, ...],
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | str,
 ) -> str | None:
     """What distinguishes ``kernel`` on ``device`` from ``reference`` in float64 on the CPU, None if rounding does.
 
@@ -37,8 +37,8 @@ def difference(
         mine = found[name]
         if mine.shape != true.shape:
             return f"in {dtype} {name} has shape {tuple(mine.shape)}, and {tuple(true.shape)} is right"
-        allowed = ROUNDINGS * torch.finfo(dtype).eps * float(true.abs().max())
-        largest = float((mine.cpu().double() - true).abs().max())
+        allowed = ROUNDINGS * torch.finfo(dtype).eps * float(true.double().abs().max())
+        largest = float((mine.cpu().double() - true.double()).abs().max())
         if not largest <= allowed:
             return f"in {dtype} {name} is off by {largest:.1e}, and rounding by at most {allowed:.1e}"
     return None

@@ -6,6 +6,7 @@ model would write, and its error in a low precision is what an operator's error 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +48,7 @@ def outcome(function: Callable[..., Any], args: Sequence[Any]) -> list[torch.Ten
     """The results of ``function``, then the gradients at all arguments that require one, for fixed gradients above."""
     results = [x for x in pytree.tree_leaves(function(*args)) if isinstance(x, torch.Tensor)]
     wanted = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
-    upstream = [
-        drawn(*x.shape, seed=90 + i, dtype=x.dtype, gradient=False).to(x.device) for i, x in enumerate(results)
-    ]
+    upstream = [drawn(*x.shape, seed=90 + i, dtype=x.dtype, gradient=False).to(x.device) for i, x in enumerate(results)]
     return [*(x.detach() for x in results), *torch.autograd.grad(results, wanted, upstream)]
 
 
@@ -155,10 +154,7 @@ def angles(positions: int, head: int, interleaved: bool, dtype: torch.dtype) -> 
 
 def rotary_args(x_shape: tuple[int, ...], angle_shape: tuple[int, ...], interleaved: bool = False) -> Maker:
     def make(dtype):
-        positions = angle_shape[:-1].numel() if isinstance(angle_shape, torch.Size) else 1
-        for size in angle_shape[:-1]:
-            positions *= size
-        cos, sin = angles(positions, x_shape[-1], interleaved, dtype)
+        cos, sin = angles(math.prod(angle_shape[:-1]), x_shape[-1], interleaved, dtype)
         return drawn(*x_shape, seed=1, dtype=dtype), cos.view(angle_shape), sin.view(angle_shape), interleaved
 
     return make

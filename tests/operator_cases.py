@@ -127,7 +127,9 @@ def cross_entropy_formula(logits, targets, ignore_index=-100):
 
 
 def cross_entropy_plain(logits, targets, ignore_index=-100):
-    return functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
+    # In float32 at least, as models do.
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="none")
 
 
 def norm_args(*shape: int, offset: float) -> Maker:

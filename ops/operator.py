@@ -68,7 +68,10 @@ class Operator(Generic[P, R]):
             return lack.reason
         kernel = self._import_kernel()
         for dtype in self.dtypes:
-            if found := difference(kernel, self.reference, self.sample(dtype), dtype, device):
+            # Samples are made on the CPU and gradients recorded, whatever the user has set by now.
+            with torch.device("cpu"), torch.enable_grad():
+                found = difference(kernel, self.reference, self.sample(dtype), dtype, device)
+            if found:
                 message = f"the NPU kernel of {self.name} is wrong on {device}: {found}"
                 self.refuse(message)
                 return message

@@ -133,6 +133,12 @@ def test_a_wrong_kernel_is_refused_for_good(here):
     assert CALLS == ["reference"]
 
 
+def test_what_the_user_has_set_does_not_reach_the_check(here):
+    with torch.device("meta"), torch.no_grad():
+        assert made().check(torch.device("cpu")) is None
+        assert "gradient of argument 0" in made("wrong_gradient").check(torch.device("cpu"))
+
+
 class WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -141,6 +147,10 @@ class WrongGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
+
+
+def wrong_gradient(x, factor):
+    return WrongGradient.apply(x)
 
 
 def raises(x, factor):
@@ -154,7 +164,7 @@ def nan_in_bf16(x, factor):
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
-        (lambda x, factor: WrongGradient.apply(x), "gradient of argument 0 is off by"),
+        (wrong_gradient, "gradient of argument 0 is off by"),
         (
             lambda x, factor: x.detach() * factor,
             "it gives result 0, argument 0, and the reference result 0, argument 0",

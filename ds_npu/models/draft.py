@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -45,28 +45,38 @@ class Draft:
 def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> ModelPlan:
     """The plan that ``draft`` is; raises PlanError with ``problems`` and everything that is wrong with it."""
     modules = dict(model.named_modules())
-    given = adapters(model) | draft.roles
-    roles = {name: given[name] for name, module in modules.items() if name in given and _counts(module, given[name])}
-    plan = ModelPlan(
-        model=type(model).__name__,
-        roles=roles,
-        blocks=tuple(name for name, role in roles.items() if role is Role.BLOCK),
-        attentions={},
-        tied=_tied(modules, roles),
-    )
-    unplaced = [(name, draft.notes.get(name, UNKNOWN)) for name in modules if _missing(modules[name], plan.of(name))]
-    misfits = list(_misfits(modules, plan))
-    fitting = _linears(modules, plan, leave_out={name for name, _ in misfits})
+    plan = _without_heads(modules, _adapted(model, draft.roles))
+    misfits = dict(_misfits(modules, plan)) | dict(_foreign(modules, plan))
+    missing = [name for name in modules if _missing(modules[name], plan.of(name)) and name not in misfits]
+    unplaced = [(name, draft.notes.get(name, UNKNOWN)) for name in missing]
+    linears = _linears(modules, plan, leave_out=misfits)
     shapes = {
-        name: draft.attentions.get(name) or counted(modules[name], fitting[name]) for name in plan.named(Role.ATTENTION)
+        name: draft.attentions.get(name) or counted(modules[name], linears[name]) for name in plan.named(Role.ATTENTION)
     }
-    attentions = {name: shape for name, shape in shapes.items() if shape is not None}
-    sizes = _wrong_sizes(modules, plan, attentions, fitting)
-    faults = [*unplaced, *misfits, *_misplaced(plan), *sizes, *_different_blocks(modules, plan)]
+    plan = replace(plan, attentions={name: shape for name, shape in shapes.items() if shape is not None})
+    misplaced = [fault for fault in _misplaced(plan) if fault[0] not in misfits]
+    sizes = _wrong_sizes(modules, plan, linears)
+    faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
     told = [*problems, *_told(modules, faults)]
     if told:
         raise PlanError(plan.model, told, _remedy(plan, unplaced))
-    return ModelPlan(plan.model, roles, plan.blocks, attentions, plan.tied)
+    return plan
+
+
+def _adapted(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
+    """``roles`` with those of the LoRA factors: of a layer that is whole and in no region, so are they."""
+    factors = adapters(model)
+    layers = {name: f"{name.rpartition('.lora_')[0]}.{names.BASE_LAYER}" for name in factors}
+    whole = {name: Role.REPLICATED for name in factors if roles.get(layers[name]) is Role.REPLICATED}
+    return factors | whole | roles
+
+
+def _without_heads(modules: dict[str, nn.Module], given: dict[str, Role]) -> ModelPlan:
+    """The plan before its attentions are known."""
+    roles = {name: given[name] for name, module in modules.items() if name in given and _counts(module, given[name])}
+    blocks = tuple(name for name, role in roles.items() if role is Role.BLOCK)
+    plan = ModelPlan(type(modules[""]).__name__, roles, blocks, attentions={})
+    return replace(plan, tied=_tied(modules, plan))
 
 
 def _counts(module: nn.Module, role: Role) -> bool:
@@ -78,12 +88,11 @@ def _missing(module: nn.Module, role: Role | None) -> bool:
     return role is None and bool(kinds.own_shapes(module))
 
 
-def _tied(modules: dict[str, nn.Module], roles: dict[str, Role]) -> bool:
-    weights = {
-        role: {id(parameter) for name in roles if roles[name] is role for parameter in modules[name].parameters(False)}
-        for role in (Role.EMBEDDING, Role.HEAD)
-    }
-    return bool(weights[Role.EMBEDDING] & weights[Role.HEAD])
+def _tied(modules: dict[str, nn.Module], plan: ModelPlan) -> bool:
+    if plan.embedding is None or plan.head is None:
+        return False
+    weights = dict(modules[plan.head].named_parameters(recurse=False)).values()
+    return any(weight is other for weight in weights for other in modules[plan.embedding].parameters(recurse=False))
 
 
 def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
@@ -93,13 +102,21 @@ def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
             yield name, why
 
 
+def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
+    """What PEFT adds to a layer that is split, LoRA's factors aside (as the magnitudes of DoRA)."""
+    for name, module in modules.items():
+        layer = plan.adapted(name) if kinds.own_shapes(module) else None
+        if layer and plan.of(layer) is not Role.REPLICATED and plan.of(name) not in (Role.LORA_A, Role.LORA_B):
+            yield name, f"of what PEFT adds to a {plan.of(layer)}, only the two factors of LoRA are known"
+
+
 def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
     for name, role in plan.roles.items():
         if role in PARENT and plan.around(name, PARENT[role]) is None:
             yield name, f"{role} is for a module inside of one whose role is {PARENT[role]}"
 
 
-def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: set[str]) -> Mapping[str, Linears]:
+def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: Collection[str]) -> Mapping[str, Linears]:
     """By attention and MLP, what is in it, by role."""
     found: defaultdict[str, defaultdict[Role, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
     for name, role in plan.roles.items():
@@ -109,16 +126,11 @@ def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: set[str]
     return found
 
 
-def _wrong_sizes(
-    modules: dict[str, nn.Module],
-    plan: ModelPlan,
-    attentions: dict[str, AttentionShape],
-    linears: Mapping[str, Linears],
-) -> Iterator[Fault]:
+def _wrong_sizes(modules: dict[str, nn.Module], plan: ModelPlan, linears: Mapping[str, Linears]) -> Iterator[Fault]:
     by_module = {id(module): name for name, module in modules.items()}
     for name, role in plan.roles.items():
-        if name in attentions:
-            found = wrong_heads(attentions[name], linears[name])
+        if name in plan.attentions:
+            found = wrong_heads(plan.attentions[name], linears[name])
         elif role is Role.MLP:
             found = wrong_widths(linears[name])
         else:

@@ -35,7 +35,7 @@ def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]
         yield f'"{glob}": matches no module{_near(model, glob)}'
     if value not in list(Role):
         near = difflib.get_close_matches(value, list(Role), n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
+        hint = f", did you mean {str(near[0])!r}?" if near else ""
         yield f'"{glob}": {value!r} is no role{hint} (roles: {", ".join(Role)})'
     elif matched:
         role = Role(value)
@@ -60,5 +60,5 @@ def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:
 
 def _near(model: nn.Module, glob: str) -> str:
     every = list(dict.fromkeys(names.generic(names.plain(name)) for name, _ in model.named_modules() if name))
-    found = difflib.get_close_matches(names.generic(glob), every, n=NEAR)
+    found = difflib.get_close_matches(names.generic(glob), every, n=NEAR, cutoff=0.8)
     return ", did you mean " + " or ".join(f'"{name}"' for name in found) + "?" if found else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 BASE_LAYER = "base_layer"
 """Where PEFT keeps the layer that an adapter is added to."""
@@ -17,7 +18,7 @@ BETWEEN = re.compile(rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{COPIES}\.[^.]+)(?=\.|$)")
 
 def plain(name: str) -> str:
     """The name that a module has in the model without PEFT: ``base_model.model.a.base_layer`` is ``a``."""
-    return BETWEEN.sub("", name).removeprefix(PEFT_PREFIX)
+    return f"{BETWEEN.sub('', name)}.".removeprefix(PEFT_PREFIX)[:-1]
 
 
 def parent(name: str) -> str:
@@ -42,17 +43,21 @@ def generic(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def abbreviated(names: Iterable[str]) -> str:
+def abbreviated(names: Collection[str]) -> str:
     """Names that are the same up to their indices as one: ``layers.{0..31}.mlp``."""
-    columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(_joined(dict.fromkeys(column)) for column in columns)
+    columns = [list(dict.fromkeys(column)) for column in zip(*(name.split(".") for name in names), strict=True)]
+    if math.prod(map(len, columns)) == len(names):
+        return ".".join(map(_joined, columns))
+    # Not every combination of the indices: one abbreviation for each of the first of them that differ.
+    varying = next(place for place, column in enumerate(columns) if len(column) > 1)
+    groups = [[name for name in names if name.split(".")[varying] == part] for part in columns[varying]]
+    return ", ".join(map(abbreviated, groups))
 
 
-def _joined(parts: Iterable[str]) -> str:
-    different = list(parts)
-    if len(different) == 1:
-        return different[0]
-    numbers = sorted(int(part) for part in different)
+def _joined(parts: list[str]) -> str:
+    if len(parts) == 1:
+        return parts[0]
+    numbers = sorted(int(part) for part in parts)
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

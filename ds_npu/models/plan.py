@@ -38,8 +38,8 @@ class AttentionShape:
 
     def __str__(self) -> str:
         values = f", values of {self.value_dim}" if self.value_dim != self.head_dim else ""
-        shared = f", {self.kv_heads} of keys and values" if self.kv_heads != self.heads else ""
-        return f"{self.heads} heads{shared}, of {self.head_dim}{values}"
+        shared = f", {self.kv_heads} for keys and values" if self.kv_heads != self.heads else ""
+        return f"{self.heads} heads of {self.head_dim}{values}{shared}"
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class ModelPlan:
 
     @property
     def embedding(self) -> str | None:
-        """The table of tokens; None where there is none."""
-        return next(iter(self.named(Role.EMBEDDING)), None)
+        """The table of tokens (of PEFT's copies the one that is trained); None where there is none."""
+        return next(reversed(self.named(Role.EMBEDDING)), None)
 
     @property
     def head(self) -> str | None:
-        """The linear to the logits; None where there is none."""
-        return next(iter(self.named(Role.HEAD)), None)
+        """The linear to the logits (of PEFT's copies the one that is trained); None where there is none."""
+        return next(reversed(self.named(Role.HEAD)), None)
 
     def region(self, name: str) -> str | None:
         """The innermost attention, MLP or MoE around the module ``name``; None where it stands in none."""
@@ -92,10 +92,11 @@ class ModelPlan:
         within = [each for each in self.roles if each != name and names.is_inside(each, name)]
         return [each for each in within if not roles or self.roles[each] in roles]
 
-    def adapted(self, name: str) -> str:
-        """The layer that the LoRA factor ``name`` is added to: ``q_proj.lora_A.default`` has ``q_proj.base_layer``."""
-        holder = next(each for each in names.ancestors(name) if f"{each}.{names.BASE_LAYER}" in self.roles)
-        return f"{holder}.{names.BASE_LAYER}"
+    def adapted(self, name: str) -> str | None:
+        """The layer that PEFT adds ``name`` to: for ``q_proj.lora_A.default`` it is ``q_proj.base_layer``."""
+        layers = (f"{each}.{names.BASE_LAYER}" for each in names.ancestors(name))
+        layer = next((each for each in layers if each in self.roles), None)
+        return None if layer is None or names.is_inside(name, layer) else layer
 
     def picture(self) -> str:
         """The plan as a table for people: modules that differ in indices only share a row."""
@@ -127,4 +128,4 @@ def _all_replicated(plan: ModelPlan, name: str) -> str | None:
 def _said(plan: ModelPlan, name: str, role: Role) -> str:
     if name in plan.attentions:
         return f"{role}: {plan.attentions[name]}"
-    return f"{role}, tied to {plan.embedding}" if role is Role.HEAD and plan.tied else str(role)
+    return f"{role}, tied to {plan.embedding}" if name == plan.head and plan.tied else str(role)

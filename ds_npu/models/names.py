@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
 
 BASE_LAYER = "base_layer"
 """Where PEFT keeps the layer that an adapter is added to."""
@@ -68,29 +68,18 @@ def _joined(parts: list[str]) -> str:
     return "{" + ",".join(texts) + "}"
 
 
-@functools.cache
-def pattern(glob: str) -> re.Pattern[str]:
-    """What ``glob`` matches: ``*`` and ``?`` within one part of a name, ``**`` any number of parts (also none).
-
-    ``[abc]`` and ``[!abc]`` are sets of characters. ``layers.*`` are the blocks, ``layers.**`` all in them, too.
-    """
-    text = ""
-    for part in glob.split("."):
-        text += r"(?:\.[^.]+)*" if part == "**" else r"\." + _part(part)
-    return re.compile(text + r"\Z")
-
-
-def _part(part: str) -> str:
-    pieces = re.split(r"(\[!?[^\]]+\]|\*+|\?)", part)
-    return "".join(_piece(piece) for piece in pieces)
-
-
-def _piece(piece: str) -> str:
-    if piece.startswith("["):
-        return piece.replace("\\", r"\\").replace("[!", "[^", 1)
-    return {"?": r"[^.]"}.get(piece) or (r"[^.]*" if piece.startswith("*") else re.escape(piece))
-
-
 def matches(glob: str, name: str) -> bool:
-    """Whether ``glob`` matches the module ``name``, by its full name or by the one without PEFT."""
-    return any(pattern(glob).match(f".{each}" if each else "") is not None for each in {name, plain(name)})
+    """Whether ``glob`` matches the module ``name``, by its full name or by the one without PEFT.
+
+    ``*``, ``?`` and ``[...]`` stand for characters of one part of a name, ``**`` for any number of parts (also none):
+    ``layers.*`` are the blocks, ``layers.**`` the list and all that is in it.
+    """
+    return any(_match(glob.split("."), each.split(".") if each else []) for each in {name, plain(name)})
+
+
+def _match(globs: list[str], parts: list[str]) -> bool:
+    if not globs:
+        return not parts
+    if globs[0] == "**":
+        return any(_match(globs[1:], parts[start:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], globs[0]) and _match(globs[1:], parts[1:])

@@ -165,6 +165,30 @@ def test_values(world_size, make):
     run_on_ranks(world_size, values_body, make)
 
 
+def bf16_body() -> None:
+    """No worse than twice what PyTorch's own product, and sum of rounded products, are from float64."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    matrices = [numbers(64, 16, seed=50 + each).bfloat16() for each in range(size)]
+    shards_bf16 = [x.bfloat16() for x in shards(2, 24, 64)]
+    whole = torch.cat(shards_bf16, dim=1)
+    _, (product,) = in_pieces(3).gather_matmul(shards_bf16[rank], [matrices[rank]])
+    exact = whole.double() @ matrices[rank].double()
+    assert error(product, exact) <= 2 * error(whole @ matrices[rank], exact)
+    found = in_pieces(3).matmul_scatter([(whole * (rank + 1), matrices[rank])]).wait()
+    exact = torch.stack([(whole * (each + 1)).double() @ matrices[each].double() for each in range(size)]).sum(0)
+    plain = sum((whole * (each + 1)) @ matrices[each] for each in range(size))
+    here = slice(rank * 24, (rank + 1) * 24)
+    assert error(found, exact[:, here]) <= 2 * error(plain[:, here], exact[:, here])
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).abs().max())
+
+
+def test_bf16_is_as_near_as_pytorch():
+    run_on_ranks(4, bf16_body)
+
+
 # ---- what it costs ----
 
 

@@ -191,8 +191,9 @@ def refusals_body() -> None:
             VocabParallelEmbedding.adopt(nn.Embedding(13, H, **option), topology)
     otherwise = nn.Embedding(13, H)
     mark(otherwise.weight, split(1, [H], 2))
-    with pytest.raises(ValueError, match="split"):
+    with pytest.raises(ValueError, match=r"Embedding\(13, 6\) is split as .*; its vocabulary would be"):
         VocabParallelEmbedding.adopt(otherwise, topology)
+    assert type(otherwise) is nn.Embedding
 
 
 def test_what_is_refused():
@@ -256,6 +257,7 @@ def gathered_late_body() -> None:
     ids = torch.arange(13).repeat(2)
     found = adopted(ids)
     near(found.detach(), plain(ids).detach())
+    gather(adopted, None)
     found.sum().backward()
     assert adopted.weight.grad.shape == kept.shape
     assert "rows" in repr(adopted)

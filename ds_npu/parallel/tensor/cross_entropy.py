@@ -62,6 +62,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             # softmax - one-hot, rounded to the logits' dtype after the difference only.
             block = (logits_TV[rows] - top_T[rows, None]).exp_().mul_(scale_T1[rows])
             gradient_TV[rows] = block.scatter_add_(1, index_T1[rows], at_target_T1[rows])
+            del block  # before there is a second one
         return gradient_TV, None, None, None, None
 
 

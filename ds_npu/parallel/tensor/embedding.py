@@ -39,8 +39,6 @@ class VocabParallelEmbedding(nn.Embedding):
     Raises ValueError for a vocabulary of fewer words than tensor ranks.
     """
 
-    weight: nn.Parameter
-
     def __init__(
         self,
         num_embeddings: int,
@@ -51,7 +49,7 @@ class VocabParallelEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._hold_part(topology)
+        self._look_up_in(_keep_rows(self, topology), topology)
 
     @classmethod
     def adopt(cls, embedding: nn.Embedding, topology: Topology) -> VocabParallelEmbedding:
@@ -74,9 +72,10 @@ class VocabParallelEmbedding(nn.Embedding):
                 f"an embedding of {embedding.num_embeddings} words with {', '.join(refused)} cannot be split over "
                 f"{topology.size('tp')} tensor ranks: leave {', '.join(refused)} out, or the tensor degree at 1"
             )
+        rows = _keep_rows(embedding, topology)
         object.__setattr__(embedding, "__class__", cls._of(type(embedding)))
         assert isinstance(embedding, cls)
-        embedding._hold_part(topology)
+        embedding._look_up_in(rows, topology)
         return embedding
 
     @classmethod
@@ -86,18 +85,9 @@ class VocabParallelEmbedding(nn.Embedding):
             return cls
         return type(f"VocabParallel{kind.__name__}", (cls, kind), {})
 
-    def _hold_part(self, topology: Topology) -> None:
-        """Keep this rank's rows of the whole weight; the Parameter stays the same, since optimizers may hold it."""
-        rank = topology.rank("tp")
-        sharding = split(0, [self.num_embeddings], topology.size("tp"))
-        held = sharding_of(self.weight)
-        if held is None:
-            self.weight.data = sharding.take(self.weight.data, rank)
-            mark(self.weight, sharding)
-        elif held != sharding:
-            raise ValueError(f"the weight of {self} is split as {held}; a vocabulary is split as {sharding}")
+    def _look_up_in(self, rows: tuple[int, int], topology: Topology) -> None:
         # Kept as numbers: under ZeRO-3 the weight has its shape in forward only.
-        ((self.first_row, end),) = sharding.ranges[rank]
+        self.first_row, end = rows
         self.rows = end - self.first_row
         if self.padding_idx is not None:
             row = self.padding_idx - self.first_row
@@ -124,3 +114,18 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rows {self.first_row} to {self.first_row + self.rows - 1} here"
+
+
+def _keep_rows(embedding: nn.Embedding, topology: Topology) -> tuple[int, int]:
+    """Leave this rank's rows, which are returned, in the weight; it stays the same Parameter."""
+    weight = embedding.weight
+    assert isinstance(weight, nn.Parameter)
+    sharding, rank = split(0, [embedding.num_embeddings], topology.size("tp")), topology.rank("tp")
+    held = sharding_of(weight)
+    if held is None:
+        weight.data = sharding.take(weight.data, rank)
+        mark(weight, sharding)
+    elif held != sharding:
+        raise ValueError(f"the weight of {embedding} is split as {held}; its vocabulary would be as {sharding}")
+    (rows,) = sharding.ranges[rank]
+    return rows

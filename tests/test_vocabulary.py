@@ -191,7 +191,7 @@ def refusals_body() -> None:
             VocabParallelEmbedding.adopt(nn.Embedding(13, H, **option), topology)
     otherwise = nn.Embedding(13, H)
     mark(otherwise.weight, split(1, [H], 2))
-    with pytest.raises(ValueError, match=r"Embedding\(13, 6\) is split as .*; its vocabulary would be"):
+    with pytest.raises(ValueError, match="is to be split as"):
         VocabParallelEmbedding.adopt(otherwise, topology)
     assert type(otherwise) is nn.Embedding
 

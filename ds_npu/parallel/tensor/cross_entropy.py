@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ds_npu.comm.collectives import all_gather
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
 
@@ -147,9 +148,8 @@ class _GatherVocabulary(torch.autograd.Function):
         ctx.columns, ctx.rank = columns, dist.get_rank(group)
         lengths = [columns.length(rank) for rank in range(len(columns.ranges))]
         # Parts differ by one column; the shorter are padded, since not every backend gathers uneven ones.
-        mine = functional.pad(logits, (0, max(lengths) - logits.shape[-1])).contiguous()
-        gathered = mine.new_empty(len(lengths), *mine.shape)
-        dist.all_gather(list(gathered), mine, group=group)
+        mine = functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
+        gathered = all_gather(mine.unsqueeze(0), 0, group).wait()
         return columns.assemble([part[..., :length] for part, length in zip(gathered, lengths, strict=True)])
 
     @staticmethod

@@ -5,25 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ds_npu.parallel.tensor.sharding import mark, sharding_of, split
+from ds_npu.comm.crossing import reduce
+from ds_npu.parallel.tensor.sharding import keep_part, split
 from ds_npu.topology.topology import Topology
-
-
-class SumOverTensorRanks(torch.autograd.Function):
-    """The sum over the ranks of ``group``, computed in place; the gradient of each rank's part is that of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, group: Any) -> torch.Tensor:
-        dist.all_reduce(partial, group=group)
-        ctx.mark_dirty(partial)
-        return partial
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -99,6 +85,8 @@ class VocabParallelEmbedding(nn.Embedding):
 
         Raises IndexError for a number outside of the vocabulary where looking costs nothing: on the CPU.
         """
+        if self.rows == self.num_embeddings:
+            return super().forward(input)
         if input.device.type == "cpu" and bool(((input < 0) | (input >= self.num_embeddings)).any()):
             raise IndexError(
                 f"word numbers from {int(input.min())} to {int(input.max())} were given to an embedding of "
@@ -109,8 +97,7 @@ class VocabParallelEmbedding(nn.Embedding):
         # Words of other ranks look up row 0; what they find becomes 0, and so does their gradient.
         found = super().forward(local.masked_fill(elsewhere, 0))
         found = found.masked_fill_(elsewhere.unsqueeze(-1), 0)
-        summed: torch.Tensor = SumOverTensorRanks.apply(found, self.tensor_group)  # type: ignore[no-untyped-call]
-        return summed
+        return reduce(found, self.tensor_group)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rows {self.first_row} to {self.first_row + self.rows - 1} here"
@@ -118,14 +105,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 def _keep_rows(embedding: nn.Embedding, topology: Topology) -> tuple[int, int]:
     """Leave this rank's rows, which are returned, in the weight; it stays the same Parameter."""
-    weight = embedding.weight
-    assert isinstance(weight, nn.Parameter)
     sharding, rank = split(0, [embedding.num_embeddings], topology.size("tp")), topology.rank("tp")
-    held = sharding_of(weight)
-    if held is None:
-        weight.data = sharding.take(weight.data, rank)
-        mark(weight, sharding)
-    elif held != sharding:
-        raise ValueError(f"the weight of {embedding} is split as {held}; its vocabulary would be as {sharding}")
+    keep_part(embedding.weight, sharding, rank)  # type: ignore[arg-type]
     (rows,) = sharding.ranges[rank]
     return rows

@@ -58,23 +58,30 @@ class RegionRandomness:
             _seed(self.device_type, (draw + self.rank * STEP) % SEEDS)
 
     def leave(self) -> None:
-        if self.splits:
+        """Nothing outside of regions."""
+        if self._outside:
             for generator, state in zip(_generators(self.device_type), self._outside.pop(), strict=True):
                 generator.set_rng_state(state)
 
     @contextmanager
     def region(self) -> Iterator[None]:
+        """A region, which may be left early: in a block whose end is outside of it."""
+        around = len(self._outside)
         self.enter()
         try:
             yield
         finally:
-            self.leave()
+            while len(self._outside) > around:
+                self.leave()
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Make every forward of ``module`` a region, which ends also when that raises; the handles undo it."""
+    def attach(self, first: nn.Module, last: nn.Module) -> list[RemovableHandle]:
+        """Make a region of what runs between the start of ``first`` and the end of ``last``; the handles undo it.
+
+        It ends also where ``last`` raises. Where something between the two may, ``region`` goes around both.
+        """
         return [
-            module.register_forward_pre_hook(lambda *_: self.enter()),
-            module.register_forward_hook(lambda *_: self.leave(), always_call=True),
+            first.register_forward_pre_hook(lambda *_: self.enter()),
+            last.register_forward_hook(lambda *_: self.leave(), always_call=True),
         ]
 
 

@@ -45,7 +45,8 @@ def whole_state_dict(
         if not isinstance(tensor, torch.Tensor):
             continue
         if id(tensor) not in by_id:
-            with gather(tensor), torch.no_grad():
+            partitioned = isinstance(tensor, nn.Parameter)
+            with gather(tensor) if partitioned else nullcontext(), torch.no_grad():
                 by_id[id(tensor)] = _whole(name, tensor.detach(), part_of(tensor), group, device)
         if first:
             whole[name] = by_id[id(tensor)]
@@ -101,21 +102,24 @@ def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, tor
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file; a checkpoint is a folder")
     beside = folder.with_name(f".{folder.name}.incomplete")
+    complete = False
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         _writer(model).save_pretrained(beside, state_dict=dict(state_dict), **options)
         for path in beside.rglob("*"):
             _reach_the_disk(path)
-        _move_in(beside, folder)
+        complete = True
     except (OSError, SafetensorError) as error:
         size = sum(each.numel() * each.element_size() for each in state_dict.values())
         free = shutil.disk_usage(_existing(folder)).free
         raise OSError(
-            f"the checkpoint was not saved to {folder}: {error}. Its weights take {size:,} bytes; {free:,} are free there"
+            f"the checkpoint was not saved to {folder}: {error}. Its weights take {size:,} bytes; {free:,} are free"
         ) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        if not complete:
+            shutil.rmtree(beside, ignore_errors=True)
+    _move_in(beside, folder)
 
 
 def _writer(model: Any) -> Any:
@@ -151,6 +155,7 @@ def _move_in(beside: Path, folder: Path) -> None:
             path.unlink()
     for path in sorted(beside.iterdir(), key=_leads_to_weights):
         path.replace(folder / path.name)
+    beside.rmdir()
 
 
 def _leads_to_weights(path: Path) -> bool:

@@ -1,5 +1,7 @@
 """Attention by its formula, with whole score matrices, in the dtype of its inputs: what tests compare with."""
 
+from itertools import pairwise
+
 import torch
 
 
@@ -16,12 +18,12 @@ def hidden_by_band(rows, keys, before=None, after=None, from_start=False):
 def hidden_by_documents(ends_q, ends_k, **band):
     """[T, T]: documents do not see each other, and the band counts in each."""
     hidden = torch.ones(ends_q[-1], ends_k[-1], dtype=torch.bool)
-    for q0, q1, k0, k1 in zip((0, *ends_q), ends_q, (0, *ends_k), ends_k):
+    for (q0, q1), (k0, k1) in zip(pairwise((0, *ends_q)), pairwise((0, *ends_k)), strict=True):
         hidden[q0:q1, k0:k1] = hidden_by_band(q1 - q0, k1 - k0, **band)
     return hidden
 
 
-def attention_formula(q, k, v, hidden, scale, kept=None, keep_prob=1.0):
+def attention_formula(q, k, v, hidden, scale, kept=None, *, keep_prob=1.0):
     """q [B, N, S, D], k and v with fewer heads: out [B, N, S, D] and lse [B, N, S]. A row without keys: 0 and -inf."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -230,7 +230,7 @@ def test_dropout_is_the_same_in_both_passes_and_leaves_lse_alone(mask, scores, m
     torch.manual_seed(3)
     kept = kept_weights(options, (2, 4, 7), 7).double()
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    wanted = attention_formula(*leaves, hidden, 8**-0.5, kept, 0.6)
+    wanted = attention_formula(*leaves, hidden, 8**-0.5, kept, keep_prob=0.6)
     own = [x.clone().requires_grad_() for x in tensors[:3]]
     torch.manual_seed(3)
     found = attention(*own, options)

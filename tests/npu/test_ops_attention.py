@@ -37,8 +37,6 @@ BANDS = {
     "from the start": Mask(after=0, from_start=True),
 }
 SCALE = 0.2
-# A result that is exact in the narrow dtype by chance would allow nothing.
-LEAST = 2.0
 
 
 def numbers(*shape, seed, dtype):
@@ -100,10 +98,10 @@ def outcome(function, tensors, dtype, with_dlse, device="cpu"):
 
 
 def near(found, plain, exact):
-    """Within twice the error that PyTorch's own computation in the same dtype has."""
+    """Within twice the error (root mean square) that PyTorch's own computation in the same dtype has."""
     for name, one, other, true in zip(("out", "lse", "dq", "dk", "dv"), found, plain, exact, strict=True):
-        one, other = (torch.where(true == x, 0, x - true).abs().max() for x in (one, other))
-        assert float(one) <= LEAST * float(other), (name, float(one), float(other))
+        one, other = (float(torch.where(true == x, 0, x - true).square().mean().sqrt()) for x in (one, other))
+        assert one <= 2 * other, (name, one, other)
 
 
 def check(tensors, hidden, options, with_dlse=True):
@@ -228,7 +226,7 @@ def test_dropout_is_the_same_in_both_passes():
     kept[..., :32] = (out != 0).cpu()
     assert 0.6 < float(kept[..., :32].mean()) < 0.8 and not torch.equal(out.cpu(), again.cpu())
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted, _ = attention_formula(*leaves, torch.zeros(40, 40).bool(), SCALE, kept, 0.7)
+    wanted, _ = attention_formula(*leaves, torch.zeros(40, 40).bool(), SCALE, kept, keep_prob=0.7)
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
     # Only dq and dk of the first 32 keys: the pattern beyond them is not known, and v is 0 there.
     found = torch.autograd.grad(out, on[:2], dout.npu())
@@ -267,12 +265,6 @@ def test_what_the_kernel_cannot_do_the_reference_does(make, options, said, calls
     assert calls.names == []
     wanted = reference.forward(*(x.detach().cpu() for x in (q, k, v)), options)
     torch.testing.assert_close(out.detach().cpu(), wanted.out, rtol=1e-2, atol=1e-2)
-
-
-def test_float64_is_the_references(calls):
-    q, k, v, *_ = (x.double().npu() for x in inputs(torch.float32))
-    assert attention(q, k, v, Options("BNSD", CAUSAL))[1].dtype == torch.float64
-    assert calls.names == []
 
 
 @pytest.mark.parametrize("operator", (attention_forward, attention_backward), ids=("forward", "backward"))

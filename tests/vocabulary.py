@@ -83,7 +83,7 @@ def embedding_body(words: int, dtype: torch.dtype, padding_idx: int | None, devi
 
 def cross_entropy_body(words: int, tokens: int, dtype: torch.dtype, ignored: int, device: str) -> None:
     """With blocks of two or three rows, so that there are several of them and the last is shorter."""
-    cross_entropy.BLOCK_BYTES = 2 * words * 8
+    cross_entropy.BLOCK_BYTES[device] = 2 * words * 8
     topology = tensor_world()
     exact_TV, targets_T = logits_and_targets(words, tokens, ignored)
     given_TV = (exact_TV + 30 if dtype == torch.float32 else exact_TV).to(dtype)

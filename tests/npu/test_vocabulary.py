@@ -52,7 +52,7 @@ def test_a_split_weight_stays_split_on_its_way_to_the_npu():
 
 def memory_body(dtype: torch.dtype) -> None:
     tokens, words, block = 1000, 3000, 1 << 18
-    cross_entropy.BLOCK_BYTES = block
+    cross_entropy.BLOCK_BYTES["npu"] = block
     group = tensor_world().group("tp")
     logits_TV = torch.randn(tokens, words // 2).to(dtype).npu().requires_grad_()
     targets_T = torch.randint(0, words, (tokens,)).npu()

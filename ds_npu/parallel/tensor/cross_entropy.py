@@ -19,14 +19,15 @@ from ds_npu.comm.collectives import all_gather
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
 
-BLOCK_BYTES = 1 << 24
-"""Logits in float32 that are worked on at a time."""
+BLOCK_BYTES = {"cpu": 1 << 20, "npu": 1 << 25}
+"""Wide logits that are worked on at a time: what fits a core's cache; what takes longer than to launch the work."""
 
 
 def _blocks(logits_TV: torch.Tensor, wide: torch.dtype) -> Iterator[slice]:
-    """Rows of ``logits_TV`` of which ``BLOCK_BYTES`` hold as many as fit in dtype ``wide``, and at least one."""
+    """Rows of ``logits_TV``, in each slice as many as ``BLOCK_BYTES`` hold of dtype ``wide``, and at least one."""
     tokens, words = logits_TV.shape
-    rows = max(1, BLOCK_BYTES // (words * wide.itemsize))
+    size = BLOCK_BYTES.get(logits_TV.device.type, BLOCK_BYTES["npu"])
+    rows = max(1, size // (words * wide.itemsize))
     return (slice(first, first + rows) for first in range(0, tokens, rows))
 
 
@@ -77,7 +78,8 @@ def vocab_parallel_cross_entropy(
 
     Messages: two all-reduces of T and of 2 T numbers in forward, none in backward: what the softmax of a split row
     needs. Memory: what is kept for the backward are the logits themselves, 22 bytes for each token beside them, and
-    nothing of the size of the logits; forward and backward work on ``BLOCK_BYTES`` of logits at a time.
+    nothing of the size of the logits; forward and backward work on ``BLOCK_BYTES`` of them in float32 at a time (and
+    torch_npu casts bf16 in a second block).
     """
     function: Any = _VocabParallelCrossEntropy  # torch's apply has no types
     loss_T: torch.Tensor = function.apply(logits_TV, targets_T, start, group, ignore_index)

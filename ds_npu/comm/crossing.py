@@ -50,9 +50,7 @@ def _scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, forth: Crossing, back: Crossing, dim: int, group: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, forth: Crossing, back: Crossing, dim: int, group: Any) -> torch.Tensor:
         ctx.back, ctx.dim, ctx.group = back, dim, group
         return forth(x, dim, group)
 
@@ -92,5 +90,6 @@ def collect(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 
 def _cross(x: torch.Tensor, forth: Crossing, back: Crossing, dim: int, group: Any) -> torch.Tensor:
-    crossed: torch.Tensor = _Cross.apply(x, forth, back, dim, group)
+    function: Any = _Cross  # torch's apply has no types
+    crossed: torch.Tensor = function.apply(x, forth, back, dim, group)
     return crossed

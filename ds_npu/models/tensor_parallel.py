@@ -43,6 +43,7 @@ COLUMNS = (
     Role.GATE_UP,
     Role.COLUMN,
 )
+SPLIT = "ds_npu_split"
 TOGETHER = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
 """Roles whose linears a module calls with the same hidden states."""
 
@@ -61,20 +62,32 @@ def split_model(
     topology: Topology,
     sequence_parallel: bool = False,
     collectives: MatmulCollectives | None = None,
+    device_type: str = "cpu",
 ) -> SplitModel:
-    """Split ``model`` over the tensor ranks of ``topology``.
+    """Split ``model`` over the tensor ranks of ``topology``; on ``device_type`` it will draw its random numbers.
 
     Raises ValueError, before anything is changed, naming every module that cannot be split over so many ranks.
     """
     axis = tensor_axis(topology, sequence_parallel, collectives)
-    return _Splitting(model, plan, topology, axis).run()
+    split = _Splitting(model, plan, axis, topology, RegionRandomness(topology, device_type)).run()
+    model.__dict__[SPLIT] = split
+    return split
+
+
+def split_of(model: nn.Module) -> SplitModel | None:
+    """What was done to ``model``; None where nothing was. Of a model made of parallel layers nothing needs to be."""
+    done: SplitModel | None = vars(model).get(SPLIT)
+    own = done is None and any(sharding_of(parameter) is not None for parameter in model.parameters())
+    return SplitModel([]) if own else done
 
 
 class _Splitting:
     """One model being split."""
 
-    def __init__(self, model: nn.Module, plan: ModelPlan, topology: Topology, axis: TensorAxis) -> None:
-        self.model, self.plan, self.topology, self.axis = model, plan, topology, axis
+    def __init__(
+        self, model: nn.Module, plan: ModelPlan, axis: TensorAxis, topology: Topology, randomness: RegionRandomness
+    ) -> None:
+        self.model, self.plan, self.axis, self.topology, self.randomness = model, plan, axis, topology, randomness
         self.shards = SequenceShards(axis)
         self.modules = dict(model.named_modules())
 
@@ -157,7 +170,7 @@ class _Splitting:
             "num_key_value_groups": heads // kv_heads,
             "split_size": heads * shape.head_dim,
         }
-        kept = vars(module)
+        kept: dict[str, Any] = module.__dict__
         kept.update({key: count for key, count in counts.items() if key in kept})
         if "config" in kept and any(self.plan.roles[each] is Role.QUERY_KEY_VALUE for each in self._below(name)):
             # Phi-3 asks its config where the fused projection ends; the config is the whole model's.
@@ -190,10 +203,14 @@ class _Splitting:
                 layers = [each for each in mine if isinstance(each, ColumnLinear)]
                 if layers:
                     project_together(layers)
-            # With sequence parallelism the whole block has random numbers of its own.
             numbers = {} if sequence else self._random_numbers(module)
+            if numbers:
+                # What a module drops behind its row linear (GPT-2) is the same on every rank.
+                for row in self._rows(name):
+                    row.register_forward_hook(lambda *_: self.randomness.leave())
             make_region(module, self.axis, self.shards if sequence else None, **numbers)
         if sequence and blocks:
+            # With sequence parallelism nothing in a block is the same on two ranks.
             make_sequence(blocks, self.shards, **self._random_numbers(*blocks))
             for _, router in self._of(Role.ROUTER):
                 if self._counts_tokens:
@@ -210,8 +227,10 @@ class _Splitting:
         """Random numbers of this rank's own, where ``modules`` drop anything."""
         if not any(_drops(each) for module in modules for each in module.modules()):
             return {}
-        device = next(self.model.parameters()).device.type
-        return {"random_numbers": RegionRandomness(self.topology, device).region}
+        return {"random_numbers": self.randomness.region}
+
+    def _rows(self, name: str) -> list[nn.Module]:
+        return [self.modules[each] for each in self._below(name) if self.plan.roles[each] in ROWS]
 
 
 def _drops(module: nn.Module) -> bool:

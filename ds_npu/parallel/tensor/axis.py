@@ -25,7 +25,7 @@ class MatmulCollectives(Protocol):
         """All-gather [B, S / tp, K] along the sequence; returns [B, S, K] and its product with each matrix."""
         ...
 
-    def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
+    def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending[torch.Tensor]:
         """The sum of the products of [B, S, K_i] and [K_i, N], reduce-scattered: [B, S / tp, N], still in flight."""
         ...
 
@@ -51,7 +51,7 @@ class OneAfterTheOther:
         x = all_gather(x_shard, SEQUENCE_DIM, self.group).wait()
         return x, [torch.matmul(x, matrix) for matrix in matrices]
 
-    def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
+    def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending[torch.Tensor]:
         return reduce_scatter(total(pairs), SEQUENCE_DIM, self.group)
 
 

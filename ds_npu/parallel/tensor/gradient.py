@@ -12,9 +12,10 @@ from ds_npu.comm.collectives import all_reduce
 
 def sum_gradient(parameter: nn.Parameter, group: Any) -> None:
     """Sum every gradient of ``parameter`` over ``group``, before it is accumulated and before ZeRO sees it."""
-    if parameter.requires_grad:
+    leaf: Any = parameter  # torch's register_hook has no types
+    if leaf.requires_grad:
         # A copy is summed: the gradient that autograd hands out may be somebody else's as well.
-        parameter.register_hook(lambda gradient: all_reduce(_own(gradient), group).wait())
+        leaf.register_hook(lambda gradient: all_reduce(_own(gradient), group).wait())
 
 
 def _own(gradient: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ Shape letters: B batch, S sequence, s = S / tp, K inputs, N outputs (of this ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,9 @@ from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather, all_reduce
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis, tensor_axis, total
-from ds_npu.parallel.tensor.region import RegionInput, padded
 from ds_npu.parallel.tensor.gradient import sum_gradient
-from ds_npu.parallel.tensor.sharding import Ranges, Sharding, mark, split
+from ds_npu.parallel.tensor.region import RegionInput, padded
+from ds_npu.parallel.tensor.sharding import Ranges, keep_part, split
 from ds_npu.topology.topology import Topology
 
 
@@ -63,7 +62,8 @@ class Form:
 
     def _add(self, whole: torch.Tensor, used: torch.Tensor) -> None:
         pieces = self._pieces(whole)
-        for piece, part in zip(pieces, used.split([each.shape[-1] for each in pieces], dim=-1), strict=True):
+        lengths = [each.shape[-1] for each in pieces]
+        for piece, part in zip(pieces, torch.split(used, lengths, dim=-1), strict=True):
             piece += part
 
 
@@ -75,7 +75,7 @@ class _Columns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, axis: TensorAxis, forms: Sequence[Form], *parameters: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
@@ -120,9 +120,7 @@ class _Row(torch.autograd.Function):
     """y = x Wᵀ summed over the tensor ranks, each of which has some of the inputs: where a region ends."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, axis: TensorAxis, form: Form, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis, form: Form, weight: torch.Tensor) -> torch.Tensor:
         ctx.axis, ctx.form = axis, form
         ctx.save_for_backward(x, weight)
         pair = (x, form.matrix(weight))
@@ -182,7 +180,8 @@ class ColumnLinear(nn.Module):
 def columns(layers: Sequence[ColumnLinear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The outputs of ``layers`` for one ``x`` from outside of the region."""
     x, *parameters = _cast(x, *(each for layer in layers for each in (layer.weight, layer.bias)))  # type: ignore[assignment]
-    outputs: tuple[torch.Tensor, ...] = _Columns.apply(
+    function: Any = _Columns  # torch's apply has no types
+    outputs: tuple[torch.Tensor, ...] = function.apply(
         x.contiguous(), layers[0].axis, [layer.form for layer in layers], *parameters
     )
     return outputs
@@ -230,7 +229,8 @@ class RowLinear(nn.Module):
         if self.axis.sequence_parallel:
             x = padded(x, self.axis.size)
         x, weight, bias = _cast(x, self.weight, self.bias)  # type: ignore[assignment]
-        y: torch.Tensor = _Row.apply(x.contiguous(), self.axis, self.form, weight)
+        function: Any = _Row  # torch's apply has no types
+        y: torch.Tensor = function.apply(x.contiguous(), self.axis, self.form, weight)
         return y if bias is None else y + bias
 
     def extra_repr(self) -> str:
@@ -242,8 +242,9 @@ class ColumnParallelLinear(ColumnLinear):
     """``nn.Linear`` split along its outputs, for models that are written with tensor parallelism.
 
     Takes hidden states that are the same on every tensor rank, [B, S, in_features] (with ``sequence_parallel``, this
-    rank's shard of the sequence), and returns this rank's [B, S, out_features / tp]. Every rank makes its own initial
-    values, as nn.Linear does. Raises ValueError where there are fewer outputs than ranks.
+    rank's shard of the sequence), and returns this rank's [B, S, out_features / tp]. A new one has the numbers that
+    nn.Linear draws from the same seed: they are drawn whole, and cut. Raises ValueError where there are fewer outputs
+    than ranks.
     """
 
     def __init__(
@@ -257,9 +258,10 @@ class ColumnParallelLinear(ColumnLinear):
     ) -> None:
         axis = tensor_axis(topology, sequence_parallel)
         sharding = split(0, [out_features], axis.size)
-        outputs = sharding.length(axis.rank)
-        weight = _initial((outputs, in_features), in_features, sharding, factory)
-        offset = _initial((outputs,), in_features, sharding, factory) if bias else None
+        weight, offset = _initial(in_features, out_features, bias, factory)
+        keep_part(weight, sharding, axis.rank)
+        if offset is not None:
+            keep_part(offset, sharding, axis.rank)
         super().__init__(weight, offset, axis, Form(), inside=False)
 
 
@@ -282,19 +284,16 @@ class RowParallelLinear(RowLinear):
     ) -> None:
         axis = tensor_axis(topology, sequence_parallel)
         sharding = split(1, [in_features], axis.size)
-        weight = _initial((out_features, sharding.length(axis.rank)), in_features, sharding, factory)
-        offset = _initial((out_features,), in_features, None, factory) if bias else None
+        weight, offset = _initial(in_features, out_features, bias, factory)
+        keep_part(weight, sharding, axis.rank)
         if offset is not None and axis.sequence_parallel:
             sum_gradient(offset, axis.group)
         super().__init__(weight, offset, axis, Form())
 
 
 def _initial(
-    shape: tuple[int, ...], fan_in: int, sharding: Sharding | None, factory: dict[str, Any]
-) -> nn.Parameter:
-    """nn.Linear's initial values for a layer of ``fan_in`` inputs on all ranks together."""
-    bound = 1 / math.sqrt(fan_in)
-    parameter = nn.Parameter(torch.empty(shape, **factory).uniform_(-bound, bound))
-    if sharding is not None:
-        mark(parameter, sharding)
-    return parameter
+    in_features: int, out_features: int, bias: bool, factory: dict[str, Any]
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """The whole weight and bias that nn.Linear draws; seeded alike, every rank draws the same."""
+    whole: Any = nn.Linear(in_features, out_features, bias, **factory)
+    return whole.weight, whole.bias if bias else None

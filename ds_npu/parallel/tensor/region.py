@@ -141,7 +141,10 @@ RandomNumbers = Callable[[], AbstractContextManager[Any]]
 def make_region(
     module: nn.Module, axis: TensorAxis, shards: SequenceShards | None, random_numbers: RandomNumbers = nullcontext
 ) -> None:
-    """Let ``module``, whose projections are parallel, see its hidden states as a RegionInput."""
+    """Let ``module``, whose projections are parallel, see its hidden states as a RegionInput.
+
+    ``random_numbers`` are those of the region.
+    """
     name = first_argument(module)
 
     def region(forward: Any, *args: Any, **kwargs: Any) -> Any:

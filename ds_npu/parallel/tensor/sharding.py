@@ -46,7 +46,8 @@ class Sharding:
         whole = parts[0].new_empty(shape)
         for part, ranges in zip(parts, self.ranges, strict=True):
             lengths = [stop - start for start, stop in ranges]
-            for piece, (start, stop) in zip(part.split(lengths, dim=self.dim), ranges, strict=True):
+            pieces = torch.split(part, lengths, dim=self.dim)
+            for piece, (start, stop) in zip(pieces, ranges, strict=True):
                 whole.narrow(self.dim, start, stop - start).copy_(piece)
         return whole
 

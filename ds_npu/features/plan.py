@@ -7,9 +7,11 @@ from typing import Annotated
 from pydantic import Field
 
 from ds_npu.features.feature import Feature
+from ds_npu.models.roles import Role
 
 Name = Annotated[str, Field(min_length=1, description="a non-empty string")]
-Plan = dict[Name, Name]
+# Strict would want a Role, which JSON does not have.
+Plan = dict[Name, Annotated[Role, Field(strict=False)]]
 """From a glob over module names to a role."""
 
 PLAN: Feature[Plan] = Feature("plan", planned=("plan",))

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,10 @@ import torch.multiprocessing as mp
 import turns
 
 from ds_npu.overlap.tensor_matmul import Pipelined
+from ds_npu.parallel.tensor.axis import MatmulCollectives, OneAfterTheOther
 
 PLAIN = "one collective"
-Collectives = Any
-"""Whatever has gather_matmul and matmul_scatter."""
-
-Step = Callable[[Collectives], None]
+Step = Callable[[MatmulCollectives], None]
 
 
 def mlp_step(batch: int, sequence: int, hidden: int, width: int) -> Step:
@@ -37,7 +34,7 @@ def mlp_step(batch: int, sequence: int, hidden: int, width: int) -> Step:
     gate, up, down = torch.randn(width, hidden), torch.randn(width, hidden), torch.randn(hidden, width)
     x, dy = (torch.randn(batch, sequence // size, hidden) for _ in range(2))
 
-    def step(collectives: Collectives) -> None:
+    def step(collectives: MatmulCollectives) -> None:
         whole, (gated, lifted) = collectives.gather_matmul(x, [gate.t(), up.t()])
         collectives.matmul_scatter([(gated, down.t())]).wait()
         whole_dy, (inner,) = collectives.gather_matmul(dy, [down])
@@ -49,7 +46,7 @@ def mlp_step(batch: int, sequence: int, hidden: int, width: int) -> Step:
     return step
 
 
-def ratios(step: Step, variants: dict[str, Collectives], cycles: int, steps: int) -> dict[str, list[float]]:
+def ratios(step: Step, variants: dict[str, MatmulCollectives], cycles: int, steps: int) -> dict[str, list[float]]:
     """Of each variant but the first: for every cycle its step time over the first one's. Called by every rank."""
     base, *others = variants
     found: dict[str, list[float]] = {name: [] for name in others}
@@ -72,7 +69,10 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     group = dist.group.WORLD
-    variants = {PLAIN: Pipelined(group, 1), "one collective again": Pipelined(group, 1)}
+    variants: dict[str, MatmulCollectives] = {
+        PLAIN: OneAfterTheOther(group),
+        f"{PLAIN} again": OneAfterTheOther(group),
+    }
     variants |= {f"{count} pieces": Pipelined(group, count, latency_bytes=1) for count in args.pieces}
     for batch, sequence in ((1, 2048), (4, 512)):
         found = ratios(mlp_step(batch, sequence, 512, 704), variants, args.cycles, args.steps)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_npu.comm.pending import Pending
 from ds_npu.ops.matmul_collective import unmet
 from ds_npu.overlap.tensor_matmul import Fused, Piece, Pipelined, cut
+from ds_npu.parallel.tensor.axis import MatmulCollectives, OneAfterTheOther
 
 C10D, ATEN = torch.ops.c10d, torch.ops.aten
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -126,10 +127,10 @@ def gather_body(make: Callable[[int], Pipelined | Fused]) -> None:
             torch.testing.assert_close(product, expected @ matrix, **EXACT)
             assert product.is_contiguous()
         _, again = make(pieces).gather_matmul(mine, matrices[:count], gathered=False)
-        assert all(map(torch.equal, again, products))
+        assert all(itertools.starmap(torch.equal, zip(again, products, strict=True)))
 
 
-def scatter_body(make: Callable[[int], Pipelined | Fused]) -> None:
+def scatter_body(make: Callable[[int], MatmulCollectives]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for batch, rows, pieces, count in itertools.product((1, 3), (1, 5, 8), (1, 2, 3, 8), (1, 2)):
         everyones = [
@@ -154,7 +155,7 @@ def fused_on_a_cpu(pieces: int) -> Fused:
     return Fused(dist.group.WORLD, in_pieces(pieces))
 
 
-def values_body(make: Callable[[int], Pipelined | Fused]) -> None:
+def values_body(make: Callable[[int], MatmulCollectives]) -> None:
     gather_body(make)
     scatter_body(make)
 
@@ -192,7 +193,7 @@ def test_bf16_is_as_near_as_pytorch():
 # ---- what it costs ----
 
 
-def both(collectives: Pipelined, batch: int, rows: int) -> None:
+def both(collectives: MatmulCollectives, batch: int, rows: int) -> None:
     """Each of the two, once, with two matrices."""
     size = dist.get_world_size()
     matrices = [torch.ones(INNER, outer) for outer in OUTER]
@@ -204,13 +205,13 @@ def both(collectives: Pipelined, batch: int, rows: int) -> None:
 def bytes_body() -> None:
     for batch, rows in itertools.product((1, 3), (1, 5, 8)):
         sent = []
-        for pieces in (1, 2, 3, 8):
+        for collectives in (OneAfterTheOther(dist.group.WORLD), *map(in_pieces, (1, 2, 3, 8))):
             with Calls() as calls:
-                both(in_pieces(pieces), batch, rows)
+                both(collectives, batch, rows)
             sent.append(calls.sent_bytes)
         elements = dist.get_world_size() * batch * rows
         # One gather of x [B, S, K] and one scatter of [B, S, N].
-        assert sent == [4 * elements * (INNER + 4)] * 4, (batch, rows, sent)
+        assert sent == [4 * elements * (INNER + 4)] * 5, (batch, rows, sent)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

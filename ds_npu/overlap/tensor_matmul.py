@@ -88,26 +88,26 @@ class Pipelined:
     latency_bytes: int = LATENCY_BYTES
 
     def gather_matmul(
-        self, x_BsK: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
+        self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Every rank's ``x``, joined along the sequence, [B, S, K], and its product with each matrix, [B, S, N_i].
+        """Every rank's [B, s, K], joined along the sequence, [B, S, K], and its product with each matrix, [B, S, N_i].
 
         The first may be empty where ``gathered`` is false.
         """
         ranks = dist.get_world_size(self.group)
-        batch, rows, inner = x_BsK.shape
-        pieces = self._cut(batch, rows, x_BsK.nbytes * ranks)
+        batch, rows, inner = x_shard.shape
+        pieces = self._cut(batch, rows, x_shard.nbytes * ranks)
         if len(pieces) == 1:
-            whole = all_gather(x_BsK, 1, self.group).wait()
+            whole = all_gather(x_shard, 1, self.group).wait()
             return whole, [torch.matmul(whole, matrix) for matrix in matrices]
-        whole = x_BsK.new_empty((batch, ranks * rows, inner) if gathered else 0)
-        products = [x_BsK.new_empty(batch, ranks * rows, matrix.shape[1]) for matrix in matrices]
+        whole = x_shard.new_empty((batch, ranks * rows, inner) if gathered else 0)
+        products = [x_shard.new_empty(batch, ranks * rows, matrix.shape[1]) for matrix in matrices]
         places = [piece.parts(whole, ranks) if gathered else None for piece in pieces]
-        ahead = self._gather(x_BsK, pieces[0], places[0])
+        ahead = self._gather(x_shard, pieces[0], places[0])
         for index, (piece, place) in enumerate(zip(pieces, places, strict=True), start=1):
             parts = ahead.wait()
             if index < len(pieces):
-                ahead = self._gather(x_BsK, pieces[index], places[index])
+                ahead = self._gather(x_shard, pieces[index], places[index])
             for matrix, product in zip(matrices, products, strict=True):
                 _multiply_into(piece.parts(product, ranks), parts, matrix)
             if place is not None and place is not parts:
@@ -124,10 +124,11 @@ class Pipelined:
         batch, sequence = x.shape[:2]
         _check_divides(x, ranks)
         out = x.new_empty(batch, sequence // ranks, matrix.shape[1])
-        pieces = self._cut(batch, sequence // ranks, out.nbytes * ranks)
-        return Pending(
-            out, _Together([self._scatter(_sum_of_products(pairs, each, ranks), each.shard(out)) for each in pieces])
-        )
+        flying = [
+            self._scatter(_sum_of_products(pairs, piece, ranks), piece.shard(out))
+            for piece in self._cut(batch, sequence // ranks, out.nbytes * ranks)
+        ]
+        return Pending(out, _Together(flying))
 
     def _cut(self, batch: int, rows: int, message_bytes: int) -> list[Piece]:
         # Of a collective of m bytes in p pieces 1 / p cannot be hidden, and each piece begins anew: with l bytes for
@@ -192,18 +193,18 @@ class Fused:
         return self._unmet(*pairs[0])
 
     def gather_matmul(
-        self, x_BsK: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
+        self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """As Pipelined's; of several matrices the widest is fused, the others are multiplied after it."""
-        if reason := self.unmet_gather(x_BsK, matrices):
+        if reason := self.unmet_gather(x_shard, matrices):
             _say("an all-gather with a product", reason)
-            return self.otherwise.gather_matmul(x_BsK, matrices, gathered)
+            return self.otherwise.gather_matmul(x_shard, matrices, gathered)
         fused = _widest(matrices)
         product, rows = self._kernels.all_gather_matmul(
-            x_BsK.flatten(0, 1).contiguous(), fused, self._communicator, self._ranks, gathered or len(matrices) > 1
+            x_shard.flatten(0, 1).contiguous(), fused, self._communicator, self._ranks, gathered or len(matrices) > 1
         )
-        whole = self._along_sequence(rows, x_BsK.shape[0]) if rows.numel() else rows
-        fused_BSN = self._along_sequence(product, x_BsK.shape[0])
+        whole = self._along_sequence(rows, x_shard.shape[0]) if rows.numel() else rows
+        fused_BSN = self._along_sequence(product, x_shard.shape[0])
         return whole, [fused_BSN if matrix is fused else torch.matmul(whole, matrix) for matrix in matrices]
 
     def matmul_scatter(self, pairs: Sequence[Pair]) -> Pending[torch.Tensor]:

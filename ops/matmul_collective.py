@@ -6,10 +6,22 @@ import functools
 
 import torch
 
+from ds_npu import capability
+from ds_npu.capability import Lack
+
+KERNELS = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
 DTYPES = (torch.float16, torch.bfloat16)
 RANKS = (2, 4, 8)
 """What every NPU with these kernels can do; an A3 can do 16 and 32, too."""
 INNER = range(256, 65535)
+
+
+def lack() -> Lack | None:
+    """Why this machine has no such kernel; None if it has. Starts the Ascend runtime."""
+    state = capability.torch_npu_state()
+    if not state.usable:
+        return Lack(state.reason, state.advice)
+    return capability.missing_functions(KERNELS)
 
 
 @functools.cache

@@ -97,9 +97,4 @@ class Operator(Generic[P, R]):
         return cast(Callable[P, R], vars(importlib.import_module(module))[function])
 
     def _missing(self) -> Lack | None:
-        module = importlib.import_module("torch_npu")
-        absent = [name for name in self.needs if name not in vars(module)]
-        if not absent:
-            return None
-        version = capability.installed_version("torch_npu")
-        return Lack(f"torch_npu {version} has no {', '.join(absent)}", "install the newest torch_npu for this torch")
+        return capability.missing_functions(self.needs)

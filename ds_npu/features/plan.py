@@ -15,7 +15,6 @@ Plan = dict[Name, Annotated[Role, Field(strict=False)]]
 """From a glob over module names to a role."""
 
 
-
 def _apply(plan: Plan, build: Build) -> None:
     if plan:
         # Whether anything needs the plan or not, what is wrong with it is said.

@@ -20,9 +20,12 @@ class MatmulCollectives(Protocol):
     """Products of matrices with the collectives of sequence parallelism. Matrices are [K, N]."""
 
     def gather_matmul(
-        self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor]
+        self, x_BsK: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """All-gather [B, S / tp, K] along the sequence; returns [B, S, K] and its product with each matrix."""
+        """All-gather [B, S / tp, K] along the sequence; returns [B, S, K] and its product with each matrix.
+
+        The first may be empty where ``gathered`` is false.
+        """
         ...
 
     def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending[torch.Tensor]:
@@ -46,9 +49,9 @@ class OneAfterTheOther:
     group: Any
 
     def gather_matmul(
-        self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor]
+        self, x_BsK: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        x = all_gather(x_shard, SEQUENCE_DIM, self.group).wait()
+        x = all_gather(x_BsK, SEQUENCE_DIM, self.group).wait()
         return x, [torch.matmul(x, matrix) for matrix in matrices]
 
     def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending[torch.Tensor]:

@@ -86,7 +86,7 @@ class _Columns(torch.autograd.Function):
         if not axis.sequence_parallel:
             pairs = zip(matrices, used, strict=True)
             return tuple(functional.linear(x, matrix.t(), bias) for matrix, bias in pairs)
-        _, outputs = axis.collectives.gather_matmul(x, matrices)
+        _, outputs = axis.collectives.gather_matmul(x, matrices, gathered=False)
         for output, bias in zip(outputs, used, strict=True):
             if bias is not None:
                 output += bias
@@ -134,7 +134,7 @@ class _Row(torch.autograd.Function):
         axis, form, dy = ctx.axis, ctx.form, dys[0].contiguous()
         matrix = form.matrix(weight).t()
         if axis.sequence_parallel:
-            dy, (dx,) = axis.collectives.gather_matmul(dy, [matrix])
+            dy, (dx,) = axis.collectives.gather_matmul(dy, [matrix], gathered=ctx.needs_input_grad[3])
         else:
             dx = torch.matmul(dy, matrix)
         wanted = ctx.needs_input_grad[3]

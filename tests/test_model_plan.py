@@ -355,12 +355,14 @@ def test_a_module_that_was_put_into_the_model_is_named_with_what_to_do():
     model = llama()
     for layer in model.model.layers:
         layer.mlp.extra = nn.Linear(32, 16, device="meta")
+    model.model.layers[0].mlp.mix = nn.Conv1d(32, 1, 4, bias=False, device="meta")
     model.model.layers[1].self_attn.q_proj = nn.Linear(32, 40, bias=False, device="meta")
     assert (
         str(refused(model))
         == """\
-2 mistakes in the plan of LlamaForCausalLM:
+3 mistakes in the plan of LlamaForCausalLM:
   model.layers.{0..1}.mlp.extra (Linear, weight [16, 32], bias [16]): nothing says what it is
+  model.layers.0.mlp.mix (Conv1d, weight [1, 32, 4]): nothing says what it is
   model.layers.1.self_attn.q_proj (Linear, weight [40, 32]): the query of 4 heads of 8, 2 for keys and values has 32 \
 outputs, not 40
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:

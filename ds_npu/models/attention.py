@@ -12,7 +12,7 @@ from ds_npu.models.plan import AttentionShape
 from ds_npu.models.roles import Role
 
 Linears = Mapping[Role, list[nn.Module]]
-"""The linears of one attention or MLP, by role."""
+"""The linears (and norms) of one attention or MLP, by role; an empty list where there are none."""
 
 
 def configured(attention: nn.Module, config: Any) -> AttentionShape | None:
@@ -50,7 +50,8 @@ def counted(attention: nn.Module, linears: Linears) -> AttentionShape | None:
         heads = vars(attention).get("num_heads")
         if not isinstance(heads, int):
             return None
-        return AttentionShape(heads, (rows[Role.QUERY_KEY_VALUE] // width - heads) // 2, width, width)
+        kv_heads = (rows[Role.QUERY_KEY_VALUE] // width - heads) // 2
+        return AttentionShape(heads, max(kv_heads, 1), width, width)
     if not {Role.QUERY, Role.KEY, Role.VALUE} <= set(rows):
         return None
     kv_heads = max(rows[Role.KEY] // width, 1)
@@ -68,21 +69,23 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
         Role.LATENT_KEY_VALUE: shape.heads * (shape.latent_key_dim + shape.value_dim),
     }
     for role, expected in outputs.items():
-        for linear in linears.get(role, ()):
+        for linear in linears[role]:
             if kinds.sizes(linear)[1] != expected:
                 yield linear, f"the {role} of {shape} has {expected} outputs, not {kinds.sizes(linear)[1]}"
     expected = shape.heads * shape.value_dim
-    for linear in linears.get(Role.ATTENTION_OUTPUT, ()):
+    for linear in linears[Role.ATTENTION_OUTPUT]:
         if kinds.sizes(linear)[0] != expected:
             found = kinds.sizes(linear)[0]
             yield linear, f"the {Role.ATTENTION_OUTPUT} of {shape} has {expected} inputs, not {found}"
+    for linear in (*linears[Role.KEY], *linears[Role.QUERY_KEY_VALUE]) if shape.heads % shape.kv_heads else ():
+        yield linear, f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values evenly"
     yield from _wrong_norms(shape, linears)
 
 
 def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
     """A norm over all heads at once would need all of them on one rank."""
     latents = [kinds.sizes(each)[0] for role in (Role.LATENT_QUERY, Role.LATENT_KEY_VALUE) for each in linears[role]]
-    for norm in linears.get(Role.HEAD_NORM, ()):
+    for norm in linears[Role.HEAD_NORM]:
         found = {size for own in kinds.own_shapes(norm).values() for size in own}
         if found - {shape.head_dim, shape.value_dim, *latents}:
             over = "one head" + "".join(f" or a latent of {size}" for size in latents)
@@ -91,10 +94,10 @@ def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.M
 
 def wrong_widths(linears: Linears) -> Iterator[tuple[nn.Module, str]]:
     """Linears of an MLP whose sizes are not those of its down projection."""
-    for down in linears.get(Role.DOWN, ()):
+    for down in linears[Role.DOWN]:
         width = kinds.sizes(down)[0]
         for role, expected in ((Role.GATE, width), (Role.UP, width), (Role.GATE_UP, 2 * width)):
-            for linear in linears.get(role, ()):
+            for linear in linears[role]:
                 if kinds.sizes(linear)[1] != expected:
                     found = kinds.sizes(linear)[1]
-                    yield linear, f"the {role} has {expected} outputs where the down has {width} inputs, not {found}"
+                    yield linear, f"the {role} beside a down with {width} inputs has {expected} outputs, not {found}"

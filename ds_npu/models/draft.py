@@ -40,6 +40,8 @@ class Draft:
     attentions: dict[str, AttentionShape] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     """Why a module was not placed."""
+    doubtful: set[str] = field(default_factory=set)
+    """What was given a role that does not exist: nothing more is said of it."""
 
 
 def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> ModelPlan:
@@ -47,14 +49,15 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     modules = dict(model.named_modules())
     plan = _without_heads(modules, _adapted(model, draft.roles))
     misfits = dict(_misfits(modules, plan)) | dict(_foreign(modules, plan))
-    missing = [name for name in modules if _missing(modules[name], plan.of(name)) and name not in misfits]
+    silent = misfits.keys() | draft.doubtful
+    missing = [name for name in modules if _missing(modules[name], plan.of(name)) and name not in silent]
     unplaced = [(name, draft.notes.get(name, UNKNOWN)) for name in missing]
     linears = _linears(modules, plan, leave_out=misfits)
     shapes = {
         name: draft.attentions.get(name) or counted(modules[name], linears[name]) for name in plan.named(Role.ATTENTION)
     }
     plan = replace(plan, attentions={name: shape for name, shape in shapes.items() if shape is not None})
-    misplaced = [fault for fault in _misplaced(plan) if fault[0] not in misfits]
+    misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
     sizes = _wrong_sizes(modules, plan, linears)
     faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
     told = [*problems, *_told(modules, faults)]
@@ -103,17 +106,22 @@ def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
 
 
 def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
-    """What PEFT adds to a layer that is split, LoRA's factors aside (as the magnitudes of DoRA)."""
+    """What PEFT adds to a layer that is split, LoRA's factors of linears and embeddings aside."""
     for name, module in modules.items():
         layer = plan.adapted(name) if kinds.own_shapes(module) else None
-        if layer and plan.of(layer) is not Role.REPLICATED and plan.of(name) not in (Role.LORA_A, Role.LORA_B):
-            yield name, f"of what PEFT adds to a {plan.of(layer)}, only the two factors of LoRA are known"
+        role = plan.of(layer) if layer else None
+        if role is Role.EXPERTS:
+            yield name, "what PEFT adds to experts cannot be split"
+        elif role not in (None, Role.REPLICATED) and plan.of(name) not in (Role.LORA_A, Role.LORA_B):
+            yield name, f"of what PEFT adds to a {role}, only the two factors of LoRA can be split"
 
 
 def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
     for name, role in plan.roles.items():
         if role in PARENT and plan.around(name, PARENT[role]) is None:
             yield name, f"{role} is for a module inside of one whose role is {PARENT[role]}"
+        elif role in (Role.LORA_A, Role.LORA_B) and plan.adapted(name) is None:
+            yield name, f"{role} is for what PEFT adds to a layer, which it calls {names.BASE_LAYER}"
 
 
 def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: Collection[str]) -> Mapping[str, Linears]:

@@ -37,14 +37,14 @@ def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]
         near = difflib.get_close_matches(value, list(Role), n=1)
         hint = f", did you mean {str(near[0])!r}?" if near else ""
         yield f'"{glob}": {value!r} is no role{hint} (roles: {", ".join(Role)})'
+        draft.doubtful.update(matched)
     elif matched:
         role = Role(value)
         chosen = list(_chosen(matched, role))
         if not chosen:
             name, module = next(iter(matched.items()))
-            yield f'"{glob}": matches no module that has parameters of its own, as {role} needs, but {name} ' + (
-                f"({kinds.described(module)})"
-            )
+            found = f"{name} ({kinds.described(module)})"
+            yield f'"{glob}": {role} is for modules with parameters; what matches, as {found}, has none of its own'
         for name in chosen:
             draft.roles[name] = role
 

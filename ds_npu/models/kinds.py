@@ -37,8 +37,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether this holds weights of several experts, each of them in one parameter."""
-    return any(len(shape) == 3 for shape in own_shapes(module).values())
+    """Whether this holds weights of several experts, each of them in one parameter; a convolution has a "weight"."""
+    shapes = own_shapes(module)
+    return "weight" not in shapes and any(len(shape) == 3 for shape in shapes.values())
 
 
 def output_dim(module: nn.Module) -> int:

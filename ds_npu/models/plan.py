@@ -94,7 +94,8 @@ class ModelPlan:
 
     def adapted(self, name: str) -> str | None:
         """The layer that PEFT adds ``name`` to: for ``q_proj.lora_A.default`` it is ``q_proj.base_layer``."""
-        layers = (f"{each}.{names.BASE_LAYER}" for each in names.ancestors(name))
+        # Of experts PEFT wraps each of both parameters: one wrapper in the other.
+        layers = (each + depth * f".{names.BASE_LAYER}" for each in names.ancestors(name) for depth in (1, 2))
         layer = next((each for each in layers if each in self.roles), None)
         return None if layer is None or names.is_inside(name, layer) else layer
 

@@ -72,9 +72,7 @@ def split(dim: int, sections: Sequence[int], tensor_size: int, unit: int = 1) ->
     ranges: list[Ranges] = []
     for rank in range(tensor_size):
         mine = [near_even(section // unit, tensor_size)[rank] for section in sections]
-        ranges.append(
-            tuple((base + a * unit, base + b * unit) for base, (a, b) in zip(starts[:-1], mine, strict=True))
-        )
+        ranges.append(tuple((base + a * unit, base + b * unit) for base, (a, b) in zip(starts[:-1], mine, strict=True)))
     return Sharding(dim, starts[-1], tuple(ranges))
 
 

@@ -1,10 +1,12 @@
 """Hugging Face models with ds_npu's attention give the logits, losses, gradients and texts of their own "eager" one."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import transformers
+from attention_formula import attention_formula
 from float64 import Float64
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from transformers import masking_utils
@@ -62,14 +64,14 @@ CASES = {
 }
 
 
-def step(model, options, ids=None):
+def step(model, options, ids=None, mode=Float64):
     """Loss, the logits that count and every gradient. Rows of padding do not count, so none of it is a label, and
     neither is the token after it."""
     ids = tokens() if ids is None else ids
     seen = options.get("attention_mask")
     labels = ids if seen is None or seen.dim() == 4 else ids.masked_fill((seen & seen.roll(1, 1)) == 0, -100)
     model.zero_grad()
-    with Float64():
+    with mode():
         result = model(input_ids=ids, labels=labels, use_cache=False, **options)
         result.loss.backward()
     logits = result.logits if seen is None or seen.dim() == 4 else result.logits[seen == 1]
@@ -180,6 +182,17 @@ def test_several_tokens_after_a_cache_and_a_static_one(family, models):
                     logits.append(model(input_ids=part, past_key_values=cache).logits)
         found.append(torch.cat(logits, 1))
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+@pytest.mark.parametrize("case", ("plain", "padding right", "padding holes", "packed"))
+def test_checkpointed_layers_get_their_mask_again(case, reentrant, models):
+    _, ours = models("llama")
+    checkpointed = copy.deepcopy(ours)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointed.enable_input_require_grads()
+    # Not in float64: what is computed again in the backward pass is out of the mode's reach.
+    same(*(step(model, CASES[case](), mode=contextlib.nullcontext) for model in (checkpointed, ours)))
 
 
 def test_cu_seq_lens_are_packed_documents(models):
@@ -319,6 +332,20 @@ def test_the_mask_function_says_what_transformers_evaluates(name, sizes):
     assert torch.equal(hidden(found, rows, keys).expand(2, -1, -1), ~whole[:, 0])
     assert isinstance(found, torch.Tensor) == (name not in KNOWN)
     assert (found is None) == (name == "causal" and q_offset + rows == kv_offset + keys)
+
+
+@pytest.mark.parametrize("kind", ("none", "right", "left", "both", "holes", "a sample"))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_padding_is_what_transformers_evaluates(name, kind):
+    asked = {"batch_size": 2, "q_length": LENGTH, "kv_length": LENGTH, "mask_function": FUNCTIONS[name]()}
+    asked |= {"attention_mask": padding(kind).bool(), "use_vmap": False}
+    found = masks.attention_mask(**asked)
+    q, k, v = (torch.randn(2, heads, LENGTH, 8).double() for heads in (4, 2, 2))
+    out, _ = attention_function(torch.nn.Module(), q, k, v, found, scaling=0.3)
+    wanted, _ = attention_formula(q, k, v, ~masking_utils.sdpa_mask(**asked, allow_is_causal_skip=False), 0.3)
+    torch.testing.assert_close(out.transpose(1, 2), wanted, rtol=1e-12, atol=1e-12)
+    if name in ("causal", "bidirectional") and kind != "holes":
+        assert not isinstance(found, torch.Tensor)
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))

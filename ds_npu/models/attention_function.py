@@ -159,10 +159,9 @@ class _Once:
     def __call__(self, tensor: torch.Tensor) -> Any:
         if tensor.is_inference():  # which does not say whether it was changed
             return self.make(tensor)
-        version, made = self.made[tensor] if tensor in self.made else (None, None)
-        if version != tensor._version:
-            version, made = self.made[tensor] = tensor._version, self.make(tensor)
-        return made
+        if tensor not in self.made or self.made[tensor][0] != tensor._version:
+            self.made[tensor] = tensor._version, self.make(tensor)
+        return self.made[tensor][1]
 
 
 def _hidden(seen: torch.Tensor) -> torch.Tensor:

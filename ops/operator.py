@@ -68,7 +68,10 @@ class Operator(Generic[P, R]):
             return lack.reason
         kernel = self._import_kernel()
         for dtype in self.dtypes:
-            if found := difference(kernel, self.reference, self.sample(dtype), dtype, device):
+            # Samples are made on the CPU and gradients recorded, whatever the user has set by now.
+            with torch.device("cpu"), torch.enable_grad():
+                found = difference(kernel, self.reference, self.sample(dtype), dtype, device)
+            if found:
                 message = f"the NPU kernel of {self.name} is wrong on {device}: {found}"
                 self.refuse(message)
                 return message
@@ -94,9 +97,4 @@ class Operator(Generic[P, R]):
         return cast(Callable[P, R], vars(importlib.import_module(module))[function])
 
     def _missing(self) -> Lack | None:
-        module = importlib.import_module("torch_npu")
-        absent = [name for name in self.needs if name not in vars(module)]
-        if not absent:
-            return None
-        version = capability.installed_version("torch_npu")
-        return Lack(f"torch_npu {version} has no {', '.join(absent)}", "install the newest torch_npu for this torch")
+        return capability.missing_functions(self.needs)

@@ -10,7 +10,7 @@ from ds_npu.ops.operator import Operator
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """y = x / sqrt(mean(x²) + eps) · (weight + offset), over the last dim; ``offset`` 1 is Gemma's.
 
-    x: [..., H]; weight: [H]; y: like x. Computed in float32 (float64 for float64), rounded once.
+    x: [..., H], at least two dims; weight: [H]; y: like x. Computed in float32 (float64 for float64) and rounded once.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -24,7 +24,7 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float, float
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 5, 64, generator=generator).to(dtype)
     weight = torch.randn(64, generator=generator).to(dtype)
-    return x.requires_grad_(), weight.requires_grad_(), 1e-5, 0.0
+    return x.requires_grad_(), weight.requires_grad_(), 1e-5, 1.0
 
 
 rms_norm = Operator(

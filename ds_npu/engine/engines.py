@@ -13,32 +13,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 from torch import nn
 
 from ds_npu.capability import try_import
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
+from ds_npu.models.tensor_parallel import split_of
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
-class TopologyMixin:
+class TopologyMixin(WholeWeights):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
-        self.build = Build(topology=session.topology, plan=None)
+        self.build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         self.model_axes = SPLIT_BY_STAGES if isinstance(model, PipelineModule) else WHOLE_ON_EACH_STAGE
         apply_features(session.config, self.build)
+        _gather_together(model)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         super().__init__(*args, **{**kwargs, "mpu": mpu_of(self.topology, self.model_axes), "mesh_device": None})
 
@@ -108,6 +113,13 @@ class TopologyMixin:
     @communication_data_type.setter
     def communication_data_type(self, dtype: torch.dtype) -> None:
         DeepSpeedEngine.communication_data_type.fset(self, dtype)
+
+
+def _gather_together(model: nn.Module) -> None:
+    """Let ZeRO-3 gather at once the weights of modules whose forward uses one another's."""
+    split = split_of(model)
+    for module in split.fetched_together if split else ():
+        set_z3_leaf_module(module, True)
 
 
 def _shard_over(group: Any, model: nn.Module) -> None:

@@ -1,0 +1,75 @@
+"""The files of a Hugging Face checkpoint as tensors that nobody has read: mapped files, read where they are copied."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+
+class CheckpointError(ValueError):
+    """What is wrong with a checkpoint, or between it and the model it is meant for."""
+
+
+def _safetensors(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        # A tensor of a mapped file takes no memory of its own; it keeps the mapping, not the handle.
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+
+
+def _pickled(file: Path) -> dict[str, torch.Tensor]:
+    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise CheckpointError(f"{file} holds no state dict: expected names and tensors, found {type(loaded).__name__}")
+    return loaded
+
+
+READERS = {".safetensors": _safetensors, ".bin": _pickled}
+ENTRIES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""What says where a folder's weights are, the preferred first (as transformers does)."""
+
+
+def open_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint in ``folder`` by its name there, on the CPU, in mapped files.
+
+    The tensors must not be written to. Raises CheckpointError where there is no checkpoint, where a file of it is
+    missing, or cannot be read as what its name says.
+    """
+    return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file)}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    entry = next((folder / name for name in ENTRIES if (folder / name).is_file()), None)
+    if entry is None:
+        what = "found no such folder" if not folder.is_dir() else "found none of them"
+        raise CheckpointError(f"{folder}: a checkpoint has one of {', '.join(ENTRIES)}; {what}")
+    if entry.suffix != ".json":
+        return [entry]
+    try:
+        names = sorted(set(json.loads(entry.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{entry} cannot be read as an index of weights: {error!r}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {_of(missing, names)} that {entry.name} names: {', '.join(missing)}")
+    return [folder / name for name in names]
+
+
+def _of(missing: list[str], names: list[str]) -> str:
+    return f"{len(missing)} of the {len(names)} files"
+
+
+def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    if file.suffix not in READERS:
+        raise CheckpointError(f"{file}: weights are read from {' and '.join(READERS)} files, not from this one")
+    try:
+        yield from READERS[file.suffix](file).items()
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. What to do: fetch the file anew (it may be cut short), or save the "
+            "checkpoint again with save_pretrained"
+        ) from error

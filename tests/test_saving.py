@@ -1,0 +1,296 @@
+"""Sharded models back into checkpoints: byte for byte what the plain model saves, or nothing under the final name."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from allocated import peak_bytes
+from ranks import run_on_ranks
+from safetensors.torch import load_file
+from sharded_model import FAMILIES, SINGLE, F, save_in_files, save_single, shard, sharded
+from transformers import AutoModelForCausalLM
+
+from ds_npu.models.checkpoint import ENTRIES, CheckpointError, open_checkpoint
+from ds_npu.models.loading import load_checkpoint, meta_model
+from ds_npu.models.saving import save_pretrained, whole_state_dict
+from ds_npu.parallel.tensor.sharding import Sharding
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_same_state(found, expected):
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].device.type == "cpu", name
+        assert torch.equal(found[name], tensor), name
+
+
+# ---- on ranks ----
+
+
+def save_each_family(folder):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for name, family in FAMILIES.items():
+        model = sharded(family, folder / name, size, rank)
+        load_checkpoint(model, folder / name, rank)
+        state = whole_state_dict(model, dist.group.WORLD)
+        if rank:
+            assert state == {}
+            continue
+        plain = family.auto.from_pretrained(folder / name)
+        assert_same_state(state, plain.state_dict())
+        save_pretrained(model, folder / f"{name}-ours", state, max_shard_size="6KB")
+        plain.save_pretrained(folder / f"{name}-plain", max_shard_size="6KB")
+        assert contents(folder / f"{name}-ours") == contents(folder / f"{name}-plain"), name
+        again = family.auto.from_pretrained(folder / f"{name}-ours")
+        assert_same_state(again.state_dict(), plain.state_dict())
+
+
+def test_each_family_comes_back(tmp_path):
+    """Names, conversions, config and index are those of the plain model's own save_pretrained."""
+    for number, (name, family) in enumerate(FAMILIES.items()):
+        save_single(family.make((torch.float32, torch.bfloat16)[number % 2]), tmp_path / name)
+    run_on_ranks(2, save_each_family, tmp_path)
+
+
+UNEVEN = (((7, 16), (0, 2)), ((2, 7), (16, F), (0, 1)), ())
+
+
+def save_uneven(folder):
+    rank = dist.get_rank()
+    rules = {
+        r"(gate|up)_proj": lambda ranks: Sharding(0, F, UNEVEN),
+        r"down_proj": lambda ranks: Sharding(1, F, UNEVEN),
+    }
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    model = shard(meta_model(AutoModelForCausalLM, folder), rules, 3, rank)
+    load_checkpoint(model, folder, rank)
+    state = whole_state_dict(model, dist.group.WORLD)
+    assert_same_state(state, plain.state_dict() if rank == 0 else {})
+    # A change on the rank that holds an index is what is saved.
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.add_(1)
+    changed = whole_state_dict(model, dist.group.WORLD, to_cpu=False)
+    if rank == 0:
+        name = "model.layers.1.mlp.down_proj.weight"
+        assert torch.equal(changed[name], plain.state_dict()[name] + 1)
+        assert all(mine.data_ptr() != model.state_dict()[name].data_ptr() for name, mine in changed.items())
+
+
+def test_ranks_that_hold_more_than_others_the_same_or_nothing(tmp_path):
+    save_single(FAMILIES["llama"].make(), tmp_path)
+    run_on_ranks(3, save_uneven, tmp_path)
+
+
+def save_in_two_groups(folder):
+    """Tensor groups (0, 1) and (2, 3), as with two data-parallel ranks; weights partitioned as ZeRO-3 does."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    family = FAMILIES["gemma"]
+    model = sharded(family, folder, 2, rank % 2)
+    load_checkpoint(model, folder, rank % 2)
+    away = {id(each): each.data for each in model.parameters()}
+    for each in model.parameters():
+        each.data = torch.empty(0)
+
+    @contextmanager
+    def gathered(parameter):
+        parameter.data = away[id(parameter)]
+        yield
+        parameter.data = torch.empty(0)
+
+    state = whole_state_dict(model, group, gather=gathered)
+    expected = family.auto.from_pretrained(folder).state_dict() if rank % 2 == 0 else {}
+    assert_same_state(state, expected)
+    if state:
+        assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    assert all(each.numel() == 0 for each in model.parameters())
+
+
+def test_groups_and_partitioned_weights(tmp_path):
+    save_single(FAMILIES["gemma"].make(), tmp_path)
+    run_on_ranks(4, save_in_two_groups, tmp_path)
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32}
+
+
+def measure_memory(folder):
+    rank = dist.get_rank()
+    rules = {
+        r"(gate|up)_proj": lambda ranks: Sharding(0, 352, (((0, 100),), ((100, 352),))),
+        r"embed_tokens": lambda ranks: Sharding(1, 128, (((0, 60),), ((60, 128),))),
+    }
+    model = shard(meta_model(AutoModelForCausalLM, folder), rules, 2, rank)
+    load_checkpoint(model, folder, rank)
+    peak = peak_bytes(lambda: whole_state_dict(model, dist.group.WORLD))
+    everything = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    largest_part = 252 * 128 * 4
+    if rank == 0:
+        assert everything - 10_000 <= peak <= everything + largest_part
+    else:
+        assert peak <= largest_part
+
+
+def test_memory_of_gathering(tmp_path):
+    """The first rank needs what it returns and one part of another rank's; the others, one part."""
+    save_single(FAMILIES["llama"].make(**WIDE), tmp_path)
+    run_on_ranks(2, measure_memory, tmp_path)
+
+
+def gather_over_too_few(folder):
+    model = sharded(FAMILIES["llama"], folder, 2, 0)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is sharded over 2 ranks, but the tensor group has 1"):
+        whole_state_dict(model, dist.group.WORLD)
+
+
+def fill_the_disk(folder):
+    """A limit on the size of files stands in for the disk's end."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before = contents(folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for target in (folder, folder.with_name("new")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        with pytest.raises(
+            OSError, match=r"was not saved to .*Its weights take [\d,]+ bytes; [\d,]+ are free"
+        ) as caught:
+            save_pretrained(model, target, model.state_dict())
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert str(target) in str(caught.value)
+    assert contents(folder) == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("body", [gather_over_too_few, fill_the_disk], ids=lambda body: body.__name__)
+def test_what_one_rank_cannot_do(body, tmp_path):
+    save_single(FAMILIES["llama"].make(), tmp_path / "old")
+    run_on_ranks(1, body, tmp_path / "old")
+
+
+# ---- what lies in the folder ----
+
+
+@pytest.fixture
+def plain():
+    return FAMILIES["llama"].make()
+
+
+def test_other_files_stay_and_old_weights_go(plain, tmp_path):
+    folder = tmp_path / "deep" / "checkpoint"
+    save_pretrained(plain, folder, plain.state_dict(), max_shard_size="6KB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_text("older")
+    (folder / "step-1").mkdir()
+    (folder / "step-1" / "model.safetensors").write_text("another's")
+    save_pretrained(plain, folder, plain.state_dict())
+    found = sorted(contents(folder))
+    assert found == ["config.json", "generation_config.json", SINGLE, "step-1/model.safetensors", "tokenizer.json"]
+    assert_same_state(AutoModelForCausalLM.from_pretrained(folder).state_dict(), plain.state_dict())
+    assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
+
+
+def test_the_state_dict_is_left_as_it_is(tmp_path):
+    model = FAMILIES["mixtral"].make()
+    state = model.state_dict()
+    names = list(state)
+    save_pretrained(model, tmp_path / "x", state)
+    assert list(state) == names
+
+
+def test_a_file_in_the_place_of_the_folder(plain, tmp_path):
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        save_pretrained(plain, tmp_path / "x", plain.state_dict())
+    assert (tmp_path / "x").read_text() == "mine"
+
+
+class Power(BaseException):
+    """The machine's end: nothing after it runs."""
+
+
+def saved_until(step: int, model, folder, monkeypatch) -> bool:
+    """Save, with the power gone before the given change to the files under the final name; whether it came to that."""
+    left = [step]
+
+    def counted(name):
+        real = vars(Path)[name]
+
+        def change(self, *args, **options):
+            if left[0] == 0:
+                raise Power
+            left[0] -= 1
+            return real(self, *args, **options)
+
+        return change
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace", "unlink"):
+            patch.setattr(Path, name, counted(name))
+        try:
+            save_pretrained(model, folder, model.state_dict(), max_shard_size="6KB")
+        except Power:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("earlier", ["none", "one file", "more files", "as many files"])
+def test_an_interrupted_save_leaves_nothing_that_looks_complete(earlier, plain, tmp_path, monkeypatch):
+    old = FAMILIES["llama"].make(num_hidden_layers=3 if earlier == "more files" else 2)
+    with torch.no_grad():
+        for each in old.parameters():
+            each.mul_(2)
+    steps = 0
+    while True:
+        folder = tmp_path / str(steps) / "x"
+        if earlier == "one file":
+            save_single(old, folder)
+        elif earlier != "none":
+            save_in_files(old, folder)
+        interrupted = saved_until(steps, plain, folder, monkeypatch)
+        try:
+            found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        except OSError:
+            found = None
+            with pytest.raises(CheckpointError):
+                open_checkpoint(folder)
+            # All of the new weights are still there, beside the folder or in it.
+            beside = folder.with_name(".x.incomplete")
+            files = (*folder.glob("*.safetensors"), *beside.glob("*.safetensors"))
+            everything = {name: each for file in files for name, each in load_file(file).items()}
+            for name, each in plain.state_dict().items():
+                assert torch.equal(everything[name], each), name
+        if found is not None:
+            assert_same_state(found, (old if interrupted and steps == 0 else plain).state_dict())
+        # The next save is whole.
+        save_pretrained(plain, folder, plain.state_dict())
+        assert_same_state(AutoModelForCausalLM.from_pretrained(folder).state_dict(), plain.state_dict())
+        assert sum((folder / entry).is_file() for entry in ENTRIES) == 1
+        assert [path.name for path in folder.parent.iterdir()] == ["x"]
+        if not interrupted:
+            break
+        steps += 1
+    assert steps >= {"none": 1, "one file": 5}.get(earlier, 10)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError], ids=lambda error: error.__name__)
+def test_a_save_that_is_stopped_while_it_writes(error, plain, tmp_path, monkeypatch):
+    save_single(plain, tmp_path / "x")
+    before = contents(tmp_path / "x")
+
+    def stop(*args, **options):
+        raise error
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", stop)
+    with pytest.raises(error):
+        save_pretrained(plain, tmp_path / "x", plain.state_dict())
+    assert contents(tmp_path / "x") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -299,6 +299,11 @@ def test_a_long_sequence_never_has_all_its_scores():
         ),
         (lambda: attention(*(laid_out(x, "SBH") for x in inputs()[:3]), Options("SBH", heads=3)), "3 heads"),
         (lambda: attention(*(x[0] for x in inputs()[:3]), Options("BNSD")), "number of dims"),
+        (lambda: attention(*inputs()[:2], inputs()[2].float(), Options("BNSD")), "one dtype"),
+        (
+            lambda: attention(*inputs()[:3], Options("BNSD", Mask(dense=torch.zeros(7, 6).bool()))),
+            "does not fit scores",
+        ),
     ),
 )
 def test_what_does_not_go_together_is_said(make, said):

@@ -268,6 +268,15 @@ def test_what_the_kernel_cannot_do_the_reference_does(make, options, said, calls
     torch.testing.assert_close(out.detach().cpu(), wanted.out, rtol=1e-2, atol=1e-2)
 
 
+def test_packed_documents_of_an_old_torch_npu_are_the_references(calls, monkeypatch):
+    assert kernel._tells_layout()
+    monkeypatch.setattr(kernel, "_tells_layout", lambda: False)
+    ends = (5, 40)
+    hidden = hidden_by_documents(ends, ends, after=0)
+    check(inputs(torch.float32, batch=1), hidden, Options("TND", CAUSAL.packed(ends), SCALE))
+    assert calls.names == []
+
+
 @pytest.mark.parametrize("operator", (attention_forward, attention_backward), ids=("forward", "backward"))
 def test_the_self_check_passes(operator):
     assert operator.check(torch.device("npu", 0)) is None

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from attention_formula import attention_formula
+from attention_models import FAMILIES, VOCABULARY, tiny_model
 from float64 import Float64
-from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from transformers import masking_utils
 
 from ds_npu.models import attention_mask as masks
@@ -245,6 +245,15 @@ def test_one_model_is_switched_and_no_other(models):
     assert one.config._attn_implementation == one.model.layers[0].self_attn.config._attn_implementation == "ds_npu"
     assert other.config._attn_implementation == config._attn_implementation == "eager"
     assert one.config is one.model.config is one.model.layers[0].self_attn.config
+
+
+def test_a_layer_with_a_config_of_its_own_is_switched_too():
+    """Tensor parallelism gives an attention its own config, with fewer heads."""
+    model = tiny_model("llama")
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    use_attention(model)
+    assert layer.config._attn_implementation == "ds_npu" and layer.config is not model.config
 
 
 def refuses(model, said):

@@ -121,9 +121,8 @@ def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _evaluated(asked: dict[str, Any]) -> torch.Tensor:
-    masking = importlib.import_module(MASKING)
     whole = {**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return cast(torch.Tensor, masking.sdpa_mask(**whole))
+    return cast(torch.Tensor, importlib.import_module(MASKING).sdpa_mask(**whole))
 
 
 def _ends(documents: torch.Tensor) -> list[int]:

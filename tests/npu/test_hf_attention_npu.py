@@ -10,8 +10,8 @@ import torch_npu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from attention_models import tiny_model
 from float64 import Float64
-from tiny_models import tiny_model
 
 from ds_npu.models.attention_function import use_attention
 

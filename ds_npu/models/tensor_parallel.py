@@ -127,7 +127,7 @@ class _Splitting:
     def _split(self, name: str, cut: Cut) -> None:
         role, module = self.plan.roles[name], self.modules[name]
         if role is Role.EMBEDDING:
-            VocabParallelEmbedding.adopt(module, self.topology)  # type: ignore[arg-type]
+            VocabParallelEmbedding.adopt(module, self.topology)
             return
         is_row = role in ROWS
         weight, bias = module.get_parameter("weight"), _bias(module)

@@ -26,12 +26,20 @@ FAMILIES = {
     "qwen2 sliding": lambda: transformers.Qwen2Config(
         **GROUPED, **TOKENS, use_sliding_window=True, sliding_window=4, max_window_layers=1
     ),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, **TOKENS, head_dim=8),
     "gemma": lambda: transformers.GemmaConfig(**{**GROUPED, "num_key_value_heads": 1}, **TOKENS, head_dim=16),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=128, **TOKENS,
         attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
     ),
     "phi3": lambda: transformers.Phi3Config(**GROUPED, **TOKENS),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **GROUPED, **TOKENS, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **GROUPED, **TOKENS, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        decoder_sparse_step=1, mlp_only_layers=[0],
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**GROUPED, "num_key_value_heads": 4}, **TOKENS, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
         qk_rope_head_dim=8, v_head_dim=12, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
@@ -52,7 +60,7 @@ def tiny_model(family, config=None):
     if family == "qwen2_5_vl":
         auto = transformers.AutoModelForImageTextToText
     model = auto.from_config(config).double()
-    if family == "deepseek_v3":
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3"):
         model.set_experts_implementation("eager")  # torch's grouped matrix product knows no float64
     with torch.no_grad():
         for parameter in model.parameters():

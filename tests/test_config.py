@@ -61,7 +61,10 @@ MISTAKES = [
     ({"chunked_loss": 1}, {}, "ds_npu.chunked_loss", 1, "true or false"),
     ({"memory_report": "true"}, {}, "ds_npu.memory_report", "true", "true or false"),
     ({"fused_ops": {"adamw": 0}}, {}, "ds_npu.fused_ops.adamw", 0, "true or false or null"),
-    ({"plan": {"layers.*": 3}}, {}, "ds_npu.plan", {"layers.*": 3}, "an object, each value a non-empty string"),
+    ({"plan": {"layers.*": 3}}, {}, "ds_npu.plan.layers.*", 3, "one of 'block', 'attention', 'query', "),
+    ({"plan": {"layers.*": "quary"}}, {}, "ds_npu.plan.layers.*", "quary", "one of 'block', 'attention', 'query', "),
+    ({"plan": {"": "block"}}, {}, "ds_npu.plan", {"": "block"}, "an object, each value one of 'block', "),
+    ({"plan": ["block"]}, {}, "ds_npu.plan", ["block"], "an object, each value one of 'block', "),
     ({"pipeline": {"split": 4}}, {}, "ds_npu.pipeline.split", 4, "a list, each item an integer >= 0"),
     ({"pipeline": {"split": [1, "2"]}}, {}, "ds_npu.pipeline.split", [1, "2"], "a list, each item an integer >= 0"),
     ({"recompute": {"layers": 1.0}}, {}, "ds_npu.recompute.layers", 1.0, "one of 'none', 'all' or an integer >= 1"),
@@ -162,7 +165,7 @@ def asking_for(path):
         "all",
         [1],
         ["a"],
-        {"a": "b"},
+        {"a": "block"},
         *LEAVES[path].get("enum", ()),
         "uniform",
         "ring",
@@ -199,6 +202,13 @@ def test_all_mistakes_are_told_at_once():
         "tensor_parallel.autotp_size",
         STEPS,
     }
+
+
+def test_each_wrong_role_is_a_mistake_of_its_own():
+    plan = {"layers.*.q": "quary", "layers.*": "block", "lm_head": "Head", "norm": None}
+    found = {problem.path: problem.found for problem in mistakes(with_section({"plan": plan})).problems}
+    wrong = {"ds_npu.plan.layers.*.q": "quary", "ds_npu.plan.lm_head": "Head", "ds_npu.plan.norm": None}
+    assert {path: value for path, value in found.items() if path != "ds_npu.plan"} == wrong
 
 
 def test_a_wrong_value_makes_no_second_mistake():

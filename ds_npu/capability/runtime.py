@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -84,6 +84,16 @@ def torch_npu_state() -> TorchNpuState:
     version = version or str(module.__version__)
     lack = None if module.npu.device_count() > 0 else (hidden_devices() or _silent_driver())
     return TorchNpuState(True, version, not lack, lack.reason if lack else "", lack.advice if lack else "")
+
+
+def missing_functions(names: Sequence[str]) -> Lack | None:
+    """Why not all of ``names`` can be called in torch_npu, which can be imported; None if they can."""
+    module, _ = _torch_npu()
+    absent = [name for name in names if name not in vars(module)]
+    if not absent:
+        return None
+    version = installed_version("torch_npu")
+    return Lack(f"torch_npu {version} has no {', '.join(absent)}", "install the newest torch_npu for this torch")
 
 
 def ascend_hardware_present() -> bool:

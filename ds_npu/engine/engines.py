@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -23,24 +24,30 @@ from torch import nn
 from ds_npu.capability import try_import
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
+from ds_npu.models.tensor_parallel import split_of
+from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
-class TopologyMixin:
+class TopologyMixin(WholeWeights):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
-        self.build = Build(topology=session.topology, plan=None)
+        self.build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         self.model_axes = SPLIT_BY_STAGES if isinstance(model, PipelineModule) else WHOLE_ON_EACH_STAGE
         apply_features(session.config, self.build)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
-        super().__init__(*args, **{**kwargs, "mpu": mpu_of(self.topology, self.model_axes), "mesh_device": None})
+        mpu = mpu_of(self.topology, self.model_axes)
+        split = split_of(model)
+        with gathered_as_one(split.fetched_together if split else ()):
+            super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
@@ -81,7 +88,7 @@ class TopologyMixin:
 
     def clip_fp32_gradients(self) -> None:
         self._global_grad_norm = clip_gradients(
-            self.module.parameters(),  # type: ignore[attr-defined]
+            self.module.parameters(),
             self.gradient_clipping(),  # type: ignore[attr-defined]
             self.topology.rank("tp"),
             self.topology.group(*self.model_axes),

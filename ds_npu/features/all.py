@@ -24,10 +24,10 @@ from ds_npu.features.swap import SWAP, SwapSection
 from ds_npu.features.tensor_overlap import TENSOR_OVERLAP, TensorOverlap
 
 FEATURES: tuple[Feature[Any], ...] = (
-    PARALLEL,
-    PLAN,
-    FUSED_OPS,
     TENSOR_OVERLAP,
+    PLAN,
+    PARALLEL,
+    FUSED_OPS,
     CONTEXT_PARALLEL,
     PIPELINE,
     MOE,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
@@ -37,10 +39,20 @@ class Build:
 
     topology: Any
     """Who is where (``ds_npu.topology.topology.Topology``, which imports torch and so is not named here)."""
-    plan: Any
-    """Which module of the user's model is what (the ModelPlan)."""
+    model: Any = None
+    """The user's, which features change in place."""
+    globs: Mapping[str, str] = field(default_factory=dict)
+    """``ds_npu.plan``."""
+    device_type: str = "cpu"
+    """Where the model will be."""
     slots: dict[Slot, Any] = field(default_factory=dict)
     _owners: dict[Slot, str] = field(default_factory=dict)
+
+    @cached_property
+    def plan(self) -> Any:
+        """Which module of the model is what (the ModelPlan); raises PlanError where that is not known."""
+        # The check of a config, too, imports this module, and does without torch.
+        return importlib.import_module("ds_npu.models.globs").plan_for(self.model, self.globs)
 
     def fill(self, slot: Slot, part: Any, by: str) -> None:
         """Put ``part`` into ``slot`` for the feature whose key is ``by``; raises ValueError if another one has it."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 from ds_npu.config import Problem, Section
-from ds_npu.features.feature import AtLeastOne, Feature
+from ds_npu.features.feature import AtLeastOne, Build, Feature, Slot
 from ds_npu.topology.degrees import Degrees
 
 REPLICAS = {
-    "tensor": "ds_npu splits no layer along it yet; unless the model does, its ranks are replicas",
     "context": "ds_npu splits no sequence along it yet: the script must give each of its ranks other tokens, and "
     "return each one's share of the loss; shares are added up",
     "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
@@ -36,7 +36,17 @@ class ParallelSection(Section):
     """Ranks that share each expert's weight matrices."""
 
 
-PARALLEL: Feature[ParallelSection] = Feature("parallel", planned=("parallel.sequence_parallel",))
+def _apply(section: ParallelSection, build: Build) -> None:
+    if section.tensor == 1:
+        return
+    splitting = importlib.import_module("ds_npu.models.tensor_parallel")
+    importlib.import_module("ds_npu.parallel.tensor.randomness").align_generators(build.topology, build.device_type)
+    if splitting.split_of(build.model) is None:
+        options = (section.sequence_parallel, build.slots.get(Slot.LINEAR), build.device_type)
+        splitting.split_model(build.model, build.plan, build.topology, *options)
+
+
+PARALLEL: Feature[ParallelSection] = Feature("parallel", apply=_apply)
 
 
 def fit(section: ParallelSection, world_size: int | None) -> tuple[Degrees, list[Problem]]:

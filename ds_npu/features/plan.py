@@ -6,10 +6,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ds_npu.features.feature import Feature
+from ds_npu.features.feature import Build, Feature
+from ds_npu.models.roles import Role
 
 Name = Annotated[str, Field(min_length=1, description="a non-empty string")]
-Plan = dict[Name, Name]
+# Strict would want a Role, which JSON does not have.
+Plan = dict[Name, Annotated[Role, Field(strict=False)]]
 """From a glob over module names to a role."""
 
-PLAN: Feature[Plan] = Feature("plan", planned=("plan",))
+
+def _apply(plan: Plan, build: Build) -> None:
+    if plan:
+        # Whether anything needs the plan or not, what is wrong with it is said.
+        build.plan  # noqa: B018
+
+
+PLAN: Feature[Plan] = Feature("plan", apply=_apply)

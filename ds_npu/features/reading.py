@@ -16,6 +16,8 @@ from ds_npu.features.schema import accepted, leaves, section_schema
 Keys = tuple[str, ...]
 
 UNKNOWN = "no such key"
+KEY = "[key]"
+"""pydantic's mark of an error in a key, not in its value."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def read(raw: Any) -> Reading:
             config = DsNpuConfig.model_validate(rest)
         except ValidationError as error:
             for path in sorted({_cut(item["loc"]) for item in error.errors(include_url=False)}):
-                found[path] = _remove(rest, path)
+                if not any(path[:length] in found for length in range(len(path))):
+                    found[path] = _remove(rest, path)
         else:
             problems = {_full(path): _problem(path, value) for path, value in found.items()}
             problems |= {path: problem for path, problem in _autos(raw) if not _is_unknown(problems.get(path))}
@@ -59,11 +62,17 @@ def _full(path: Keys) -> str:
 
 
 def _node(path: Keys) -> dict[str, Any] | None:
-    """The schema of the key at ``path``; None where there is no such key."""
+    """The schema of the key at ``path``, also of a user's own in a key that holds such; None where there is none."""
     node: dict[str, Any] | None = section_schema()
     for part in path:
-        node = node and node.get("properties", {}).get(part)
+        node = node and (node.get("properties", {}).get(part) or _of_any_key(node))
     return node
+
+
+def _of_any_key(node: dict[str, Any]) -> dict[str, Any] | None:
+    """The schema of all values of a key that holds any keys; None where a key is a value or a section."""
+    schema = node.get("additionalProperties")
+    return schema if isinstance(schema, dict) else None
 
 
 def _below(paths: set[Keys]) -> frozenset[str]:
@@ -78,9 +87,10 @@ def _below(paths: set[Keys]) -> frozenset[str]:
 def _cut(location: tuple[int | str, ...]) -> Keys:
     """pydantic's place of an error, without what it adds below a key (list index, branch of a union)."""
     path: Keys = ()
-    for part in location:
+    # A wrong key of the user's own is a wrong value of what holds it; that key itself may be called "[key]".
+    for part in location[:-2] if location[2:] and location[-1] == KEY else location:
         node = _node(path)
-        if node is None or "properties" not in node:
+        if node is None or not ("properties" in node or _of_any_key(node)):
             break
         path += (str(part),)
     return path

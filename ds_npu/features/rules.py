@@ -59,6 +59,12 @@ def _context(config: DsNpuConfig) -> Iterator[Problem]:
         yield from wrong_factors(config.context_parallel, config.parallel.context)
 
 
+def _overlap(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.tensor_overlap != "none" and config.parallel.tensor > 1 and not config.parallel.sequence_parallel:
+        accepted = "'none', or ds_npu.parallel.sequence_parallel true: what overlaps are its gathers and scatters"
+        yield Problem("ds_npu.tensor_overlap", config.tensor_overlap, accepted)
+
+
 def _virtual_stages(config: DsNpuConfig) -> Iterator[Problem]:
     return too_many_stages(config.pipeline)
 
@@ -75,6 +81,7 @@ RULES = (
         ("parallel.context", "context_parallel.algorithm", "context_parallel.ulysses", "context_parallel.window"),
         _context,
     ),
+    Rule(("parallel.tensor", "parallel.sequence_parallel", "tensor_overlap"), _overlap),
     Rule(("pipeline.schedule", "pipeline.virtual_stages"), _virtual_stages),
     Rule(("parallel.expert_tensor", "moe.tp_extends_ep"), _whole_experts),
 )

@@ -46,18 +46,19 @@ class Sharding:
         whole = parts[0].new_empty(shape)
         for part, ranges in zip(parts, self.ranges, strict=True):
             lengths = [stop - start for start, stop in ranges]
-            for piece, (start, stop) in zip(part.split(lengths, dim=self.dim), ranges, strict=True):
+            pieces = torch.split(part, lengths, dim=self.dim)
+            for piece, (start, stop) in zip(pieces, ranges, strict=True):
                 whole.narrow(self.dim, start, stop - start).copy_(piece)
         return whole
 
 
-def near_even(count: int, parts: int) -> list[tuple[int, int]]:
+def near_even(count: int, parts: int, what: str = "columns") -> list[tuple[int, int]]:
     """``parts`` consecutive ranges of 0 .. count whose lengths differ by at most one, the longer ones first.
 
     Raises ValueError where there are fewer than one for each.
     """
     if count < parts:
-        raise ValueError(f"{count} cannot be split over {parts} tensor ranks: each needs at least one")
+        raise ValueError(f"{count} {what} cannot be split over {parts} tensor ranks: each needs at least one")
     short, longer = divmod(count, parts)
     bounds = [0, *itertools.accumulate(short + (index < longer) for index in range(parts))]
     return list(itertools.pairwise(bounds))
@@ -72,15 +73,28 @@ def split(dim: int, sections: Sequence[int], tensor_size: int, unit: int = 1) ->
     ranges: list[Ranges] = []
     for rank in range(tensor_size):
         mine = [near_even(section // unit, tensor_size)[rank] for section in sections]
-        ranges.append(
-            tuple((base + a * unit, base + b * unit) for base, (a, b) in zip(starts[:-1], mine, strict=True))
-        )
+        ranges.append(tuple((base + a * unit, base + b * unit) for base, (a, b) in zip(starts[:-1], mine, strict=True)))
     return Sharding(dim, starts[-1], tuple(ranges))
 
 
 def mark(parameter: nn.Parameter, sharding: Sharding) -> None:
     """Say that ``parameter`` holds this rank's part of a whole weight."""
     vars(parameter).update({MARK: sharding, TENSOR_PARALLEL: True})
+
+
+def keep_part(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
+    """Leave in ``parameter``, which holds the whole weight, what ``rank`` holds of it; it stays the same object.
+
+    A parameter that stands in two modules (a tied one) is split once. Raises ValueError where they want it split
+    differently.
+    """
+    already = sharding_of(parameter)
+    if already == sharding:
+        return
+    if already is not None:
+        raise ValueError(f"a weight that two modules share is to be split as {already} and as {sharding}")
+    parameter.data = sharding.take(parameter.data, rank)
+    mark(parameter, sharding)
 
 
 def sharding_of(parameter: nn.Parameter) -> Sharding | None:

@@ -1,0 +1,67 @@
+"""Collectives over a group of ranks, issued at once and waited for later: raw tensors, no gradients.
+
+A group is a ``torch.distributed`` process group of this rank, or None for the world. In a group of one rank nothing is
+copied or sent: the result is the tensor that was given.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ds_npu.comm.pending import Pending
+
+# torch 2.13 deprecates the second names, torch 2.12 lacks the first.
+_gather_into = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+_scatter_into = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
+    """The sum of every rank's ``x`` (contiguous), in its place."""
+    if not x.is_contiguous():
+        raise ValueError(f"all_reduce works in place and needs a contiguous tensor; found strides {x.stride()}")
+    if dist.get_world_size(group) == 1:
+        return Pending(x, None)
+    return Pending(x, dist.all_reduce(x, group=group, async_op=True))
+
+
+def gather_parts(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
+    """Every rank's ``x``, one behind the other in ``parts`` [ranks, *x.shape], which is contiguous."""
+    work = _gather_into(parts.flatten(0, 1), x.contiguous(), group=group, async_op=True)
+    return Pending(parts, work)
+
+
+def scatter_parts(mine: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
+    """The sum of every rank's ``parts[r]`` on rank r, in ``mine``; both contiguous, ``parts`` [ranks, *mine.shape]."""
+    work = _scatter_into(mine, parts.flatten(0, 1), group=group, async_op=True)
+    return Pending(mine, work)
+
+
+def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
+    """Every rank's ``x`` (all of one shape), concatenated along ``dim`` in the order of the ranks.
+
+    The ranks' parts arrive one behind the other. That is already the result where all dims before ``dim`` are 1;
+    elsewhere ``wait`` copies once.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return Pending(x, None)
+    dim %= x.dim()
+    parts = x.new_empty(size, *x.shape)
+    return Pending(parts, gather_parts(parts, x, group), lambda whole: whole.movedim(0, dim).flatten(dim, dim + 1))
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
+    """The sum of every rank's ``x``, of which each rank gets its part of ``dim``, in the order of the ranks.
+
+    ``x`` is copied once first where a dim before ``dim`` is not 1 (a rank's part has to be contiguous). Raises
+    ValueError where ``dim`` cannot be split evenly.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return Pending(x, None)
+    dim %= x.dim()
+    if x.shape[dim] % size:
+        raise ValueError(f"dim {dim} of shape {tuple(x.shape)} does not divide by the {size} ranks of the group")
+    parts = torch.unflatten(x, dim, (size, -1)).movedim(dim, 0).contiguous()
+    return scatter_parts(x.new_empty(parts.shape[1:]), parts, group)

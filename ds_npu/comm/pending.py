@@ -1,0 +1,33 @@
+"""A collective in flight, and what becomes of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def identity(value: T) -> T:
+    """The value itself."""
+    return value
+
+
+class Pending(Generic[T]):
+    """A value that is there once ``work`` (anything with ``wait()``; None: nothing to wait for) is done, then finished.
+
+    Until then nobody may read or write it.
+    """
+
+    def __init__(self, value: T, work: Any | None, finish: Callable[[T], T] = identity) -> None:
+        self._value = value
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> T:
+        """The finished value, the same object at every call; on an NPU the current stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._value, self._finish = self._finish(self._value), identity
+        return self._value

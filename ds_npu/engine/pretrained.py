@@ -1,0 +1,42 @@
+"""Hugging Face checkpoints straight into a model that is split over tensor ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_npu.engine.session import open_session
+from ds_npu.features.feature import Build
+from ds_npu.features.loading import load
+from ds_npu.features.parallel import PARALLEL
+from ds_npu.features.tensor_overlap import TENSOR_OVERLAP
+from ds_npu.models.loading import load_checkpoint, meta_model
+
+
+def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any, **options: Any) -> Any:
+    """The model of the checkpoint in ``folder``, of which this rank reads and holds its part only.
+
+    ``auto_class`` is one of transformers' Auto classes, or a model's class, ``config`` the DeepSpeed config (a file or
+    a dict) with ``ds_npu.parallel.tensor``; ``options`` are those of its ``from_pretrained`` that change the config,
+    and ``dtype``. Pass the model to ``deepspeed.initialize`` with the same config. Every rank calls it at the same
+    time; the process group is made where there is none. On the host this takes the rank's part and, where a weight has
+    to be converted, the largest single one.
+
+    Raises ConfigError, PlanError or ValueError for a config or a model that cannot be split, and CheckpointError with
+    every weight that is missing, left over or of another shape.
+    """
+    ds_config = load(config)
+    if not dist.is_initialized():
+        deepspeed.init_distributed(get_accelerator().communication_backend_name())
+    session = open_session(ds_config)
+    model = meta_model(auto_class, Path(folder), **options)
+    build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
+    TENSOR_OVERLAP.apply(session.config.tensor_overlap, build)
+    PARALLEL.apply(session.config.parallel, build)
+    load_checkpoint(model, Path(folder), session.topology.rank("tp"))
+    return model

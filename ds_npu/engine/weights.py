@@ -1,0 +1,89 @@
+"""Whole weights out of an engine whose model is split over tensor ranks."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_npu.models.saving import save_pretrained, whole_state_dict
+
+
+class WholeWeights:
+    """What an engine can say of its model as one that is not split; every rank calls these together."""
+
+    topology: Any
+    module: nn.Module
+
+    def whole_state_dict(self) -> dict[str, torch.Tensor]:
+        """The plain model's state dict, on the CPU of global rank 0; empty on every other rank.
+
+        Names and shapes are those of the model before it was split, so that it loads into the plain one. Weights are
+        gathered one at a time.
+        """
+        model, tensor_group = self.module, self.topology.group("tp")
+        gather = _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
+        if all(self.topology.rank(axis) == 0 for axis in ("pp", "dp", "cp")):
+            return whole_state_dict(model, tensor_group, gather=gather)
+        if gather is _gathered and self.topology.rank("pp") == 0:
+            # ZeRO-3 gathers over dp x cp, whose other ranks take part and keep nothing.
+            for parameter in {id(each): each for each in model.state_dict(keep_vars=True).values()}.values():
+                if isinstance(parameter, nn.Parameter):
+                    with gather(parameter):
+                        pass
+        return {}
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model, whole, as Hugging Face's ``save_pretrained`` does, for ``from_pretrained`` to read.
+
+        Raises RuntimeError on every rank where global rank 0 could not write; ``folder`` is then as it was.
+        """
+        self._write(lambda weights: save_pretrained(self.module, Path(folder), weights), folder)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """DeepSpeed's, with whole weights where the model is split over tensor ranks."""
+        if self.topology.size("tp") == 1:
+            upstream: Any = super()
+            return bool(upstream.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
+        frozen = {name for name, each in self.module.named_parameters() if not each.requires_grad}
+        left_out = frozen if exclude_frozen_parameters else set()
+
+        def write(weights: dict[str, torch.Tensor]) -> None:
+            folder = Path(save_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = folder / f".{save_filename}.unfinished"
+            torch.save({name: each for name, each in weights.items() if name not in left_out}, unfinished)
+            unfinished.replace(folder / save_filename)
+
+        self._write(write, save_dir)
+        return True
+
+    def _write(self, write: Any, place: str | os.PathLike[str]) -> None:
+        """Let global rank 0 ``write`` the whole weights; all ranks learn of its failure."""
+        weights = self.whole_state_dict()
+        failure: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                write(weights)
+            except Exception as error:
+                failure = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise RuntimeError(f"{os.fspath(place)}: the whole model could not be written there: {failure[0]}")
+
+
+def _gathered(parameter: Any) -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
+    return context
+
+
+def _as_it_is(parameter: Any) -> AbstractContextManager[Any]:
+    return nullcontext()

@@ -1,0 +1,103 @@
+"""How many heads an attention has and how wide they are, and which sizes its linears (and an MLP's) must have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ds_npu.models import kinds
+from ds_npu.models.plan import AttentionShape
+from ds_npu.models.roles import Role
+
+Linears = Mapping[Role, list[nn.Module]]
+"""The linears (and norms) of one attention or MLP, by role; an empty list where there are none."""
+
+
+def configured(attention: nn.Module, config: Any) -> AttentionShape | None:
+    """The heads of a Hugging Face attention, which knows its head width itself; its config knows their number.
+
+    None where the config has no heads.
+    """
+    own = vars(attention)
+    heads = setting(config, "num_attention_heads")
+    if heads is None:
+        return None
+    kv_heads = setting(config, "num_key_value_heads") or heads
+    if own.get("kv_lora_rank"):
+        nope, rope, value = (own[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return AttentionShape(heads, heads, nope + rope, value, nope)
+    width = own.get("head_dim") or setting(config, "head_dim") or setting(config, "hidden_size") // heads
+    return AttentionShape(heads, kv_heads, width, width)
+
+
+def setting(config: Any, name: str) -> Any:
+    """An entry of a Hugging Face config, some of which have other names for the usual ones; None where it has none."""
+    return vars(config).get(config.attribute_map.get(name, name))
+
+
+def counted(attention: nn.Module, linears: Linears) -> AttentionShape | None:
+    """The heads of somebody's own attention, from its attribute ``head_dim`` and the sizes of its linears.
+
+    With one linear for queries, keys and values its attribute ``num_heads`` is needed, too. None without them.
+    """
+    width = vars(attention).get("head_dim")
+    if not isinstance(width, int) or width < 1:
+        return None
+    rows = {role: kinds.sizes(found[0])[1] for role, found in linears.items() if found}
+    if Role.QUERY_KEY_VALUE in rows:
+        heads = vars(attention).get("num_heads")
+        if not isinstance(heads, int):
+            return None
+        kv_heads = (rows[Role.QUERY_KEY_VALUE] // width - heads) // 2
+        return AttentionShape(heads, max(kv_heads, 1), width, width)
+    if not {Role.QUERY, Role.KEY, Role.VALUE} <= set(rows):
+        return None
+    kv_heads = max(rows[Role.KEY] // width, 1)
+    return AttentionShape(rows[Role.QUERY] // width, kv_heads, width, rows[Role.VALUE] // kv_heads)
+
+
+def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
+    """Linears of an attention that have other sizes than its heads ask for, and what is wrong."""
+    outputs = {
+        Role.QUERY: shape.heads * shape.head_dim,
+        Role.KEY: shape.kv_heads * shape.head_dim,
+        Role.VALUE: shape.kv_heads * shape.value_dim,
+        Role.QUERY_KEY_VALUE: shape.heads * shape.head_dim + shape.kv_heads * (shape.head_dim + shape.value_dim),
+        Role.LATENT_QUERY: shape.heads * shape.head_dim,
+        Role.LATENT_KEY_VALUE: shape.heads * (shape.latent_key_dim + shape.value_dim),
+    }
+    for role, expected in outputs.items():
+        for linear in linears[role]:
+            if kinds.sizes(linear)[1] != expected:
+                yield linear, f"the {role} of {shape} has {expected} outputs, not {kinds.sizes(linear)[1]}"
+    expected = shape.heads * shape.value_dim
+    for linear in linears[Role.ATTENTION_OUTPUT]:
+        if kinds.sizes(linear)[0] != expected:
+            found = kinds.sizes(linear)[0]
+            yield linear, f"the {Role.ATTENTION_OUTPUT} of {shape} has {expected} inputs, not {found}"
+    for linear in (*linears[Role.KEY], *linears[Role.QUERY_KEY_VALUE]) if shape.heads % shape.kv_heads else ():
+        yield linear, f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values evenly"
+    yield from _wrong_norms(shape, linears)
+
+
+def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
+    """A norm over all heads at once would need all of them on one rank."""
+    latents = [kinds.sizes(each)[0] for role in (Role.LATENT_QUERY, Role.LATENT_KEY_VALUE) for each in linears[role]]
+    for norm in linears[Role.HEAD_NORM]:
+        found = {size for own in kinds.own_shapes(norm).values() for size in own}
+        if found - {shape.head_dim, shape.value_dim, *latents}:
+            over = "one head" + "".join(f" or a latent of {size}" for size in latents)
+            yield norm, f"a {Role.HEAD_NORM} of {shape} is over {over}; this one is over {max(found)}"
+
+
+def wrong_widths(linears: Linears) -> Iterator[tuple[nn.Module, str]]:
+    """Linears of an MLP whose sizes are not those of its down projection."""
+    for down in linears[Role.DOWN]:
+        width = kinds.sizes(down)[0]
+        for role, expected in ((Role.GATE, width), (Role.UP, width), (Role.GATE_UP, 2 * width)):
+            for linear in linears[role]:
+                if kinds.sizes(linear)[1] != expected:
+                    found = kinds.sizes(linear)[1]
+                    yield linear, f"the {role} beside a down with {width} inputs has {expected} outputs, not {found}"

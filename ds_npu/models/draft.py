@@ -1,0 +1,175 @@
+"""A plan in the making, and the checks that make it a plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from ds_npu.models import kinds, names
+from ds_npu.models.attention import Linears, counted, wrong_heads, wrong_widths
+from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
+from ds_npu.models.roles import PARENT, STRUCTURAL, Role
+from ds_npu.models.tree import adapters
+
+UNKNOWN = "nothing says what it is"
+REMEDY = """\
+Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
+  "ds_npu": {"plan": {"%s": "<role>"}}
+Roles: %s"""
+NEEDED = """\
+ds_npu knows the parts of Hugging Face's decoders; of any other model the DeepSpeed config must say what they are, as in
+  "ds_npu": {"plan": {"embed": "embedding", "layers.*": "block", "layers.*.norm?": "norm",
+                      "layers.*.attention": "attention", "layers.*.attention.q": "query", "layers.*.attention.k": "key",
+                      "layers.*.attention.v": "value", "layers.*.attention.out": "attention_output",
+                      "layers.*.mlp": "mlp", "layers.*.mlp.wide": "up", "layers.*.mlp.narrow": "down",
+                      "norm": "final_norm", "head": "head", "vision": "replicated"}}
+* stands for any part of a name, ** for any number of parts; the last glob that matches decides. Roles: %s"""
+
+Fault = tuple[str, str]
+"""A module's name, and what is wrong with it."""
+
+
+@dataclass
+class Draft:
+    """What is known of a model so far, by module name."""
+
+    roles: dict[str, Role] = field(default_factory=dict)
+    attentions: dict[str, AttentionShape] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    """Why a module was not placed."""
+    doubtful: set[str] = field(default_factory=set)
+    """What was given a role that does not exist: nothing more is said of it."""
+
+
+def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> ModelPlan:
+    """The plan that ``draft`` is; raises PlanError with ``problems`` and everything that is wrong with it."""
+    modules = dict(model.named_modules())
+    plan = _without_heads(modules, _adapted(model, draft.roles))
+    misfits = dict(_misfits(modules, plan)) | dict(_foreign(modules, plan))
+    silent = misfits.keys() | draft.doubtful
+    missing = [name for name in modules if _missing(modules[name], plan.of(name)) and name not in silent]
+    unplaced = [(name, draft.notes.get(name, UNKNOWN)) for name in missing]
+    linears = _linears(modules, plan, leave_out=misfits)
+    shapes = {
+        name: draft.attentions.get(name) or counted(modules[name], linears[name]) for name in plan.named(Role.ATTENTION)
+    }
+    plan = replace(plan, attentions={name: shape for name, shape in shapes.items() if shape is not None})
+    misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
+    sizes = _wrong_sizes(modules, plan, linears)
+    faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
+    told = [*problems, *_told(modules, faults)]
+    if told:
+        raise PlanError(plan.model, told, _remedy(plan, unplaced))
+    return plan
+
+
+def _adapted(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
+    """``roles`` with those of the LoRA factors: of a layer that is whole and in no region, so are they."""
+    factors = adapters(model)
+    layers = {name: f"{name.rpartition('.lora_')[0]}.{names.BASE_LAYER}" for name in factors}
+    whole = {name: Role.REPLICATED for name in factors if roles.get(layers[name]) is Role.REPLICATED}
+    return factors | whole | roles
+
+
+def _without_heads(modules: dict[str, nn.Module], given: dict[str, Role]) -> ModelPlan:
+    """The plan before its attentions are known."""
+    roles = {name: given[name] for name, module in modules.items() if name in given and _counts(module, given[name])}
+    blocks = tuple(name for name, role in roles.items() if role is Role.BLOCK)
+    plan = ModelPlan(type(modules[""]).__name__, roles, blocks, attentions={})
+    return replace(plan, tied=_tied(modules, plan))
+
+
+def _counts(module: nn.Module, role: Role) -> bool:
+    """Whether a plan holds this module; a norm counts without parameters, too."""
+    return role in STRUCTURAL or kinds.is_norm(module) or bool(kinds.own_shapes(module))
+
+
+def _missing(module: nn.Module, role: Role | None) -> bool:
+    return role is None and bool(kinds.own_shapes(module))
+
+
+def _tied(modules: dict[str, nn.Module], plan: ModelPlan) -> bool:
+    if plan.embedding is None or plan.head is None:
+        return False
+    weights = dict(modules[plan.head].named_parameters(recurse=False)).values()
+    return any(weight is other for weight in weights for other in modules[plan.embedding].parameters(recurse=False))
+
+
+def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
+    for name, role in plan.roles.items():
+        why = kinds.misfit(role, modules[name])
+        if why:
+            yield name, why
+
+
+def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
+    """What PEFT adds to a layer that is split, LoRA's factors of linears and embeddings aside."""
+    for name, module in modules.items():
+        layer = plan.adapted(name) if kinds.own_shapes(module) else None
+        role = plan.of(layer) if layer else None
+        if role is Role.EXPERTS:
+            yield name, "what PEFT adds to experts cannot be split"
+        elif role not in (None, Role.REPLICATED) and plan.of(name) not in (Role.LORA_A, Role.LORA_B):
+            yield name, f"of what PEFT adds to a {role}, only the two factors of LoRA can be split"
+
+
+def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
+    for name, role in plan.roles.items():
+        if role in PARENT and plan.around(name, PARENT[role]) is None:
+            yield name, f"{role} is for a module inside of one whose role is {PARENT[role]}"
+        elif role in (Role.LORA_A, Role.LORA_B) and plan.adapted(name) is None:
+            yield name, f"{role} is for what PEFT adds to a layer, which it calls {names.BASE_LAYER}"
+
+
+def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: Collection[str]) -> Mapping[str, Linears]:
+    """By attention and MLP, what is in it, by role."""
+    found: defaultdict[str, defaultdict[Role, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
+    for name, role in plan.roles.items():
+        holder = plan.around(name, PARENT[role]) if role in PARENT else None
+        if holder is not None and name not in leave_out:
+            found[holder][role].append(modules[name])
+    return found
+
+
+def _wrong_sizes(modules: dict[str, nn.Module], plan: ModelPlan, linears: Mapping[str, Linears]) -> Iterator[Fault]:
+    by_module = {id(module): name for name, module in modules.items()}
+    for name, role in plan.roles.items():
+        if name in plan.attentions:
+            found = wrong_heads(plan.attentions[name], linears[name])
+        elif role is Role.MLP:
+            found = wrong_widths(linears[name])
+        else:
+            continue
+        yield from ((by_module[id(module)], why) for module, why in found)
+
+
+def _different_blocks(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
+    """The same module in two blocks must have the same role; dense and MoE blocks hold modules of other classes."""
+    first: dict[tuple[str, type], str] = {}
+    for name, role in plan.roles.items():
+        block = plan.block(name)
+        if block is None:
+            continue
+        inside = names.plain(name).removeprefix(f"{names.plain(block)}.")
+        other = first.setdefault((inside, type(modules[name])), name)
+        if plan.roles[other] is not role:
+            yield name, f"{role}, where {other} is {plan.roles[other]}; blocks must not differ"
+
+
+def _told(modules: dict[str, nn.Module], faults: Iterable[Fault]) -> Iterator[str]:
+    """The faults, those that differ in indices only as one."""
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name, why in dict.fromkeys(faults):
+        groups[names.generic(name), kinds.described(modules[name]), why].append(name)
+    for (_, described, why), found in groups.items():
+        yield f"{names.abbreviated(found) or 'the model itself'} ({described}): {why}"
+
+
+def _remedy(plan: ModelPlan, unplaced: list[Fault]) -> str:
+    if not unplaced:
+        return ""
+    accepted = ", ".join(Role)
+    return REMEDY % (names.generic(names.plain(unplaced[0][0])) or "**", accepted) if plan.roles else NEEDED % accepted

@@ -1,0 +1,64 @@
+"""The plan of any model: what is known of it, and what the section's globs say on top."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from ds_npu.models import kinds, names
+from ds_npu.models.draft import Draft, finished
+from ds_npu.models.hugging_face import draft_of
+from ds_npu.models.plan import ModelPlan
+from ds_npu.models.roles import STRUCTURAL, Role
+
+NEAR = 3
+"""Names that are suggested for one that does not exist."""
+
+
+def plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
+    """The plan of ``model``, for which ``globs`` (from a glob over module names to a role) decide, the last one first.
+
+    What they do not match keeps the role it has in the Hugging Face model that ``model`` is or holds. ``replicated``
+    also holds for everything inside of what it is given to. Raises PlanError with everything that is wrong.
+    """
+    draft = draft_of(model)
+    problems = [problem for glob, role in globs.items() for problem in _lay(draft, model, glob, role)]
+    return finished(model, draft, problems)
+
+
+def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]:
+    """Give the role named ``value`` to what ``glob`` matches; tells what is wrong with them."""
+    matched = {name: module for name, module in model.named_modules() if names.matches(glob, name)}
+    if not matched:
+        yield f'"{glob}": matches no module{_near(model, glob)}'
+    if value not in list(Role):
+        near = difflib.get_close_matches(value, list(Role), n=1)
+        hint = f", did you mean {str(near[0])!r}?" if near else ""
+        yield f'"{glob}": {value!r} is no role{hint} (roles: {", ".join(Role)})'
+        draft.doubtful.update(matched)
+    elif matched:
+        role = Role(value)
+        chosen = list(_chosen(matched, role))
+        if not chosen:
+            name, module = next(iter(matched.items()))
+            found = f"{name} ({kinds.described(module)})"
+            yield f'"{glob}": {role} is for modules with parameters; what matches, as {found}, has none of its own'
+        for name in chosen:
+            draft.roles[name] = role
+
+
+def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:
+    """The modules that get ``role``: of linears and the like those with parameters, other matches are by the way."""
+    for name, module in matched.items():
+        if role is Role.REPLICATED:
+            yield from (inner for inner, _ in module.named_modules(prefix=name))
+        elif role in STRUCTURAL or kinds.is_norm(module) or kinds.own_shapes(module):
+            yield name
+
+
+def _near(model: nn.Module, glob: str) -> str:
+    every = list(dict.fromkeys(names.generic(names.plain(name)) for name, _ in model.named_modules() if name))
+    found = difflib.get_close_matches(names.generic(glob), every, n=NEAR, cutoff=0.8)
+    return ", did you mean " + " or ".join(f'"{name}"' for name in found) + "?" if found else ""

@@ -1,0 +1,230 @@
+"""The plan of a Hugging Face model, from its structure, its config, and the tensor-parallel plan it comes with.
+
+The attributes' names say what a module could be; sizes (``draft``) and that plan must not contradict. Where the order
+inside of a fused weight cannot be known from them, nothing is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from ds_npu.models import kinds, names
+from ds_npu.models.attention import configured
+from ds_npu.models.draft import Draft, finished
+from ds_npu.models.plan import ModelPlan
+from ds_npu.models.roles import Role
+from ds_npu.models.tree import Tree
+
+IN_ATTENTION: dict[str, Role] = {
+    "q_proj": Role.QUERY,
+    "k_proj": Role.KEY,
+    "v_proj": Role.VALUE,
+    "qkv_proj": Role.QUERY_KEY_VALUE,
+    "c_attn": Role.QUERY_KEY_VALUE,
+    "q_a_proj": Role.LATENT,
+    "kv_a_proj_with_mqa": Role.LATENT,
+    "q_b_proj": Role.LATENT_QUERY,
+    "kv_b_proj": Role.LATENT_KEY_VALUE,
+    "o_proj": Role.ATTENTION_OUTPUT,
+    "out_proj": Role.ATTENTION_OUTPUT,
+    "c_proj": Role.ATTENTION_OUTPUT,
+}
+IN_MLP: dict[str, Role] = {
+    "gate_proj": Role.GATE,
+    "up_proj": Role.UP,
+    "gate_up_proj": Role.GATE_UP,
+    "c_fc": Role.UP,
+    "fc1": Role.UP,
+    "down_proj": Role.DOWN,
+    "c_proj": Role.DOWN,
+    "fc2": Role.DOWN,
+}
+POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+
+STYLES: dict[str, tuple[Role, ...]] = {
+    "colwise": (Role.QUERY, Role.KEY, Role.VALUE, Role.LATENT_QUERY, Role.LATENT_KEY_VALUE, Role.GATE, Role.UP),
+    "rowwise": (Role.ATTENTION_OUTPUT, Role.DOWN),
+    # transformers does not cut fused weights apart: it gathers what they give and splits it again.
+    "colwise_gather_output": (Role.QUERY_KEY_VALUE, Role.GATE_UP),
+    "rowwise_split_input": (Role.ATTENTION_OUTPUT, Role.DOWN),
+}
+"""Roles that a linear of a style in transformers' ``base_model_tp_plan`` can have."""
+PACKED = "packed_colwise"
+"""The style of experts' gate_up_proj in which all gates stand before all ups."""
+FUSED = "its weight holds several parts, whose order is not known"
+
+
+def plan_of(model: nn.Module) -> ModelPlan:
+    """The plan of a Hugging Face model, also one inside of PEFT's; raises PlanError where a module is not known."""
+    return finished(model, draft_of(model))
+
+
+def draft_of(model: nn.Module) -> Draft:
+    """What is known of the Hugging Face model that ``model`` is or holds; nothing where it is none."""
+    draft = Draft()
+    root: Any = next(filter(is_hugging_face, model.modules()), None)
+    if root is not None and not root.config.is_encoder_decoder:
+        _Placing(Tree(model), root, draft).everything()
+    return draft
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Whether ``module`` is one of transformers' models; transformers need not be installed to ask."""
+    bases = type(module).__mro__
+    return any(base.__module__.startswith("transformers.") and base.__name__ == "PreTrainedModel" for base in bases)
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """Places the modules of the Hugging Face model ``root``, which is somewhere in ``tree``, into ``draft``."""
+
+    tree: Tree
+    root: Any
+    draft: Draft
+
+    @cached_property
+    def decoder(self) -> str:
+        """The plain name of the language part."""
+        return self.tree.find(self.root.get_decoder())
+
+    @cached_property
+    def config(self) -> Any:
+        return self.root.config.get_text_config()
+
+    def place(self, name: str, role: Role) -> None:
+        self.draft.roles.update(dict.fromkeys(self.tree.reals[name], role))
+
+    def refuse(self, name: str, why: str) -> None:
+        self.draft.notes.update(dict.fromkeys(self.tree.reals[name], why))
+
+    def style(self, name: str) -> str | None:
+        """What transformers' plan says of a module or parameter of the language part."""
+        styles: dict[str, str] = self.config.base_model_tp_plan or {}
+        return styles.get(names.generic(name.removeprefix(f"{self.decoder}.")))
+
+    def everything(self) -> None:
+        stacks = [name for name in self.tree.within(self.decoder).values() if self.is_stack(name)]
+        if len(stacks) != 1:
+            return
+        self.outside()
+        for name in self.tree.within(self.decoder).values():
+            if name == stacks[0]:
+                for block in self.tree.within(name).values():
+                    self.place(block, Role.BLOCK)
+                    self.in_block(block)
+            else:
+                self.beside_blocks(name)
+
+    def is_stack(self, name: str) -> bool:
+        """Whether these are blocks: a list of modules with attentions."""
+        inner = self.tree.within(name).values()
+        with_attention = (any(self.is_attention(each) for each in self.tree.within(block).values()) for block in inner)
+        return isinstance(self.tree.module(name), nn.ModuleList) and any(with_attention)
+
+    def is_attention(self, name: str) -> bool:
+        return "Attention" in type(self.tree.module(name)).__name__ and bool(self.tree.within(name))
+
+    def outside(self) -> None:
+        """The head; all else around the language part (a vision tower, a score) is whole on each rank."""
+        output = self.root.get_output_embeddings()
+        head = None if output is None else self.tree.find(output)
+        root = self.tree.find(self.root)
+        for name in self.tree.reals:
+            if name == head:
+                self.place(name, Role.HEAD)
+            elif names.is_inside(name, root) and not names.is_inside(name, self.decoder):
+                self.place(name, Role.REPLICATED)
+
+    def beside_blocks(self, name: str) -> None:
+        module, attribute = self.tree.module(name), name.rpartition(".")[2]
+        if module is self.embedding:
+            self.place(name, Role.EMBEDDING)
+        elif isinstance(module, nn.Embedding) and attribute in POSITIONS:
+            self.place(name, Role.POSITION_EMBEDDING)
+        elif self.is_rotary(name):
+            self.place(name, Role.ROTARY)
+        elif kinds.is_norm(module):
+            after = any(role is Role.BLOCK for role in self.draft.roles.values())
+            self.place(name, Role.FINAL_NORM if after else Role.NORM)
+
+    @cached_property
+    def embedding(self) -> nn.Module:
+        module = self.root.get_input_embeddings()
+        return self.tree.module(self.tree.find(module))
+
+    def is_rotary(self, name: str) -> bool:
+        return "Rotary" in type(self.tree.module(name)).__name__
+
+    def in_block(self, block: str) -> None:
+        for name in self.tree.within(block).values():
+            if self.is_attention(name):
+                self.place(name, Role.ATTENTION)
+                self.in_attention(name)
+            elif kinds.is_norm(self.tree.module(name)):
+                self.place(name, Role.NORM)
+            else:
+                self.in_feed_forward(name)
+
+    def in_attention(self, attention: str) -> None:
+        shape = configured(self.tree.module(attention), self.config)
+        if shape is not None:
+            self.draft.attentions.update(dict.fromkeys(self.tree.reals[attention], shape))
+        for attribute, name in self.tree.within(attention).items():
+            if kinds.is_norm(self.tree.module(name)):
+                self.place(name, Role.HEAD_NORM)
+            elif self.is_rotary(name):
+                self.place(name, Role.ROTARY)
+            elif attribute in IN_ATTENTION:
+                self.linear(name, IN_ATTENTION[attribute])
+
+    def in_feed_forward(self, name: str) -> None:
+        """An MLP, or a router with experts, some of which may be shared ones in an MLP of their own."""
+        inner = self.tree.within(name)
+        experts = [each for each in inner.values() if kinds.is_experts(self.tree.module(each))]
+        if experts:
+            self.place(name, Role.MOE)
+            for each in experts:
+                self.experts(each)
+            count = len(next(iter(self.tree.module(experts[0]).parameters(recurse=False))))
+            for each in inner.values():
+                if self.is_router(each, count):
+                    self.place(each, Role.ROUTER)
+                elif each not in experts:
+                    self.in_feed_forward(each)
+        elif placed := list(self.mlp_roles(name)):
+            self.place(name, Role.MLP)
+            for linear, role in placed:
+                self.linear(linear, role)
+
+    def mlp_roles(self, mlp: str) -> Iterator[tuple[str, Role]]:
+        by_style = {"colwise": Role.COLUMN, "rowwise": Role.ROW}
+        for attribute, name in self.tree.within(mlp).items():
+            role = IN_MLP.get(attribute) or by_style.get(self.style(name) or "")
+            if role and kinds.is_linear(self.tree.module(name)):
+                yield name, role
+
+    def is_router(self, name: str, experts: int) -> bool:
+        module = self.tree.module(name)
+        return kinds.is_linear(module) and kinds.sizes(module)[1] == experts
+
+    def experts(self, name: str) -> None:
+        if self.style(f"{name}.gate_up_proj") == PACKED and self.style(f"{name}.down_proj") == "rowwise":
+            self.place(name, Role.EXPERTS)
+        else:
+            self.refuse(name, f"{FUSED}; {Role.EXPERTS} are gate_up_proj [E, 2I, H], gates first, and down_proj")
+
+    def linear(self, name: str, role: Role) -> None:
+        style = self.style(name)
+        # All of transformers' models with Conv1D (the first GPTs) have queries, then keys, then values in one.
+        known = style is not None or kinds.output_dim(self.tree.module(name)) == 1
+        if role in (Role.QUERY_KEY_VALUE, Role.GATE_UP) and not known:
+            self.refuse(name, f"{FUSED}; {role} if they stand one after another along its output")
+        elif style in STYLES and role not in STYLES[style] and role not in (Role.COLUMN, Role.ROW):
+            self.refuse(name, f"its name says {role}, but transformers splits it {style}")
+        else:
+            self.place(name, role)

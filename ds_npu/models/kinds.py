@@ -1,0 +1,78 @@
+"""What a module is by its class and its own parameters, and which roles it can have."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ds_npu.models.roles import Role
+
+NORM_ENDINGS = ("RMSNorm", "LayerNorm")
+CONV1D = "Conv1D"
+"""transformers' linear whose weight is [in, out]."""
+
+Shape = tuple[int, ...]
+
+
+def own_shapes(module: nn.Module) -> dict[str, Shape]:
+    """The shapes of the parameters that ``module`` itself holds; of the whole ones where ZeRO 3 has split them."""
+    # A parameter is used once: under the name of its first owner in this module.
+    own = module.named_parameters(recurse=False)
+    return {name: tuple(vars(parameter).get("ds_shape", parameter.shape)) for name, parameter in own}
+
+
+def described(module: nn.Module) -> str:
+    """A module in a message: ``Linear, weight [96, 32]``."""
+    shapes = [f"{name} {list(shape)}" for name, shape in own_shapes(module).items()]
+    return ", ".join([type(module).__name__, *shapes])
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the class says that this is a norm."""
+    return type(module).__name__.endswith(NORM_ENDINGS)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this has a weight matrix and is no table of embeddings."""
+    return len(own_shapes(module).get("weight", ())) == 2 and not isinstance(module, nn.Embedding)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether this holds weights of several experts, each of them in one parameter; a convolution has a "weight"."""
+    shapes = own_shapes(module)
+    return "weight" not in shapes and any(len(shape) == 3 for shape in shapes.values())
+
+
+def output_dim(module: nn.Module) -> int:
+    """The dim of a linear's weight that is its output: 0, or 1 for transformers' Conv1D."""
+    return 1 if type(module).__name__ == CONV1D else 0
+
+
+def sizes(module: nn.Module) -> tuple[int, int]:
+    """Input and output size of a linear."""
+    weight = own_shapes(module)["weight"]
+    out = output_dim(module)
+    return weight[1 - out], weight[out]
+
+
+def misfit(role: Role, module: nn.Module) -> str | None:
+    """Why ``module`` cannot have ``role``; None where it can."""
+    shapes = own_shapes(module).values()
+    dims = {len(shape) for shape in shapes}
+    if role in (Role.REPLICATED, Role.ROTARY):
+        return None
+    if role in (Role.BLOCK, Role.ATTENTION, Role.MLP, Role.MOE):
+        if shapes:
+            return f"{role} is for a module without parameters of its own: put them into modules inside of it"
+        return None if any(True for _ in module.children()) else f"{role} is for a module that holds others"
+    if role in (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM):
+        return None if dims <= {1} else f"{role} is for a norm, whose parameters have one dim"
+    if role in (Role.EMBEDDING, Role.POSITION_EMBEDDING):
+        right = dims == {2} and not isinstance(module, nn.Linear)
+        return None if right else f"{role} is for an embedding, a single table of two dims"
+    if role is Role.EXPERTS:
+        return (
+            None if dims == {3} else f"{role} is for a module whose parameters have three dims, the first the experts"
+        )
+    if role in (Role.LORA_A, Role.LORA_B):
+        return None if dims == {2} else f"{role} is for a factor of an adapter, which has two dims"
+    return None if is_linear(module) else f"{role} is for a linear, which has a weight of two dims"

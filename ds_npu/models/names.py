@@ -1,0 +1,95 @@
+"""Module names: without what PEFT puts between, with indices abbreviated, and matched by globs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
+
+BASE_LAYER = "base_layer"
+"""Where PEFT keeps the layer that an adapter is added to."""
+ORIGINAL = "original_module"
+COPIES = "modules_to_save"
+"""Where it keeps the layer that is trained as a whole, and the copies of it that are."""
+PEFT_PREFIX = "base_model.model."
+BETWEEN = re.compile(rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{COPIES}\.[^.]+)(?=\.|$)")
+
+
+def plain(name: str) -> str:
+    """The name that a module has in the model without PEFT: ``base_model.model.a.base_layer`` is ``a``."""
+    return f"{BETWEEN.sub('', name)}.".removeprefix(PEFT_PREFIX)[:-1]
+
+
+def parent(name: str) -> str:
+    """The name of the module that holds the one of ``name``; "" for the model."""
+    return name.rpartition(".")[0]
+
+
+def owner(name: str) -> str:
+    """The name of the module in which the model without PEFT has the one of ``name``."""
+    return next(each for each in ancestors(name) if plain(each) == parent(plain(name)))
+
+
+def is_copy(name: str) -> bool:
+    """Whether PEFT keeps this module in one place with another that is used instead of it."""
+    return name.endswith(f".{ORIGINAL}") or parent(name).endswith(f".{COPIES}")
+
+
+def ancestors(name: str) -> Iterable[str]:
+    """The names of the modules around ``name``, from the inside out, the model ("") included."""
+    while name:
+        name = parent(name)
+        yield name
+
+
+def is_inside(name: str, other: str) -> bool:
+    """Whether the module ``name`` is the one of ``other`` or in it; all modules are in the model ("")."""
+    return not other or f"{name}.".startswith(f"{other}.")
+
+
+def generic(name: str) -> str:
+    """``name`` with a * for each index."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def abbreviated(names: Collection[str]) -> str:
+    """Names that are the same up to their indices as one: ``layers.{0..31}.mlp``."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*(name.split(".") for name in names), strict=True)]
+    if math.prod(map(len, columns)) == len(names):
+        return ".".join(map(_joined, columns))
+    # Not every combination of the indices: one abbreviation for each of the first of them that differ.
+    varying = next(place for place, column in enumerate(columns) if len(column) > 1)
+    groups = [[name for name in names if name.split(".")[varying] == part] for part in columns[varying]]
+    return ", ".join(map(abbreviated, groups))
+
+
+def _joined(parts: list[str]) -> str:
+    if len(parts) == 1:
+        return parts[0]
+    numbers = sorted(int(part) for part in parts)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return "{" + ",".join(texts) + "}"
+
+
+def matches(glob: str, name: str) -> bool:
+    """Whether ``glob`` matches the module ``name``, by its full name or by the one without PEFT.
+
+    ``*``, ``?`` and ``[...]`` stand for characters of one part of a name, ``**`` for any number of parts (also none):
+    ``layers.*`` are the blocks, ``layers.**`` the list and all that is in it.
+    """
+    return any(_match(glob.split("."), each.split(".") if each else []) for each in {name, plain(name)})
+
+
+def _match(globs: list[str], parts: list[str]) -> bool:
+    if not globs:
+        return not parts
+    if globs[0] == "**":
+        return any(_match(globs[1:], parts[start:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], globs[0]) and _match(globs[1:], parts[1:])

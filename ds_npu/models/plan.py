@@ -1,0 +1,132 @@
+"""The ModelPlan: what each module of a model is, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_npu.models import names
+from ds_npu.models.roles import Role
+
+REGIONS = (Role.ATTENTION, Role.MLP, Role.MOE)
+
+
+class PlanError(ValueError):
+    """Everything that keeps a model from being planned, at once."""
+
+    def __init__(self, model: str, problems: Iterable[str], remedy: str = "") -> None:
+        self.problems = tuple(problems)
+        count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
+        lines = [f"{count} in the plan of {model}:", *(f"  {problem}" for problem in self.problems), remedy]
+        super().__init__("\n".join(line for line in lines if line))
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The heads of one attention."""
+
+    heads: int
+    """Of the queries."""
+    kv_heads: int
+    """Of keys and values."""
+    head_dim: int
+    """Width of a head of the queries and keys, its rotary part included."""
+    value_dim: int
+    """Width of a head of the values."""
+    latent_key_dim: int = 0
+    """Of a key head, what LATENT_KEY_VALUE makes: it has heads * (latent_key_dim + value_dim) outputs, head by head."""
+
+    def __str__(self) -> str:
+        values = f", values of {self.value_dim}" if self.value_dim != self.head_dim else ""
+        shared = f", {self.kv_heads} for keys and values" if self.kv_heads != self.heads else ""
+        return f"{self.heads} heads of {self.head_dim}{values}{shared}"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What each module of one model is, by its name in ``named_modules``."""
+
+    model: str
+    """The model's class."""
+    roles: Mapping[str, Role]
+    """Of every module that holds parameters itself, and of the structural ones, in the model's order."""
+    blocks: tuple[str, ...]
+    """In the order in which they are executed."""
+    attentions: Mapping[str, AttentionShape]
+    """Of the attentions whose heads are known."""
+    tied: bool = False
+    """Whether embedding and head have the same weight."""
+
+    def of(self, name: str) -> Role | None:
+        """The role of the module ``name``; None where it has none."""
+        return self.roles.get(name)
+
+    def named(self, *roles: Role) -> list[str]:
+        """The modules of one of ``roles``, in the model's order."""
+        return [name for name, role in self.roles.items() if role in roles]
+
+    @property
+    def embedding(self) -> str | None:
+        """The table of tokens (of PEFT's copies the one that is trained); None where there is none."""
+        return next(reversed(self.named(Role.EMBEDDING)), None)
+
+    @property
+    def head(self) -> str | None:
+        """The linear to the logits (of PEFT's copies the one that is trained); None where there is none."""
+        return next(reversed(self.named(Role.HEAD)), None)
+
+    def region(self, name: str) -> str | None:
+        """The innermost attention, MLP or MoE around the module ``name``; None where it stands in none."""
+        return self.around(name, *REGIONS)
+
+    def block(self, name: str) -> str | None:
+        """The block around the module ``name``; None where it stands in none."""
+        return self.around(name, Role.BLOCK)
+
+    def around(self, name: str, *roles: Role) -> str | None:
+        """The innermost module around ``name`` that has one of ``roles``."""
+        return next((each for each in names.ancestors(name) if self.of(each) in roles), None)
+
+    def inside(self, name: str, *roles: Role) -> list[str]:
+        """The modules inside of ``name`` that have one of ``roles``; with no roles, all that have one."""
+        within = [each for each in self.roles if each != name and names.is_inside(each, name)]
+        return [each for each in within if not roles or self.roles[each] in roles]
+
+    def adapted(self, name: str) -> str | None:
+        """The layer that PEFT adds ``name`` to: for ``q_proj.lora_A.default`` it is ``q_proj.base_layer``."""
+        # Of experts PEFT wraps each of both parameters: one wrapper in the other.
+        layers = (each + depth * f".{names.BASE_LAYER}" for each in names.ancestors(name) for depth in (1, 2))
+        layer = next((each for each in layers if each in self.roles), None)
+        return None if layer is None or names.is_inside(name, layer) else layer
+
+    def picture(self) -> str:
+        """The plan as a table for people: modules that differ in indices only share a row."""
+        rows = [(names.abbreviated(group) or "(the model itself)", text) for text, group in _groups(self)]
+        width = max((len(name) for name, _ in rows), default=0)
+        return "\n".join([f"Plan of {self.model}", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _groups(plan: ModelPlan) -> Iterator[tuple[str, list[str]]]:
+    """What is said of modules, and those of which it is said."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, role in plan.roles.items():
+        whole = _all_replicated(plan, name) if role is Role.REPLICATED else None
+        shown = name if whole is None else f"{whole}.**"
+        group = found.setdefault((names.generic(shown), _said(plan, name, role)), [])
+        if shown not in group:
+            group.append(shown)
+    for (_, text), group in found.items():
+        yield text, group
+
+
+def _all_replicated(plan: ModelPlan, name: str) -> str | None:
+    """The outermost module around ``name`` in which everything is replicated, if that is more than ``name``."""
+    around = [each for each in names.ancestors(name) if each]
+    whole = [each for each in around if all(plan.roles[inner] is Role.REPLICATED for inner in plan.inside(each))]
+    return whole[-1] if whole and len(plan.inside(whole[-1])) > 1 else None
+
+
+def _said(plan: ModelPlan, name: str, role: Role) -> str:
+    if name in plan.attentions:
+        return f"{role}: {plan.attentions[name]}"
+    return f"{role}, tied to {plan.embedding}" if name == plan.head and plan.tied else str(role)

@@ -1,0 +1,95 @@
+"""What a module of a model can be: the roles of a plan, by the names that users write in ``ds_npu.plan``.
+
+Needs neither torch nor a model: the check of a config knows roles, too.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Role(str, Enum):
+    """What one module is. *Split* is by tensor rank; what is not split is whole on each rank."""
+
+    BLOCK = "block"
+    """A layer of the stack: attention and MLP with their norms."""
+    ATTENTION = "attention"
+    """Holds the projections of one attention."""
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    """Linears whose outputs are heads, split by heads."""
+    QUERY_KEY_VALUE = "query_key_value"
+    """One linear for all three: queries of all heads, then keys, then values along its output."""
+    ATTENTION_OUTPUT = "attention_output"
+    """The linear over all heads' results, split by heads along its input."""
+    LATENT = "latent"
+    """A down projection of multi-head latent attention; not split."""
+    LATENT_QUERY = "latent_query"
+    """The up projection from a latent to queries, split by heads."""
+    LATENT_KEY_VALUE = "latent_key_value"
+    """The up projection from a latent to keys (without rotary part) and values of each head, split by heads."""
+    HEAD_NORM = "head_norm"
+    """A norm inside of attention, over one head or over a latent; not split."""
+    MLP = "mlp"
+    """Holds a dense MLP; also one of shared experts."""
+    GATE = "gate"
+    UP = "up"
+    """Linears from the hidden to the intermediate size, split along their output."""
+    GATE_UP = "gate_up"
+    """Both in one linear: all gates, then all ups along its output."""
+    DOWN = "down"
+    """The linear back to the hidden size, split along its input."""
+    MOE = "moe"
+    """Holds a router and experts."""
+    ROUTER = "router"
+    """Scores tokens for experts; not split."""
+    EXPERTS = "experts"
+    """All experts' weights: gate_up_proj [E, 2I, H] (gates, then ups) and down_proj [E, H, I]."""
+    NORM = "norm"
+    """A norm on the residual stream; not split."""
+    FINAL_NORM = "final_norm"
+    """The norm after the last block; not split."""
+    ROTARY = "rotary"
+    """Makes the rotary angles."""
+    EMBEDDING = "embedding"
+    """The table of tokens, split by vocabulary."""
+    POSITION_EMBEDDING = "position_embedding"
+    """The table of learned positions; not split."""
+    HEAD = "head"
+    """The linear to the logits, split by vocabulary."""
+    COLUMN = "column"
+    """Any other linear that opens a region in which ranks hold different columns; split along its output."""
+    ROW = "row"
+    """Any other linear that closes such a region; split along its input."""
+    REPLICATED = "replicated"
+    """Anything (with all inside of it) that is whole on each rank and outside of such regions."""
+    LORA_A = "lora_a"
+    LORA_B = "lora_b"
+    """The first and the second factor of a LoRA adapter, split as the linear that they belong to asks for."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+STRUCTURAL = (Role.BLOCK, Role.ATTENTION, Role.MLP, Role.MOE, Role.ROTARY)
+"""Roles of modules that hold other modules, or nothing that is trained."""
+
+PARENT: dict[Role, Role] = {
+    Role.QUERY: Role.ATTENTION,
+    Role.KEY: Role.ATTENTION,
+    Role.VALUE: Role.ATTENTION,
+    Role.QUERY_KEY_VALUE: Role.ATTENTION,
+    Role.ATTENTION_OUTPUT: Role.ATTENTION,
+    Role.LATENT: Role.ATTENTION,
+    Role.LATENT_QUERY: Role.ATTENTION,
+    Role.LATENT_KEY_VALUE: Role.ATTENTION,
+    Role.HEAD_NORM: Role.ATTENTION,
+    Role.GATE: Role.MLP,
+    Role.UP: Role.MLP,
+    Role.GATE_UP: Role.MLP,
+    Role.DOWN: Role.MLP,
+    Role.ROUTER: Role.MOE,
+    Role.EXPERTS: Role.MOE,
+}
+"""In a module of which role one of this role must stand."""

@@ -1,0 +1,69 @@
+"""A model's modules by the names they have without PEFT, and the factors that PEFT adds."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import nn
+
+from ds_npu.models import kinds, names
+from ds_npu.models.roles import Role
+
+FACTORS = {
+    "lora_A": Role.LORA_A,
+    "lora_B": Role.LORA_B,
+    "lora_embedding_A": Role.LORA_A,
+    "lora_embedding_B": Role.LORA_B,
+}
+"""Where PEFT keeps the factors of an adapter, beside the layer that it is added to."""
+
+
+def adapters(model: nn.Module) -> dict[str, Role]:
+    """The factors of the LoRA adapters in ``model``."""
+    found: dict[str, Role] = {}
+    for name, module in model.named_modules():
+        inner = dict(module.named_children())
+        if names.BASE_LAYER not in inner:
+            continue
+        for attribute in FACTORS.keys() & inner.keys():
+            factors = (f"{name}.{attribute}.{adapter}" for adapter, _ in inner[attribute].named_children())
+            found.update(dict.fromkeys((f"{name}.{attribute}", *factors), FACTORS[attribute]))
+    return {name: role for name, role in found.items() if kinds.own_shapes(model.get_submodule(name))}
+
+
+class Tree:
+    """The modules of ``model``: where PEFT has put one around another, both have the inner one's plain name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.adapters = frozenset(adapters(model))
+
+    @cached_property
+    def reals(self) -> dict[str, list[str]]:
+        """From plain names to the modules that stand there: several where PEFT keeps copies."""
+        found: dict[str, list[str]] = {}
+        for name, module in self.model.named_modules():
+            inner = dict(module.named_children())
+            wraps = names.BASE_LAYER in inner or names.ORIGINAL in inner
+            if not wraps and name not in self.adapters:
+                found.setdefault(names.plain(name), []).append(name)
+        return found
+
+    @cached_property
+    def _children(self) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for name in filter(None, self.reals):
+            found.setdefault(names.parent(name), {})[name.rpartition(".")[2]] = name
+        return found
+
+    def within(self, name: str) -> dict[str, str]:
+        """By attribute, the plain names of the modules directly in the one of plain name ``name``."""
+        return self._children.get(name, {})
+
+    def module(self, name: str) -> nn.Module:
+        """The module of a plain name."""
+        return self.model.get_submodule(self.reals[name][-1])
+
+    def find(self, module: nn.Module) -> str:
+        """The plain name of ``module``."""
+        return names.plain(next(name for name, each in self.model.named_modules() if each is module))

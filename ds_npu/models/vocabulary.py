@@ -1,0 +1,67 @@
+"""The head of a language model over the tensor ranks: each has the logits of some words, and the loss is made of those.
+
+Whole logits are built only where somebody asks for them: in evaluation, and in a forward without labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.parallel.tensor.axis import TensorAxis
+from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
+from ds_npu.parallel.tensor.region import around
+from ds_npu.parallel.tensor.sharding import Sharding
+from ds_npu.topology.topology import Topology
+
+LABELS = ("labels", "shift_labels")
+
+
+class SplitLogits:
+    """Whether, in the forward that is running, logits stay split over the tensor ranks."""
+
+    def __init__(self) -> None:
+        self.split = False
+
+
+def split_loss(model: nn.Module, head: nn.Module, vocabulary: Sharding, topology: Topology) -> None:
+    """Let ``model``, a Hugging Face causal language model with this ``head``, compute its loss from split logits.
+
+    It does so where it is trained on labels; its output's ``logits`` are then this rank's part.
+    """
+    state, group = SplitLogits(), topology.group("tp")
+    signature = inspect.signature(model.forward)
+
+    def logits(forward: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        local: torch.Tensor = forward(x, **kwargs)
+        return local if state.split else gather_vocabulary(local, vocabulary, group)
+
+    def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+        state.split = model.training and any(given.get(name) is not None for name in LABELS)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            state.split = False
+
+    around(head, logits)
+    around(model, whole)
+    vocab_parallel, usual = VocabParallelLoss(topology, vocabulary), _loss_function(model)
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        return vocab_parallel(*args, **kwargs) if state.split else usual(*args, **kwargs)
+
+    model.loss_function = loss  # type: ignore[assignment]
+
+
+def _loss_function(model: Any) -> Any:
+    """A Hugging Face model's own; it is a property, made anew at each look."""
+    return model.loss_function
+
+
+def local_axis(axis: TensorAxis) -> TensorAxis:
+    """The axis of a head: hidden states that go into it are whole, with sequence parallelism too."""
+    return TensorAxis(axis.group, axis.size, axis.rank, False, axis.collectives)

@@ -1,0 +1,169 @@
+"""Cross-entropy of logits whose vocabulary is split over the tensor ranks; whole logits are never built.
+
+T tokens, V vocabulary; ``logits_TV`` holds this rank's part of the vocabulary. After Megatron-LM's vocabulary-parallel
+cross-entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3), but keeping the logits instead of their softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ds_npu.comm.collectives import all_gather
+from ds_npu.parallel.tensor.sharding import Sharding
+from ds_npu.topology.topology import Topology
+
+BLOCK_BYTES = {"cpu": 1 << 20, "npu": 1 << 25}
+"""Wide logits that are worked on at a time: what fits a core's cache; what takes longer than to launch the work."""
+
+
+def _blocks(logits_TV: torch.Tensor, wide: torch.dtype) -> Iterator[slice]:
+    """Rows of ``logits_TV``, in each slice as many as ``BLOCK_BYTES`` hold of dtype ``wide``, and at least one."""
+    tokens, words = logits_TV.shape
+    size = BLOCK_BYTES.get(logits_TV.device.type, BLOCK_BYTES["npu"])
+    rows = max(1, size // (words * wide.itemsize))
+    return (slice(first, first + rows) for first in range(0, tokens, rows))
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, start: int, group: Any, ignore_index: int
+    ) -> torch.Tensor:
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        top_T = logits_TV.amax(dim=1).to(wide)
+        dist.all_reduce(top_T, dist.ReduceOp.MAX, group)
+        ignored_T = targets_T == ignore_index
+        local_T = targets_T - start
+        elsewhere_T = (local_T < 0) | (local_T >= logits_TV.shape[1]) | ignored_T
+        index_T1 = local_T.masked_fill(elsewhere_T, 0).unsqueeze(1)
+        # Row 0: the sum of the exponentials. Row 1: the target's logit, which one rank knows. One message for both.
+        sums_2T = top_T.new_empty(2, len(top_T))
+        for rows in _blocks(logits_TV, wide):
+            sums_2T[0, rows] = (logits_TV[rows] - top_T[rows, None]).exp_().sum(dim=1)
+        sums_2T[1] = (logits_TV.gather(1, index_T1).squeeze(1) - top_T).masked_fill_(elsewhere_T, 0)
+        dist.all_reduce(sums_2T, group=group)
+        ctx.save_for_backward(logits_TV, top_T, sums_2T, index_T1, elsewhere_T, ignored_T)
+        return (sums_2T[0].log() - sums_2T[1]).masked_fill_(ignored_T, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits_TV, top_T, sums_2T, index_T1, elsewhere_T, ignored_T = ctx.saved_tensors
+        gradient_T = gradient_T.masked_fill(ignored_T, 0)
+        scale_T1 = (gradient_T / sums_2T[0]).unsqueeze(1)
+        at_target_T1 = gradient_T.masked_fill(elsewhere_T, 0).neg_().unsqueeze(1)
+        gradient_TV = torch.empty_like(logits_TV)
+        for rows in _blocks(logits_TV, top_T.dtype):
+            # softmax - one-hot, rounded to the logits' dtype after the difference only.
+            block = (logits_TV[rows] - top_T[rows, None]).exp_().mul_(scale_T1[rows])
+            gradient_TV[rows] = block.scatter_add_(1, index_T1[rows], at_target_T1[rows])
+            del block  # before there is a second one
+        return gradient_TV, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, start: int, group: Any, ignore_index: int = -100
+) -> torch.Tensor:
+    """Loss of each token [T], 0 for those whose target is ``ignore_index``; the same on every rank of ``group``.
+
+    ``logits_TV`` are this rank's, its first column is word ``start``; ``targets_T`` (int64) number the words of the
+    whole vocabulary. Computed and returned in float32, of float64 logits in float64.
+
+    Messages: two all-reduces of T and of 2 T numbers in forward, none in backward: what the softmax of a split row
+    needs. Memory: what is kept for the backward are the logits themselves, 22 bytes for each token beside them, and
+    nothing of the size of the logits; forward and backward work on ``BLOCK_BYTES`` of them in float32 at a time (and
+    torch_npu casts bf16 in a second block).
+    """
+    function: Any = _VocabParallelCrossEntropy  # torch's apply has no types
+    loss_T: torch.Tensor = function.apply(logits_TV, targets_T, start, group, ignore_index)
+    return loss_T
+
+
+class VocabParallelLoss:
+    """The loss function of a causal language model whose head is split by ``vocabulary`` over the tensor ranks.
+
+    Called as Hugging Face's models call theirs (transformers.loss.loss_utils.ForCausalLMLoss), with the same meaning,
+    on this rank's logits. Labels that are all ignored give nan for a mean, as torch does.
+    """
+
+    def __init__(self, topology: Topology, vocabulary: Sharding) -> None:
+        self.words = vocabulary.size
+        ((self.start, self.stop),) = vocabulary.ranges[topology.rank("tp")]
+        self.group = topology.group("tp")
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_others: Any,
+    ) -> torch.Tensor:
+        """Mean over the tokens that count, or their sum divided by ``num_items_in_batch``.
+
+        ``logits`` [..., S, this rank's V]; ``labels`` [..., S], of which token s predicts number s + 1, or
+        ``shift_labels`` [..., S], of which it predicts number s. Raises ValueError for logits or a ``vocab_size`` of
+        another vocabulary, and IndexError for labels outside of it where looking costs nothing: on the CPU.
+        """
+        if vocab_size != self.words or logits.shape[-1] != self.stop - self.start:
+            raise ValueError(
+                f"logits of {logits.shape[-1]} words of {vocab_size} were given; this rank's head has the "
+                f"{self.stop - self.start} from {self.start} on of {self.words}"
+            )
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("neither labels nor shift_labels were given")
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets_T = shift_labels.reshape(-1).to(logits.device)
+        counted_T = targets_T != ignore_index
+        self._must_be_words(targets_T, counted_T)
+        logits_TV = logits.reshape(-1, logits.shape[-1])
+        total = vocab_parallel_cross_entropy(logits_TV, targets_T, self.start, self.group, ignore_index).sum()
+        if num_items_in_batch is None:
+            return total / counted_T.sum()
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+    def _must_be_words(self, targets_T: torch.Tensor, counted_T: torch.Tensor) -> None:
+        # On a device, asking would wait for it.
+        if targets_T.device.type == "cpu":
+            wrong_T = counted_T & ((targets_T < 0) | (targets_T >= self.words))
+            if bool(wrong_T.any()):
+                raise IndexError(
+                    f"label {int(targets_T[wrong_T][0])} is no word of a vocabulary of {self.words}, nor ignore_index"
+                )
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, columns: Sharding, group: Any) -> torch.Tensor:
+        ctx.columns, ctx.rank = columns, dist.get_rank(group)
+        lengths = [columns.length(rank) for rank in range(len(columns.ranges))]
+        # Parts differ by one column; the shorter are padded, since not every backend gathers uneven ones.
+        mine = functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
+        gathered = all_gather(mine.unsqueeze(0), 0, group).wait()
+        return columns.assemble([part[..., :length] for part, length in zip(gathered, lengths, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.columns.take(gradients[0], ctx.rank), None, None
+
+
+def gather_vocabulary(logits: torch.Tensor, vocabulary: Sharding, group: Any) -> torch.Tensor:
+    """Whole logits [..., V] on every rank of ``group`` from each one's part, which ``vocabulary`` describes.
+
+    The gradient of the whole is the same on every rank; each takes its part, without a message.
+    """
+    function: Any = _GatherVocabulary
+    whole: torch.Tensor = function.apply(logits, replace(vocabulary, dim=-1), group)
+    return whole

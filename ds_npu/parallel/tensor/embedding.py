@@ -1,0 +1,111 @@
+"""The embedding whose rows, one for each word of the vocabulary, are split over the tensor ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.comm.crossing import reduce
+from ds_npu.parallel.tensor.sharding import keep_part, split
+from ds_npu.topology.topology import Topology
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """nn.Embedding of which each tensor rank holds a range of the rows: ``weight`` [rows of this rank, H].
+
+    The vocabulary is split near-evenly (13 words over 4 ranks: 4, 3, 3, 3). A forward sends one message, an
+    all-reduce of the result; a backward sends none. ``num_embeddings`` stays that of the whole vocabulary;
+    ``padding_idx`` becomes the row of this rank's part that is the padding, None on the other ranks.
+
+    A new one has the numbers that nn.Embedding draws from the same seed: it is drawn whole, and cut. ``adopt`` makes
+    one of an embedding that a model has already.
+
+    Raises ValueError for a vocabulary of fewer words than tensor ranks.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        topology: Topology,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._look_up_in(_keep_rows(self, topology), topology)
+
+    @classmethod
+    def adopt(cls, embedding: nn.Embedding, topology: Topology) -> VocabParallelEmbedding:
+        """Make ``embedding`` itself a vocabulary-parallel one; it stays the same object, and so does its weight.
+
+        What a subclass of nn.Embedding does beside looking up (Gemma scales) is done as before, to each rank's part.
+        A weight that is already split the same way, since it is tied to a head that was split first, is kept.
+        Raises ValueError for max_norm, scale_grad_by_freq and sparse, which would need to know all ranks' tokens.
+        """
+        if isinstance(embedding, cls):
+            return embedding
+        asked = {
+            "max_norm": embedding.max_norm is not None,
+            "scale_grad_by_freq": embedding.scale_grad_by_freq,
+            "sparse": embedding.sparse,
+        }
+        refused = [name for name, on in asked.items() if on]
+        if refused:
+            raise ValueError(
+                f"an embedding of {embedding.num_embeddings} words with {', '.join(refused)} cannot be split over "
+                f"{topology.size('tp')} tensor ranks: leave {', '.join(refused)} out, or the tensor degree at 1"
+            )
+        rows = _keep_rows(embedding, topology)
+        object.__setattr__(embedding, "__class__", cls._of(type(embedding)))
+        assert isinstance(embedding, cls)
+        embedding._look_up_in(rows, topology)
+        return embedding
+
+    @classmethod
+    def _of(cls, kind: type[nn.Embedding]) -> type[nn.Embedding]:
+        """``kind`` with its lookups split over the tensor ranks."""
+        if issubclass(cls, kind):
+            return cls
+        return type(f"VocabParallel{kind.__name__}", (cls, kind), {})
+
+    def _look_up_in(self, rows: tuple[int, int], topology: Topology) -> None:
+        # Kept as numbers: under ZeRO-3 the weight has its shape in forward only.
+        self.first_row, end = rows
+        self.rows = end - self.first_row
+        if self.padding_idx is not None:
+            row = self.padding_idx - self.first_row
+            self.padding_idx = row if 0 <= row < self.rows else None
+        self.tensor_group = topology.group("tp")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows for the word numbers ``input`` [...]: [..., H], the same on every tensor rank.
+
+        Raises IndexError for a number outside of the vocabulary where looking costs nothing: on the CPU.
+        """
+        if self.rows == self.num_embeddings:
+            return super().forward(input)
+        if input.device.type == "cpu" and bool(((input < 0) | (input >= self.num_embeddings)).any()):
+            raise IndexError(
+                f"word numbers from {int(input.min())} to {int(input.max())} were given to an embedding of "
+                f"{self.num_embeddings} words"
+            )
+        local = input - self.first_row
+        elsewhere = (local < 0) | (local >= self.rows)
+        # Words of other ranks look up row 0; what they find becomes 0, and so does their gradient.
+        found = super().forward(local.masked_fill(elsewhere, 0))
+        found = found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return reduce(found, self.tensor_group)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rows {self.first_row} to {self.first_row + self.rows - 1} here"
+
+
+def _keep_rows(embedding: nn.Embedding, topology: Topology) -> tuple[int, int]:
+    """Leave this rank's rows, which are returned, in the weight; it stays the same Parameter."""
+    sharding, rank = split(0, [embedding.num_embeddings], topology.size("tp")), topology.rank("tp")
+    keep_part(embedding.weight, sharding, rank)  # type: ignore[arg-type]
+    (rows,) = sharding.ranges[rank]
+    return rows

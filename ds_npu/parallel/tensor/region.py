@@ -1,0 +1,177 @@
+"""Tensor-parallel regions: where each tensor rank works on its own heads, or its own columns of an MLP.
+
+A region begins where hidden states go into column linears and ends in a row linear. Outside of regions hidden states
+are the same on every tensor rank, or, with Megatron sequence parallelism, shards [B, S / tp, H] of the sequence.
+
+A user's module knows nothing of this: it reads the shape of its hidden states, and hands them to its projections. So it
+is given a RegionInput, which has the shape of the whole, and which column linears know how to take in without
+communicating twice. Whatever else uses it, uses hidden states that have entered the region.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from ds_npu.comm.crossing import collect, copy, gather, shard
+from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis
+
+SHAPE_ONLY = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.ndimension,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.__len__,
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+}
+"""What may be asked of a RegionInput without its entering the region."""
+
+
+class SequenceShards:
+    """The sequence shards of one model: how long the sequence is of which each rank has a part.
+
+    Sequences that tp does not divide are padded with zeros; the padding never enters a region.
+    """
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
+        self.batch = self.length = 0
+
+    def shard(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """This rank's [B, ceil(S / tp), H] of hidden states that are the same on every rank."""
+        self.batch, self.length = x_BSH.shape[:2]
+        return shard(padded(x_BSH, self.axis.size), SEQUENCE_DIM, self.axis.group)
+
+    def collect(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        """[B, S, H], the same on every rank."""
+        return self.cut(collect(x_BsH, SEQUENCE_DIM, self.axis.group))
+
+    def cut(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Without padding."""
+        return x_BSH if x_BSH.shape[SEQUENCE_DIM] == self.length else x_BSH[:, : self.length]
+
+
+def padded(x_BSH: torch.Tensor, multiple: int) -> torch.Tensor:
+    """``x`` with zeros behind its sequence, to a length that ``multiple`` divides."""
+    missing = -x_BSH.shape[SEQUENCE_DIM] % multiple
+    return functional.pad(x_BSH, (0, 0, 0, missing)) if missing else x_BSH
+
+
+class RegionInput(torch.Tensor):
+    """Hidden states that are about to enter a region: [B, S, H] to whoever asks for their shape."""
+
+    source: torch.Tensor
+    """Hidden states outside of the region: [B, S, H], or a shard of it."""
+    axis: TensorAxis
+    shards: SequenceShards | None
+    _entered: torch.Tensor | None
+
+    @staticmethod
+    def of(source: torch.Tensor, axis: TensorAxis, shards: SequenceShards | None) -> RegionInput:
+        """``shards`` where ``source`` is one."""
+        shape = list(source.shape)
+        if shards is not None:
+            shape[SEQUENCE_DIM] = shards.length
+        # One element in the shape of all of them: there is nothing in it to be read.
+        made = source.new_empty(()).expand(shape).as_subclass(RegionInput)
+        made.source, made.axis, made.shards, made._entered = source, axis, shards, None
+        return made
+
+    def entered(self) -> torch.Tensor:
+        """[B, S, H] inside the region, whose gradients are summed over tensor ranks on their way out."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._entered is None:
+                if self.shards is None:
+                    self._entered = copy(self.source, self.axis.group)
+                else:
+                    self._entered = self.shards.cut(gather(self.source, SEQUENCE_DIM, self.axis.group))
+            return self._entered
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """What was made of all of the source, without the sequence's padding."""
+        return x if self.shards is None else self.shards.cut(x)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in SHAPE_ONLY:
+                return func(*args, **(kwargs or {}))
+            entered = tree_map(lambda each: each.entered() if isinstance(each, RegionInput) else each, (args, kwargs))
+            return func(*entered[0], **(entered[1] or {}))
+
+
+Wrapper = Callable[..., Any]
+
+
+def around(module: nn.Module, wrapper: Wrapper) -> None:
+    """Make ``wrapper(forward, *args, **kwargs)`` the forward of this one module; hooks stay around it."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(inner, *args, **kwargs)
+
+    vars(module)["forward"] = forward
+
+
+def first_argument(module: nn.Module) -> str:
+    """The name of the first parameter of ``module``'s forward: its hidden states."""
+    return next(iter(inspect.signature(module.forward).parameters))
+
+
+def with_first(name: str, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments whose first one, given by position or by ``name``, is changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+RandomNumbers = Callable[[], AbstractContextManager[Any]]
+
+
+def make_region(
+    module: nn.Module, axis: TensorAxis, shards: SequenceShards | None, random_numbers: RandomNumbers = nullcontext
+) -> None:
+    """Let ``module``, whose projections are parallel, see its hidden states as a RegionInput.
+
+    ``random_numbers`` are those of the region.
+    """
+    name = first_argument(module)
+
+    def region(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_first(name, lambda x: RegionInput.of(x, axis, shards), args, kwargs)
+        with random_numbers():
+            return forward(*args, **kwargs)
+
+    around(module, region)
+
+
+def make_sequence(blocks: list[nn.Module], shards: SequenceShards, random_numbers: RandomNumbers = nullcontext) -> None:
+    """Shard hidden states where they go into the first of ``blocks``; join them where they leave the last."""
+
+    def block(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with random_numbers():
+            return forward(*args, **kwargs)
+
+    def first(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_first(name, shards.shard, args, kwargs)
+        return forward(*args, **kwargs)
+
+    def last(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        return (shards.collect(out[0]), *out[1:]) if isinstance(out, tuple) else shards.collect(out)
+
+    for each in blocks:
+        around(each, block)
+    name = first_argument(blocks[0])
+    around(blocks[0], first)
+    around(blocks[-1], last)

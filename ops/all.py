@@ -1,0 +1,34 @@
+"""Every operator, and what a report says about each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_npu.ops.adamw import adamw_
+from ds_npu.ops.add_rms_norm import add_rms_norm
+from ds_npu.ops.attention import attention_backward, attention_forward
+from ds_npu.ops.cross_entropy import cross_entropy
+from ds_npu.ops.matmul_accumulate import matmul_accumulate_
+from ds_npu.ops.operator import Operator
+from ds_npu.ops.rms_norm import rms_norm
+from ds_npu.ops.rotary import rotary
+from ds_npu.ops.softmax import softmax
+from ds_npu.ops.swiglu import swiglu
+
+OPERATORS: tuple[Operator[..., Any], ...] = (
+    rms_norm,
+    add_rms_norm,
+    swiglu,
+    rotary,
+    softmax,
+    cross_entropy,
+    matmul_accumulate_,
+    adamw_,
+    attention_forward,
+    attention_backward,
+)
+
+
+def report() -> list[tuple[str, str]]:
+    """(name, why its NPU kernel is not used) of each operator; the reason is empty where the kernel is used."""
+    return [(operator.name, str(operator.lack() or "")) for operator in OPERATORS]

@@ -1,0 +1,26 @@
+"""Attention that gives (out, lse), its masks as data, in the reference or in one NPU kernel."""
+
+from __future__ import annotations
+
+from ds_npu.ops.attention.conditions import kernel_lack
+from ds_npu.ops.attention.document import Inputs
+from ds_npu.ops.attention.mask import CAUSAL, FULL, Mask, sliding
+from ds_npu.ops.attention.operator import attention, attention_backward, attention_forward
+from ds_npu.ops.attention.options import Layout, Options
+from ds_npu.ops.attention.reference import Dropout, Result
+
+__all__ = [
+    "CAUSAL",
+    "FULL",
+    "Dropout",
+    "Inputs",
+    "Layout",
+    "Mask",
+    "Options",
+    "Result",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "kernel_lack",
+    "sliding",
+]

@@ -1,0 +1,170 @@
+"""Attention of one document (or of a batch of equally long ones): forward, and backward from any (out, lse).
+
+In float32 (float64 for float64) and by blocks of rows, of which each takes only the keys that its rows see.
+Source: Dao 2023, FlashAttention-2, arXiv:2307.08691: of the softmax the backward pass needs only its lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ds_npu.ops.attention import flash_cpu
+from ds_npu.ops.attention.mask import Band, Mask
+
+BLOCK_SCORES = 1 << 24
+"""Scores that are held at a time, about: 64 MiB in float32."""
+
+
+class Inputs(NamedTuple):
+    """Query, key and value, or their gradients; in this file [B, N, S, D]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Upstream(NamedTuple):
+    """The gradients of out and lse, out and lse: [B, N, S, D] and [B, N, S]."""
+
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Weighting(NamedTuple):
+    """How scores become weights. ``pattern`` draws the dropout, in the same order in both passes; None: no dropout."""
+
+    mask: Mask
+    scale: float
+    dropout_p: float = 0.0
+    pattern: torch.Generator | None = None
+
+    def band(self, q: torch.Tensor, k: torch.Tensor) -> Band:
+        """The mask's band for as many rows and keys."""
+        return self.mask.band(q.shape[2], k.shape[2]).within(q.shape[2], k.shape[2])
+
+    def takes_flash(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Whether torch's own kernel computes this."""
+        plain = self.pattern is None and self.mask.dense is None
+        return plain and flash_cpu.serves(q, k, self.band(q, k))
+
+
+class Block(NamedTuple):
+    """Some rows, the keys that any of them sees, and which keys are ``hidden``: [B, N, G, rows, keys] or broadcast."""
+
+    rows: slice
+    keys: slice
+    hidden: torch.Tensor | None
+
+
+def forward(inputs: Inputs, weighting: Weighting) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out [B, N, S, D] and lse [B, N, S], -inf for a row that sees no key."""
+    q, k, v = inputs
+    scale = weighting.scale
+    if weighting.takes_flash(q, k):
+        return flash_cpu.forward(q, k, v, weighting.band(q, k), scale)
+    # In the query's order of dims, as torch's kernels do: what follows often wants [B, S, N, D].
+    out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    for block in _blocks(inputs, weighting):
+        scores = _scores(inputs, block, scale)
+        block_lse = scores.logsumexp(-1)
+        weights = _dropped(_weights(scores, block_lse), weighting)
+        out[:, :, block.rows] = _ungrouped(weights.flatten(2, 3) @ _widened(v[:, :, block.keys]), q.shape[1])
+        lse[:, :, block.rows] = block_lse.flatten(1, 2)
+    return out, lse
+
+
+def backward(inputs: Inputs, upstream: Upstream, weighting: Weighting) -> Inputs:
+    """The gradients of ``inputs``."""
+    q, k, v = inputs
+    dout, dlse, out, lse = upstream
+    scale = weighting.scale
+    if dlse is None and weighting.takes_flash(q, k):
+        return Inputs(*flash_cpu.backward(dout, inputs, (out, lse), weighting.band(q, k), scale))
+    # What a row's weights lose for their sum is 1: the same for each of its keys.
+    shared = (_widened(dout) * _widened(out)).sum(-1)
+    if dlse is not None:
+        shared = shared - dlse
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
+    for block in _blocks(inputs, weighting):
+        groups = (k.shape[1], -1)
+        q_rows, dout_rows = (_grouped(x[:, :, block.rows], k.shape[1]) for x in (q, dout))
+        weights = _weights(_scores(inputs, block, scale), torch.unflatten(lse[:, :, block.rows], 1, groups))
+        slopes = (dout_rows @ _widened(v[:, :, block.keys]).mT).view_as(weights)
+        kept = _kept(weights, weighting)
+        if kept is not None:
+            slopes = slopes * kept
+        dv[:, :, block.keys] += (weights if kept is None else weights * kept).flatten(2, 3).mT @ dout_rows
+        slopes = slopes - torch.unflatten(shared[:, :, block.rows], 1, groups)[..., None]
+        slopes = (slopes * weights * scale).flatten(2, 3)
+        dq[:, :, block.rows] = _ungrouped(slopes @ _widened(k[:, :, block.keys]), q.shape[1])
+        dk[:, :, block.keys] += slopes.mT @ q_rows
+    return Inputs(dq, dk.to(k.dtype), dv.to(v.dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is accumulated in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.to(wide(x.dtype))
+
+
+def _grouped(x: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """[B, N, rows, D] as [B, N / group, group · rows, D]: the heads that share a key, below each other."""
+    return torch.unflatten(_widened(x), 1, (key_heads, -1)).flatten(2, 3)
+
+
+def _ungrouped(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return torch.unflatten(x, 2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+def _blocks(inputs: Inputs, weighting: Weighting) -> Iterator[Block]:
+    batch, heads, rows, _ = inputs.q.shape
+    key_heads, keys = inputs.k.shape[1:3]
+    band, dense = weighting.band(inputs.q, inputs.k), weighting.mask.dense
+    if dense is not None:
+        dense = dense.expand(*dense.shape[:-2], rows, keys)
+        dense = dense.view(*[1] * (4 - dense.dim()), *dense.shape)
+        dense = dense.unsqueeze(2) if dense.shape[1] == 1 else torch.unflatten(dense, 1, (key_heads, -1))
+    step = max(BLOCK_SCORES // max(batch * heads * keys, 1), 1)
+    for begin in range(0, rows, step):
+        some = range(begin, min(begin + step, rows))
+        seen = band.keys_of(some, keys)
+        at = slice(some.start, some.stop)
+        hidden = band.hidden(some, seen, inputs.q.device) if dense is None else dense[..., at, :]
+        yield Block(at, slice(seen.start, seen.stop), hidden)
+
+
+def _scores(inputs: Inputs, block: Block, scale: float) -> torch.Tensor:
+    """[B, N / group, group, rows, keys], -inf where hidden."""
+    key_heads = inputs.k.shape[1]
+    q_rows = _grouped(inputs.q[:, :, block.rows], key_heads)
+    scores = (q_rows @ _widened(inputs.k[:, :, block.keys]).mT).mul_(scale)
+    scores = torch.unflatten(scores, 2, (inputs.q.shape[1] // key_heads, -1))
+    return scores if block.hidden is None else scores.masked_fill_(block.hidden, -torch.inf)
+
+
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    # A row without a key has the lse -inf, and weights 0.
+    return (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+
+
+def _kept(weights: torch.Tensor, weighting: Weighting) -> torch.Tensor | None:
+    """What dropout multiplies the weights by."""
+    if weighting.pattern is None:
+        return None
+    drawn = torch.rand(weights.shape, generator=weighting.pattern, device=weights.device)
+    return (drawn >= weighting.dropout_p).to(weights.dtype) / (1 - weighting.dropout_p)
+
+
+def _dropped(weights: torch.Tensor, weighting: Weighting) -> torch.Tensor:
+    kept = _kept(weights, weighting)
+    return weights if kept is None else weights * kept

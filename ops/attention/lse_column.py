@@ -1,0 +1,57 @@
+"""A gradient of lse as one more column of the tensors, for a backward pass that knows only the gradient of out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from ds_npu.ops.attention.document import Inputs
+from ds_npu.ops.attention.options import Layout, Options, by_head, laid_out, sizes_of
+from ds_npu.ops.attention.reference import Result, views
+
+ALIGNED = 16
+"""Columns that are added, of which one is used: heads stay multiples of it."""
+
+
+class Widened(NamedTuple):
+    """A call of the backward pass whose gradients, but for further columns, are those with lse's."""
+
+    dout: torch.Tensor
+    inputs: Inputs
+    result: Result
+    options: Options
+
+
+def _layout(options: Options) -> Layout:
+    # One in which every head's columns are the last dim.
+    return "TND" if options.layout == "TND" else "BNSD"
+
+
+def widened(dout: torch.Tensor, inputs: Inputs, result: Result, options: Options, dlse: torch.Tensor) -> Widened:
+    """A score's slope is weight · (dout · v - sum(dout · out) + dlse): a column that is dlse in dout, 1 in v and 0 in
+    out adds just that. dlse is rounded to dout's dtype."""
+    sizes = sizes_of(*inputs, options)
+    layout = _layout(options)
+    q, k, v = views(inputs, options.layout, sizes)
+    dout, out = (by_head(x, options.layout, sizes.heads) for x in (dout, result.out))
+    dlse_BNS = dlse.T[None] if layout == "TND" else dlse
+    value_width = sizes.value_width + ALIGNED
+    width = max(sizes.width, value_width)
+    v = pad(pad(v, (0, 1), value=1.0), (0, ALIGNED - 1))
+    dout = pad(torch.cat([dout, dlse_BNS[..., None].to(dout.dtype)], -1), (0, ALIGNED - 1))
+    q, k, out = pad(q, (0, width - q.shape[3])), pad(k, (0, width - k.shape[3])), pad(out, (0, ALIGNED))
+    q, k, v, dout, out = (laid_out(x, layout) for x in (q, k, v, dout, out))
+    as_before = replace(options, layout=layout, heads=0, scale=options.scale_of(sizes))
+    return Widened(dout, Inputs(q, k, v), Result(out, result.lse), as_before)
+
+
+def narrowed(gradients: Inputs, inputs: Inputs, options: Options) -> Inputs:
+    """The gradients of ``inputs`` in those of the widened ones."""
+    sizes = sizes_of(*inputs, options)
+    layout = _layout(options)
+    widths = (sizes.width, sizes.width, sizes.value_width)
+    heads_first = (by_head(x, layout, 0)[..., :n] for x, n in zip(gradients, widths, strict=True))
+    return Inputs(*(laid_out(x, options.layout) for x in heads_first))

@@ -1,0 +1,88 @@
+"""The public functions of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ds_npu.ops.attention import reference
+from ds_npu.ops.attention.document import Inputs
+from ds_npu.ops.attention.mask import CAUSAL
+from ds_npu.ops.attention.options import Options
+from ds_npu.ops.attention.reference import Result
+from ds_npu.ops.operator import Operator
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = dropout(softmax(mask(q kᵀ · scale))) v, and the lse of the scores; both have gradients.
+
+    By ``options.layout``: q [B, S, N, D] (BSND), [B, N, S, D] (BNSD), [S, B, N·D] (SBH) or [T, N, D] (TND, packed
+    documents); k and v alike, with their own S, with fewer heads that divide N, v with a width of its own. Out is laid
+    out as q, with v's width and q's dtype; lse is [B, N, S] (TND: [T, N]), float32, or float64 for float64, which are
+    also what is accumulated in. A row that the mask leaves no key has out 0 and lse -inf. In ``options.mask`` True is
+    masked. Raises ValueError, with the shapes, for tensors that do not go together.
+    """
+    out, lse = _Attend.apply(q, k, v, options or Options())  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # What is computed in float32 stays so, also under autocast.
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse, ctx.dropout = attention_forward(q, k, v, options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return None, None, None, None
+        dout = torch.zeros_like(out) if dout is None else dout
+        result = Result(out, lse, ctx.dropout)
+        with torch.autocast(q.device.type, enabled=False):
+            return (*attention_backward(dout, Inputs(q, k, v), result, ctx.options, dlse), None)
+
+
+def _sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 24, heads, 32, generator=generator).to(dtype) for heads in (4, 2, 2))
+    return q, k, v, Options(mask=CAUSAL)
+
+
+def _backward_sample(dtype: torch.dtype) -> tuple[torch.Tensor, Inputs, Result, Options]:
+    q, k, v, options = _sample(dtype)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return dout, Inputs(q, k, v), reference.forward(q, k, v, options), options
+
+
+attention_forward = Operator(
+    "attention_forward",
+    reference.forward,
+    kernel="ds_npu.ops.npu.attention:forward",
+    needs=("npu_fusion_attention",),
+    sample=_sample,
+)
+"""``(q, k, v, options) -> Result(out, lse, dropout)``, without autograd: for those who merge several such results."""
+
+attention_backward = Operator(
+    "attention_backward",
+    reference.backward,
+    kernel="ds_npu.ops.npu.attention:backward",
+    needs=("npu_fusion_attention_grad",),
+    sample=_backward_sample,
+)
+"""``(dout, Inputs(q, k, v), Result, options, dlse=None) -> Inputs`` of gradients; Result may be merged from several."""

@@ -1,0 +1,32 @@
+"""Cross-entropy of logits, one loss a token."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ds_npu.ops.operator import Operator
+
+
+def reference(logits_TV: torch.Tensor, targets_T: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """log(sum_v exp(logits[t, v])) - logits[t, targets[t]] for each token t; 0 where the target is ``ignore_index``.
+
+    logits: [T, V]; targets: [T], int64; the losses: [T], in float32 (float64 for float64), for the caller to reduce.
+    """
+    wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    return functional.cross_entropy(wide, targets_T, ignore_index=ignore_index, reduction="none")
+
+
+def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments for the self-check."""
+    logits_TV = torch.randn(6, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return logits_TV.requires_grad_(), torch.tensor([3, -100, 39, 0, -100, 17])
+
+
+cross_entropy = Operator(
+    "cross_entropy",
+    reference,
+    kernel="ds_npu.ops.npu.cross_entropy:cross_entropy",
+    needs=("npu_cross_entropy_loss",),
+    sample=sample,
+)

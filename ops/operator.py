@@ -1,0 +1,100 @@
+"""An operator: its reference in plain PyTorch, its NPU kernel, and which of the two a call runs."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from ds_npu import capability
+from ds_npu.capability import Lack
+from ds_npu.log import warn_once
+from ds_npu.ops.self_check import Sample, difference
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(eq=False)
+class Operator(Generic[P, R]):
+    """Callable with the signature of ``reference``: on NPU tensors of ``dtypes`` the kernel, else the reference.
+
+    The first tensor among the arguments decides (a list of tensors counts as its first). The kernel is imported at its
+    first call, and never where torch_npu lacks one of ``needs``; it may hand single calls, whose shapes or options it
+    has no kernel for, to ``reference`` itself. Where it cannot be used at all ``lack`` says why.
+    """
+
+    name: str
+    reference: Callable[P, R]
+    kernel: str
+    """``module:function``, of exactly the reference's signature and result."""
+    sample: Sample
+    """Small arguments on the CPU for ``check``, in the given dtype; what wants a gradient requires it."""
+    needs: Sequence[str] = ()
+    """Functions of torch_npu that the kernel calls."""
+    dtypes: Sequence[torch.dtype] = KERNEL_DTYPES
+    _refusal: Lack | None = field(default=None, init=False)
+    # What an NPU tensor runs: at first what finds the kernel, then the kernel or the reference.
+    _on_npu: Callable[P, R] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._on_npu = self._first_call
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        for value in itertools.chain(args, kwargs.values()):
+            tensor = value[0] if isinstance(value, (list, tuple)) and value else value
+            if isinstance(tensor, torch.Tensor):
+                if tensor.device.type == "npu" and tensor.dtype in self.dtypes:
+                    return self._on_npu(*args, **kwargs)
+                break
+        return self.reference(*args, **kwargs)
+
+    def lack(self) -> Lack | None:
+        """Why the kernel is not used on NPUs, None if it is. Imports torch_npu, and asks for no device."""
+        return self._refusal or capability.torch_npu_importable() or self._missing()
+
+    def check(self, device: torch.device) -> str | None:
+        """Runs the kernel against the reference, once for each dtype, on ``device``; a wrong one is refused for good.
+
+        Returns why the kernel is not used, None if it is right. Waits for the device: for the start, not for a step.
+        """
+        if lack := self.lack():
+            return lack.reason
+        kernel = self._import_kernel()
+        for dtype in self.dtypes:
+            # Samples are made on the CPU and gradients recorded, whatever the user has set by now.
+            with torch.device("cpu"), torch.enable_grad():
+                found = difference(kernel, self.reference, self.sample(dtype), dtype, device)
+            if found:
+                message = f"the NPU kernel of {self.name} is wrong on {device}: {found}"
+                self.refuse(message)
+                return message
+        return None
+
+    def refuse(self, reason: str) -> None:
+        """From now on the reference is used, because of ``reason``."""
+        advice = f"report it to ds_npu with the versions ds_report prints; until then {self.name} is slower, not wrong"
+        self._refusal = Lack(reason, advice)
+        self._on_npu = self.reference
+        warn_once(str(self._refusal))
+
+    def _first_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if lack := self.lack():
+            warn_once(f"{self.name} runs without its NPU kernel: {lack}")
+            self._on_npu = self.reference
+        else:
+            self._on_npu = self._import_kernel()
+        return self._on_npu(*args, **kwargs)
+
+    def _import_kernel(self) -> Callable[P, R]:
+        module, function = self.kernel.split(":")
+        return cast(Callable[P, R], vars(importlib.import_module(module))[function])
+
+    def _missing(self) -> Lack | None:
+        return capability.missing_functions(self.needs)

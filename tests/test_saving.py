@@ -132,7 +132,7 @@ def test_memory_of_gathering(rank, tmp_path, monkeypatch):
     Without processes: gloo lets go of a part in a thread of its own, where frees are not seen.
     """
     save_single(FAMILIES["llama"].make(**WIDE), tmp_path)
-    bounds = ((0, 20), (20, 50), (50, 98), (98, 128))
+    bounds = ((0, 60), (60, 80), (80, 110), (110, 128))
     rules = {r"(embed_tokens|lm_head)": lambda ranks: Sharding(1, 128, tuple((each,) for each in bounds))}
     model = shard(meta_model(AutoModelForCausalLM, tmp_path), rules, 4, rank)
     load_checkpoint(model, tmp_path, rank)
@@ -144,7 +144,7 @@ def test_memory_of_gathering(rank, tmp_path, monkeypatch):
     assert sent == 2 * [1, 2, 3]
     everything = sum(each.numel() * each.element_size() for each in load_file(tmp_path / SINGLE).values())
     returned = everything if rank == 0 else 0
-    assert returned <= peak <= returned + 48 * 1024 * 4
+    assert returned <= peak <= returned + 30 * 1024 * 4
 
 
 def gather_over_too_few(folder):
@@ -209,6 +209,15 @@ def test_conversions_that_loading_did_not_need_are_not_reverted(tmp_path):
     load_checkpoint(model, tmp_path / "merged", 0)
     save_pretrained(model, tmp_path / "ours", model.state_dict())
     assert contents(tmp_path / "ours") == contents(tmp_path / "plain")
+
+
+def test_the_config_names_the_dtype_of_what_is_saved(plain, tmp_path):
+    """An engine has cast the model since it was made."""
+    plain.to(torch.bfloat16)
+    save_pretrained(plain, tmp_path / "x", plain.state_dict())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    assert again.dtype == torch.bfloat16
+    assert_same_state(again.state_dict(), plain.state_dict())
 
 
 def test_an_attention_that_the_meta_device_lacks(plain, tmp_path):

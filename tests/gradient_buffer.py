@@ -74,7 +74,7 @@ class Case:
         config = rule.config(self.stage, self.dtype, {}, **self.zero)
         config["fp16"] = {"enabled": self.dtype == torch.float16, "loss_scale": 64}
         for key, value in self.more.items():
-            config[key] = {**config.get(key, {}), **value}
+            config[key] = {**config[key], **value} if isinstance(value, dict) else value
         if self.accumulated:
             config["data_types"] = {"grad_accum_dtype": self.accumulated}
         return config
@@ -91,20 +91,26 @@ class Trained:
 
 
 class Allocations(TorchDispatchMode):
-    """The names of operators that allocated a tensor of one of ``sizes`` elements while it was on."""
+    """Which operators allocated a tensor of one of ``sizes`` elements while it was on, and how many products added."""
 
     def __init__(self, sizes: set[int]) -> None:
         super().__init__()
-        self.sizes, self.found, self.products = sizes, [], 0
+        self.sizes, self.products = sizes, 0
+        self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        given = {_storage(each) for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
         out = func(*args, **(kwargs or {}))
         self.products += func is torch.ops.aten.addmm_.default
         for each in tree_leaves(out):
-            if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in known:
-                self.found += [func.name()] if each.untyped_storage().nbytes() // each.element_size() in self.sizes else []
+            if torch.is_tensor(each) and _storage(each) not in given:
+                elements = each.untyped_storage().nbytes() // each.element_size()
+                self.found += [func.name()] if elements in self.sizes else []
         return out
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def start(case: Case) -> Model:
@@ -121,19 +127,26 @@ def steps(count: int) -> Iterator[torch.Tensor]:
     return (tokens.roll(step, dims=1) for step in range(STEPS))
 
 
-def plain(case: Case, world: int) -> Trained:
-    """One process doing the whole batch, in float64."""
-    model = start(Case(case.stage, case.dtype)).to(torch.float64)
+def plain(case: Case, world: int, compute: torch.dtype = torch.float64) -> Trained:
+    """One process doing the whole batch in plain PyTorch; ``case`` says where it starts, and whether autocast is on."""
+    model = start(Case(case.stage, case.dtype)).to(torch.float64).to(compute)
     weights, losses = trainable(model), []
     for tokens in steps(rule.MICRO * rule.ACCUMULATION * world):
-        loss = rule.token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+        with autocast(case.autocast and compute != torch.float64):
+            logits = model(tokens[:, :-1])
+        loss = rule.token_loss(logits, tokens[:, 1:])
+        found = torch.autograd.grad(loss, list(weights.values()))
+        gradients = {name: gradient.double() for name, gradient in zip(weights, found, strict=True)}
         norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
         losses.append(loss.item())
         with torch.no_grad():
             for name, weight in weights.items():
                 weight -= rule.LR * (rule.CLIP / (norm + 1e-6)).clamp(max=1) * gradients[name]
-    return Trained(gradients, norm.item(), {name: weight.detach() for name, weight in weights.items()}, losses)
+    return Trained(gradients, norm.item(), {name: weight.detach().double() for name, weight in weights.items()}, losses)
+
+
+def autocast(on: bool) -> Any:
+    return torch.autocast("cpu", torch.bfloat16) if on else nullcontext()
 
 
 @contextmanager
@@ -156,7 +169,7 @@ def train(case: Case, direct: bool, watch: Callable[[Any], Any] = lambda engine:
             batches = tokens.view(rule.ACCUMULATION, dp, rule.MICRO, rule.S + 1)[:, rank]
             total = 0.0
             for batch in batches:
-                with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
+                with autocast(case.autocast):
                     logits = engine(batch[:, :-1])
                 loss = rule.token_loss(logits, batch[:, 1:])
                 total += loss.item() / rule.ACCUMULATION

@@ -5,6 +5,7 @@ Shape letters: B batch, S sequence, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import deepspeed
 import gradient_rule as rule
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -91,17 +93,18 @@ class Trained:
 
 
 class Allocations(TorchDispatchMode):
-    """Which operators allocated a tensor of one of ``sizes`` elements while it was on, and how many products added."""
+    """Which operators were called while it was on, and which of them allocated one of ``sizes`` elements."""
 
     def __init__(self, sizes: set[int]) -> None:
         super().__init__()
-        self.sizes, self.products = sizes, 0
+        self.sizes = sizes
         self.found: list[str] = []
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_storage(each) for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
         out = func(*args, **(kwargs or {}))
-        self.products += func is torch.ops.aten.addmm_.default
+        self.calls[func.name()] += 1
         for each in tree_leaves(out):
             if torch.is_tensor(each) and _storage(each) not in given:
                 elements = each.untyped_storage().nbytes() // each.element_size()
@@ -145,8 +148,8 @@ def plain(case: Case, world: int, compute: torch.dtype = torch.float64) -> Train
     return Trained(gradients, norm.item(), {name: weight.detach().double() for name, weight in weights.items()}, losses)
 
 
-def autocast(on: bool) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if on else nullcontext()
+def autocast(on: bool, device: str = "cpu") -> Any:
+    return torch.autocast(device, torch.bfloat16) if on else nullcontext()
 
 
 @contextmanager
@@ -159,17 +162,17 @@ def engine_of(case: Case) -> Iterator[Any]:
 
 
 def train(case: Case, direct: bool, watch: Callable[[Any], Any] = lambda engine: nullcontext()) -> Trained:
-    """STEPS steps of a DeepSpeed engine. ``watch(engine)`` is around every backward."""
+    """STEPS steps of a DeepSpeed engine; ``watch(engine)`` is around every backward."""
     with engine_of(case) as engine:
         if direct:
             assert install_gradient_buffers(engine) == []
         losses: list[float] = []
         dp, rank = engine.topology.size("dp"), engine.topology.rank("dp")
         for tokens in steps(rule.MICRO * rule.ACCUMULATION * dp):
-            batches = tokens.view(rule.ACCUMULATION, dp, rule.MICRO, rule.S + 1)[:, rank]
+            batches = tokens.to(engine.device).view(rule.ACCUMULATION, dp, rule.MICRO, rule.S + 1)[:, rank]
             total = 0.0
             for batch in batches:
-                with autocast(case.autocast):
+                with autocast(case.autocast, engine.device.type):
                     logits = engine(batch[:, :-1])
                 loss = rule.token_loss(logits, batch[:, 1:])
                 total += loss.item() / rule.ACCUMULATION
@@ -178,20 +181,31 @@ def train(case: Case, direct: bool, watch: Callable[[Any], Any] = lambda engine:
                 if engine.is_gradient_accumulation_boundary():
                     gradients = accumulated(engine)
                 engine.step()
-            losses.append(rule.mean_loss(total, engine.topology))
-        weights = {name: weight.detach().double().clone() for name, weight in trainable(engine.module).items()}
+            losses.append(mean_loss(total, engine))
+        weights = {name: weight.detach().cpu().double() for name, weight in trainable(engine.module).items()}
         return Trained(gradients, float(engine.get_global_grad_norm()), weights, losses)
 
 
+def mean_loss(share: float, engine: Any) -> float:
+    """Averaged over data-parallel ranks."""
+    shares = [0.0] * engine.topology.size("dp")
+    dist.all_gather_object(shares, share, group=engine.topology.group("dp"))
+    return sum(shares) / len(shares)
+
+
 def accumulated(engine: Any) -> dict[str, torch.Tensor]:
-    """Every gradient as the optimizer will see it, whole."""
+    """Every gradient as the optimizer will see it, whole, on the CPU."""
+    return {name: gradient.cpu().double() for name, gradient in _accumulated(engine).items()}
+
+
+def _accumulated(engine: Any) -> dict[str, torch.Tensor]:
     optimizer, weights = engine.optimizer, trainable(engine.module)
     if type(optimizer).__name__ == "BF16_Optimizer":
         (kept,) = optimizer.fp32_groups_gradients
-        return {name: part.double().view(w.shape) for (name, w), part in zip(weights.items(), kept, strict=True)}
+        return {name: part.view(w.shape) for (name, w), part in zip(weights.items(), kept, strict=True)}
     if engine.zero_optimization_stage() == 0:
         scale = float(vars(optimizer).get("cur_scale", 1))
-        return {name: weight.grad.detach().double() / scale for name, weight in weights.items()}
+        return {name: weight.grad.detach() / scale for name, weight in weights.items()}
     if optimizer.cpu_offload:
         parts = [group.grad for group in optimizer.single_partition_of_fp32_groups]
     else:
@@ -199,6 +213,6 @@ def accumulated(engine: Any) -> dict[str, torch.Tensor]:
     flat, offset, found = rule.gathered(torch.cat(parts), engine.topology.group("dp")), 0, {}
     for name, weight in weights.items():
         part = flat[offset : offset + weight.numel()]
-        found[name] = part.double().view(weight.shape) / float(optimizer.loss_scale)
+        found[name] = part.view(weight.shape) / float(optimizer.loss_scale)
         offset += weight.numel()
     return found

@@ -87,7 +87,9 @@ def test_gradients_of_gradients():
     (found,) = torch.autograd.grad(layer.weight.grad.square().sum(), x)
     layer, _ = direct()
     x = inputs(4, K)
-    (gradient,) = torch.autograd.grad((x @ layer.weight.t() + layer.bias).square().sum(), layer.weight, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        (x @ layer.weight.t() + layer.bias).square().sum(), layer.weight, create_graph=True
+    )
     (expected,) = torch.autograd.grad(gradient.square().sum(), x)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(buffer, torch.ones_like(buffer))

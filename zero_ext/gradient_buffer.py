@@ -76,8 +76,8 @@ def _why_not(engine: Any) -> str | None:
 
 def _reduced_each_time(stage: int) -> str:
     return (
-        f"ZeRO {stage} copies the gradient of every micro-batch into a bucket, reduces it and keeps its shard alone, so "
-        "whole gradients are accumulated nowhere; use zero_optimization.stage 0 or 1, or leave the key out"
+        f"ZeRO {stage} copies the gradient of every micro-batch into a bucket, reduces it and keeps its shard alone, "
+        "so whole gradients are accumulated nowhere; use zero_optimization.stage 0 or 1, or leave the key out"
     )
 
 

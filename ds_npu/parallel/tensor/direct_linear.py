@@ -34,7 +34,8 @@ def is_plain(module: nn.Module) -> bool:
 def use_direct_gradient(module: nn.Module) -> None:
     """Let the plain linear layer ``module`` look for a gradient buffer; it stays the same object."""
     # A class, and not a forward of its own: a copy of the module multiplies with its own weight.
-    object.__setattr__(module, "__class__", _direct(type(module)))
+    kind: Any = type(module)
+    object.__setattr__(module, "__class__", _direct(kind))
 
 
 def direct_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -47,5 +48,5 @@ def direct_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 @functools.cache
-def _direct(kind: type[nn.Module]) -> Any:
+def _direct(kind: Any) -> Any:
     return type(f"Direct{kind.__name__}", (DirectLinear, kind), {"form": Form(transposed=kind is not nn.Linear)})

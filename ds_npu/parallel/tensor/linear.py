@@ -156,9 +156,7 @@ class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b on one rank, whose weight has a gradient buffer."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, form: Form, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, form: Form, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.form, ctx.buffer = form, gradient_buffer(weight)
         ctx.save_for_backward(x, weight, bias)
         return functional.linear(x, form.matrix(weight).t(), form.used(bias))

@@ -62,7 +62,7 @@ class GradientBuffer:
 
         def after(_: object, gradients: tuple[torch.Tensor | None]) -> None:
             handle.remove()
-            hooks: dict[int, Any] = self._weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+            hooks: dict[int, Any] = self._weight._post_accumulate_grad_hooks or {}
             for hook in list(hooks.values()) if gradients[0] is None else ():
                 hook(self._weight)
 
@@ -92,7 +92,7 @@ def accumulate(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 def _accumulates(node: Any) -> bool:
     """Whether this backward goes on to ``node``, an AccumulateGrad."""
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # Inside torch.autograd.grad, which hands the gradient out.
         return False
 
@@ -103,7 +103,7 @@ def _nothing() -> None:
 
 class _GivesNone(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
@@ -116,7 +116,7 @@ def hooks_run_after_none() -> bool:
     """Whether this PyTorch runs post-accumulate hooks of a leaf whose gradient is None. [Note: None for a gradient]"""
     ran: list[torch.Tensor] = []
     with torch.enable_grad():
-        leaf = torch.zeros(1, device="cpu", requires_grad=True)
+        leaf: Any = torch.zeros(1, device="cpu", requires_grad=True)
         leaf.register_post_accumulate_grad_hook(ran.append)
         function: Any = _GivesNone  # torch's apply has no types
         function.apply(leaf).backward()

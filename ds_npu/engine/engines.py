@@ -19,7 +19,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 from torch import nn
 
 from ds_npu.capability import try_import
@@ -29,6 +28,7 @@ from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
 from ds_npu.models.tensor_parallel import split_of
+from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
@@ -43,9 +43,11 @@ class TopologyMixin(WholeWeights):
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         self.model_axes = SPLIT_BY_STAGES if isinstance(model, PipelineModule) else WHOLE_ON_EACH_STAGE
         apply_features(session.config, self.build)
-        _gather_together(model)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
-        super().__init__(*args, **{**kwargs, "mpu": mpu_of(self.topology, self.model_axes), "mesh_device": None})
+        mpu = mpu_of(self.topology, self.model_axes)
+        split = split_of(model)
+        with gathered_as_one(split.fetched_together if split else ()):
+            super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
@@ -113,13 +115,6 @@ class TopologyMixin(WholeWeights):
     @communication_data_type.setter
     def communication_data_type(self, dtype: torch.dtype) -> None:
         DeepSpeedEngine.communication_data_type.fset(self, dtype)
-
-
-def _gather_together(model: nn.Module) -> None:
-    """Let ZeRO-3 gather at once the weights of modules whose forward uses one another's."""
-    split = split_of(model)
-    for module in split.fetched_together if split else ():
-        set_z3_leaf_module(module, True)
 
 
 def _shard_over(group: Any, model: nn.Module) -> None:

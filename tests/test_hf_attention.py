@@ -1,12 +1,13 @@
 """Hugging Face models with ds_npu's attention give the logits, losses, gradients and texts of their own "eager" one."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import transformers
-from float64 import Float64
-from tiny_models import FAMILIES, VOCABULARY, tiny_model
+from attention_formula import attention_formula
+from tiny_models import FAMILIES, VOCABULARY, Float64, config_of, tiny
 from transformers import masking_utils
 
 from ds_npu.models import attention_mask as masks
@@ -14,10 +15,19 @@ from ds_npu.models.attention_function import attention_function, use_attention
 from ds_npu.ops.attention import Mask
 
 LENGTH = 12
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+MODELS = [*FAMILIES, "qwen2 sliding"]
+
+
+def made(family):
+    if family == "qwen2 sliding":
+        return tiny("qwen2", **SLIDING)
+    # transformers' loss of the routers knows neither masks of four dims nor left padding with a cache.
+    return tiny(family, output_router_logits=False) if family in ("mixtral", "qwen3_moe") else tiny(family)
 
 
 def tokens(batch=2, length=LENGTH, seed=3):
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, VOCABULARY - 4, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def padding(kind):
@@ -62,14 +72,14 @@ CASES = {
 }
 
 
-def step(model, options, ids=None):
+def step(model, options, ids=None, mode=Float64):
     """Loss, the logits that count and every gradient. Rows of padding do not count, so none of it is a label, and
     neither is the token after it."""
     ids = tokens() if ids is None else ids
     seen = options.get("attention_mask")
     labels = ids if seen is None or seen.dim() == 4 else ids.masked_fill((seen & seen.roll(1, 1)) == 0, -100)
     model.zero_grad()
-    with Float64():
+    with mode():
         result = model(input_ids=ids, labels=labels, use_cache=False, **options)
         result.loss.backward()
     logits = result.logits if seen is None or seen.dim() == 4 else result.logits[seen == 1]
@@ -88,14 +98,14 @@ def same(found, wanted):
 @pytest.fixture(scope="module")
 def models():
     """Each family's model and the same one with ds_npu's attention."""
-    made = {}
+    pairs = {}
 
     def of(family):
-        if family not in made:
-            model = tiny_model(family)
-            made[family] = (model, copy.deepcopy(model))
-            use_attention(made[family][1])
-        return made[family]
+        if family not in pairs:
+            model = made(family)
+            pairs[family] = (model, copy.deepcopy(model))
+            use_attention(pairs[family][1])
+        return pairs[family]
 
     return of
 
@@ -110,7 +120,7 @@ def evaluated(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_every_family_and_mask(family, case, models):
     if family == "qwen2_5_vl" and case == "packed":
         options = {"position_ids": packed(2).expand(4, -1, -1)}
@@ -148,11 +158,11 @@ def test_rows_of_padding_are_those_of_sdpa_too(family, kind, models):
 
 
 @pytest.mark.parametrize("left", (0, 3))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_generation_with_a_cache(family, left, models):
     seen = torch.ones(2, 7, dtype=torch.long)
     seen[1, :left] = 0
-    options = {"max_new_tokens": 9, "do_sample": False, "min_new_tokens": 9, "output_logits": True}
+    options = {"max_new_tokens": 9, "do_sample": False, "min_new_tokens": 9, "output_logits": True, "use_cache": True}
     results = []
     for model in models(family):
         with Float64():
@@ -177,9 +187,20 @@ def test_several_tokens_after_a_cache_and_a_static_one(family, models):
                 transformers.StaticCache(config=model.config, max_cache_len=16),
             ):
                 for part in ids.split((7, 4, 1), 1):
-                    logits.append(model(input_ids=part, past_key_values=cache).logits)
+                    logits.append(model(input_ids=part, past_key_values=cache, use_cache=True).logits)
         found.append(torch.cat(logits, 1))
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+@pytest.mark.parametrize("case", ("plain", "padding right", "padding holes", "packed"))
+def test_checkpointed_layers_get_their_mask_again(case, reentrant, models):
+    _, ours = models("llama")
+    checkpointed = copy.deepcopy(ours)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointed.enable_input_require_grads()
+    # Not in float64: what is computed again in the backward pass is out of the mode's reach.
+    same(*(step(model, CASES[case](), mode=contextlib.nullcontext) for model in (checkpointed, ours)))
 
 
 def test_cu_seq_lens_are_packed_documents(models):
@@ -226,12 +247,21 @@ def test_autocast_computes_in_its_dtype_like_torchs_own(models):
 
 
 def test_one_model_is_switched_and_no_other(models):
-    config = FAMILIES["llama"]()
-    one, other = tiny_model("llama", config), tiny_model("llama", config)
+    config = config_of("llama")
+    one, other = (transformers.LlamaForCausalLM(config) for _ in range(2))
     use_attention(one)
     assert one.config._attn_implementation == one.model.layers[0].self_attn.config._attn_implementation == "ds_npu"
     assert other.config._attn_implementation == config._attn_implementation == "eager"
     assert one.config is one.model.config is one.model.layers[0].self_attn.config
+
+
+def test_a_layer_with_a_config_of_its_own_is_switched_too():
+    """Tensor parallelism gives an attention its own config, with fewer heads."""
+    model = tiny("llama")
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    use_attention(model)
+    assert layer.config._attn_implementation == "ds_npu" and layer.config is not model.config
 
 
 def refuses(model, said):
@@ -319,6 +349,20 @@ def test_the_mask_function_says_what_transformers_evaluates(name, sizes):
     assert torch.equal(hidden(found, rows, keys).expand(2, -1, -1), ~whole[:, 0])
     assert isinstance(found, torch.Tensor) == (name not in KNOWN)
     assert (found is None) == (name == "causal" and q_offset + rows == kv_offset + keys)
+
+
+@pytest.mark.parametrize("kind", ("none", "right", "left", "both", "holes", "a sample"))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_padding_is_what_transformers_evaluates(name, kind):
+    asked = {"batch_size": 2, "q_length": LENGTH, "kv_length": LENGTH, "mask_function": FUNCTIONS[name]()}
+    asked |= {"attention_mask": padding(kind).bool(), "use_vmap": False}
+    found = masks.attention_mask(**asked)
+    q, k, v = (torch.randn(2, heads, LENGTH, 8).double() for heads in (4, 2, 2))
+    out, _ = attention_function(torch.nn.Module(), q, k, v, found, scaling=0.3)
+    wanted, _ = attention_formula(q, k, v, ~masking_utils.sdpa_mask(**asked, allow_is_causal_skip=False), 0.3)
+    torch.testing.assert_close(out.transpose(1, 2), wanted, rtol=1e-12, atol=1e-12)
+    if name in ("causal", "bidirectional") and kind != "holes":
+        assert not isinstance(found, torch.Tensor)
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))

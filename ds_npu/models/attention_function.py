@@ -38,9 +38,9 @@ def use_attention(model: nn.Module) -> None:
     The config is copied, for another model may have the same. Raises TypeError for a model that is not transformers',
     ValueError, before anything is changed, for one whose attention is not exchangeable or cannot be computed.
     """
-    transformers = sys.modules.get("transformers")
-    pretrained: Any = transformers and vars(importlib.import_module("transformers.modeling_utils"))["PreTrainedModel"]
-    found: list[Any] = [each for each in model.modules() if pretrained and isinstance(each, pretrained)]
+    # Not imported for its own sake: without it in the process, no module is its.
+    modeling = vars(sys.modules.get("transformers.modeling_utils", sys))
+    found: list[Any] = [each for each in model.modules() if isinstance(each, modeling.get("PreTrainedModel", ()))]
     if not found:
         raise TypeError(f"{type(model).__name__} holds no model of transformers, so its attention is its own")
     for each in found:
@@ -51,18 +51,14 @@ def use_attention(model: nn.Module) -> None:
     for name, _ in model.named_parameters():
         if name.endswith(".sinks"):
             raise ValueError(f"{type(model).__name__} has {name}, attention sinks: {_ADVICE}")
-    vars(importlib.import_module("transformers.modeling_utils"))["ALL_ATTENTION_FUNCTIONS"].register(
-        NAME, attention_function
-    )
-    vars(importlib.import_module("transformers.masking_utils"))["ALL_MASK_ATTENTION_FUNCTIONS"].register(
-        NAME, masks.attention_mask
-    )
+    modeling["ALL_ATTENTION_FUNCTIONS"].register(NAME, attention_function)
+    vars(importlib.import_module(masks.MASKING))["ALL_MASK_ATTENTION_FUNCTIONS"].register(NAME, masks.attention_mask)
     copied: dict[int, Any] = {}
     for module in model.modules():
-        if "config" in vars(module):
-            module.config = copy.deepcopy(module.config, copied)
-    for each in found:
-        each.set_attn_implementation(NAME)
+        if isinstance(vars(module).get("config"), modeling["PreTrainedConfig"]):
+            config: Any = copy.deepcopy(module.config, copied)
+            config._attn_implementation = NAME
+            module.config = config
 
 
 _ADVICE = 'which ds_npu\'s attention cannot do; leave it with attn_implementation="eager"'
@@ -159,10 +155,9 @@ class _Once:
     def __call__(self, tensor: torch.Tensor) -> Any:
         if tensor.is_inference():  # which does not say whether it was changed
             return self.make(tensor)
-        version, made = self.made[tensor] if tensor in self.made else (None, None)
-        if version != tensor._version:
-            version, made = self.made[tensor] = tensor._version, self.make(tensor)
-        return made
+        if tensor not in self.made or self.made[tensor][0] != tensor._version:
+            self.made[tensor] = tensor._version, self.make(tensor)
+        return self.made[tensor][1]
 
 
 def _hidden(seen: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def attention_mask(**asked: Any) -> torch.Tensor | Mask | PackedMask | None:
         # From the device once for all layers, as transformers' own mask functions do.
         bounds = padding_bounds(padding)
         if any(bound != (0, keys) for bound in bounds):
-            found = _padded(pattern, bounds, keys) if rows == keys else None
+            found = _padded(pattern, bounds, keys) if (rows, offsets[0]) == (keys, offsets[1]) else None
             return _evaluated(asked) if found is None else found.on(padding.device)
     # The keys a row sees, counted from the last row and key.
     shift = keys - rows - (offsets[0] - offsets[1])
@@ -121,9 +121,8 @@ def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _evaluated(asked: dict[str, Any]) -> torch.Tensor:
-    masking = importlib.import_module(MASKING)
     whole = {**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return cast(torch.Tensor, masking.sdpa_mask(**whole))
+    return cast(torch.Tensor, importlib.import_module(MASKING).sdpa_mask(**whole))
 
 
 def _ends(documents: torch.Tensor) -> list[int]:
@@ -140,8 +139,8 @@ def _seen_keys(attention_mask: torch.Tensor, offset: int, keys: int) -> torch.Te
 
 
 def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
-    """The first key and that past the last of each sample of [B, S], (0, 0) without any, None if some between are not
-    seen."""
+    """The first key that is seen and that past the last, of each sample of [B, S]; (0, 0) if none is, and None if one
+    between them is not."""
     count = seen.sum(1)
     first = seen.int().argmax(1)
     past = seen.shape[1] - seen.flip(1).int().argmax(1)
@@ -150,8 +149,8 @@ def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
 
 
 def _padded(pattern: Pattern, bounds: list[tuple[int, int] | None], length: int) -> PackedMask | None:
-    """A document for each sample, of the keys that are not padding and the rows that see one; None if that is not all
-    there is to say."""
+    """A document for each sample, of the keys that are not padding and the rows that see one; None where a band does
+    not say it."""
     known = [bound for bound in bounds if bound is not None]
     band = (pattern.before, pattern.after)
     to_the_left = all(end in (0, length) for _, end in known)

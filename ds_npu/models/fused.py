@@ -9,11 +9,10 @@ as well come first.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
-from ds_npu.models.attention_function import NAME, use_attention
+from ds_npu.models.attention_function import use_attention
 from ds_npu.models.fusion.loss import fuse_loss
 from ds_npu.models.fusion.mlp import fuse_mlps
 from ds_npu.models.fusion.norm import fuse_norms
@@ -37,11 +36,6 @@ def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
         reason = str(error)
     else:
         reason = ""
-        for name in attentions:
-            # Tensor parallelism gives some attentions a config of their own, with this rank's heads.
-            config: Any = vars(model.get_submodule(name)).get("config")
-            if config is not None:
-                config._attn_implementation_internal = NAME
     for name in attentions:
         yield Outcome(name, reason)
 

@@ -37,9 +37,9 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch
         return model(input_ids=tokens, labels=tokens).loss
 
 
-def reference(family: str, dp: int, dtype: torch.dtype = torch.float64, **changes: object) -> Reference:
-    """Micro-batch by micro-batch, since an auxiliary loss is none of the whole batch."""
-    model = tiny_models.tiny(family, torch.float32, **changes).to(dtype)
+def reference(family: str, dp: int, dtype: torch.dtype, start: torch.dtype, **changes: object) -> Reference:
+    """From weights rounded to ``start``, in ``dtype``; micro-batch by micro-batch, as an auxiliary loss is a mean."""
+    model = tiny_models.tiny(family, torch.float32, **changes).to(start).to(dtype)
     total = 0.0
     tokens = batches(MICRO * ACCUMULATION * dp)
     for micro in tokens.split(MICRO):

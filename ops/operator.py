@@ -59,7 +59,7 @@ class Operator(Generic[P, R]):
         """Why the kernel is not used on NPUs, None if it is. Imports torch_npu, and asks for no device."""
         return self._refusal or capability.torch_npu_importable() or self._missing()
 
-    def check(self, device: torch.device) -> str | None:
+    def check(self, device: torch.device | str) -> str | None:
         """Runs the kernel against the reference, once for each dtype, on ``device``; a wrong one is refused for good.
 
         Returns why the kernel is not used, None if it is right. Waits for the device: for the start, not for a step.

@@ -67,8 +67,7 @@ def _unmet(section: FusedOpsSection) -> list[str]:
 @functools.cache
 def _wrong(key: str, device_type: str) -> str | None:
     """Why the kernels of ``key`` are not used; looked at once in a process, for it waits for the device."""
-    device = importlib.import_module("torch").device(device_type)
-    return next(filter(None, (operator.check(device) for operator in _operators(key))), None)
+    return next(filter(None, (operator.check(device_type) for operator in _operators(key))), None)
 
 
 def _apply(section: FusedOpsSection, build: Build) -> None:
@@ -89,13 +88,17 @@ def _apply(section: FusedOpsSection, build: Build) -> None:
 
 def _fuse(wanted: list[str], build: Build, must: bool) -> list[str]:
     """Raises PlanError for a model that is not known, if it ``must`` be."""
+    fused = importlib.import_module("ds_npu.models.fused")
+    if fused.fused_keys(build.model).issuperset(wanted):
+        # A model that was split and filled before it came here: its modules are no longer those of a plan.
+        return []
     try:
         plan = build.plan
     except importlib.import_module("ds_npu.models.plan").PlanError as error:
         if must:
             raise
         return [f"none in {type(build.model).__name__}, whose modules are not known: {error}"]
-    lines: list[str] = importlib.import_module("ds_npu.models.fused").fuse(build.model, plan, wanted)
+    lines: list[str] = fused.fuse(build.model, plan, wanted)
     return lines
 
 

@@ -50,13 +50,19 @@ FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[Outcome]]] = {
 """By the key of the section."""
 
 
+def fused_keys(model: nn.Module) -> set[str]:
+    """The keys of what ``model`` was given already."""
+    keys: set[str] = vars(model).setdefault(MARK, set())
+    return keys
+
+
 def fuse(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> list[str]:
     """Put the operators whose keys are ``wanted`` into ``model``; what was asked for before is not done again.
 
     Returns what became of it, in lines for people: where each operator is, and where it is not, and why. Call it before
     DeepSpeed takes the model, so that ZeRO-3's hooks stay outside; weights may be on the meta device.
     """
-    done = vars(model).setdefault(MARK, set())
+    done = fused_keys(model)
     lines: list[str] = []
     for key, fusion in FUSIONS.items():
         if key in wanted and key not in done:

@@ -88,7 +88,7 @@ class TopologyMixin(WholeWeights):
 
     def clip_fp32_gradients(self) -> None:
         self._global_grad_norm = clip_gradients(
-            self.module.parameters(),  # type: ignore[attr-defined]
+            self.module.parameters(),
             self.gradient_clipping(),  # type: ignore[attr-defined]
             self.topology.rank("tp"),
             self.topology.group(*self.model_axes),

@@ -35,8 +35,8 @@ def split_loss(model: nn.Module, head: nn.Module, vocabulary: Sharding, topology
     state, group = SplitLogits(), topology.group("tp")
     signature = inspect.signature(model.forward)
 
-    def logits(forward: Any, x: torch.Tensor) -> torch.Tensor:
-        local: torch.Tensor = forward(x)
+    def logits(forward: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        local: torch.Tensor = forward(x, **kwargs)
         return local if state.split else gather_vocabulary(local, vocabulary, group)
 
     def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:

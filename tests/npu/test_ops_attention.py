@@ -37,6 +37,7 @@ BANDS = {
     "from the start": Mask(after=0, from_start=True),
 }
 SCALE = 0.2
+TOKENS = ("pre_tockens", "next_tockens")
 
 
 def numbers(*shape, seed, dtype):
@@ -266,6 +267,35 @@ def test_what_the_kernel_cannot_do_the_reference_does(make, options, said, calls
     assert calls.names == []
     wanted = reference.forward(*(x.detach().cpu() for x in (q, k, v)), options)
     torch.testing.assert_close(out.detach().cpu(), wanted.out, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sparse"),
+    (
+        (FULL, None),
+        (Mask(before=39, after=23), None),
+        (CAUSAL, (3, None, None)),
+        (Mask(before=100, after=0), (3, None, None)),
+        (Mask(after=0, from_start=True), (2, None, None)),
+        (Mask(after=-16), (2, None, None)),
+        (sliding(9), (4, 8, 0)),
+        (Mask(before=8, after=2, from_start=True), (4, 24, -14)),
+        (Mask(dense=torch.zeros(24, 40).bool()), (1, None, None)),
+    ),
+    ids=str,
+)
+def test_the_sparse_mode_of_24_rows_and_40_keys(mask, sparse, calls):
+    """The simplest way to say it: causal rather than a band, nothing where nothing is hidden."""
+    if mask.dense is not None:
+        mask = Mask(dense=mask.dense.npu())
+    q, k, v, *_ = (x.npu() for x in inputs(torch.bfloat16, rows=24))
+    attention(q, k, v, Options("BNSD", mask))
+    options = calls.arguments[0][2]
+    if sparse is None:
+        assert "atten_mask" not in options and "sparse_mode" not in options
+    else:
+        ends = [None if options.get(name, 2**31 - 1) == 2**31 - 1 else options[name] for name in TOKENS]
+        assert (options["sparse_mode"], *ends) == sparse
 
 
 def test_packed_documents_of_an_old_torch_npu_are_the_references(calls, monkeypatch):

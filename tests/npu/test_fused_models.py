@@ -10,12 +10,18 @@ import pytest
 import tiny_models
 import torch
 from fused_cases import CALLS, KEYS
+from ranks import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.features import fused_ops
 from ds_npu.features.feature import Build
 from ds_npu.features.fused_ops import FUSED_OPS, FusedOpsSection
+from ds_npu.models.fused import fuse
+from ds_npu.models.globs import plan_for
+from ds_npu.models.tensor_parallel import split_model
 from ds_npu.ops.operator import Operator
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
 
 KERNELS = {
     "flash_attention": ("npu_fusion_attention", "npu_fusion_attention_grad"),
@@ -33,7 +39,7 @@ UNFUSED = {
     "cross_entropy": {"_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"},
 }
 """What PyTorch's operators for the same run; what multiplies, adds or joins is counted by its size besides."""
-ELEMENTWISE = {"mul", "cat"}
+ELEMENTWISE = {"mul", "cat", "stack"}
 BATCH, LENGTH, HIDDEN = 2, 16, 32
 FAMILIES = {family: CALLS[family] for family in ("llama", "qwen3", "mistral", "gemma", "phi3")} | {
     # Of these experts each is computed by itself.
@@ -89,7 +95,8 @@ def test_a_step_runs_each_kernel_and_nothing_in_its_place(family):
 
 def test_a_llama_step_has_no_elementwise_product_of_activations_left():
     seen = counted(on_npu("llama", {}))
-    assert [seen[name] for name in ELEMENTWISE] == [0, 0]
+    # Two plain linears' outputs are copied into one tensor, once for each MLP.
+    assert {name: seen[name] for name in ELEMENTWISE} == {"mul": 0, "cat": 0, "stack": 2}
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -122,6 +129,29 @@ def test_losses_and_gradients_are_as_exact_as_pytorchs_in_bf16(family):
     plain, found = steps(start, "cpu"), steps(on_npu(family, {}), "npu")
     for mine, own, true in zip(found, plain, exact, strict=True):
         assert float((mine - true).norm()) <= 2 * float((own - true).norm())
+
+
+def on_two_npus(sequence_parallel):
+    model = tiny_models.tiny("llama", torch.bfloat16)
+    plan = plan_for(model, {})
+    split_model(model, plan, Topology(Degrees(tp=2)), sequence_parallel)
+    fuse(model, plan, KEYS)
+    seen = counted(model.npu())
+    for key in set(KEYS) - {"cross_entropy"}:
+        assert [seen[name] for name in KERNELS[key]] == [CALLS["llama"][key]] * 2, key
+    assert not {name for key in set(KEYS) - {"cross_entropy"} for name in UNFUSED[key] if seen[name]}
+    assert seen["stack"] == 0
+    model.zero_grad()
+    found = steps(model, "npu")
+    with tiny_models.Float64():
+        exact = steps(tiny_models.tiny("llama", torch.bfloat16).double(), "cpu")
+    plain = steps(tiny_models.tiny("llama", torch.bfloat16), "cpu")
+    assert float((found[0] - exact[0]).norm()) <= 2 * float((plain[0] - exact[0]).norm())
+
+
+@pytest.mark.parametrize("sequence_parallel", (False, True), ids=("all-reduce", "sequence parallel"))
+def test_split_over_two_npus(sequence_parallel):
+    run_on_ranks(2, on_two_npus, sequence_parallel, backend="hccl")
 
 
 def test_a_wrong_kernel_is_found_at_the_start_and_its_operator_left_out(monkeypatch):

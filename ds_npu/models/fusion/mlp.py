@@ -64,13 +64,14 @@ def of_two(module: nn.Module, gate: str, up: str, down: str, x: torch.Tensor) ->
 
     Parallel linears write it themselves. Of others it is a copy, which is what the kernel costs there.
     """
-    linears = (module.get_submodule(gate), module.get_submodule(up))
-    return module.get_submodule(down)(swiglu(stacked_outputs(linears, x), 0).squeeze(0))
+    inside = dict(module.named_children())
+    return inside[down](swiglu(stacked_outputs((inside[gate], inside[up]), x), 0).squeeze(0))
 
 
 def of_one(module: nn.Module, gate_up: str, down: str, x: torch.Tensor) -> Any:
     """down(silu(gate) * up) of one linear, whose outputs are all gates, then all ups."""
-    return module.get_submodule(down)(swiglu(module.get_submodule(gate_up)(x)))
+    inside = dict(module.named_children())
+    return inside[down](swiglu(inside[gate_up](x)))
 
 
 GATE_METHOD = "_apply_gate"

@@ -62,7 +62,7 @@ def _widens(theirs: Callable[[torch.Tensor], Any], x: torch.Tensor, weight: nn.P
     return bool(theirs(x.detach().bfloat16()).dtype == torch.float32)
 
 
-def forward(module: nn.Module, eps: float, offset: float, widens: bool, x: torch.Tensor) -> torch.Tensor:
+def forward(module: Any, eps: float, offset: float, widens: bool, x: torch.Tensor) -> torch.Tensor:
     """The norm of x [..., H], in x's dtype, or that of the weight if it is wider and ``widens``."""
-    weight = module.get_parameter("weight")
+    weight: torch.Tensor = module.weight
     return rms_norm(x.to(torch.promote_types(x.dtype, weight.dtype)) if widens else x, weight, eps, offset)

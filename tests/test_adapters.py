@@ -40,7 +40,6 @@ CASES = [
     ("gpt2", ["c_attn", "wte", "wpe"], {"bias": "all"}),
     ("mixtral", ATTENTION, {}),
     ("deepseek_v3", LATENT, {}),
-    ("deepseek_v3", r".*(layers\.0\.mlp|shared_experts)\.(gate|up|down)_proj", {}),
 ]
 """Qwen2's two heads of keys and values are fewer than four ranks; Gemma has one."""
 

@@ -217,8 +217,9 @@ GLOBS = {
 OTHER_ROLES = {
     "grouped": {},
     "whole vocabulary": {"embed": "replicated", "head": "replicated"},
-    "no mlp": {"layers.*.mlp": "replicated"},
+    "whole mlp": {"layers.*.mlp.**": "replicated"},
     "columns and rows": {"layers.*.mlp.0": "column", "layers.*.mlp.2": "row"},
+    "no region around them": {"layers.*.mlp.**": "replicated", "**.mlp.0": "column", "**.mlp.2": "row"},
 }
 """Ways to say something else of some modules."""
 
@@ -258,7 +259,7 @@ def refused_body():
     ]:
         model = Own(**sizes)
         before = {name: each.shape for name, each in model.named_parameters()}
-        with pytest.raises(ValueError, match="ds_npu[.]parallel[.]tensor is 4, and these modules") as caught:
+        with pytest.raises(ValueError, match="is 4, and these modules cannot be split") as caught:
             split_model(model, plan_for(model, GLOBS), tensor_world())
         assert said in str(caught.value), str(caught.value)
         assert {name: each.shape for name, each in model.named_parameters()} == before

@@ -27,6 +27,7 @@ from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
+from ds_npu.log import logger
 from ds_npu.models.tensor_parallel import split_of
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_norm import clip_gradients
@@ -48,6 +49,9 @@ class TopologyMixin(WholeWeights):
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         attach_hooks_again(model)
+        for install in self.build.when_built:
+            for line in install(self):
+                logger().info("%s", line)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]

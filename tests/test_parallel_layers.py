@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from pathlib import Path
+
 import pytest
+import tiny_models
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
@@ -267,3 +273,28 @@ def refused_body():
 
 def test_what_is_too_small_for_the_ranks_is_named():
     run_on_ranks(4, refused_body)
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "tensor_parallel.md"
+
+
+def page_body(folder):
+    os.chdir(folder)
+    text = PAGE.read_text()
+    configs, scripts = (re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S) for kind in ("json", "python"))
+    if dist.get_rank() == 0:
+        tiny_models.tiny("llama", torch.float32).save_pretrained("llama")
+        for name, config in zip(("ds_config.json", "own.json"), configs, strict=True):
+            Path(name).write_text(config)
+    dist.barrier()
+    for script in scripts:
+        names = {}
+        exec(compile(script, PAGE.name, "exec"), names)
+        assert math.isfinite(names["loss"]) and isinstance(names["engine"].topology, Topology)
+        assert any(sharding_of(each) is not None for each in names["model"].parameters())
+        dist.barrier()
+    assert len(scripts) == 4
+
+
+def test_the_scripts_of_the_page_run(tmp_path):
+    run_on_ranks(2, page_body, tmp_path)

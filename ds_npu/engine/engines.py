@@ -24,6 +24,7 @@ from torch import nn
 from ds_npu.capability import try_import
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
@@ -49,6 +50,8 @@ class TopologyMixin(WholeWeights):
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         attach_hooks_again(model)
+        if self.topology.size("tp") > 1 and "pp" not in self.model_axes:
+            check_first_batch(model, self.topology.group("tp"), self.topology.ranks("tp"))
         for install in self.build.when_built:
             for line in install(self):
                 logger().info("%s", line)

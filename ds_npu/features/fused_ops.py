@@ -26,9 +26,10 @@ OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
     "rotary": (("ds_npu.ops.rotary", "rotary"),),
     "cross_entropy": (("ds_npu.ops.cross_entropy", "cross_entropy"),),
     "adamw": (("ds_npu.ops.adamw", "adamw_"),),
+    "matmul_accumulate": (("ds_npu.ops.matmul_accumulate", "matmul_accumulate_"),),
 }
 """By key, the operators it stands for: their modules (which import torch) and names."""
-NOT_IN_THE_MODEL = ("adamw",)
+NOT_IN_THE_MODEL = ("adamw", "matmul_accumulate")
 
 
 class FusedOpsSection(Section):
@@ -47,7 +48,7 @@ class FusedOpsSection(Section):
     adamw: bool | None = None
     """The AdamW update of DeepSpeed's FusedAdam in one kernel; false: in PyTorch's operators, in all of the process."""
     matmul_accumulate: bool | None = None
-    """Weight gradients added to their buffer by the matrix multiplication itself."""
+    """Weight gradients added to their buffer by the matrix multiplication itself, with ZeRO 0 and 1."""
 
 
 def _operators(key: str) -> Iterator[Any]:
@@ -82,6 +83,8 @@ def _apply(section: FusedOpsSection, build: Build) -> None:
     wanted = [key for key in chosen if key not in refused and key not in NOT_IN_THE_MODEL]
     if wanted:
         said += _fuse(wanted, build, must=any(values[key] for key in wanted))
+    if "matmul_accumulate" in set(chosen) - set(refused):
+        build.when_built.append(importlib.import_module("ds_npu.zero_ext.gradient_buffer").install_gradient_buffers)
     for line in said:
         logger().info("fused_ops: %s", line)
 
@@ -104,6 +107,4 @@ def _fuse(wanted: list[str], build: Build, must: bool) -> list[str]:
     return lines
 
 
-FUSED_OPS: Feature[FusedOpsSection] = Feature(
-    "fused_ops", planned=("fused_ops.matmul_accumulate",), unmet=_unmet, apply=_apply
-)
+FUSED_OPS: Feature[FusedOpsSection] = Feature("fused_ops", unmet=_unmet, apply=_apply)

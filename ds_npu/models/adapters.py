@@ -4,9 +4,9 @@ An adapter adds B A x to what its layer makes of x; A [r, K] makes r numbers of 
 
     beside                A                                         B
     a column linear       whole; its r outputs enter the region     split as the layer, along its outputs
+    a latent projection   whole; its r outputs enter the region     whole, in the region
     a row linear          split as the layer, along its inputs      whole, outside of the region
-    a latent projection   whole, outside of the region, as the layer itself
-    an embedding          whole, outside of regions: only the layer's own rows are split
+    an embedding          whole, outside of regions                 whole, outside of regions
 
 So a region is entered and left by r numbers more for each token, and dropout before A is dropout outside of the region.
 """
@@ -77,16 +77,21 @@ def cuts_of_factors(plan: ModelPlan, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
     return found
 
 
+def second_factors(plan: ModelPlan, layer: str) -> list[str]:
+    """B of each adapter of ``layer``."""
+    return [name for name in plan.named(Role.LORA_B) if plan.adapted(name) == layer]
+
+
 def is_at_border(plan: ModelPlan, name: str) -> bool:
     """Whether the factor ``name`` of a layer in a region computes outside of it."""
     layer = plan.adapted(name)
     if layer is None or plan.roles.get(name) not in FACTORS:
         return False
-    return plan.roles[name] is Role.LORA_A or plan.roles[layer] in (Role.LATENT, *ROWS)
+    return plan.roles[name] is Role.LORA_A or plan.roles[layer] in ROWS
 
 
 def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers) -> None:
-    """Let the adapters of ``layer``, a column linear in a region, take in a RegionInput by what A makes of it.
+    """Let the adapters of ``layer``, which opens a region, take in a RegionInput by what A makes of it.
 
     ``outside`` gives the random numbers for dropout on what is outside of the region.
     """

@@ -6,24 +6,21 @@ they are computed outside of the region (on sequence shards, where there are som
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput, around
+from ds_npu.parallel.tensor.region import RegionInput, around
 
 
-def make_latent(module: nn.Module, outside: RandomNumbers = nullcontext) -> None:
-    """Let ``module`` take in a RegionInput by what it makes of it, with the random numbers of ``outside``."""
+def make_latent(module: nn.Module) -> None:
+    """Let ``module`` take in a RegionInput by what it makes of it."""
 
-    def latent(forward: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def latent(forward: Any, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, RegionInput):
-            with outside():
-                narrow = forward(x.source, **kwargs)
-            return RegionInput.of(narrow, x.axis, x.shards).entered()
-        result: torch.Tensor = forward(x, **kwargs)
+            return RegionInput.of(forward(x.source), x.axis, x.shards).entered()
+        result: torch.Tensor = forward(x)
         return result
 
     around(module, latent)

@@ -24,6 +24,7 @@ from ds_npu.models.adapters import (
     enter_by_factors,
     is_at_border,
     keep_padding,
+    second_factors,
     with_adapter,
 )
 from ds_npu.models.cuts import ROWS, Cut, cuts_of, even, halves, local_heads
@@ -107,12 +108,12 @@ class _Splitting:
         check_adapters(self.plan, self.modules)
         experts = self._experts()
         self._let_adapters_know()
-        for name, cut in {**cuts, **cuts_of_factors(self.plan, cuts)}.items():
+        for name, cut in {**cuts_of_factors(self.plan, cuts), **cuts}.items():
             self._split(name, cut)
         for name, (gate_up, down) in experts.items():
             split_experts(self.modules[name], gate_up.sharding(1), down.sharding(2), self.axis)  # type: ignore[arg-type]
         for name in self.plan.named(Role.LATENT):
-            make_latent(self.modules[with_adapter(name)], self._outside)
+            make_latent(self.modules[name])
         for name in self.plan.attentions:
             self._localise(name)
         self._sum_partial_gradients()
@@ -155,8 +156,8 @@ class _Splitting:
         elif role is Role.HEAD:
             self._put(name, ColumnLinear(weight, bias, local_axis(self.axis), form, inside=False))
             if name == layer:
-                head, owner = self.modules[with_adapter(name)], self.modules[names.owner(name)]
-                split_loss(owner, head, cut.sharding(0), self.topology)  # type: ignore[arg-type]
+                heads = [self.modules[each] for each in (name, *second_factors(self.plan, name))]
+                split_loss(self.modules[names.owner(name)], heads, cut.sharding(0), self.topology)  # type: ignore[arg-type]
         else:
             inside = self._region_of(name) is not None
             self._put(name, ColumnLinear(weight, bias, self.axis, form, inside))
@@ -166,7 +167,7 @@ class _Splitting:
             around, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
             if role is Role.EMBEDDING:
                 keep_padding(around, base)
-            elif role in COLUMNS and self._region_of(name) is not None:
+            elif role in (Role.LATENT, *COLUMNS) and self._region_of(name) is not None:
                 enter_by_factors(around, self.axis, self._outside)
 
     def _put(self, name: str, module: nn.Module) -> None:

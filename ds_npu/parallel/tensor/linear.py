@@ -18,6 +18,7 @@ from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, OneAfterTheOther, TensorAx
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.region import RegionInput, padded
 from ds_npu.parallel.tensor.sharding import Ranges, keep_part, split
+from ds_npu.parallel.tensor.weight_gradient import MARK, GradientBuffer, gradient_buffer, weight_gradient
 from ds_npu.topology.topology import Topology
 
 
@@ -39,18 +40,20 @@ class Form:
         """What of ``bias`` is used, [N]."""
         return bias if bias is None or self.outputs is None else torch.cat(self._pieces(bias), dim=-1)
 
-    def weight_gradient(self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``weight`` from [B, S, K] and [B, S, N]."""
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+    def weight_gradient(
+        self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, buffer: GradientBuffer | None
+    ) -> torch.Tensor | None:
+        """The gradient of ``weight`` from [..., K] and [..., N]; None where it was added to the ``buffer``."""
+        x, dy = _rows(x), _rows(dy)
         if self.outputs is None:
-            return x.t() @ dy if self.transposed else dy.t() @ x
+            return weight_gradient(buffer, x, dy) if self.transposed else weight_gradient(buffer, dy, x)
         whole = torch.zeros_like(weight)
         self._add(whole if self.transposed else whole.t(), x.t() @ dy)
         return whole
 
     def bias_gradient(self, bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``bias`` from [B, S, N]."""
-        gradient = dy.flatten(0, -2).sum(dim=0)
+        """The gradient of ``bias`` from [..., N]."""
+        gradient = _rows(dy).sum(dim=0)
         if self.outputs is None:
             return gradient
         whole = torch.zeros_like(bias)
@@ -65,6 +68,10 @@ class Form:
         lengths = [each.shape[-1] for each in pieces]
         for piece, part in zip(pieces, torch.split(used, lengths, dim=-1), strict=True):
             piece += part
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 class _Columns(torch.autograd.Function):
@@ -85,6 +92,8 @@ class _Columns(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...] | torch.Tensor:
         weights, biases = parameters[::2], parameters[1::2]
         ctx.axis, ctx.forms, ctx.stacked = axis, forms, stacked
+        # Not what is saved, whose place another tensor may take (activation checkpointing).
+        ctx.buffers = [None if weight is None else gradient_buffer(weight) for weight in weights]
         ctx.save_for_backward(x, *parameters)
         used = [form.used(bias) for form, bias in zip(forms, biases, strict=True)]
         matrices = [form.matrix(weight) for form, weight in zip(forms, weights, strict=True) if weight is not None]
@@ -111,7 +120,9 @@ class _Columns(torch.autograd.Function):
         inputs = x if gathered is None else gathered.wait()
         gradients: list[torch.Tensor | None] = []
         for index, (dy, form, weight, bias) in enumerate(zip(dys, forms, weights, biases, strict=True)):
-            gradients.append(form.weight_gradient(weight, inputs, dy) if wanted[2 * index] else None)
+            gradients.append(
+                form.weight_gradient(weight, inputs, dy, ctx.buffers[index]) if wanted[2 * index] else None
+            )
             gradients.append(form.bias_gradient(bias, dy) if wanted[2 * index + 1] else None)
         return (pending.wait() if pending else None, None, None, None, *gradients)
 
@@ -155,7 +166,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis, form: Form, weight: torch.Tensor) -> torch.Tensor:
-        ctx.axis, ctx.form = axis, form
+        ctx.axis, ctx.form, ctx.buffer = axis, form, gradient_buffer(weight)
         ctx.save_for_backward(x, weight)
         pair = (x, form.matrix(weight))
         if axis.sequence_parallel:
@@ -172,7 +183,36 @@ class _Row(torch.autograd.Function):
         else:
             dx = torch.matmul(dy, matrix)
         wanted = ctx.needs_input_grad[3]
-        return dx, None, None, form.weight_gradient(weight, x, dy) if wanted else None
+        return dx, None, None, form.weight_gradient(weight, x, dy, ctx.buffer) if wanted else None
+
+
+class _Linear(torch.autograd.Function):
+    """y = x Wᵀ + b on one rank, whose weight has a gradient buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, form: Form, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.form, ctx.buffer = form, gradient_buffer(weight)
+        ctx.save_for_backward(x, weight, bias)
+        return functional.linear(x, form.matrix(weight).t(), form.used(bias))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+        (x, weight, bias), form, dy = ctx.saved_tensors, ctx.form, dys[0]
+        wanted = ctx.needs_input_grad
+        dx = torch.matmul(dy, form.matrix(weight).t()) if wanted[0] else None
+        gradient = form.weight_gradient(weight, x, dy, ctx.buffer) if wanted[2] else None
+        return dx, None, gradient, form.bias_gradient(bias, dy) if wanted[3] else None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: Form) -> torch.Tensor:
+    """[..., K] to [..., N], with the whole weight of this rank."""
+    plain = type(x) in (torch.Tensor, nn.Parameter)  # A tensor of another kind says itself how it is multiplied.
+    if not plain or torch.compiler.is_compiling() or gradient_buffer(weight) is None or not weight.requires_grad:
+        return functional.linear(x, form.matrix(weight).t(), form.used(bias))
+    x, weight, bias = _cast(x, weight, bias)  # type: ignore[assignment]
+    function: Any = _Linear  # torch's apply has no types
+    y: torch.Tensor = function.apply(x, form, weight, bias)
+    return y
 
 
 def _cast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -181,7 +221,15 @@ def _cast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    return [None if tensor is None else _to(tensor, dtype) for tensor in tensors]
+
+
+def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in ``dtype``, with its gradient buffer, into which the gradient is then added without a cast."""
+    cast = tensor.to(dtype)
+    if buffer := gradient_buffer(tensor):
+        vars(cast)[MARK] = buffer
+    return cast
 
 
 class ColumnLinear(nn.Module):
@@ -203,7 +251,7 @@ class ColumnLinear(nn.Module):
         if isinstance(x, RegionInput):
             return self.together.output(self, x)
         if self.inside:
-            return functional.linear(x, self.form.matrix(self.weight).t(), self.form.used(self.bias))
+            return linear(x, self.weight, self.bias, self.form)
         output: torch.Tensor = columns([self], x)[0]
         return output
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,8 +49,8 @@ def test_a_step_is_the_plain_models(family, wanted, plain):
     assert (list(model.state_dict()), [type(module) for module in model.modules()]) == (names, classes)
 
 
-def on_two_ranks(sequence_parallel, fuse_first):
-    for family in CALLS:
+def on_two_ranks(sequence_parallel, fuse_first, families):
+    for family in families:
         true_loss, true = step(tiny(family))
         model = tiny(family)
         plan = plan_for(model, {})
@@ -71,10 +72,34 @@ def on_two_ranks(sequence_parallel, fuse_first):
         assert worst(gradients, true) <= 1e-12, family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", (False, True), ids=("all-reduce", "sequence parallel"))
 @pytest.mark.parametrize("fuse_first", (False, True), ids=("split first", "fused first"))
 def test_split_models_too(sequence_parallel, fuse_first):
-    run_on_ranks(2, on_two_ranks, sequence_parallel, fuse_first)
+    run_on_ranks(2, on_two_ranks, sequence_parallel, fuse_first, list(CALLS))
+
+
+def test_a_split_model_too():
+    run_on_ranks(2, on_two_ranks, True, False, ["llama"])
+
+
+def with_adapters():
+    """A Llama whose projections PEFT has put an adapter around."""
+    torch.manual_seed(3)
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    options = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    return peft.get_peft_model(tiny("llama"), options).double().train()
+
+
+def test_adapters_stay_around_what_is_fused():
+    true_loss, true = step(with_adapters())
+    model = with_adapters()
+    fuse(model, plan_for(model, {}), KEYS)
+    with counted() as calls:
+        loss, gradients = step(model)
+    assert calls == expected_calls("llama", KEYS)
+    assert loss == pytest.approx(true_loss, rel=1e-12)
+    assert worst(gradients, true) <= 1e-12
 
 
 class Joins(TorchDispatchMode):
@@ -202,14 +227,16 @@ def test_norms_with_more_arguments_or_parameters_or_another_forward():
             return rms(x, self.weight, self.eps)
 
     reasons = {}
+    by_dtype = nn.RMSNorm(8)
     wrapped = OddRMSNorm(rms)
     wrapped.forward = lambda x: rms(x, wrapped.weight, wrapped.eps)
-    for name, module in {"gated": Gated(rms), "layer": nn.LayerNorm(8), "wrapped": wrapped}.items():
+    for name, module in {"gated": Gated(rms), "layer": nn.LayerNorm(8), "wrapped": wrapped, "torch": by_dtype}.items():
         (reasons[name],) = fuse(*holding(module, {"it": Role.NORM}), ["rms_norm"])
     assert reasons == {
         "gated": "rms_norm is not in it: its forward takes 2 arguments, where the operator takes one",
         "layer": "rms_norm is not in it: LayerNorm has weight and bias, where an RMS norm has a weight",
         "wrapped": "rms_norm is not in it: it has been given a forward of its own already",
+        "torch": "rms_norm is not in it: RMSNorm has no number that could be its eps",
     }
 
 

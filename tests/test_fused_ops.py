@@ -1,13 +1,16 @@
 """The section ``fused_ops``: what is put into the model on NPUs and on the CPU, and what is refused."""
 
+import importlib
 import logging
 from types import SimpleNamespace
 
 import gradient_rule as rule
 import pytest
 import tensor_parallel_rule as tensor_rule
+import tiny_models
 import torch
 import torch.distributed as dist
+import transformers
 from fused_cases import KEYS, counted, tiny
 from ranks import run_on_ranks
 from torch import nn
@@ -17,6 +20,8 @@ from ds_npu.features import fused_ops
 from ds_npu.features.check import check
 from ds_npu.features.feature import Build
 from ds_npu.features.fused_ops import FUSED_OPS, OPERATORS, FusedOpsSection
+from ds_npu.models.fused import fuse
+from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import PlanError
 from ds_npu.ops.adamw import adamw_
 from ds_npu.ops.operator import Operator
@@ -141,7 +146,7 @@ def test_a_model_that_is_not_known(npu, said):
 
     model = nn.Sequential(Projection())
     FUSED_OPS.apply(FusedOpsSection(), Build(None, model, {}, "npu"))
-    assert len(said) == 1 and said[0].startswith("fused_ops: none in Sequential, whose modules are not known: ")
+    assert len(said) == 1 and said[0].startswith("fused_ops: none in Sequential, whose modules are not known (0 ")
     with pytest.raises(PlanError):
         FUSED_OPS.apply(FusedOpsSection(rms_norm=True), Build(None, model, {}, "cpu"))
 
@@ -170,6 +175,26 @@ def engine_steps(tensor, stages):
             assert max(errors.loss, errors.gradient) <= 1e-12, (stage, sequence_parallel, errors)
 
 
+def partitioned():
+    """With zero.Init weights are split over the data ranks before anything is fused."""
+    import deepspeed
+
+    rule.without_extension()
+    # transformers imports this at a model's first weight, and cannot while zero.Init is on.
+    importlib.import_module("torch._dynamo.polyfills.loader")
+    with deepspeed.zero.Init():
+        model = transformers.LlamaForCausalLM(tiny_models.config_of("llama", pad_token_id=None))
+    assert model.model.norm.weight.numel() == 0
+    lines = fuse(model, plan_for(model, {}), KEYS)
+    assert len(lines) == len(KEYS) and not [line for line in lines if "not" in line.split()]
+
+
+@pytest.mark.slow
+def test_weights_that_zero_has_partitioned():
+    run_on_ranks(2, partitioned)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", (1, 2))
 def test_an_engine_with_every_operator(tensor):
     run_on_ranks(2, engine_steps, tensor, (1, 3))

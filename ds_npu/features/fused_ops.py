@@ -100,7 +100,9 @@ def _fuse(wanted: list[str], build: Build, must: bool) -> list[str]:
     except importlib.import_module("ds_npu.models.plan").PlanError as error:
         if must:
             raise
-        return [f"none in {type(build.model).__name__}, whose modules are not known: {error}"]
+        unknown = f"none in {type(build.model).__name__}, whose modules are not known ({error.problems[0]}"
+        more = len(error.problems) - 1
+        return [f"{unknown}{f', and {more} more' if more else ''}); ds_npu.plan can say what they are"]
     lines: list[str] = fused.fuse(build.model, plan, wanted)
     return lines
 

@@ -35,6 +35,8 @@ def _fuse(module: nn.Module) -> str | None:
         return f"{type(module).__name__} has {' and '.join(shapes) or 'no parameter'}, where an RMS norm has a weight"
     if reason := own_forward(module):
         return reason
+    if not _epsilons(module):
+        return f"{type(module).__name__} has no number that could be its eps"
     with laboratory() as generator:
         weight = nn.Parameter(random(generator, *shapes["weight"]).detach())
         x = random(generator, 2, 3, *shapes["weight"])

@@ -160,6 +160,32 @@ def test_the_model_may_be_trained_with_its_adapters():
     run_on_ranks(2, everything_trained_body)
 
 
+def kept_body():
+    """Storage kept for backward, without the weights."""
+    for sequence_parallel in (False, True):
+        kept = {}
+        for targets in (["q_proj"], ["q_proj", "down_proj"]):
+            model = split(adapted("llama", targets), sequence_parallel)
+            weights = {each.data_ptr() for each in model.parameters()}
+            width = model.get_submodule("base_model.model.model.layers.0.mlp.gate_proj").weight.shape[0]
+            found = {}
+
+            def keep(tensor, found=found, weights=weights):
+                if tensor.data_ptr() not in weights:
+                    found[tensor.data_ptr()] = tensor
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss_of(model)
+            kept[len(targets)] = sum(tensor.shape[-1:] == (width,) for tensor in found.values())
+        # What goes into each of the two blocks' down_proj is kept for the adapter only.
+        assert kept[2] - kept[1] == 2, kept
+
+
+def test_frozen_layers_keep_nothing_for_their_gradients():
+    run_on_ranks(2, kept_body)
+
+
 class Masks:
     """What dropout did to its inputs, by module."""
 

@@ -80,7 +80,8 @@ class _Columns(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         ctx.axis, ctx.forms = axis, forms
-        ctx.save_for_backward(x, *parameters)
+        # Of frozen weights (beside adapters) there is no gradient for which x would be kept.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3::2]) else None, *parameters)
         used = [form.used(bias) for form, bias in zip(forms, biases, strict=True)]
         matrices = [form.matrix(weight) for form, weight in zip(forms, weights, strict=True) if weight is not None]
         if not axis.sequence_parallel:
@@ -122,7 +123,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis, form: Form, weight: torch.Tensor) -> torch.Tensor:
         ctx.axis, ctx.form = axis, form
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
         pair = (x, form.matrix(weight))
         if axis.sequence_parallel:
             return axis.collectives.matmul_scatter([pair]).wait()

@@ -37,20 +37,22 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch
         return model(input_ids=tokens, labels=tokens).loss
 
 
-def reference(family: str, dp: int, dtype: torch.dtype, start: torch.dtype, **changes: object) -> Reference:
+def reference(
+    family: str, dp: int, dtype: torch.dtype, start: torch.dtype, device: str = "cpu", **changes: object
+) -> Reference:
     """From weights rounded to ``start``, in ``dtype``; micro-batch by micro-batch, as an auxiliary loss is a mean."""
-    model = tiny_models.tiny(family, torch.float32, **changes).to(start).to(dtype)
+    model = tiny_models.tiny(family, torch.float32, **changes).to(start).to(dtype).to(device)
     total = 0.0
     tokens = batches(MICRO * ACCUMULATION * dp)
     for micro in tokens.split(MICRO):
-        loss = loss_of(model, micro, dtype) / (ACCUMULATION * dp)
+        loss = loss_of(model, micro.to(device), dtype) / (ACCUMULATION * dp)
         loss.backward()
         total += loss.item()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    gradients = {name: weight.grad.double() for name, weight in trained.items()}
+    gradients = {name: weight.grad.cpu().double() for name, weight in trained.items()}
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
     scale = (CLIP / (norm + 1e-6)).clamp(max=1)
-    weights = {name: w.detach().double() - LR * scale * gradients[name] for name, w in trained.items()}
+    weights = {name: w.detach().cpu().double() - LR * scale * gradients[name] for name, w in trained.items()}
     return Reference(total, gradients, norm.item(), weights)
 
 
@@ -89,7 +91,7 @@ def engine_step(family: str, stage: int, dtype: torch.dtype, section: dict, expe
     mine = batches(MICRO * ACCUMULATION * dp).view(ACCUMULATION, dp, MICRO, LENGTH)[:, topology.rank("dp")]
     share = 0.0
     for index, micro in enumerate(mine):
-        loss = loss_of(engine, micro, dtype)
+        loss = loss_of(engine, micro.to(engine.device), dtype)
         share += loss.item() / ACCUMULATION
         engine.backward(loss)
         if index == ACCUMULATION - 1:
@@ -97,6 +99,7 @@ def engine_step(family: str, stage: int, dtype: torch.dtype, section: dict, expe
         engine.step()
     gradients = {name: assembled(engine, model, name, part) for name, part in gradients.items()}
     weights = {name: weight.double() for name, weight in shared(engine.whole_state_dict()).items()}
+    gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
     norm = float(engine.get_global_grad_norm())
     return Errors(
         abs(rule.mean_loss(share, topology) / expected.loss - 1),

@@ -129,5 +129,7 @@ class Float64(TorchFunctionMode):
         if func is torch.Tensor.float:
             func, args = torch.Tensor.to, (args[0], torch.float64)
         args = tuple(wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args)
-        named = {key: wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for key, arg in (kwargs or {}).items()}
+        named = {
+            key: wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for key, arg in (kwargs or {}).items()
+        }
         return func(*args, **named)

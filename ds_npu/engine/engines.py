@@ -24,12 +24,15 @@ from torch import nn
 from ds_npu.capability import try_import
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
+from ds_npu.log import logger
 from ds_npu.models.tensor_parallel import split_of
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_norm import clip_gradients
+from ds_npu.zero_ext.lost_hooks import attach_hooks_again
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
@@ -45,9 +48,13 @@ class TopologyMixin(WholeWeights):
         apply_features(session.config, self.build)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
-        split = split_of(model)
-        with gathered_as_one(split.fetched_together if split else ()):
-            super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
+        super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
+        attach_hooks_again(model)
+        if self.topology.size("tp") > 1 and "pp" not in self.model_axes:
+            check_first_batch(model, self.topology.group("tp"), self.topology.ranks("tp"))
+        for install in self.build.when_built:
+            for line in install(self):
+                logger().info("%s", line)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
@@ -69,7 +76,9 @@ class TopologyMixin(WholeWeights):
             self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+        split = split_of(self.module)
+        with gathered_as_one(split.fetched_together if split else ()):
+            zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) and self.topology.size("cp") > 1:
             restore_sequence_factor(zero, self.topology.size("cp"))
         return zero

@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather, all_reduce
-from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis, tensor_axis, total
+from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, OneAfterTheOther, TensorAxis, tensor_axis, total
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.region import RegionInput, padded
 from ds_npu.parallel.tensor.sharding import Ranges, keep_part, split
+from ds_npu.parallel.tensor.weight_gradient import MARK, GradientBuffer, gradient_buffer, weight_gradient
 from ds_npu.topology.topology import Topology
 
 
@@ -39,18 +40,20 @@ class Form:
         """What of ``bias`` is used, [N]."""
         return bias if bias is None or self.outputs is None else torch.cat(self._pieces(bias), dim=-1)
 
-    def weight_gradient(self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``weight`` from [B, S, K] and [B, S, N]."""
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+    def weight_gradient(
+        self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, buffer: GradientBuffer | None
+    ) -> torch.Tensor | None:
+        """The gradient of ``weight`` from [..., K] and [..., N]; None where it was added to the ``buffer``."""
+        x, dy = _rows(x), _rows(dy)
         if self.outputs is None:
-            return x.t() @ dy if self.transposed else dy.t() @ x
+            return weight_gradient(buffer, x, dy) if self.transposed else weight_gradient(buffer, dy, x)
         whole = torch.zeros_like(weight)
         self._add(whole if self.transposed else whole.t(), x.t() @ dy)
         return whole
 
     def bias_gradient(self, bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``bias`` from [B, S, N]."""
-        gradient = dy.flatten(0, -2).sum(dim=0)
+        """The gradient of ``bias`` from [..., N]."""
+        gradient = _rows(dy).sum(dim=0)
         if self.outputs is None:
             return gradient
         whole = torch.zeros_like(bias)
@@ -67,6 +70,10 @@ class Form:
             piece += part
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
 class _Columns(torch.autograd.Function):
     """y_i = x W_iᵀ + b_i, where x enters a region: one collective each way, whatever the number of weights.
 
@@ -76,29 +83,31 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis: TensorAxis, forms: Sequence[Form], *parameters: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any,
+        x: torch.Tensor,
+        axis: TensorAxis,
+        forms: Sequence[Form],
+        stacked: bool,
+        *parameters: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.axis, ctx.forms = axis, forms
+        ctx.axis, ctx.forms, ctx.stacked = axis, forms, stacked
+        # Not what is saved, whose place another tensor may take (activation checkpointing).
+        ctx.buffers = [None if weight is None else gradient_buffer(weight) for weight in weights]
         # Of frozen weights (beside adapters) there is no gradient for which x would be kept.
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[3::2]) else None, *parameters)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4::2]) else None, *parameters)
         used = [form.used(bias) for form, bias in zip(forms, biases, strict=True)]
         matrices = [form.matrix(weight) for form, weight in zip(forms, weights, strict=True) if weight is not None]
-        if not axis.sequence_parallel:
-            pairs = zip(matrices, used, strict=True)
-            return tuple(functional.linear(x, matrix.t(), bias) for matrix, bias in pairs)
-        _, outputs = axis.collectives.gather_matmul(x, matrices, gathered=False)
-        for output, bias in zip(outputs, used, strict=True):
-            if bias is not None:
-                output += bias
-        return tuple(outputs)
+        return _stacked(x, axis, matrices, used) if stacked else _products(x, axis, matrices, used)
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         x, *parameters = ctx.saved_tensors
         axis, forms = ctx.axis, ctx.forms
         weights, biases = parameters[::2], parameters[1::2]
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
+        if ctx.stacked:
+            dys = dys[0].unbind(0)
         gathered = None
         if axis.sequence_parallel and any(wanted[::2]):
             gathered = all_gather(x, SEQUENCE_DIM, axis.group)
@@ -112,9 +121,45 @@ class _Columns(torch.autograd.Function):
         inputs = x if gathered is None else gathered.wait()
         gradients: list[torch.Tensor | None] = []
         for index, (dy, form, weight, bias) in enumerate(zip(dys, forms, weights, biases, strict=True)):
-            gradients.append(form.weight_gradient(weight, inputs, dy) if wanted[2 * index] else None)
+            gradients.append(
+                form.weight_gradient(weight, inputs, dy, ctx.buffers[index]) if wanted[2 * index] else None
+            )
             gradients.append(form.bias_gradient(bias, dy) if wanted[2 * index + 1] else None)
-        return (pending.wait() if pending else None, None, None, *gradients)
+        return (pending.wait() if pending else None, None, None, None, *gradients)
+
+
+Operands = Sequence[torch.Tensor]
+
+
+def _products(
+    x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """[B, S, N_i] of each of ``matrices``."""
+    if not axis.sequence_parallel:
+        return tuple(functional.linear(x, matrix.t(), bias) for matrix, bias in zip(matrices, biases, strict=True))
+    _, outputs = axis.collectives.gather_matmul(x, matrices, gathered=False)
+    for output, bias in zip(outputs, biases, strict=True):
+        if bias is not None:
+            output += bias
+    return tuple(outputs)
+
+
+def _stacked(
+    x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """[n, B, S, N] of ``matrices`` of one size, each written into its place."""
+    if axis.sequence_parallel and not isinstance(axis.collectives, OneAfterTheOther):
+        # Products in pieces or in one kernel with their collective choose where they write.
+        return torch.stack(_products(x, axis, matrices, biases))
+    if axis.sequence_parallel:
+        x = all_gather(x, SEQUENCE_DIM, axis.group).wait()
+    out = x.new_empty(len(matrices), *x.shape[:-1], matrices[0].shape[1])
+    for place, matrix, bias in zip(out.flatten(1, -2), matrices, biases, strict=True):
+        if bias is None:
+            torch.mm(x.flatten(0, -2), matrix, out=place)
+        else:
+            torch.addmm(bias, x.flatten(0, -2), matrix, out=place)
+    return out
 
 
 class _Row(torch.autograd.Function):
@@ -122,7 +167,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis, form: Form, weight: torch.Tensor) -> torch.Tensor:
-        ctx.axis, ctx.form = axis, form
+        ctx.axis, ctx.form, ctx.buffer = axis, form, gradient_buffer(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
         pair = (x, form.matrix(weight))
         if axis.sequence_parallel:
@@ -139,7 +184,36 @@ class _Row(torch.autograd.Function):
         else:
             dx = torch.matmul(dy, matrix)
         wanted = ctx.needs_input_grad[3]
-        return dx, None, None, form.weight_gradient(weight, x, dy) if wanted else None
+        return dx, None, None, form.weight_gradient(weight, x, dy, ctx.buffer) if wanted else None
+
+
+class _Linear(torch.autograd.Function):
+    """y = x Wᵀ + b on one rank, whose weight has a gradient buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, form: Form, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.form, ctx.buffer = form, gradient_buffer(weight)
+        ctx.save_for_backward(x, weight, bias)
+        return functional.linear(x, form.matrix(weight).t(), form.used(bias))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+        (x, weight, bias), form, dy = ctx.saved_tensors, ctx.form, dys[0]
+        wanted = ctx.needs_input_grad
+        dx = torch.matmul(dy, form.matrix(weight).t()) if wanted[0] else None
+        gradient = form.weight_gradient(weight, x, dy, ctx.buffer) if wanted[2] else None
+        return dx, None, gradient, form.bias_gradient(bias, dy) if wanted[3] else None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: Form) -> torch.Tensor:
+    """[..., K] to [..., N], with the whole weight of this rank."""
+    plain = type(x) in (torch.Tensor, nn.Parameter)  # A tensor of another kind says itself how it is multiplied.
+    if not plain or torch.compiler.is_compiling() or gradient_buffer(weight) is None or not weight.requires_grad:
+        return functional.linear(x, form.matrix(weight).t(), form.used(bias))
+    x, weight, bias = _cast(x, weight, bias)  # type: ignore[assignment]
+    function: Any = _Linear  # torch's apply has no types
+    y: torch.Tensor = function.apply(x, form, weight, bias)
+    return y
 
 
 def _cast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -148,7 +222,15 @@ def _cast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    return [None if tensor is None else _to(tensor, dtype) for tensor in tensors]
+
+
+def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in ``dtype``, with its gradient buffer, into which the gradient is then added without a cast."""
+    cast = tensor.to(dtype)
+    if buffer := gradient_buffer(tensor):
+        vars(cast)[MARK] = buffer
+    return cast
 
 
 class ColumnLinear(nn.Module):
@@ -170,22 +252,20 @@ class ColumnLinear(nn.Module):
         if isinstance(x, RegionInput):
             return self.together.output(self, x)
         if self.inside:
-            return functional.linear(x, self.form.matrix(self.weight).t(), self.form.used(self.bias))
-        return columns([self], x)[0]
+            return linear(x, self.weight, self.bias, self.form)
+        output: torch.Tensor = columns([self], x)[0]
+        return output
 
     def extra_repr(self) -> str:
         inputs, outputs = self.form.matrix(self.weight).shape
         return f"{inputs} -> {outputs} on tensor rank {self.axis.rank} of {self.axis.size}"
 
 
-def columns(layers: Sequence[ColumnLinear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The outputs of ``layers`` for one ``x`` from outside of the region."""
+def columns(layers: Sequence[ColumnLinear], x: torch.Tensor, stacked: bool = False) -> Any:
+    """The outputs of ``layers`` for one ``x`` from outside of the region: a tuple, or [n, B, S, N] if ``stacked``."""
     x, *parameters = _cast(x, *(each for layer in layers for each in (layer.weight, layer.bias)))  # type: ignore[assignment]
     function: Any = _Columns  # torch's apply has no types
-    outputs: tuple[torch.Tensor, ...] = function.apply(
-        x.contiguous(), layers[0].axis, [layer.form for layer in layers], *parameters
-    )
-    return outputs
+    return function.apply(x.contiguous(), layers[0].axis, [layer.form for layer in layers], stacked, *parameters)
 
 
 class Projections:
@@ -208,6 +288,24 @@ class Projections:
         if not self._outputs:
             self._input = None
         return output
+
+    def stacked(self, x: RegionInput) -> torch.Tensor:
+        """The outputs of all layers in one tensor, [n, B, S, N]."""
+        outputs: torch.Tensor = columns(self.layers, x.source, stacked=True)
+        return outputs.narrow(1 + SEQUENCE_DIM, 0, x.shape[SEQUENCE_DIM])
+
+
+def stacked_outputs(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """The outputs of ``layers``, which are of one size, in one tensor [n, B, S, N].
+
+    Column linears that project together write it, without being called themselves; for others it is a copy.
+    """
+    first = layers[0]
+    if isinstance(x, RegionInput) and isinstance(first, ColumnLinear):
+        together = first.together
+        if [id(each) for each in together.layers] == [id(each) for each in layers]:
+            return together.stacked(x)
+    return torch.stack([layer(x) for layer in layers])
 
 
 def project_together(layers: Sequence[ColumnLinear]) -> None:

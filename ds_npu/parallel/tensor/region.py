@@ -112,15 +112,39 @@ class RegionInput(torch.Tensor):
 Wrapper = Callable[..., Any]
 
 
+class Around:
+    """A forward of its own for one module: ``wrapper(inner, *args, **kwargs)``."""
+
+    def __init__(self, wrapper: Wrapper, inner: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, inner)
+        self.wrapper, self.inner = wrapper, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapper(self.inner, *args, **kwargs)
+
+
 def around(module: nn.Module, wrapper: Wrapper) -> None:
     """Make ``wrapper(forward, *args, **kwargs)`` the forward of this one module; hooks stay around it."""
-    inner = module.forward
+    vars(module)["forward"] = Around(wrapper, module.forward)
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(inner, *args, **kwargs)
 
-    vars(module)["forward"] = forward
+def innermost(module: nn.Module) -> Callable[..., Any]:
+    """The forward of ``module`` without what ``around`` has put around it."""
+    forward: Callable[..., Any] = module.forward
+    while isinstance(forward, Around):
+        forward = forward.inner
+    return forward
+
+
+def replace_innermost(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Make ``forward`` the forward of this one module, within all that ``around`` has put around it."""
+    outer: Any = module.forward
+    if not isinstance(outer, Around):
+        vars(module)["forward"] = forward
+        return
+    while isinstance(outer.inner, Around):
+        outer = outer.inner
+    outer.inner = forward
 
 
 def first_argument(module: nn.Module) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from unittest import mock
 
 import peft
 import pytest
+import test_tensor_parallel
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -141,7 +143,7 @@ def assert_frozen(model):
             assert parameter.numel() == sharding_of(parameter).size * 3 // size or parameter.dim() == 1, name
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_process(size):
     run_on_ranks(size, gradients_body)
 
@@ -156,8 +158,48 @@ def everything_trained_body():
             assert_same_gradients(model, reference)
 
 
+@pytest.mark.slow
 def test_the_model_may_be_trained_with_its_adapters():
     run_on_ranks(2, everything_trained_body)
+
+
+def engine_body(family, targets):
+    def model(family, dtype=torch.float64):
+        return adapted(family, targets).to(dtype)
+
+    with mock.patch.object(tiny_models, "tiny", model):
+        test_tensor_parallel.steps(family, 2, (0, 1, 2, 3), torch.float64, {})
+
+
+@pytest.mark.slow
+def test_the_engine_trains_adapters_with_every_stage_of_zero():
+    run_on_ranks(4, engine_body, "llama", [*ATTENTION, "down_proj", "lm_head"])
+
+
+def kept_body():
+    """Storage kept for backward, without the weights."""
+    for sequence_parallel in (False, True):
+        kept = {}
+        for targets in (["q_proj"], ["q_proj", "down_proj"]):
+            model = split(adapted("llama", targets), sequence_parallel)
+            weights = {each.data_ptr() for each in model.parameters()}
+            width = model.get_submodule("base_model.model.model.layers.0.mlp.gate_proj").weight.shape[0]
+            found = {}
+
+            def keep(tensor, found=found, weights=weights):
+                if tensor.data_ptr() not in weights:
+                    found[tensor.data_ptr()] = tensor
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss_of(model)
+            kept[len(targets)] = sum(tensor.shape[-1:] == (width,) for tensor in found.values())
+        # What goes into each of the two blocks' down_proj is kept for the adapter only.
+        assert kept[2] - kept[1] == 2, kept
+
+
+def test_frozen_layers_keep_nothing_for_their_gradients():
+    run_on_ranks(2, kept_body)
 
 
 class Masks:
@@ -251,6 +293,7 @@ def latent_dropout_body():
         assert agree(torch.rand(4))
 
 
+@pytest.mark.slow
 def test_gradients_of_whole_factors_agree_with_dropout_on_latents():
     run_on_ranks(2, latent_dropout_body)
 
@@ -288,6 +331,7 @@ def several_body():
                 assert error(logits_of(model), logits_of(tiny(family))) < 1e-12
 
 
+@pytest.mark.slow
 def test_adapters_are_chosen_disabled_and_merged_as_ever():
     run_on_ranks(4, several_body)
 

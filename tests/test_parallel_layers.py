@@ -296,5 +296,6 @@ def page_body(folder):
     assert len(scripts) == 4
 
 
+@pytest.mark.slow
 def test_the_scripts_of_the_page_run(tmp_path):
     run_on_ranks(2, page_body, tmp_path)

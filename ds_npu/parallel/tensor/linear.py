@@ -94,7 +94,8 @@ class _Columns(torch.autograd.Function):
         ctx.axis, ctx.forms, ctx.stacked = axis, forms, stacked
         # Not what is saved, whose place another tensor may take (activation checkpointing).
         ctx.buffers = [None if weight is None else gradient_buffer(weight) for weight in weights]
-        ctx.save_for_backward(x, *parameters)
+        # Of frozen weights (beside adapters) there is no gradient for which x would be kept.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4::2]) else None, *parameters)
         used = [form.used(bias) for form, bias in zip(forms, biases, strict=True)]
         matrices = [form.matrix(weight) for form, weight in zip(forms, weights, strict=True) if weight is not None]
         return _stacked(x, axis, matrices, used) if stacked else _products(x, axis, matrices, used)
@@ -167,7 +168,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis, form: Form, weight: torch.Tensor) -> torch.Tensor:
         ctx.axis, ctx.form, ctx.buffer = axis, form, gradient_buffer(weight)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
         pair = (x, form.matrix(weight))
         if axis.sequence_parallel:
             return axis.collectives.matmul_scatter([pair]).wait()

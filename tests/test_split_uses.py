@@ -25,11 +25,14 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def insides(family: str, sequence_parallel: bool) -> None:
     both = pair(family, sequence_parallel)
     tokens = tiny_models.tokens(2, LENGTH)
-    options = {"input_ids": tokens, "output_hidden_states": True, "output_attentions": True}
+    options = {"input_ids": tokens, "labels": tokens, "output_hidden_states": True, "output_attentions": True}
     with tiny_models.Float64():
         found, expected = (each(**options) for each in (both.model, both.plain))
-    print([tuple(x.shape) for x in found.hidden_states], [tuple(x.shape) for x in expected.hidden_states])
-    print([tuple(x.shape) for x in found.attentions], [tuple(x.shape) for x in expected.attentions])
+    for each in (found, expected):
+        (
+            each.loss + sum((weight + 1) * state.square().sum() for weight, state in enumerate(each.hidden_states))
+        ).backward()
+    both.same_gradients()
     for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
         close(one, other, "hidden states")
     heads = expected.attentions[0].shape[1] // 2
@@ -87,9 +90,10 @@ def test_frozen_layers(sequence_parallel):
 def thawed(sequence_parallel: bool) -> None:
     """A layer frozen while the model is split, and trained later on."""
     topology = pair("llama").topology
+    from split_models import Pair
+
     from ds_npu.models.globs import plan_for
     from ds_npu.models.tensor_parallel import split_model
-    from split_models import Pair
 
     model = tiny_models.tiny("llama").requires_grad_(False)
     split_model(model, plan_for(model, {}), topology, sequence_parallel)
@@ -198,3 +202,18 @@ def grouped(stage: int, client: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_parameters_keep_their_groups(stage, client):
     run_on_ranks(2, grouped, stage, client)
+
+
+def refused(folder: str) -> None:
+    model = pair("llama").model
+    with pytest.raises(RuntimeError, match=r"model\.embed_tokens\.weight, \(32, 32\) of 64 .* engine\.save_pretrained"):
+        model.save_pretrained(folder)
+    with pytest.raises(RuntimeError, match="as if it were the whole"):
+        model.save_pretrained(folder, state_dict=model.state_dict())
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM is split over tensor ranks and cannot be copied"):
+        copy.deepcopy(model)
+
+
+def test_parts_are_neither_saved_nor_copied_as_the_whole(tmp_path):
+    run_on_ranks(2, refused, str(tmp_path / "model"))
+    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_npu.ops.adamw import adamw_
 from ds_npu.ops.add_rms_norm import add_rms_norm
+from ds_npu.ops.attention import attention_backward, attention_forward
 from ds_npu.ops.cross_entropy import cross_entropy
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
 from ds_npu.ops.operator import Operator
@@ -23,6 +24,8 @@ OPERATORS: tuple[Operator[..., Any], ...] = (
     cross_entropy,
     matmul_accumulate_,
     adamw_,
+    attention_forward,
+    attention_backward,
 )
 
 

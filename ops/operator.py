@@ -59,7 +59,7 @@ class Operator(Generic[P, R]):
         """Why the kernel is not used on NPUs, None if it is. Imports torch_npu, and asks for no device."""
         return self._refusal or capability.torch_npu_importable() or self._missing()
 
-    def check(self, device: torch.device) -> str | None:
+    def check(self, device: torch.device | str) -> str | None:
         """Runs the kernel against the reference, once for each dtype, on ``device``; a wrong one is refused for good.
 
         Returns why the kernel is not used, None if it is right. Waits for the device: for the start, not for a step.
@@ -78,11 +78,15 @@ class Operator(Generic[P, R]):
         return None
 
     def refuse(self, reason: str) -> None:
-        """From now on the reference is used, because of ``reason``."""
+        """From now on the reference is used, because of ``reason``: the kernel is wrong."""
         advice = f"report it to ds_npu with the versions ds_report prints; until then {self.name} is slower, not wrong"
+        self.set_aside(reason, advice)
+        warn_once(str(self._refusal))
+
+    def set_aside(self, reason: str, advice: str) -> None:
+        """From now on the reference is used, in all of this process, because of ``reason``."""
         self._refusal = Lack(reason, advice)
         self._on_npu = self.reference
-        warn_once(str(self._refusal))
 
     def _first_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if lack := self.lack():

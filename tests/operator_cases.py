@@ -199,6 +199,8 @@ CASES = (
     case("swiglu, first dim", SWIGLU, lambda dtype: (drawn(34, 5, 6, seed=1, dtype=dtype), 0)),
     case("rotary BNSD", ROTARY, rotary_args((2, 3, 17, 32), (17, 32))),
     case("rotary BSND, angles of each row", ROTARY, rotary_args((2, 17, 3, 32), (2, 17, 1, 32))),
+    case("rotary BNSD of one head", ROTARY, rotary_args((2, 1, 17, 32), (1, 1, 17, 32))),
+    case("rotary BSND of one head, interleaved", ROTARY, rotary_args((2, 17, 1, 32), (1, 17, 1, 32), True)),
     case("rotary TND", ROTARY, rotary_args((34, 3, 32), (34, 1, 32))),
     case("rotary BSND, interleaved", ROTARY, rotary_args((2, 17, 3, 32), (1, 17, 1, 32), True)),
     case("softmax, causal", SOFTMAX, softmax_args(2, 3, 32, 64, scale=0.125)),

@@ -28,6 +28,7 @@ PRELOAD = [
     "pytest",
     "deepspeed",
     "ranks",
+    "tiny_models",
 ]
 
 multiprocessing.set_forkserver_preload(PRELOAD)

@@ -200,6 +200,21 @@ def test_a_narrow_dtype_is_as_near_as_pytorchs_own(dtype, mask):
         assert float((one - true).detach().abs().max()) <= 2 * float((other - true).detach().abs().max())
 
 
+@pytest.mark.parametrize("mask", (CAUSAL, sliding(3)), ids=("causal", "sliding"))
+def test_autocast_changes_nothing(mask):
+    tensors = inputs(dtype=torch.bfloat16)
+
+    def outcome():
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        out, lse = attention(*leaves, Options("BNSD", mask))
+        return [out, lse, *torch.autograd.grad(out, leaves, tensors[3])]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outcome()
+    for one, other in zip(found, outcome(), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
 def kept_weights(options, shape, keys):
     """Which weights the next call keeps: all are the same, and a value that is the identity shows them."""
     q, k = torch.zeros(*shape, 4).double(), torch.zeros(shape[0], shape[1] // 2, keys, 4).double()
@@ -284,6 +299,11 @@ def test_a_long_sequence_never_has_all_its_scores():
         ),
         (lambda: attention(*(laid_out(x, "SBH") for x in inputs()[:3]), Options("SBH", heads=3)), "3 heads"),
         (lambda: attention(*(x[0] for x in inputs()[:3]), Options("BNSD")), "number of dims"),
+        (lambda: attention(*inputs()[:2], inputs()[2].float(), Options("BNSD")), "one dtype"),
+        (
+            lambda: attention(*inputs()[:3], Options("BNSD", Mask(dense=torch.zeros(7, 6).bool()))),
+            "does not fit scores",
+        ),
     ),
 )
 def test_what_does_not_go_together_is_said(make, said):

@@ -54,7 +54,7 @@ def test_the_layout_of_a_right_config(write):
         "ZeRO 1 shards optimizer states over data * context, 4 ranks: [0 2 4 6] [1 3 5 7] [8 10 12 14] [9 11 13 15]",
         "Batch: 4 micro * 8 accumulation * 2 data parallel = 64 samples a step = 262,144 tokens",
     }
-    assert "ds_npu.parallel.tensor is 2: ds_npu splits no layer along it yet" in done.stdout
+    assert "ds_npu.parallel.tensor is" not in done.stdout
     assert "only a deepspeed.PipelineModule uses it" in done.stdout
 
 

@@ -89,8 +89,7 @@ def test_a_machine_that_lacks_something_is_refused_where_it_matters(monkeypatch)
     with pytest.raises(ConfigError) as caught:
         check(config, 8, on_this_machine=True)
     assert [(problem.path, problem.accepted) for problem in caught.value.problems] == [
-        ("ds_npu.parallel", "no such kernel"),
-        ("ds_npu.plan", "no such kernel"),
+        (f"ds_npu.{feature.key}", "no such kernel") for feature in FEATURES[:2]
     ]
 
 
@@ -99,7 +98,7 @@ def test_features_fill_slots_and_a_slot_has_one_owner(monkeypatch):
         Feature(key, apply=lambda value, build, key=key: build.fill(Slot.ATTENTION, key, by=key))
         for key in ("swap", "moe")
     ]
-    build = Build(topology=None, plan=None)
+    build = Build(topology=None)
     monkeypatch.setattr("ds_npu.features.all.FEATURES", filled[:1])
     apply_features(DsNpuConfig(), build)
     assert build.slots == {Slot.ATTENTION: "swap"}

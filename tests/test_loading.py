@@ -27,7 +27,8 @@ from sharded_model import (
     sharded,
     tensors_of,
 )
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
+from transformers.core_model_loading import WeightRenaming
 
 from ds_npu.models.loading import load_checkpoint, meta_model
 from ds_npu.parallel.tensor.sharding import TENSOR_PARALLEL, Sharding, sharding_of
@@ -46,6 +47,7 @@ def test_each_rank_has_its_part(family, save, tmp_path):
         assert_parts(model, plain, rank)
         assert type(model) is type(plain) and not model.training
         assert model.config.to_dict() == plain.config.to_dict()
+        assert model.config.name_or_path == plain.config.name_or_path
 
 
 def test_checkpoints_hold_what_the_models_do_not(tmp_path):
@@ -169,11 +171,39 @@ def test_a_config_without_a_dtype(tmp_path):
 
 
 def test_a_dtype_for_what_is_loaded(tmp_path):
+    """But not for a weight that the model keeps in a dtype of its own, nor for a buffer that is computed."""
     family = FAMILIES["deepseek_v3"]
     save_single(family.make(torch.float32), tmp_path)
+    plain = family.auto.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model = sharded(family, tmp_path, 2, 1)
+    for each in (model, plain):
+        each.model.norm.weight = torch.nn.Parameter(each.model.norm.weight.double())
+    plain.model.norm.weight.data.copy_(load_file(tmp_path / SINGLE)["model.norm.weight"])
     load_checkpoint(model, tmp_path, 1, dtype=torch.bfloat16)
-    assert_parts(model, family.auto.from_pretrained(tmp_path, dtype=torch.bfloat16), 1)
+    assert_parts(model, plain, 1)
+
+
+def test_a_weight_under_two_names(tmp_path):
+    """With and without the base model's prefix: transformers' choice."""
+    family = FAMILIES["llama"]
+    save_single(family.make(), tmp_path)
+    stored = load_file(tmp_path / SINGLE)
+    stored["norm.weight"] = stored["model.norm.weight"] + 1
+    save_file(stored, tmp_path / SINGLE, metadata={"format": "pt"})
+    model = sharded(family, tmp_path, 2, 0)
+    load_checkpoint(model, tmp_path, 0)
+    assert_parts(model, family.auto.from_pretrained(tmp_path), 0)
+
+
+def test_a_name_that_only_an_old_one_of_another_weight_resembles(tmp_path, monkeypatch):
+    """A renaming that leads away from a name that the model has does not apply."""
+    family = FAMILIES["llama"]
+    save_single(family.make(), tmp_path)
+    renaming = WeightRenaming("model.norm", "model.scale")
+    monkeypatch.setattr("ds_npu.models.conversion.get_model_conversion_mapping", lambda model: [renaming])
+    model = sharded(family, tmp_path, 2, 0)
+    load_checkpoint(model, tmp_path, 0)
+    assert_parts(model, family.auto.from_pretrained(tmp_path), 0)
 
 
 def test_marks_and_ties_stay(tmp_path):
@@ -217,6 +247,24 @@ def test_half_of_a_model_is_real(tmp_path):
     load_checkpoint(model, tmp_path, 0)
     assert mlp.up_proj.weight is made
     assert_parts(model, family.auto.from_pretrained(tmp_path), 0)
+
+
+def test_only_buffers_are_initialised(tmp_path, monkeypatch):
+    """Modules whose tensors are all in the checkpoint are not shown to the model's initialisation."""
+    family = FAMILIES["llama"]
+    save_single(family.make(), tmp_path)
+    model = sharded(family, tmp_path, 2, 0)
+    seen = []
+    initialise = LlamaForCausalLM._init_weights
+
+    def record(self, module):
+        seen.append(type(module).__name__)
+        initialise(self, module)
+
+    for model_class in (LlamaForCausalLM, LlamaModel):
+        monkeypatch.setattr(model_class, "_init_weights", record)
+    load_checkpoint(model, tmp_path, 0)
+    assert seen == ["LlamaRotaryEmbedding"]
 
 
 def test_loading_changes_no_random_number(tmp_path):

@@ -72,6 +72,8 @@ def save_uneven(folder):
     plain = AutoModelForCausalLM.from_pretrained(folder)
     model = shard(meta_model(AutoModelForCausalLM, folder), rules, 3, rank)
     load_checkpoint(model, folder, rank)
+    turned = model.model.layers[0].mlp.up_proj.weight
+    turned.data = turned.data.t().contiguous().t()
     state = whole_state_dict(model, dist.group.WORLD)
     assert_same_state(state, plain.state_dict() if rank == 0 else {})
     # A change on the rank that holds an index is what is saved.
@@ -120,30 +122,29 @@ def test_groups_and_partitioned_weights(tmp_path):
     run_on_ranks(4, save_in_two_groups, tmp_path)
 
 
-WIDE = {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32}
+WIDE = {"hidden_size": 128, "intermediate_size": 32, "vocab_size": 1024, "num_hidden_layers": 1}
 
 
-def measure_memory(folder):
-    rank = dist.get_rank()
-    rules = {
-        r"(gate|up)_proj": lambda ranks: Sharding(0, 352, (((0, 100),), ((100, 352),))),
-        r"embed_tokens": lambda ranks: Sharding(1, 128, (((0, 60),), ((60, 128),))),
-    }
-    model = shard(meta_model(AutoModelForCausalLM, folder), rules, 2, rank)
-    load_checkpoint(model, folder, rank)
-    peak = peak_bytes(lambda: whole_state_dict(model, dist.group.WORLD))
-    everything = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    largest_part = 252 * 128 * 4
-    if rank == 0:
-        assert everything - 10_000 <= peak <= everything + largest_part
-    else:
-        assert peak <= largest_part
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_of_gathering(rank, tmp_path, monkeypatch):
+    """The first rank needs what it returns and one part of another's; the others, one part: no more than one weight.
 
-
-def test_memory_of_gathering(tmp_path):
-    """The first rank needs what it returns and one part of another rank's; the others, one part."""
+    Without processes: gloo lets go of a part in a thread of its own, where frees are not seen.
+    """
     save_single(FAMILIES["llama"].make(**WIDE), tmp_path)
-    run_on_ranks(2, measure_memory, tmp_path)
+    bounds = ((0, 60), (60, 80), (80, 110), (110, 128))
+    rules = {r"(embed_tokens|lm_head)": lambda ranks: Sharding(1, 128, tuple((each,) for each in bounds))}
+    model = shard(meta_model(AutoModelForCausalLM, tmp_path), rules, 4, rank)
+    load_checkpoint(model, tmp_path, rank)
+    sent = []
+    monkeypatch.setattr(dist, "get_rank", lambda group: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(dist, "broadcast", lambda part, **options: sent.append(options["group_src"]))
+    peak = peak_bytes(lambda: whole_state_dict(model, None))
+    assert sent == 2 * [1, 2, 3]
+    everything = sum(each.numel() * each.element_size() for each in load_file(tmp_path / SINGLE).values())
+    returned = everything if rank == 0 else 0
+    assert returned <= peak <= returned + 30 * 1024 * 4
 
 
 def gather_over_too_few(folder):
@@ -196,6 +197,34 @@ def test_other_files_stay_and_old_weights_go(plain, tmp_path):
     assert found == ["config.json", "generation_config.json", SINGLE, "step-1/model.safetensors", "tokenizer.json"]
     assert_same_state(AutoModelForCausalLM.from_pretrained(folder).state_dict(), plain.state_dict())
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
+
+
+def test_conversions_that_loading_did_not_need_are_not_reverted(tmp_path):
+    family = FAMILIES["mixtral"]
+    family.make().save_pretrained(tmp_path / "merged", save_original_format=False)
+    plain = family.auto.from_pretrained(tmp_path / "merged")
+    plain.save_pretrained(tmp_path / "plain")
+    assert "model.layers.0.mlp.experts.down_proj" in load_file(tmp_path / "plain" / SINGLE)
+    model = meta_model(family.auto, tmp_path / "merged")
+    load_checkpoint(model, tmp_path / "merged", 0)
+    save_pretrained(model, tmp_path / "ours", model.state_dict())
+    assert contents(tmp_path / "ours") == contents(tmp_path / "plain")
+
+
+def test_the_config_names_the_dtype_of_what_is_saved(plain, tmp_path):
+    """An engine has cast the model since it was made."""
+    plain.to(torch.bfloat16)
+    save_pretrained(plain, tmp_path / "x", plain.state_dict())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    assert again.dtype == torch.bfloat16
+    assert_same_state(again.state_dict(), plain.state_dict())
+
+
+def test_an_attention_that_the_meta_device_lacks(plain, tmp_path):
+    """As flash attention on the CPU: what a model runs with has no part in saving it."""
+    plain.config._attn_implementation = "flash_attention_2"
+    save_pretrained(plain, tmp_path / "x", plain.state_dict())
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "x").state_dict(), plain.state_dict())
 
 
 def test_the_state_dict_is_left_as_it_is(tmp_path):
@@ -262,6 +291,7 @@ def test_an_interrupted_save_leaves_nothing_that_looks_complete(earlier, plain, 
             found = None
             with pytest.raises(CheckpointError):
                 open_checkpoint(folder)
+            assert not any((folder / entry).exists() for entry in ENTRIES)
             # All of the new weights are still there, beside the folder or in it.
             beside = folder.with_name(".x.incomplete")
             files = (*folder.glob("*.safetensors"), *beside.glob("*.safetensors"))

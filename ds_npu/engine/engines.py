@@ -19,17 +19,20 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 from torch import nn
 
 from ds_npu.capability import try_import
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
+from ds_npu.log import logger
 from ds_npu.models.tensor_parallel import split_of
+from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_norm import clip_gradients
+from ds_npu.zero_ext.lost_hooks import attach_hooks_again
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
@@ -43,9 +46,15 @@ class TopologyMixin(WholeWeights):
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         self.model_axes = SPLIT_BY_STAGES if isinstance(model, PipelineModule) else WHOLE_ON_EACH_STAGE
         apply_features(session.config, self.build)
-        _gather_together(model)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
-        super().__init__(*args, **{**kwargs, "mpu": mpu_of(self.topology, self.model_axes), "mesh_device": None})
+        mpu = mpu_of(self.topology, self.model_axes)
+        super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
+        attach_hooks_again(model)
+        if self.topology.size("tp") > 1 and "pp" not in self.model_axes:
+            check_first_batch(model, self.topology.group("tp"), self.topology.ranks("tp"))
+        for install in self.build.when_built:
+            for line in install(self):
+                logger().info("%s", line)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
@@ -67,7 +76,9 @@ class TopologyMixin(WholeWeights):
             self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+        split = split_of(self.module)
+        with gathered_as_one(split.fetched_together if split else ()):
+            zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) and self.topology.size("cp") > 1:
             restore_sequence_factor(zero, self.topology.size("cp"))
         return zero
@@ -86,7 +97,7 @@ class TopologyMixin(WholeWeights):
 
     def clip_fp32_gradients(self) -> None:
         self._global_grad_norm = clip_gradients(
-            self.module.parameters(),  # type: ignore[attr-defined]
+            self.module.parameters(),
             self.gradient_clipping(),  # type: ignore[attr-defined]
             self.topology.rank("tp"),
             self.topology.group(*self.model_axes),
@@ -113,13 +124,6 @@ class TopologyMixin(WholeWeights):
     @communication_data_type.setter
     def communication_data_type(self, dtype: torch.dtype) -> None:
         DeepSpeedEngine.communication_data_type.fset(self, dtype)
-
-
-def _gather_together(model: nn.Module) -> None:
-    """Let ZeRO-3 gather at once the weights of modules whose forward uses one another's."""
-    split = split_of(model)
-    for module in split.fetched_together if split else ():
-        set_z3_leaf_module(module, True)
 
 
 def _shard_over(group: Any, model: nn.Module) -> None:

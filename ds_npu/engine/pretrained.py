@@ -11,10 +11,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_npu.engine.session import open_session
+from ds_npu.features.feature import Build
 from ds_npu.features.loading import load
-from ds_npu.models.globs import plan_for
+from ds_npu.features.parallel import PARALLEL
+from ds_npu.features.tensor_overlap import TENSOR_OVERLAP
 from ds_npu.models.loading import load_checkpoint, meta_model
-from ds_npu.models.tensor_parallel import split_model
 
 
 def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any, **options: Any) -> Any:
@@ -34,9 +35,8 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
         deepspeed.init_distributed(get_accelerator().communication_backend_name())
     session = open_session(ds_config)
     model = meta_model(auto_class, Path(folder), **options)
-    topology, parallel = session.topology, session.config.parallel
-    if parallel.tensor > 1:
-        plan = plan_for(model, session.config.plan)
-        split_model(model, plan, topology, parallel.sequence_parallel)
-    load_checkpoint(model, Path(folder), topology.rank("tp"))
+    build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
+    TENSOR_OVERLAP.apply(session.config.tensor_overlap, build)
+    PARALLEL.apply(session.config.parallel, build)
+    load_checkpoint(model, Path(folder), session.topology.rank("tp"))
     return model

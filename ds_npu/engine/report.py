@@ -31,7 +31,8 @@ def report(file: TextIO | None = None, features: Iterable[Feature] = ()) -> None
         ("ds_npu versions", _version_lines()),
         ("NPU devices", _device_lines()),
         ("HCCL and torch_npu variables (value, who set it, what it does)", _variable_lines()),
-        ("ds_npu operators", _operator_lines()),
+        ("ds_npu operators of DeepSpeed", _operator_lines()),
+        ("ds_npu kernels on NPUs (fused_ops)", _kernel_lines()),
         ("ds_npu features", _feature_lines(features)),
     )
     lines = [line for title, body in parts for line in (RULE, title, RULE, *body)]
@@ -155,6 +156,13 @@ def _operator_lines() -> Iterator[str]:
     for builder in _builders():
         reason = builder.why_not()
         yield from _answer(builder.name, ["see NPUs above" if reason == said else reason] if reason else [])
+
+
+def _kernel_lines() -> Iterator[str]:
+    operators: Any = importlib.import_module("ds_npu.ops.all")
+    said = capability.torch_npu_importable()
+    for name, reason in operators.report():
+        yield from _answer(name, ["see NPUs above" if said and reason == str(said) else reason] if reason else [])
 
 
 def _feature_lines(features: Iterable[Feature]) -> Iterator[str]:

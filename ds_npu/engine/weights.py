@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_npu.models.saving import save_pretrained, whole_state_dict
+
+def _saving() -> Any:
+    """Imported when it is needed: it imports transformers."""
+    return importlib.import_module("ds_npu.models.saving")
 
 
 class WholeWeights:
@@ -30,7 +34,8 @@ class WholeWeights:
         model, tensor_group = self.module, self.topology.group("tp")
         gather = _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
         if all(self.topology.rank(axis) == 0 for axis in ("pp", "dp", "cp")):
-            return whole_state_dict(model, tensor_group, gather=gather)
+            weights: dict[str, torch.Tensor] = _saving().whole_state_dict(model, tensor_group, gather=gather)
+            return weights
         if gather is _gathered and self.topology.rank("pp") == 0:
             # ZeRO-3 gathers over dp x cp, whose other ranks take part and keep nothing.
             for parameter in {id(each): each for each in model.state_dict(keep_vars=True).values()}.values():
@@ -44,7 +49,7 @@ class WholeWeights:
 
         Raises RuntimeError on every rank where global rank 0 could not write; ``folder`` is then as it was.
         """
-        self._write(lambda weights: save_pretrained(self.module, Path(folder), weights), folder)
+        self._write(lambda weights: _saving().save_pretrained(self.module, Path(folder), weights), folder)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -45,6 +45,8 @@ class Build:
     """``ds_npu.plan``."""
     device_type: str = "cpu"
     """Where the model will be."""
+    when_built: list[Callable[[Any], list[str]]] = field(default_factory=list)
+    """What is done to the engine once it is built; returns lines for people."""
     slots: dict[Slot, Any] = field(default_factory=dict)
     _owners: dict[Slot, str] = field(default_factory=dict)
 

@@ -1,13 +1,39 @@
-"""``ds_npu.fused_ops``: operators that one NPU kernel does, in place of the model's own."""
+"""``ds_npu.fused_ops``: operators that one NPU kernel does, in place of the model's own.
+
+A key that is left out means: on NPUs, where torch_npu has the kernel and the kernel passes a check against its
+reference; on the CPU the model stays as it is. ``true`` puts ds_npu's operator in on the CPU, too, where it computes in
+plain PyTorch; ``false`` leaves the model's own.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ds_npu import capability
 from ds_npu.config import Section
-from ds_npu.features.feature import Feature
+from ds_npu.features.feature import Build, Feature
+from ds_npu.log import logger
+
+ATTENTION = "ds_npu.ops.attention.operator"
+OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
+    "flash_attention": ((ATTENTION, "attention_forward"), (ATTENTION, "attention_backward")),
+    "rms_norm": (("ds_npu.ops.rms_norm", "rms_norm"),),
+    "swiglu": (("ds_npu.ops.swiglu", "swiglu"),),
+    "rotary": (("ds_npu.ops.rotary", "rotary"),),
+    "cross_entropy": (("ds_npu.ops.cross_entropy", "cross_entropy"),),
+    "adamw": (("ds_npu.ops.adamw", "adamw_"),),
+    "matmul_accumulate": (("ds_npu.ops.matmul_accumulate", "matmul_accumulate_"),),
+}
+"""By key, the operators it stands for: their modules (which import torch) and names."""
+NOT_IN_THE_MODEL = ("adamw", "matmul_accumulate")
 
 
 class FusedOpsSection(Section):
-    """One key an operator; ds_npu chooses for a key that is left out."""
+    """One key an operator. Left out: used on NPUs whose kernel passes a check at the start, nothing on the CPU."""
 
     flash_attention: bool | None = None
     """Attention in one kernel that never stores the score matrix."""
@@ -18,11 +44,67 @@ class FusedOpsSection(Section):
     rotary: bool | None = None
     """Rotary position embedding in one kernel."""
     cross_entropy: bool | None = None
-    """Cross entropy in one kernel."""
+    """Cross entropy in one kernel; with tensor parallelism the loss is the vocabulary-parallel one, always."""
     adamw: bool | None = None
-    """The AdamW update in one kernel."""
+    """The AdamW update of DeepSpeed's FusedAdam in one kernel; false: in PyTorch's operators, in all of the process."""
     matmul_accumulate: bool | None = None
-    """Weight gradients added to their buffer by the matrix multiplication itself."""
+    """Weight gradients added to their buffer by the matrix multiplication itself, with ZeRO 0 and 1."""
 
 
-FUSED_OPS: Feature[FusedOpsSection] = Feature("fused_ops", planned=("fused_ops",))
+def _operators(key: str) -> Iterator[Any]:
+    for module, name in OPERATORS[key]:
+        yield vars(importlib.import_module(module))[name]
+
+
+def _unmet(section: FusedOpsSection) -> list[str]:
+    asked = [key for key, value in section if value and key in OPERATORS]
+    # On the CPU every operator is there.
+    if not asked or os.environ.get("DS_ACCELERATOR") == "cpu" or not capability.torch_npu_state().usable:
+        return []
+    lacks = {key: next(filter(None, (operator.lack() for operator in _operators(key))), None) for key in asked}
+    return [f"{key}: kernel not available: {lack}" for key, lack in lacks.items() if lack]
+
+
+@functools.cache
+def _wrong(key: str, device_type: str) -> str | None:
+    """Why the kernels of ``key`` are not used; looked at once in a process, for it waits for the device."""
+    return next(filter(None, (operator.check(device_type) for operator in _operators(key))), None)
+
+
+def _apply(section: FusedOpsSection, build: Build) -> None:
+    values = {key: value for key, value in section if key in OPERATORS}
+    on_npu = build.device_type == "npu"
+    if values["adamw"] is False:
+        for operator in _operators("adamw"):
+            operator.set_aside("ds_npu.fused_ops.adamw is false", "leave it out to use the kernel")
+    chosen = [key for key, value in values.items() if value or (on_npu and value is None)]
+    refused = {key: reason for key in chosen if on_npu and (reason := _wrong(key, build.device_type))}
+    said = [f"{key} is left as it is: {reason}" for key, reason in refused.items()]
+    wanted = [key for key in chosen if key not in refused and key not in NOT_IN_THE_MODEL]
+    if wanted:
+        said += _fuse(wanted, build, must=any(values[key] for key in wanted))
+    if "matmul_accumulate" in set(chosen) - set(refused):
+        build.when_built.append(importlib.import_module("ds_npu.zero_ext.gradient_buffer").install_gradient_buffers)
+    for line in said:
+        logger().info("fused_ops: %s", line)
+
+
+def _fuse(wanted: list[str], build: Build, must: bool) -> list[str]:
+    """Raises PlanError for a model that is not known, if it ``must`` be."""
+    fused = importlib.import_module("ds_npu.models.fused")
+    if fused.fused_keys(build.model).issuperset(wanted):
+        # A model that was split and filled before it came here: its modules are no longer those of a plan.
+        return []
+    try:
+        plan = build.plan
+    except importlib.import_module("ds_npu.models.plan").PlanError as error:
+        if must:
+            raise
+        unknown = f"none in {type(build.model).__name__}, whose modules are not known ({error.problems[0]}"
+        more = len(error.problems) - 1
+        return [f"{unknown}{f', and {more} more' if more else ''}); ds_npu.plan can say what they are"]
+    lines: list[str] = fused.fuse(build.model, plan, wanted)
+    return lines
+
+
+FUSED_OPS: Feature[FusedOpsSection] = Feature("fused_ops", unmet=_unmet, apply=_apply)

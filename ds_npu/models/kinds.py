@@ -74,5 +74,7 @@ def misfit(role: Role, module: nn.Module) -> str | None:
             None if dims == {3} else f"{role} is for a module whose parameters have three dims, the first the experts"
         )
     if role in (Role.LORA_A, Role.LORA_B):
-        return None if dims == {2} else f"{role} is for a factor of an adapter, which has two dims"
+        # PEFT's lora_bias gives the second factor one.
+        right = 2 in dims and dims <= {1, 2}
+        return None if right else f"{role} is for a factor of an adapter, which has two dims"
     return None if is_linear(module) else f"{role} is for a linear, which has a weight of two dims"

@@ -1,8 +1,7 @@
 """Projections that stay whole on every tensor rank and stand at the entry of a region.
 
-MLA's down-projections (DeepSeek-V2, arXiv 2405.04434 section 2.1), and LoRA's A beside a column linear: their outputs
-are narrow and go to every rank. So they are computed outside of the region (on sequence shards, where there are some),
-and what enters it is their output.
+MLA's down-projections (DeepSeek-V2, arXiv 2405.04434 section 2.1): their outputs are narrow and go to every rank. So
+they are computed outside of the region (on sequence shards, where there are some), and what enters it is their output.
 """
 
 from __future__ import annotations

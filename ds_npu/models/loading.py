@@ -53,7 +53,6 @@ def meta_model(auto_class: Any, folder: str | Path, dtype: Any = None, **options
     # Under DeepSpeed's ZeRO-3, transformers would partition what is not there yet.
     with torch.device("meta"), set_zero3_state():
         model = make(config, dtype=dtype, **rest)
-    model.config.name_or_path = str(folder)
     if model.can_generate() and (folder / GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()

@@ -26,6 +26,16 @@ def parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def owner(name: str) -> str:
+    """The name of the module in which the model without PEFT has the one of ``name``."""
+    return next(each for each in ancestors(name) if plain(each) == parent(plain(name)))
+
+
+def is_copy(name: str) -> bool:
+    """Whether PEFT keeps this module in one place with another that is used instead of it."""
+    return name.endswith(f".{ORIGINAL}") or parent(name).endswith(f".{COPIES}")
+
+
 def ancestors(name: str) -> Iterable[str]:
     """The names of the modules around ``name``, from the inside out, the model ("") included."""
     while name:

@@ -66,17 +66,16 @@ def _whole(
     shape = list(mine.shape)
     shape[sharding.dim] = sharding.size if first else 0
     whole = mine.new_empty(shape, device=device)
-    for rank, ranges in enumerate(sharding.ranges):
+    for rank in range(size):
         shape[sharding.dim] = sharding.length(rank)
-        if rank == dist.get_rank(group):
-            part = mine.contiguous()
-        elif shape[sharding.dim]:
-            part = mine.new_empty(shape)
-        # What the first rank holds is there already. A broadcast, since point to point would open communicators.
-        if rank and shape[sharding.dim]:
+        if not shape[sharding.dim] or (rank == 0 and not first):
+            continue
+        part = mine.contiguous() if rank == dist.get_rank(group) else mine.new_empty(shape)
+        if rank:  # by broadcast, since point to point would open communicators
             dist.broadcast(part, group=group, group_src=rank)
-        if first and ranges:
+        if first:
             place(whole, part, sharding, rank)
+        del part  # before the next is made
     return whole
 
 

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
+from ds_npu.models import names
+from ds_npu.models.adapters import (
+    adapted_layers,
+    check_adapters,
+    cuts_of_factors,
+    enter_by_factors,
+    is_at_border,
+    keep_padding,
+    second_factors,
+    with_adapter,
+)
 from ds_npu.models.cuts import ROWS, Cut, cuts_of, even, halves, local_heads
 from ds_npu.models.experts import show_all_tokens, split_experts
 from ds_npu.models.latent import make_latent
@@ -93,8 +105,10 @@ class _Splitting:
 
     def run(self) -> SplitModel:
         cuts = cuts_of(self.plan, self._widths(), self.axis.size)
+        check_adapters(self.plan, self.modules)
         experts = self._experts()
-        for name, cut in cuts.items():
+        self._let_adapters_know()
+        for name, cut in {**cuts_of_factors(self.plan, cuts), **cuts}.items():
             self._split(name, cut)
         for name, (gate_up, down) in experts.items():
             split_experts(self.modules[name], gate_up.sharding(1), down.sharding(2), self.axis)  # type: ignore[arg-type]
@@ -125,9 +139,10 @@ class _Splitting:
         return found
 
     def _split(self, name: str, cut: Cut) -> None:
-        role, module = self.plan.roles[name], self.modules[name]
+        layer, module = self.plan.adapted(name) or name, self.modules[name]
+        role = self.plan.roles[layer]
         if role is Role.EMBEDDING:
-            VocabParallelEmbedding.adopt(module, self.topology)  # type: ignore[arg-type]
+            VocabParallelEmbedding.adopt(module, self.topology)
             return
         is_row = role in ROWS
         weight, bias = module.get_parameter("weight"), _bias(module)
@@ -140,11 +155,20 @@ class _Splitting:
             self._put(name, RowLinear(weight, bias, self.axis, form))
         elif role is Role.HEAD:
             self._put(name, ColumnLinear(weight, bias, local_axis(self.axis), form, inside=False))
-            owner = self.modules[name.rpartition(".")[0]]
-            split_loss(owner, self.modules[name], cut.sharding(0), self.topology)  # type: ignore[arg-type]
+            if name == layer:
+                heads = [self.modules[each] for each in (name, *second_factors(self.plan, name))]
+                split_loss(self.modules[names.owner(name)], heads, cut.sharding(0), self.topology)  # type: ignore[arg-type]
         else:
             inside = self._region_of(name) is not None
             self._put(name, ColumnLinear(weight, bias, self.axis, form, inside))
+
+    def _let_adapters_know(self) -> None:
+        for name in adapted_layers(self.plan):
+            around, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
+            if role is Role.EMBEDDING:
+                keep_padding(around, base)
+            elif role in (Role.LATENT, *COLUMNS) and self._region_of(name) is not None:
+                enter_by_factors(around, self.axis, self._outside)
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, leaf = name.rpartition(".")
@@ -190,7 +214,7 @@ class _Splitting:
     def _is_partial(self, module: str) -> bool:
         if self.axis.sequence_parallel and any(module.startswith(f"{block}.") for block in self.plan.blocks):
             return True
-        at_border = self.plan.roles.get(module) in (Role.LATENT, *ROWS)
+        at_border = self.plan.roles.get(module) in (Role.LATENT, *ROWS) or is_at_border(self.plan, module)
         return self._region_of(module) is not None and not at_border
 
     def _regions(self) -> list[nn.Module]:
@@ -199,7 +223,8 @@ class _Splitting:
         sequence = self.axis.sequence_parallel
         for name, module in regions:
             for roles in TOGETHER:
-                mine = [self.modules[each] for each in self._below(name) if self.plan.roles[each] in roles]
+                found = [each for each in self._below(name) if self.plan.roles[each] in roles]
+                mine = [self.modules[each] for each in found if not names.is_copy(each)]
                 layers = [each for each in mine if isinstance(each, ColumnLinear)]
                 if layers:
                     project_together(layers)
@@ -230,7 +255,13 @@ class _Splitting:
         return {"random_numbers": self.randomness.region}
 
     def _rows(self, name: str) -> list[nn.Module]:
-        return [self.modules[each] for each in self._below(name) if self.plan.roles[each] in ROWS]
+        rows = [each for each in self._below(name) if self.plan.roles[each] in ROWS]
+        return [self.modules[with_adapter(each)] for each in rows]
+
+    @property
+    def _outside(self) -> RandomNumbers:
+        """Numbers for what is computed outside of regions, where a module in a region does it."""
+        return nullcontext if self.axis.sequence_parallel else self.randomness.outside
 
 
 def _drops(module: nn.Module) -> bool:

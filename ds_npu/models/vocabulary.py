@@ -6,11 +6,13 @@ Whole logits are built only where somebody asks for them: in evaluation, and in 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_npu.models.hugging_face import is_hugging_face
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
 from ds_npu.parallel.tensor.region import around
@@ -27,13 +29,13 @@ class SplitLogits:
         self.split = False
 
 
-def split_loss(model: nn.Module, head: nn.Module, vocabulary: Sharding, topology: Topology) -> None:
-    """Let ``model``, a Hugging Face causal language model with this ``head``, compute its loss from split logits.
+def split_loss(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Sharding, topology: Topology) -> None:
+    """Let ``model``, a Hugging Face causal language model, compute its loss from split logits, the sum of ``heads``.
 
-    It does so where it is trained on labels; its output's ``logits`` are then this rank's part.
+    It does so where it is trained on labels; its output's ``logits`` are then this rank's part. A model of another kind
+    gets whole logits.
     """
     state, group = SplitLogits(), topology.group("tp")
-    signature = inspect.signature(model.forward)
 
     def logits(forward: Any, x: torch.Tensor) -> torch.Tensor:
         local: torch.Tensor = forward(x)
@@ -47,7 +49,11 @@ def split_loss(model: nn.Module, head: nn.Module, vocabulary: Sharding, topology
         finally:
             state.split = False
 
-    around(head, logits)
+    for head in heads:
+        around(head, logits)
+    if not is_hugging_face(model):
+        return
+    signature = inspect.signature(model.forward)
     around(model, whole)
     vocab_parallel, usual = VocabParallelLoss(topology, vocabulary), _loss_function(model)
 

@@ -14,8 +14,8 @@ LONGEST = 1 << 20
 def kernel_lack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> str | None:
     """Why the kernel does not do a call with these shapes and options, None if it does.
 
-    Source: CANN's documentation of aclnnFlashAttentionScore and aclnnFlashAttentionVarLenScore. Reads no tensor's
-    numbers: whether a ``dense`` mask leaves a row empty is left to the kernel, which gives 0 for it.
+    Source: the constraints of aclnnFlashAttentionScoreV2 in CANN 8.5's documentation, and MindSpeed's of packed
+    documents. Reads no tensor's numbers: for a row that a ``dense`` mask leaves empty the kernel gives 0.
     """
     sizes = sizes_of(q, k, v, options)
     if 0 in sizes:

@@ -13,7 +13,7 @@ from ds_npu.ops.attention.options import Layout, Options, by_head, laid_out, siz
 from ds_npu.ops.attention.reference import Result, views
 
 ALIGNED = 16
-"""Columns that are added, of which two are used: heads stay multiples of it."""
+"""Columns that are added, of which one is used: heads stay multiples of it."""
 
 
 class Widened(NamedTuple):
@@ -32,18 +32,16 @@ def _layout(options: Options) -> Layout:
 
 def widened(dout: torch.Tensor, inputs: Inputs, result: Result, options: Options, dlse: torch.Tensor) -> Widened:
     """A score's slope is weight · (dout · v - sum(dout · out) + dlse): a column that is dlse in dout, 1 in v and 0 in
-    out adds just that. There are two, for what a narrow dtype leaves of dlse in the first."""
+    out adds just that. dlse is rounded to dout's dtype."""
     sizes = sizes_of(*inputs, options)
     layout = _layout(options)
     q, k, v = views(inputs, options.layout, sizes)
     dout, out = (by_head(x, options.layout, sizes.heads) for x in (dout, result.out))
     dlse_BNS = dlse.T[None] if layout == "TND" else dlse
-    coarse = dlse_BNS.to(dout.dtype)
-    fine = (dlse_BNS - coarse.to(dlse.dtype)).to(dout.dtype)
     value_width = sizes.value_width + ALIGNED
     width = max(sizes.width, value_width)
-    v = pad(pad(v, (0, 2), value=1.0), (0, ALIGNED - 2))
-    dout = pad(torch.cat([dout, torch.stack([coarse, fine], -1)], -1), (0, ALIGNED - 2))
+    v = pad(pad(v, (0, 1), value=1.0), (0, ALIGNED - 1))
+    dout = pad(torch.cat([dout, dlse_BNS[..., None].to(dout.dtype)], -1), (0, ALIGNED - 1))
     q, k, out = pad(q, (0, width - q.shape[3])), pad(k, (0, width - k.shape[3])), pad(out, (0, ALIGNED))
     q, k, v, dout, out = (laid_out(x, layout) for x in (q, k, v, dout, out))
     as_before = replace(options, layout=layout, heads=0, scale=options.scale_of(sizes))

@@ -35,7 +35,9 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, ctx.dropout = attention_forward(q, k, v, options)
+        # What is computed in float32 stays so, also under autocast.
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse, ctx.dropout = attention_forward(q, k, v, options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -51,7 +53,8 @@ class _Attend(torch.autograd.Function):
             return None, None, None, None
         dout = torch.zeros_like(out) if dout is None else dout
         result = Result(out, lse, ctx.dropout)
-        return (*attention_backward(dout, Inputs(q, k, v), result, ctx.options, dlse), None)
+        with torch.autocast(q.device.type, enabled=False):
+            return (*attention_backward(dout, Inputs(q, k, v), result, ctx.options, dlse), None)
 
 
 def _sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:

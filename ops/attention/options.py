@@ -100,7 +100,13 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"attention: {shapes}: {heads} heads of the query cannot share {key_heads} of the key")
     sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], heads, key_heads, q.shape[3], v.shape[3])
-    mask = options.mask
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"attention: {shapes}: one dtype is needed, not {q.dtype}, {k.dtype} and {v.dtype}")
+    mask, scores = options.mask, (sizes.batch, heads, sizes.rows, sizes.keys)
+    if mask.dense is not None and any(
+        given not in (1, wanted) for given, wanted in zip(mask.dense.shape[::-1], scores[::-1], strict=False)
+    ):
+        raise ValueError(f"attention: {shapes}: a mask {list(mask.dense.shape)} does not fit scores {list(scores)}")
     if mask.ends_q and (mask.ends_q[-1], mask.ends_k[-1]) != (sizes.rows, sizes.keys):
         raise ValueError(f"attention: {shapes}: the documents end at {mask.ends_q[-1]} and {mask.ends_k[-1]}")
     return sizes

@@ -83,7 +83,7 @@ def _drawn_seed(device: torch.device) -> int:
 
 
 def _of(x: torch.Tensor, part: range) -> torch.Tensor:
-    return x[:, :, part.start : part.stop]
+    return x if len(part) == x.shape[2] else x[:, :, part.start : part.stop]
 
 
 def _part(inputs: Inputs, rows: range, keys: range) -> Inputs:

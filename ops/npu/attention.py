@@ -29,7 +29,7 @@ ZEROS_FOR_EMPTY_ROWS = 2
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Result:
     """``ds_npu.ops.attention.attention_forward``."""
-    if lack := kernel_lack(q, k, v, options):
+    if lack := _lack(Inputs(q, k, v), options):
         warn_once(f"attention runs without its NPU kernel: {lack}")
         return reference.forward(q, k, v, options)
     sizes = sizes_of(q, k, v, options)
@@ -53,7 +53,7 @@ def backward(
 ) -> Inputs:
     """``ds_npu.ops.attention.attention_backward``; with dropout lse can have no gradient (NotImplementedError)."""
     of_reference = result.dropout is not None and not result.dropout.of_kernel
-    if of_reference or kernel_lack(*inputs, options):
+    if of_reference or _lack(inputs, options):
         return reference.backward(dout, inputs, result, options, dlse)
     if dlse is None:
         return _gradients(dout, inputs, result, options)
@@ -62,9 +62,22 @@ def backward(
             "attention on an NPU with dropout: its lse has no gradient; detach it, or use no dropout"
         )
     widened = lse_column.widened(dout, inputs, result, options, dlse)
-    if kernel_lack(*widened.inputs, widened.options):
+    if _lack(widened.inputs, widened.options):
         return reference.backward(dout, inputs, result, options, dlse)
     return lse_column.narrowed(_gradients(*widened), inputs, options)
+
+
+def _lack(inputs: Inputs, options: Options) -> str | None:
+    if options.mask.ends_q and not _tells_layout():
+        return "this torch_npu's npu_fusion_attention has no softmax_layout, which packed documents need"
+    return kernel_lack(*inputs, options)
+
+
+@functools.cache
+def _tells_layout() -> bool:
+    """Whether the statistics of packed documents can be had as [T, N, 8], as from torch_npu 2.13."""
+    arguments = torch.ops.npu.npu_fusion_attention.default._schema.arguments
+    return any(argument.name == "softmax_layout" for argument in arguments)
 
 
 def _gradients(dout: torch.Tensor, inputs: Inputs, result: Result, options: Options) -> Inputs:

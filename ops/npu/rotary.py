@@ -19,16 +19,29 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     """``ds_npu.ops.rotary``, one kernel forward and one backward (aclnnRotaryPositionEmbedding and -Grad).
 
     cos and sin are rounded to x's dtype, which is the only one the kernel takes. Shapes it does not take go to the
-    reference: more than four dims, and cos and sin that lack other dims than a layout's batch and heads.
+    reference: more than four dims, and cos and sin that lack other dims than a layout's batch and heads (or its batch
+    alone, where there is more than one head).
     """
     if x.dim() > 4 or max(cos.dim(), sin.dim()) > x.dim():
         return operator.reference(x, cos, sin, interleaved)
     x4, cos4, sin4 = (tensor.reshape((1,) * (4 - tensor.dim()) + tensor.shape) for tensor in (x, cos, sin))
+    empty = _dim_for_batch(x4, cos4)
+    x4, cos4, sin4 = (tensor.transpose(0, empty) for tensor in (x4, cos4, sin4))
     if cos4.shape != sin4.shape or not _fits(x4, cos4, interleaved, cos.requires_grad or sin.requires_grad):
         return operator.reference(x, cos, sin, interleaved)
     mode = "interleave" if interleaved else "half"
     y: torch.Tensor = torch_npu.npu_rotary_mul(x4, cos4.to(x.dtype), sin4.to(x.dtype), mode)
-    return y.reshape(x.shape)
+    return y.transpose(0, empty).reshape(x.shape)
+
+
+def _dim_for_batch(x4: torch.Tensor, cos4: torch.Tensor) -> int:
+    """Where the batch is to stand: the kernel takes cos without a batch only where it has no heads either.
+
+    One head (multi-query attention, MLA's keys) is a dim of size 1, which can change places with the batch.
+    """
+    if cos4.shape[0] != 1 or cos4.shape[1:] != x4.shape[1:]:
+        return 0
+    return next((dim for dim in (1, 2) if x4.shape[dim] == 1), 0)
 
 
 def _fits(x: torch.Tensor, cos: torch.Tensor, interleaved: bool, angle_gradient: bool) -> bool:

@@ -37,6 +37,7 @@ BANDS = {
     "from the start": Mask(after=0, from_start=True),
 }
 SCALE = 0.2
+TOKENS = ("pre_tockens", "next_tockens")
 
 
 def numbers(*shape, seed, dtype):
@@ -107,9 +108,10 @@ def near(found, plain, exact):
 def check(tensors, hidden, options, with_dlse=True):
     """The kernel against the formula, both in the inputs' dtype, and against the formula in float64."""
     dtype, layout = tensors[0].dtype, options.layout
+    scale = options.scale or tensors[0].shape[3] ** -0.5
 
     def by_formula(*x):
-        return attention_formula(*x, hidden, SCALE)
+        return attention_formula(*x, hidden, scale)
 
     def by_kernel(q, k, v):
         heads_first = {
@@ -147,7 +149,7 @@ def test_every_layout_and_band(layout, band, dtype, calls):
 @pytest.mark.parametrize("widths", ((32, 32), (48, 32)))
 @pytest.mark.parametrize("layout", ("BNSD", "BSND", "SBH"))
 def test_a_gradient_of_lse_and_values_of_another_width(layout, widths, heads, dtype, calls):
-    options = Options(layout, CAUSAL, SCALE, heads=4 if layout == "SBH" else 0)
+    options = Options(layout, CAUSAL, heads=4 if layout == "SBH" else 0)
     check(inputs(dtype, heads, widths), hidden_by_band(40, 40, after=0), options)
     assert calls.names == ["npu_fusion_attention", "npu_fusion_attention_grad"]
 
@@ -265,6 +267,44 @@ def test_what_the_kernel_cannot_do_the_reference_does(make, options, said, calls
     assert calls.names == []
     wanted = reference.forward(*(x.detach().cpu() for x in (q, k, v)), options)
     torch.testing.assert_close(out.detach().cpu(), wanted.out, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sparse"),
+    (
+        (FULL, None),
+        (Mask(before=39, after=23), None),
+        (CAUSAL, (3, None, None)),
+        (Mask(before=100, after=0), (3, None, None)),
+        (Mask(after=0, from_start=True), (2, None, None)),
+        (Mask(after=-16), (2, None, None)),
+        (sliding(9), (4, 8, 0)),
+        (Mask(before=8, after=2, from_start=True), (4, 24, -14)),
+        (Mask(dense=torch.zeros(24, 40).bool()), (1, None, None)),
+    ),
+    ids=str,
+)
+def test_the_sparse_mode_of_24_rows_and_40_keys(mask, sparse, calls):
+    """The simplest way to say it: causal rather than a band, nothing where nothing is hidden."""
+    if mask.dense is not None:
+        mask = Mask(dense=mask.dense.npu())
+    q, k, v, *_ = (x.npu() for x in inputs(torch.bfloat16, rows=24))
+    attention(q, k, v, Options("BNSD", mask))
+    options = calls.arguments[0][2]
+    if sparse is None:
+        assert "atten_mask" not in options and "sparse_mode" not in options
+    else:
+        ends = [None if options.get(name, 2**31 - 1) == 2**31 - 1 else options[name] for name in TOKENS]
+        assert (options["sparse_mode"], *ends) == sparse
+
+
+def test_packed_documents_of_an_old_torch_npu_are_the_references(calls, monkeypatch):
+    assert kernel._tells_layout()
+    monkeypatch.setattr(kernel, "_tells_layout", lambda: False)
+    ends = (5, 40)
+    hidden = hidden_by_documents(ends, ends, after=0)
+    check(inputs(torch.float32, batch=1), hidden, Options("TND", CAUSAL.packed(ends), SCALE))
+    assert calls.names == []
 
 
 @pytest.mark.parametrize("operator", (attention_forward, attention_backward), ids=("forward", "backward"))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather, all_reduce
-from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis, tensor_axis, total
+from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, OneAfterTheOther, TensorAxis, tensor_axis, total
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.region import RegionInput, padded
 from ds_npu.parallel.tensor.sharding import Ranges, keep_part, split
@@ -83,30 +83,31 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis: TensorAxis, forms: Sequence[Form], *parameters: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any,
+        x: torch.Tensor,
+        axis: TensorAxis,
+        forms: Sequence[Form],
+        stacked: bool,
+        *parameters: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.axis, ctx.forms = axis, forms
+        ctx.axis, ctx.forms, ctx.stacked = axis, forms, stacked
         # Not what is saved, whose place another tensor may take (activation checkpointing).
         ctx.buffers = [None if weight is None else gradient_buffer(weight) for weight in weights]
-        ctx.save_for_backward(x, *parameters)
+        # Of frozen weights (beside adapters) there is no gradient for which x would be kept.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4::2]) else None, *parameters)
         used = [form.used(bias) for form, bias in zip(forms, biases, strict=True)]
         matrices = [form.matrix(weight) for form, weight in zip(forms, weights, strict=True) if weight is not None]
-        if not axis.sequence_parallel:
-            pairs = zip(matrices, used, strict=True)
-            return tuple(functional.linear(x, matrix.t(), bias) for matrix, bias in pairs)
-        _, outputs = axis.collectives.gather_matmul(x, matrices, gathered=False)
-        for output, bias in zip(outputs, used, strict=True):
-            if bias is not None:
-                output += bias
-        return tuple(outputs)
+        return _stacked(x, axis, matrices, used) if stacked else _products(x, axis, matrices, used)
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         x, *parameters = ctx.saved_tensors
         axis, forms = ctx.axis, ctx.forms
         weights, biases = parameters[::2], parameters[1::2]
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
+        if ctx.stacked:
+            dys = dys[0].unbind(0)
         gathered = None
         if axis.sequence_parallel and any(wanted[::2]):
             gathered = all_gather(x, SEQUENCE_DIM, axis.group)
@@ -124,7 +125,41 @@ class _Columns(torch.autograd.Function):
                 form.weight_gradient(weight, inputs, dy, ctx.buffers[index]) if wanted[2 * index] else None
             )
             gradients.append(form.bias_gradient(bias, dy) if wanted[2 * index + 1] else None)
-        return (pending.wait() if pending else None, None, None, *gradients)
+        return (pending.wait() if pending else None, None, None, None, *gradients)
+
+
+Operands = Sequence[torch.Tensor]
+
+
+def _products(
+    x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """[B, S, N_i] of each of ``matrices``."""
+    if not axis.sequence_parallel:
+        return tuple(functional.linear(x, matrix.t(), bias) for matrix, bias in zip(matrices, biases, strict=True))
+    _, outputs = axis.collectives.gather_matmul(x, matrices, gathered=False)
+    for output, bias in zip(outputs, biases, strict=True):
+        if bias is not None:
+            output += bias
+    return tuple(outputs)
+
+
+def _stacked(
+    x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """[n, B, S, N] of ``matrices`` of one size, each written into its place."""
+    if axis.sequence_parallel and not isinstance(axis.collectives, OneAfterTheOther):
+        # Products in pieces or in one kernel with their collective choose where they write.
+        return torch.stack(_products(x, axis, matrices, biases))
+    if axis.sequence_parallel:
+        x = all_gather(x, SEQUENCE_DIM, axis.group).wait()
+    out = x.new_empty(len(matrices), *x.shape[:-1], matrices[0].shape[1])
+    for place, matrix, bias in zip(out.flatten(1, -2), matrices, biases, strict=True):
+        if bias is None:
+            torch.mm(x.flatten(0, -2), matrix, out=place)
+        else:
+            torch.addmm(bias, x.flatten(0, -2), matrix, out=place)
+    return out
 
 
 class _Row(torch.autograd.Function):
@@ -133,7 +168,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis, form: Form, weight: torch.Tensor) -> torch.Tensor:
         ctx.axis, ctx.form, ctx.buffer = axis, form, gradient_buffer(weight)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
         pair = (x, form.matrix(weight))
         if axis.sequence_parallel:
             return axis.collectives.matmul_scatter([pair]).wait()
@@ -218,21 +253,19 @@ class ColumnLinear(nn.Module):
             return self.together.output(self, x)
         if self.inside:
             return linear(x, self.weight, self.bias, self.form)
-        return columns([self], x)[0]
+        output: torch.Tensor = columns([self], x)[0]
+        return output
 
     def extra_repr(self) -> str:
         inputs, outputs = self.form.matrix(self.weight).shape
         return f"{inputs} -> {outputs} on tensor rank {self.axis.rank} of {self.axis.size}"
 
 
-def columns(layers: Sequence[ColumnLinear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The outputs of ``layers`` for one ``x`` from outside of the region."""
+def columns(layers: Sequence[ColumnLinear], x: torch.Tensor, stacked: bool = False) -> Any:
+    """The outputs of ``layers`` for one ``x`` from outside of the region: a tuple, or [n, B, S, N] if ``stacked``."""
     x, *parameters = _cast(x, *(each for layer in layers for each in (layer.weight, layer.bias)))  # type: ignore[assignment]
     function: Any = _Columns  # torch's apply has no types
-    outputs: tuple[torch.Tensor, ...] = function.apply(
-        x.contiguous(), layers[0].axis, [layer.form for layer in layers], *parameters
-    )
-    return outputs
+    return function.apply(x.contiguous(), layers[0].axis, [layer.form for layer in layers], stacked, *parameters)
 
 
 class Projections:
@@ -255,6 +288,24 @@ class Projections:
         if not self._outputs:
             self._input = None
         return output
+
+    def stacked(self, x: RegionInput) -> torch.Tensor:
+        """The outputs of all layers in one tensor, [n, B, S, N]."""
+        outputs: torch.Tensor = columns(self.layers, x.source, stacked=True)
+        return outputs.narrow(1 + SEQUENCE_DIM, 0, x.shape[SEQUENCE_DIM])
+
+
+def stacked_outputs(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """The outputs of ``layers``, which are of one size, in one tensor [n, B, S, N].
+
+    Column linears that project together write it, without being called themselves; for others it is a copy.
+    """
+    first = layers[0]
+    if isinstance(x, RegionInput) and isinstance(first, ColumnLinear):
+        together = first.together
+        if [id(each) for each in together.layers] == [id(each) for each in layers]:
+            return together.stacked(x)
+    return torch.stack([layer(x) for layer in layers])
 
 
 def project_together(layers: Sequence[ColumnLinear]) -> None:

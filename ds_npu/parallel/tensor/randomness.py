@@ -74,6 +74,23 @@ class RegionRandomness:
             while len(self._outside) > around:
                 self.leave()
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """In a region: the numbers from outside of it, for what every tensor rank computes alike."""
+        if not self._outside:
+            yield
+            return
+        generators = _generators(self.device_type)
+        inside = [generator.get_rng_state() for generator in generators]
+        for generator, state in zip(generators, self._outside[0], strict=True):
+            generator.set_rng_state(state)
+        try:
+            yield
+        finally:
+            self._outside[0] = [generator.get_rng_state() for generator in generators]
+            for generator, state in zip(generators, inside, strict=True):
+                generator.set_rng_state(state)
+
     def attach(self, first: nn.Module, last: nn.Module) -> list[RemovableHandle]:
         """Make a region of what runs between the start of ``first`` and the end of ``last``; the handles undo it.
 

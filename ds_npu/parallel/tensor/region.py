@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,6 +50,24 @@ class SequenceShards:
         """This rank's [B, ceil(S / tp), H] of hidden states that are the same on every rank."""
         self.batch, self.length = x_BSH.shape[:2]
         return shard(padded(x_BSH, self.axis.size), SEQUENCE_DIM, self.axis.group)
+
+    def see(self, x_BsH: torch.Tensor, positions: Mapping[str, Any]) -> None:
+        """Take batch and length from what a region is called with: ``position_ids`` or ``position_embeddings``.
+
+        A region that is recomputed may be of an earlier forward, whose sequences had another length. Where nothing
+        tells it, the length is that of the latest forward; raises ValueError where it cannot be.
+        """
+        self.batch = x_BsH.shape[0]
+        if positions.get("position_ids") is not None:
+            self.length = positions["position_ids"].shape[-1]
+        elif positions.get("position_embeddings") is not None:
+            self.length = positions["position_embeddings"][0].shape[-2]
+        if -(-self.length // self.axis.size) != x_BsH.shape[SEQUENCE_DIM]:
+            raise ValueError(
+                f"a sequence shard of {x_BsH.shape[SEQUENCE_DIM]} tokens is recomputed, but the latest forward was of "
+                f"{self.length} tokens over {self.axis.size} tensor ranks: call backward before the next forward, or "
+                "give the region its position_ids by name"
+            )
 
     def collect(self, x_BsH: torch.Tensor) -> torch.Tensor:
         """[B, S, H], the same on every rank."""
@@ -112,15 +130,39 @@ class RegionInput(torch.Tensor):
 Wrapper = Callable[..., Any]
 
 
+class Around:
+    """A forward of its own for one module: ``wrapper(inner, *args, **kwargs)``."""
+
+    def __init__(self, wrapper: Wrapper, inner: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, inner)
+        self.wrapper, self.inner = wrapper, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapper(self.inner, *args, **kwargs)
+
+
 def around(module: nn.Module, wrapper: Wrapper) -> None:
     """Make ``wrapper(forward, *args, **kwargs)`` the forward of this one module; hooks stay around it."""
-    inner = module.forward
+    vars(module)["forward"] = Around(wrapper, module.forward)
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(inner, *args, **kwargs)
 
-    vars(module)["forward"] = forward
+def innermost(module: nn.Module) -> Callable[..., Any]:
+    """The forward of ``module`` without what ``around`` has put around it."""
+    forward: Callable[..., Any] = module.forward
+    while isinstance(forward, Around):
+        forward = forward.inner
+    return forward
+
+
+def replace_innermost(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Make ``forward`` the forward of this one module, within all that ``around`` has put around it."""
+    outer: Any = module.forward
+    if not isinstance(outer, Around):
+        vars(module)["forward"] = forward
+        return
+    while isinstance(outer.inner, Around):
+        outer = outer.inner
+    outer.inner = forward
 
 
 def first_argument(module: nn.Module) -> str:
@@ -147,8 +189,13 @@ def make_region(
     """
     name = first_argument(module)
 
+    def enter(x: torch.Tensor, positions: Mapping[str, Any]) -> RegionInput:
+        if shards is not None:
+            shards.see(x, positions)
+        return RegionInput.of(x, axis, shards)
+
     def region(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = with_first(name, lambda x: RegionInput.of(x, axis, shards), args, kwargs)
+        args, kwargs = with_first(name, lambda x: enter(x, kwargs), args, kwargs)
         with random_numbers():
             return forward(*args, **kwargs)
 

@@ -1,0 +1,183 @@
+"""ds_npu's attention in Hugging Face models: the function their attention modules call, and how a model is switched."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ds_npu.models import attention_mask as masks
+from ds_npu.models.attention_mask import PackedMask
+from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
+
+NAME = "ds_npu"
+"""What the implementation is called in transformers' registries and in ``config._attn_implementation``."""
+
+REFUSED = {
+    "softcap": "a soft cap of the scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias of the scores",
+    "indices": "sparse attention to chosen keys",
+    "block_indices": "sparse attention to chosen blocks",
+    "cache": "a paged cache",
+    "block_table": "a paged cache",
+}
+"""Arguments of transformers' attention functions that ask for what no kernel here computes."""
+
+
+def use_attention(model: nn.Module) -> None:
+    """Make this one ``model`` (a transformers model, or what has some in it) compute its attention with ds_npu's.
+
+    The config is copied, for another model may have the same. Raises TypeError for a model that is not transformers',
+    ValueError, before anything is changed, for one whose attention is not exchangeable or cannot be computed.
+    """
+    # Not imported for its own sake: without it in the process, no module is its.
+    modeling = vars(sys.modules.get("transformers.modeling_utils", sys))
+    found: list[Any] = [each for each in model.modules() if isinstance(each, modeling.get("PreTrainedModel", ()))]
+    if not found:
+        raise TypeError(f"{type(model).__name__} holds no model of transformers, so its attention is its own")
+    for each in found:
+        if not each._can_set_attn_implementation():
+            raise ValueError(f"{type(each).__name__} computes its attention itself: transformers cannot exchange it")
+        if vars(each.config).get("attn_logit_softcapping") is not None:
+            raise ValueError(f"{type(each).__name__} has attn_logit_softcapping, {REFUSED['softcap']}: {_ADVICE}")
+    for name, _ in model.named_parameters():
+        if name.endswith(".sinks"):
+            raise ValueError(f"{type(model).__name__} has {name}, attention sinks: {_ADVICE}")
+    modeling["ALL_ATTENTION_FUNCTIONS"].register(NAME, attention_function)
+    vars(importlib.import_module(masks.MASKING))["ALL_MASK_ATTENTION_FUNCTIONS"].register(NAME, masks.attention_mask)
+    copied: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(vars(module).get("config"), modeling["PreTrainedConfig"]):
+            config: Any = copy.deepcopy(module.config, copied)
+            config._attn_implementation = NAME
+            module.config = config
+
+
+_ADVICE = 'which ds_npu\'s attention cannot do; leave it with attn_implementation="eager"'
+
+
+def attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | Mask | PackedMask | None = None,
+    **asked: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers asks for it: query [B, N, S, D], key and value with fewer heads; out [B, S, N, D].
+
+    ``attention_mask`` is what ``attention_mask.attention_mask`` made, or a tensor of the user's: boolean, True where a
+    key is seen, or added to the scores, 0 or (nearly) -inf. A row that sees no key has the result 0 (transformers'
+    "sdpa": 0, too; its "eager": the mean of all values). Raises ValueError for what it cannot honour.
+    """
+    for name, meaning in REFUSED.items():
+        if asked.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} asks for {name}, {meaning}, {_ADVICE}")
+    if asked.get("output_attentions"):
+        raise ValueError(f"{type(module).__name__} asks for output_attentions: its weights are never there, {_ADVICE}")
+    query, key, value = _of_autocast(query, key, value)
+    mask = _mask_of(module, query, key, attention_mask, asked)
+    dropout_p, scale = asked.get("dropout") or 0.0, asked.get("scaling")
+    # [B, S, N, D] is how the projections left them: no copy.
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if isinstance(mask, Mask):
+        return attention(q, k, v, Options("BSND", mask, scale, dropout_p))[0], None
+    q_TND, k_TND, v_TND = (x.flatten(0, 1) for x in (q, k, v))
+    if mask.rows is not None:
+        q_TND = q_TND.index_select(0, mask.rows)
+    if mask.keys is not None:
+        k_TND, v_TND = (x.index_select(0, mask.keys) for x in (k_TND, v_TND))
+    out, _ = attention(q_TND, k_TND, v_TND, Options("TND", mask.mask, scale, dropout_p))
+    if mask.rows is not None:
+        out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, mask.rows, out)
+    return out.view(*q.shape[:2], *out.shape[1:]), None
+
+
+def _of_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In autocast's dtype: torch's own attention is cast, too, and norms of query and key leave them in float32."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+
+
+def _mask_of(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, given: Any, asked: dict[str, Any]
+) -> Mask | PackedMask:
+    ends = [asked.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    if isinstance(given, PackedMask):
+        return given
+    if isinstance(given, torch.Tensor):
+        if ends[0] is not None:
+            raise ValueError(
+                f"{type(module).__name__} is given a mask and cu_seq_lens_q: either says which keys are seen"
+            )
+        return Mask(dense=hidden_of(given))
+    mask = given or _of_module(module, asked)
+    if ends[0] is None:
+        return mask
+    if query.shape[0] != 1 or ends[1] is None:
+        raise ValueError(
+            f"{type(module).__name__} is given cu_seq_lens_q with a batch of {query.shape[0]}: packed documents come "
+            "in a batch of 1, with cu_seq_lens_k"
+        )
+    return PackedMask(mask.packed(ends_of(ends[0]), ends_of(ends[1])))
+
+
+def _of_module(module: nn.Module, asked: dict[str, Any]) -> Mask:
+    """What no mask means: as far as the module is causal, rows the last of the keys."""
+    causal = asked.get("is_causal")
+    if causal is None:
+        causal = vars(module).get("is_causal", True)
+    window = asked.get("sliding_window")
+    if window is None:
+        return CAUSAL if causal else FULL
+    if not causal:
+        raise ValueError(f"{type(module).__name__} asks for a sliding_window, is not causal and has no mask of it")
+    return sliding(window)
+
+
+class _Once:
+    """What ``make`` makes of a tensor, made again only for another or a changed one: all layers are given the same."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        self.make = make
+        self.made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_inference():  # which does not say whether it was changed
+            return self.make(tensor)
+        if tensor not in self.made or self.made[tensor][0] != tensor._version:
+            self.made[tensor] = tensor._version, self.make(tensor)
+        return self.made[tensor][1]
+
+
+def _hidden(seen: torch.Tensor) -> torch.Tensor:
+    """True where a user's or transformers' mask hides a key."""
+    if seen.dtype == torch.bool:
+        return ~seen
+    hidden = seen <= torch.finfo(seen.dtype).min / 2
+    # The host waits, once for each mask: a bias taken for a mask would be silently wrong.
+    if bool((seen.masked_fill(hidden, 0) != 0).any()):
+        raise ValueError(
+            f"a mask of {seen.dtype} with more than 0 and (nearly) -inf is a bias of the scores, {_ADVICE}"
+        )
+    return hidden
+
+
+def _host_ends(cumulative: torch.Tensor) -> list[int]:
+    """The ends of the documents without the leading 0, on the host, where the kernel takes them."""
+    ends: list[int] = cumulative.tolist()[1:]
+    return ends
+
+
+hidden_of = _Once(_hidden)
+ends_of = _Once(_host_ends)

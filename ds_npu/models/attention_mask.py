@@ -1,0 +1,173 @@
+"""What a Hugging Face model's attention may see, as data: transformers' mask functions read instead of evaluated.
+
+transformers (5.23, masking_utils) describes a mask by a function of (batch, head, row, key), put together from a few of
+its own. Where all of them are known here, the mask is a band, in documents if there are any, and takes no memory; any
+other function is evaluated, as for transformers' "sdpa".
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+
+from ds_npu.ops.attention import Mask
+
+MASKING = "transformers.masking_utils"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMask:
+    """``mask`` in documents of the tokens [B · S], of which ``rows`` and ``keys`` take part (indices; None: all).
+
+    A row that takes no part sees no key: its result is 0.
+    """
+
+    mask: Mask
+    rows: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> PackedMask:
+        """The same, with its indices on ``device``."""
+        rows, keys = (None if x is None else x.to(device) for x in (self.rows, self.keys))
+        return PackedMask(self.mask, rows, keys)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A band around the diagonal, and [B, S] numbers of the documents that do not see each other."""
+
+    before: int | None = None
+    after: int | None = None
+    documents: torch.Tensor | None = None
+
+
+def attention_mask(**asked: Any) -> torch.Tensor | Mask | PackedMask | None:
+    """The mask function for ``ALL_MASK_ATTENTION_FUNCTIONS``, with transformers' own arguments (see its ``sdpa_mask``).
+
+    None for a plain causal mask (its rows the last of its keys), else what ``attention_function`` is to apply: a Mask
+    or PackedMask, or, where none says it, transformers' tensor [B, 1, Sq, Sk], in which True is seen.
+    """
+    pattern = pattern_of(asked["mask_function"])
+    # transformers forbids to leave a mask out where it goes on to work with it, and where documents make it necessary.
+    may_leave_out = asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip", False)
+    offsets = asked.get("q_offset", 0), asked.get("kv_offset", 0)
+    known = pattern is not None and (may_leave_out or pattern.documents is not None)
+    # A static cache's offset is on the device: it is not waited for.
+    if not known or isinstance(offsets[0], torch.Tensor):
+        return _evaluated(asked)
+    pattern = cast(Pattern, pattern)
+    rows, keys = asked["q_length"], asked["kv_length"]
+    if pattern.documents is not None:
+        return PackedMask(Mask(pattern.before, pattern.after).packed(_ends(pattern.documents)))
+    if asked["attention_mask"] is not None:
+        padding = _seen_keys(asked["attention_mask"], offsets[1], keys)
+        # From the device once for all layers, as transformers' own mask functions do.
+        bounds = padding_bounds(padding)
+        if any(bound != (0, keys) for bound in bounds):
+            found = _padded(pattern, bounds, keys) if (rows, offsets[0]) == (keys, offsets[1]) else None
+            return _evaluated(asked) if found is None else found.on(padding.device)
+    # The keys a row sees, counted from the last row and key.
+    shift = keys - rows - (offsets[0] - offsets[1])
+    mask = Mask(
+        None if pattern.before is None else pattern.before + shift,
+        None if pattern.after is None else pattern.after - shift,
+    )
+    return None if (mask.before, mask.after) == (None, 0) else mask
+
+
+def pattern_of(function: Callable[..., Any]) -> Pattern | None:
+    """What transformers' mask function ``function`` says, None if it, or a part of it, is not known."""
+    before: list[int] = []
+    after: list[int] = []
+    documents = None
+    for part in _parts(function):
+        if part.__module__ != MASKING:
+            return None
+        kept = inspect.getclosurevars(part).nonlocals
+        match part.__qualname__.removesuffix(".<locals>.inner_mask"):
+            case "causal_mask_function":
+                after.append(0)
+            case "bidirectional_mask_function":
+                pass
+            case "sliding_window_overlay":
+                before.append(kept["sliding_window"] - 1)
+            case "sliding_window_bidirectional_overlay":
+                before.append(kept["sliding_window"])
+                after.append(kept["sliding_window"])
+            case "packed_sequence_mask_function" if documents is None:
+                documents = kept["packed_sequence_mask"]
+            case _:
+                return None
+    return Pattern(min(before, default=None), min(after, default=None), documents)
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The functions whose conjunction ``function`` is."""
+    name = function.__qualname__ if inspect.isfunction(function) else ""
+    if name == "and_masks.<locals>.and_mask":
+        for each in inspect.getclosurevars(function).nonlocals["mask_functions"]:
+            yield from _parts(each)
+    elif name == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        # Within a document positions rise by one, so a band by position is one by index.
+        yield from _parts(inspect.getclosurevars(function).nonlocals["mask_function"])
+    else:
+        yield function
+
+
+def _evaluated(asked: dict[str, Any]) -> torch.Tensor:
+    whole = {**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return cast(torch.Tensor, importlib.import_module(MASKING).sdpa_mask(**whole))
+
+
+def _ends(documents: torch.Tensor) -> list[int]:
+    """Where each document of [B, S] ends among the B · S tokens: on the host, where the kernel takes it."""
+    last = torch.ones_like(documents, dtype=torch.bool)
+    last[:, :-1] = documents[:, 1:] != documents[:, :-1]
+    return cast(list[int], (last.flatten().nonzero().flatten() + 1).tolist())
+
+
+def _seen_keys(attention_mask: torch.Tensor, offset: int, keys: int) -> torch.Tensor:
+    """[B, Sk]: those keys of the tokens in transformers' ``attention_mask`` [B, S] that are not padding."""
+    missing = max(offset + keys - attention_mask.shape[1], 0)
+    return torch.nn.functional.pad(attention_mask, (0, missing))[:, offset : offset + keys]
+
+
+def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
+    """The first key that is seen and that past the last, of each sample of [B, S]; (0, 0) if none is, and None if one
+    between them is not."""
+    count = seen.sum(1)
+    first = seen.int().argmax(1)
+    past = seen.shape[1] - seen.flip(1).int().argmax(1)
+    found = torch.stack([count, first, past], 1).tolist()
+    return [(0, 0) if n == 0 else (begin, end) if end - begin == n else None for n, begin, end in found]
+
+
+def _padded(pattern: Pattern, bounds: list[tuple[int, int] | None], length: int) -> PackedMask | None:
+    """A document for each sample, of the keys that are not padding and the rows that see one; None where a band does
+    not say it."""
+    known = [bound for bound in bounds if bound is not None]
+    band = (pattern.before, pattern.after)
+    to_the_left = all(end in (0, length) for _, end in known)
+    if len(known) < len(bounds) or not any(end for _, end in known):
+        return None
+    if band not in ((None, None), (None, 0)) and not (pattern.after == 0 and to_the_left):
+        return None
+    keys = [range(begin, end) for begin, end in known]
+    # A causal row before the first key sees none; one past the last key sees all: the band counts from the first.
+    rows = [range(0 if band == (None, None) else begin, length if end else begin) for begin, end in known]
+    ends_q, ends_k = (list(accumulate(map(len, each))) for each in (rows, keys))
+    mask = Mask(*band, from_start=not to_the_left).packed(ends_q, ends_k)
+    return PackedMask(mask, _tokens(rows, length), _tokens(keys, length))
+
+
+def _tokens(parts: list[range], length: int) -> torch.Tensor | None:
+    """The indices among the B · S tokens of ``parts``, one for each sample; None if they are all."""
+    if all(len(part) == length for part in parts):
+        return None
+    return torch.cat([torch.arange(part.start, part.stop) + i * length for i, part in enumerate(parts)])

@@ -1,0 +1,143 @@
+"""The gradient rule for Hugging Face models that are split over tensor ranks, with the real DeepSpeed engine."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import gradient_rule as rule
+import tiny_models
+import torch
+import torch.distributed as dist
+from torch import nn
+
+MICRO, ACCUMULATION, LENGTH = 2, 2, 10
+"""A length that neither 4 ranks nor 3 divide."""
+LR, CLIP = 0.5, 0.1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One step of one process in plain transformers."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    norm: float
+    weights: dict[str, torch.Tensor]
+
+
+def batches(count: int) -> torch.Tensor:
+    return tiny_models.tokens(count, LENGTH)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != torch.float64:
+        return model(input_ids=tokens, labels=tokens).loss
+    with tiny_models.Float64():
+        return model(input_ids=tokens, labels=tokens).loss
+
+
+def reference(
+    family: str, dp: int, dtype: torch.dtype, start: torch.dtype, device: str = "cpu", **changes: object
+) -> Reference:
+    """From weights rounded to ``start``, in ``dtype``; micro-batch by micro-batch, as an auxiliary loss is a mean."""
+    model = tiny_models.tiny(family, torch.float32, **changes).to(start).to(dtype).to(device)
+    total = 0.0
+    tokens = batches(MICRO * ACCUMULATION * dp)
+    for micro in tokens.split(MICRO):
+        loss = loss_of(model, micro.to(device), dtype) / (ACCUMULATION * dp)
+        loss.backward()
+        total += loss.item()
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    gradients = {name: weight.grad.cpu().double() for name, weight in trained.items()}
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    scale = (CLIP / (norm + 1e-6)).clamp(max=1)
+    weights = {name: w.detach().cpu().double() - LR * scale * gradients[name] for name, w in trained.items()}
+    return Reference(total, gradients, norm.item(), weights)
+
+
+def config(stage: int, dtype: torch.dtype, section: dict[str, object]) -> dict[str, object]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "ds_npu": section,
+    }
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative to the reference."""
+
+    loss: float
+    gradient: float
+    norm: float
+    weight: float
+
+
+def engine_step(family: str, stage: int, dtype: torch.dtype, section: dict, expected: Reference, **changes) -> Errors:
+    """One step of this world's engine against ``expected``."""
+    import deepspeed
+
+    model = tiny_models.tiny(family, torch.float32, **changes).to(dtype)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config(stage, dtype, section))
+    topology = engine.topology
+    dp = topology.size("dp")
+    mine = batches(MICRO * ACCUMULATION * dp).view(ACCUMULATION, dp, MICRO, LENGTH)[:, topology.rank("dp")]
+    share = 0.0
+    for index, micro in enumerate(mine):
+        loss = loss_of(engine, micro.to(engine.device), dtype)
+        share += loss.item() / ACCUMULATION
+        engine.backward(loss)
+        if index == ACCUMULATION - 1:
+            gradients = reduced_gradients(engine, model)
+        engine.step()
+    gradients = {name: assembled(engine, model, name, part) for name, part in gradients.items()}
+    weights = {name: weight.double() for name, weight in shared(engine.whole_state_dict()).items()}
+    gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
+    norm = float(engine.get_global_grad_norm())
+    return Errors(
+        abs(rule.mean_loss(share, topology) / expected.loss - 1),
+        rule.relative(gradients, expected.gradients),
+        abs(norm / expected.norm - 1),
+        rule.relative(weights, expected.weights),
+    )
+
+
+def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every gradient of this tensor rank as the optimizer will see it."""
+    only = copy.copy(model)
+    only.__dict__["named_parameters"] = lambda: ((n, w) for n, w in model.named_parameters() if w.requires_grad)
+    return rule.reduced_gradients(engine, only)
+
+
+def assembled(engine, model: nn.Module, name: str, part: torch.Tensor) -> torch.Tensor:
+    """The whole gradient from every tensor rank's part; of one that is whole, this rank's own."""
+    sharding = vars(model.get_parameter(name)).get("ds_npu_sharding")
+    if sharding is None:
+        return part
+    lengths = [sharding.length(rank) for rank in range(len(sharding.ranges))]
+    group, longest = engine.topology.group("tp"), max(lengths)
+    padded = part.new_zeros([longest if dim == sharding.dim else n for dim, n in enumerate(part.shape)])
+    padded.narrow(sharding.dim, 0, part.shape[sharding.dim]).copy_(part)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    whole = part.new_empty([sharding.size if dim == sharding.dim else n for dim, n in enumerate(part.shape)])
+    for ranges, piece in zip(sharding.ranges, parts, strict=True):
+        offset = 0
+        for start, stop in ranges:
+            whole.narrow(sharding.dim, start, stop - start).copy_(piece.narrow(sharding.dim, offset, stop - start))
+            offset += stop - start
+    return whole
+
+
+def shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What global rank 0 has, on every rank."""
+    box = [weights]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

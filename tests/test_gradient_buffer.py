@@ -198,8 +198,7 @@ def test_stages_that_reduce_each_gradient_are_refused(stage):
     run_on_ranks(1, says_why, Case(stage, torch.float32), [f"no effect: ZeRO {stage} copies the gradient of every"])
 
 
-def names_the_weights_left_out() -> None:
-    case = WIDE_BF16
+def names_the_weights_left_out(case: Case) -> None:
     rule.without_extension()
     model = rig.start(case)
     model.twice.weight.register_hook(lambda gradient: gradient * 1)
@@ -216,8 +215,9 @@ def names_the_weights_left_out() -> None:
     assert not any(gradient_buffer(weight) for weight in model.parameters())
 
 
-def test_weights_that_keep_ordinary_gradients_are_named():
-    run_on_ranks(1, names_the_weights_left_out)
+@pytest.mark.parametrize("road", ["BF16_Optimizer", "ZeRO 1, bf16, float32 gradients, offloaded"])
+def test_weights_that_keep_ordinary_gradients_are_named(road):
+    run_on_ranks(1, names_the_weights_left_out, ROADS[road])
 
 
 @pytest.mark.parametrize(

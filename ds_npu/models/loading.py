@@ -145,6 +145,8 @@ def _real(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
+    # Sums over tensor ranks are hooks, which vars() lacks.
+    new._backward_hooks = old._backward_hooks
     return new
 
 

@@ -31,6 +31,7 @@ from ds_npu.models.cuts import ROWS, Cut, cuts_of, even, halves, local_heads
 from ds_npu.models.experts import show_all_tokens, split_experts
 from ds_npu.models.latent import make_latent
 from ds_npu.models.plan import ModelPlan
+from ds_npu.models.refusal import refuse_parts
 from ds_npu.models.roles import Role
 from ds_npu.models.vocabulary import local_axis, split_loss
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
@@ -38,7 +39,7 @@ from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, Form, RowLinear, project_together
 from ds_npu.parallel.tensor.randomness import RegionRandomness
-from ds_npu.parallel.tensor.region import RandomNumbers, SequenceShards, make_region, make_sequence
+from ds_npu.parallel.tensor.region import RandomNumbers, SequenceShards, join_hidden_states, make_region, make_sequence
 from ds_npu.parallel.tensor.sharding import keep_part, sharding_of
 from ds_npu.topology.topology import Topology
 
@@ -83,6 +84,7 @@ def split_model(
     axis = tensor_axis(topology, sequence_parallel, collectives)
     split = _Splitting(model, plan, axis, topology, RegionRandomness(topology, device_type)).run()
     model.__dict__[SPLIT] = split
+    refuse_parts(model)
     return split
 
 
@@ -237,6 +239,7 @@ class _Splitting:
         if sequence and blocks:
             # With sequence parallelism nothing in a block is the same on two ranks.
             make_sequence(blocks, self.shards, **self._random_numbers(*blocks))
+            join_hidden_states(self.model, self.shards)
             for _, router in self._of(Role.ROUTER):
                 if self._counts_tokens:
                     show_all_tokens(router, self.shards)

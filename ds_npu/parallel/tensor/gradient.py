@@ -13,9 +13,12 @@ from ds_npu.comm.collectives import all_reduce
 def sum_gradient(parameter: nn.Parameter, group: Any) -> None:
     """Sum every gradient of ``parameter`` over ``group``, before it is accumulated and before ZeRO sees it."""
     leaf: Any = parameter  # torch's register_hook has no types
-    if leaf.requires_grad:
-        # A copy is summed: the gradient that autograd hands out may be somebody else's as well.
-        leaf.register_hook(lambda gradient: all_reduce(_own(gradient), group).wait())
+    # One that is frozen may be trained later on; torch takes hooks of what is trained only, and keeps them.
+    trained = leaf.requires_grad
+    leaf.requires_grad_(True)
+    # A copy is summed: the gradient that autograd hands out may be somebody else's as well.
+    leaf.register_hook(lambda gradient: all_reduce(_own(gradient), group).wait())
+    leaf.requires_grad_(trained)
 
 
 def _own(gradient: torch.Tensor) -> torch.Tensor:

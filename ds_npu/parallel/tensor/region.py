@@ -36,6 +36,10 @@ SHAPE_ONLY = {
 """What may be asked of a RegionInput without its entering the region."""
 
 
+SHARD = "ds_npu_shard"
+"""The mark of hidden states, between blocks, that are a shard of the sequence."""
+
+
 class SequenceShards:
     """The sequence shards of one model: how long the sequence is of which each rank has a part.
 
@@ -177,6 +181,24 @@ def with_first(name: str, change: Callable[[Any], Any], args: Any, kwargs: Any) 
     return args, {**kwargs, name: change(kwargs[name])}
 
 
+def join_hidden_states(model: nn.Module, shards: SequenceShards) -> None:
+    """Join the shards among what ``model`` returns: the hidden states between its blocks, where they are asked for."""
+
+    def joined(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and SHARD in vars(value):
+            return shards.collect(value)
+        return tuple(map(joined, value)) if type(value) is tuple else value
+
+    def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        if isinstance(out, dict):
+            for key in list(out):
+                out[key] = joined(out[key])
+        return joined(out)
+
+    around(model, whole)
+
+
 RandomNumbers = Callable[[], AbstractContextManager[Any]]
 
 
@@ -207,7 +229,9 @@ def make_sequence(blocks: list[nn.Module], shards: SequenceShards, random_number
 
     def block(forward: Any, *args: Any, **kwargs: Any) -> Any:
         with random_numbers():
-            return forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
+        vars(out[0] if isinstance(out, tuple) else out)[SHARD] = True
+        return out
 
     def first(forward: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_first(name, shards.shard, args, kwargs)

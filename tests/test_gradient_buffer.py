@@ -232,3 +232,19 @@ def test_engines_that_are_not_known_are_refused(optimizer, deepcompile, part):
     (message,) = install_gradient_buffers(engine)
     assert message.startswith("ds_npu.fused_ops.matmul_accumulate has no effect: ") and part in message
     assert type(engine.module) is nn.Linear and gradient_buffer(engine.module.weight) is None
+
+
+def the_key_installs_them(case: Case) -> None:
+    rule.without_extension()
+    for asked in (True, False):
+        model = rig.start(case)
+        config = case.config()
+        config["ds_npu"]["fused_ops"] = {"matmul_accumulate": asked}
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        carry = {name for name, weight in model.named_parameters() if gradient_buffer(weight)}
+        expected = {"up.weight", "twice.weight", "down.weight", "embedding.weight"}
+        assert carry == (expected if asked else set()), (case, asked, carry)
+
+
+def test_the_key_installs_them():
+    run_on_ranks(1, the_key_installs_them, WIDE_BF16)

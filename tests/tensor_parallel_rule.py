@@ -16,16 +16,6 @@ MICRO, ACCUMULATION, LENGTH = 2, 2, 10
 LR, CLIP = 0.5, 0.1
 
 
-@dataclass(frozen=True)
-class Reference:
-    """One step of one process in plain transformers."""
-
-    loss: float
-    gradients: dict[str, torch.Tensor]
-    norm: float
-    weights: dict[str, torch.Tensor]
-
-
 def batches(count: int) -> torch.Tensor:
     return tiny_models.tokens(count, LENGTH)
 
@@ -39,7 +29,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch
 
 def reference(
     family: str, dp: int, dtype: torch.dtype, start: torch.dtype, device: str = "cpu", **changes: object
-) -> Reference:
+) -> rule.Reference:
     """From weights rounded to ``start``, in ``dtype``; micro-batch by micro-batch, as an auxiliary loss is a mean."""
     model = tiny_models.tiny(family, torch.float32, **changes).to(start).to(dtype).to(device)
     total = 0.0
@@ -53,7 +43,7 @@ def reference(
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
     scale = (CLIP / (norm + 1e-6)).clamp(max=1)
     weights = {name: w.detach().cpu().double() - LR * scale * gradients[name] for name, w in trained.items()}
-    return Reference(total, gradients, norm.item(), weights)
+    return rule.Reference(total, gradients, norm.item(), weights)
 
 
 def config(stage: int, dtype: torch.dtype, section: dict[str, object]) -> dict[str, object]:
@@ -79,7 +69,9 @@ class Errors:
     weight: float
 
 
-def engine_step(family: str, stage: int, dtype: torch.dtype, section: dict, expected: Reference, **changes) -> Errors:
+def engine_step(
+    family: str, stage: int, dtype: torch.dtype, section: dict, expected: rule.Reference, **changes
+) -> Errors:
     """One step of this world's engine against ``expected``."""
     import deepspeed
 

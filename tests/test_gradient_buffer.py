@@ -198,8 +198,7 @@ def test_stages_that_reduce_each_gradient_are_refused(stage):
     run_on_ranks(1, says_why, Case(stage, torch.float32), [f"no effect: ZeRO {stage} copies the gradient of every"])
 
 
-def names_the_weights_left_out() -> None:
-    case = WIDE_BF16
+def names_the_weights_left_out(case: Case) -> None:
     rule.without_extension()
     model = rig.start(case)
     model.twice.weight.register_hook(lambda gradient: gradient * 1)
@@ -216,8 +215,9 @@ def names_the_weights_left_out() -> None:
     assert not any(gradient_buffer(weight) for weight in model.parameters())
 
 
-def test_weights_that_keep_ordinary_gradients_are_named():
-    run_on_ranks(1, names_the_weights_left_out)
+@pytest.mark.parametrize("road", ["BF16_Optimizer", "ZeRO 1, bf16, float32 gradients, offloaded"])
+def test_weights_that_keep_ordinary_gradients_are_named(road):
+    run_on_ranks(1, names_the_weights_left_out, ROADS[road])
 
 
 @pytest.mark.parametrize(
@@ -232,3 +232,19 @@ def test_engines_that_are_not_known_are_refused(optimizer, deepcompile, part):
     (message,) = install_gradient_buffers(engine)
     assert message.startswith("ds_npu.fused_ops.matmul_accumulate has no effect: ") and part in message
     assert type(engine.module) is nn.Linear and gradient_buffer(engine.module.weight) is None
+
+
+def the_key_installs_them(case: Case) -> None:
+    rule.without_extension()
+    for asked in (True, False):
+        model = rig.start(case)
+        config = case.config()
+        config["ds_npu"]["fused_ops"] = {"matmul_accumulate": asked}
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        carry = {name for name, weight in model.named_parameters() if gradient_buffer(weight)}
+        expected = {"up.weight", "twice.weight", "down.weight", "embedding.weight"}
+        assert carry == (expected if asked else set()), (case, asked, carry)
+
+
+def test_the_key_installs_them():
+    run_on_ranks(1, the_key_installs_them, WIDE_BF16)

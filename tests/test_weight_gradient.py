@@ -126,17 +126,24 @@ def test_hooks_run_once_in_a_backward_after_every_use(monkeypatch, pytorch_runs_
             torch.testing.assert_close(layer.weight.grad, index * ordinary)
 
 
-def test_a_copy_and_a_file_have_weights_of_their_own_without_buffers():
-    layer, buffer = direct()
+def saved_and_read(value: object) -> object:
     file = io.BytesIO()
-    torch.save(layer.weight, file)
+    torch.save(value, file)
     file.seek(0)
-    read = torch.load(file, weights_only=False)
-    other = copy.deepcopy(layer)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_read])
+@pytest.mark.parametrize(("kind", "plain"), [("linear", nn.Linear), ("conv1d", Conv1D)])
+def test_a_copy_and_a_file_have_layers_of_their_own(duplicate, kind, plain):
+    layer, buffer = direct(kind)
+    other, read = duplicate(layer), saved_and_read(layer.weight)
+    assert type(other) is plain and isinstance(layer, plain)
+    assert torch.equal(other.weight, layer.weight) and torch.equal(other.bias, layer.bias)
     with torch.no_grad():
         other.weight.zero_()
-    assert torch.equal(other(inputs(4, K)), other.bias.expand(4, N)) and not torch.equal(layer.weight, other.weight)
-    assert torch.equal(read, layer.weight)
+    assert torch.equal(other(inputs(4, K)), other.bias.expand(4, N))
+    assert torch.equal(read, layer.weight) and not torch.equal(layer.weight, other.weight)
     assert gradient_buffer(other.weight) is None and gradient_buffer(read) is None
     other(inputs(4, K)).square().sum().backward()
     assert other.weight.grad is not None and torch.equal(buffer, torch.ones_like(buffer))

@@ -91,7 +91,8 @@ def _accumulator(optimizer: Any) -> Callable[[nn.Parameter], Buffer | None]:
         }
         return lambda weight: _high_precision(optimizer, weight, *places[id(weight)]) if id(weight) in places else None
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
-        return lambda weight: _grad_accum(weight, optimizer.gradient_accumulation_dtype)
+        wide = optimizer.gradient_accumulation_dtype
+        return lambda weight: _grad_accum(weight, wide) if "grad_accum" in vars(weight) else None
     return _grad
 
 

@@ -17,6 +17,10 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
 
 
+PLANNED = "ds_npu_plan"
+"""The attribute of a model that is its plan."""
+
+
 class Slot(Enum):
     """A place in a build that one feature at most fills."""
 
@@ -52,9 +56,15 @@ class Build:
 
     @cached_property
     def plan(self) -> Any:
-        """Which module of the model is what (the ModelPlan); raises PlanError where that is not known."""
-        # The check of a config, too, imports this module, and does without torch.
-        return importlib.import_module("ds_npu.models.globs").plan_for(self.model, self.globs)
+        """Which module of the model is what (the ModelPlan); raises PlanError where that is not known.
+
+        The model keeps its plan: once features have changed its modules, they no longer tell.
+        """
+        kept: dict[str, Any] = self.model.__dict__
+        if PLANNED not in kept:
+            # The check of a config, too, imports this module, and does without torch.
+            kept[PLANNED] = importlib.import_module("ds_npu.models.globs").plan_for(self.model, self.globs)
+        return kept[PLANNED]
 
     def fill(self, slot: Slot, part: Any, by: str) -> None:
         """Put ``part`` into ``slot`` for the feature whose key is ``by``; raises ValueError if another one has it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,10 @@ class DirectLinear:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] to [..., N]."""
         return linear(x, self.weight, self.bias, self.form)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and files have a layer of the class that it was."""
+        return copyreg._reconstructor, (type(self).__bases__[1], object, None), dict(vars(self))  # type: ignore[attr-defined]
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -256,16 +256,16 @@ def test_a_model_that_is_split_by_globs(size):
 
 def refused_body():
     for sizes, said in [
-        ({"heads": 3, "kv_heads": 1}, "layers.0.attention.q (query, 12 wide): 3 heads cannot be split over 4"),
-        ({"heads": 3, "kv_heads": 1}, "layers.1.attention.out (attention_output, 12 wide): 3 heads cannot be"),
-        ({"width": 2}, "layers.0.mlp.0 (up, 2 wide): 2 columns cannot be split over 4 tensor ranks"),
-        ({"width": 2}, "layers.1.mlp.2 (down, 2 wide): 2 columns cannot be split over 4 tensor ranks"),
-        ({"words": 3}, "embed (embedding, 3 wide): 3 columns cannot be split over 4 tensor ranks"),
-        ({"words": 3}, "head (head, 3 wide): 3 columns cannot be split over 4 tensor ranks"),
+        ({"heads": 3, "kv_heads": 1}, "layers.{0..1}.attention.q (query, 12 wide): 3 heads cannot be split over 4"),
+        ({"heads": 3, "kv_heads": 1}, "layers.{0..1}.attention.out (attention_output, 12 wide): 3 heads cannot be"),
+        ({"width": 2}, "layers.{0..1}.mlp.0 (up, 2 wide): 2 columns cannot be split over 4 tensor ranks"),
+        ({"width": 2}, "layers.{0..1}.mlp.2 (down, 2 wide): 2 columns cannot be split over 4 tensor ranks"),
+        ({"words": 3}, "embed (embedding, 3 wide): 3 words cannot be split over 4 tensor ranks"),
+        ({"words": 3}, "head (head, 3 wide): 3 words cannot be split over 4 tensor ranks"),
     ]:
         model = Own(**sizes)
         before = {name: each.shape for name, each in model.named_parameters()}
-        with pytest.raises(ValueError, match="is 4, and these modules cannot be split") as caught:
+        with pytest.raises(ValueError, match="found 4; these modules of Own cannot be split") as caught:
             split_model(model, plan_for(model, GLOBS), tensor_world())
         assert said in str(caught.value), str(caught.value)
         assert {name: each.shape for name, each in model.named_parameters()} == before

@@ -14,7 +14,7 @@ def _unmet(overlap: TensorOverlap) -> list[str]:
     if overlap != "fused":
         return []
     lack = importlib.import_module("ds_npu.ops.matmul_collective").lack()
-    return [str(lack)] if lack else []
+    return [f"its kernels are not available: {lack}"] if lack else []
 
 
 def _apply(overlap: TensorOverlap, build: Build) -> None:

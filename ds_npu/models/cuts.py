@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ds_npu.models import names
 from ds_npu.models.plan import AttentionShape, ModelPlan
 from ds_npu.models.roles import Role
 from ds_npu.parallel.tensor.sharding import Ranges, Sharding, near_even
@@ -110,9 +111,13 @@ def _side_by_side(parts: list[Cut]) -> tuple[Ranges, ...]:
     )
 
 
-def even(count: int, size: int) -> Cut:
+def even(count: int, size: int, what: str = "columns") -> Cut:
     """As evenly as it goes."""
-    return Cut(count, tuple((each,) for each in near_even(count, size)))
+    return Cut(count, tuple((each,) for each in near_even(count, size, what)))
+
+
+def _words(count: int, size: int) -> Cut:
+    return even(count, size, "words")
 
 
 def halves(count: int, size: int) -> Cut:
@@ -138,8 +143,8 @@ BY_WIDTH: dict[Role, Callable[[int, int], Cut]] = {
     Role.DOWN: even,
     Role.COLUMN: even,
     Role.ROW: even,
-    Role.HEAD: even,
-    Role.EMBEDDING: even,
+    Role.HEAD: _words,
+    Role.EMBEDDING: _words,
 }
 ROWS = (Role.ATTENTION_OUTPUT, Role.DOWN, Role.ROW)
 """Cut along their inputs; every other linear along its outputs."""
@@ -150,7 +155,8 @@ def cuts_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dict[str, 
 
     ``widths`` are the outputs (of row linears: the inputs) of each. Raises ValueError with every module that cannot be.
     """
-    cuts, problems = {}, []
+    cuts: dict[str, Cut] = {}
+    problems: dict[tuple[str, str], list[str]] = {}
     for name, width in widths.items():
         role = plan.roles[name]
         try:
@@ -159,13 +165,12 @@ def cuts_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dict[str, 
             else:
                 cuts[name] = BY_WIDTH[role](width, size)
         except ValueError as error:
-            problems.append(f"{name} ({role.value}, {width} wide): {error}")
+            problems.setdefault((names.generic(name), f"({role}, {width} wide): {error}"), []).append(name)
     if problems:
-        more = f"\n  and {len(problems) - 8} more like these" if len(problems) > 8 else ""
+        told = [f"  {names.abbreviated(like)} {why}" for (_, why), like in problems.items()]
         raise ValueError(
-            f"ds_npu.parallel.tensor is {size}, and these modules cannot be split:\n  "
-            + "\n  ".join(problems[:8])
-            + more
+            f"ds_npu.parallel.tensor: found {size}; these modules of {plan.model} cannot be split over so many ranks:\n"
+            + "\n".join(told)
         )
     return cuts
 

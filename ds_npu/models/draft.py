@@ -26,7 +26,8 @@ ds_npu knows the parts of Hugging Face's decoders; of any other model the DeepSp
                       "layers.*.attention.v": "value", "layers.*.attention.out": "attention_output",
                       "layers.*.mlp": "mlp", "layers.*.mlp.wide": "up", "layers.*.mlp.narrow": "down",
                       "norm": "final_norm", "head": "head", "vision": "replicated"}}
-* stands for any part of a name, ** for any number of parts; the last glob that matches decides. Roles: %s"""
+* stands for any part of a name, ** for any number of parts; the last glob that matches decides. {"**": "replicated"}
+splits nothing, on purpose: the ranks are replicas. Roles: %s"""
 
 Fault = tuple[str, str]
 """A module's name, and what is wrong with it."""

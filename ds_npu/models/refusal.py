@@ -1,4 +1,4 @@
-"""What a split model refuses, since it would silently do it with one rank's part of the weights."""
+"""What cannot be split, and what a split model refuses, since it would do it with one rank's part of the weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,41 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_npu.models.plan import ModelPlan
+from ds_npu.models.roles import PARENT, Role
+from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.sharding import sharding_of
 
+INSIDE = (
+    *(role for role, parent in PARENT.items() if parent in (Role.ATTENTION, Role.MLP)),
+    Role.EXPERTS,
+    Role.COLUMN,
+    Role.ROW,
+)
+SPLIT = (*INSIDE, Role.EMBEDDING, Role.HEAD)
 SAVE = "save_pretrained"
 COPY = "__deepcopy__"
+
+
+def check_splittable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
+    """Raise ValueError for weights that are not there (ZeRO-3's zero.Init), or regions outside of sequence shards."""
+    split = {name: role for name, role in plan.roles.items() if role in SPLIT}
+    parameters = ((name, each) for name in split for each in model.get_submodule(name).parameters())
+    absent = list(dict.fromkeys(name for name, parameter in parameters if "ds_tensor" in vars(parameter)))
+    if absent:
+        raise ValueError(
+            f"{plan.model} was made under deepspeed.zero.Init: {absent[0]} and {len(absent) - 1} more modules to be "
+            "split over tensor ranks have spread their weights over the data ranks already. What to do: make the model "
+            "without zero.Init, or read a checkpoint part by part with ds_npu.engine.pretrained.from_pretrained"
+        )
+    outside = [f"{name} ({role})" for name, role in split.items() if role in INSIDE and plan.block(name) is None]
+    if axis.sequence_parallel and outside:
+        more = " ..." if len(outside) > 4 else ""
+        raise ValueError(
+            "ds_npu.parallel.sequence_parallel: found true; outside of blocks, where sequences are whole, "
+            f"{plan.model} splits {', '.join(outside[:4])}{more}. What to do: false, or give the modules around them "
+            "the role block in ds_npu.plan"
+        )
 
 
 def refuse_parts(model: nn.Module) -> None:

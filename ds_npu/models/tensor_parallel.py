@@ -31,7 +31,7 @@ from ds_npu.models.cuts import ROWS, Cut, cuts_of, even, halves, local_heads
 from ds_npu.models.experts import show_all_tokens, split_experts
 from ds_npu.models.latent import make_latent
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.refusal import refuse_parts
+from ds_npu.models.refusal import check_splittable, refuse_parts
 from ds_npu.models.roles import Role
 from ds_npu.models.vocabulary import local_axis, split_loss
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
@@ -106,6 +106,7 @@ class _Splitting:
         self.modules = dict(model.named_modules())
 
     def run(self) -> SplitModel:
+        check_splittable(self.model, self.plan, self.axis)
         cuts = cuts_of(self.plan, self._widths(), self.axis.size)
         check_adapters(self.plan, self.modules)
         experts = self._experts()

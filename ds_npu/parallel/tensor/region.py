@@ -190,7 +190,7 @@ def join_hidden_states(model: nn.Module, shards: SequenceShards) -> None:
         return tuple(map(joined, value)) if type(value) is tuple else value
 
     def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
+        out: Any = forward(*args, **kwargs)
         if isinstance(out, dict):
             for key in list(out):
                 out[key] = joined(out[key])
@@ -230,7 +230,8 @@ def make_sequence(blocks: list[nn.Module], shards: SequenceShards, random_number
     def block(forward: Any, *args: Any, **kwargs: Any) -> Any:
         with random_numbers():
             out = forward(*args, **kwargs)
-        vars(out[0] if isinstance(out, tuple) else out)[SHARD] = True
+        hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        vars(hidden)[SHARD] = True
         return out
 
     def first(forward: Any, *args: Any, **kwargs: Any) -> Any:

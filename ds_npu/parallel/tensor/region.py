@@ -230,7 +230,7 @@ def make_sequence(blocks: list[nn.Module], shards: SequenceShards, random_number
     def block(forward: Any, *args: Any, **kwargs: Any) -> Any:
         with random_numbers():
             out = forward(*args, **kwargs)
-        vars(out[0] if isinstance(out, tuple) else out)[SHARD] = True
+        (out[0] if isinstance(out, tuple) else out).__dict__[SHARD] = True
         return out
 
     def first(forward: Any, *args: Any, **kwargs: Any) -> Any:

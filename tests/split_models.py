@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
 import tensor_parallel_rule
 import tiny_models
 import torch
@@ -19,6 +21,12 @@ from ds_npu.topology.topology import Topology
 EXACT = 1e-12
 LENGTH = 9
 """No number of ranks divides it."""
+
+
+def first_fast(name: str, values: Iterable[object]) -> pytest.MarkDecorator:
+    """Parametrize ``name``: the first value is always run, the others where slow tests are."""
+    first, *others = values
+    return pytest.mark.parametrize(name, [first, *(pytest.param(each, marks=pytest.mark.slow) for each in others)])
 
 
 @dataclass(frozen=True)

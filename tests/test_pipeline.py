@@ -167,3 +167,25 @@ def unannounced() -> None:
 def test_a_config_that_the_pipeline_could_not_know():
     """PipelineModule makes its groups before it has seen a config, so the config must be announced."""
     run_on_ranks(4, unannounced)
+
+
+def loss_of_every_stage(config: dict[str, object]) -> None:
+    """Of a pipeline whose config is a dict, so that its grid was made before ds_npu could see it."""
+    import os
+
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.pipe import PipelineModule
+
+    rule.without_extension()
+    os.environ.pop("DS_NPU_CONFIG", None)
+    deepspeed.init_distributed("gloo")
+    pipeline = PipelineModule(specs(tied=False), num_stages=STAGES, loss_fn=rule.token_loss)
+    engine, *_ = deepspeed.initialize(model=pipeline, model_parameters=pipeline.parameters(), config=config)
+    losses = [None] * STAGES
+    dist.all_gather_object(losses, float(engine.train_batch(iter(rule.my_batches(engine.topology)))))
+    assert len(set(losses)) == 1
+
+
+def test_the_last_stages_loss_reaches_the_first_without_an_announced_config():
+    run_on_ranks(STAGES, loss_of_every_stage, rule.config(1, torch.float32, {"pipeline": STAGES}))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from ranks import run_on_ranks
+from split_models import first_fast
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -75,7 +76,7 @@ def same_losses(folder: str, stages: tuple[int, ...]) -> None:
             assert all(torch.equal(mine[name], theirs[name]) for name in mine), (stage, sequence_parallel)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@first_fast("family", FAMILIES)
 def test_a_checkpoint_loaded_part_by_part_trains_as_one_loaded_whole(family, tmp_path):
     saved(family, tmp_path)
     run_on_ranks(2, same_losses, str(tmp_path), (1, 3))
@@ -110,7 +111,7 @@ def trained_and_saved(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@first_fast("family", FAMILIES)
 def test_a_plain_model_loads_what_was_trained(family, stage, tmp_path):
     saved(family, tmp_path)
     run_on_ranks(2, trained_and_saved, str(tmp_path), stage)

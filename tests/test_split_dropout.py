@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 from ranks import run_on_ranks
-from split_models import LENGTH, agree, close, everyones, pair
+from split_models import LENGTH, agree, close, everyones, first_fast, pair
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -54,7 +54,7 @@ def checkpointed(family: str, sequence_parallel: bool) -> None:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("family", DROPS)
+@first_fast("family", DROPS)
 def test_recomputation_gives_the_same_bits(family, sequence_parallel):
     run_on_ranks(2, checkpointed, family, sequence_parallel)
 
@@ -77,7 +77,7 @@ def two_lengths(family: str) -> None:
             close(gradient, plain[name], name)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "qwen2_5_vl"])
+@first_fast("family", ["llama", "gpt2", "mixtral", "qwen2_5_vl"])
 def test_recomputation_of_an_earlier_forward(family):
     run_on_ranks(2, two_lengths, family)
 
@@ -141,6 +141,6 @@ def residual_stream(family: str) -> None:
     assert len(seen) > 4 and all(map(agree, seen))
 
 
-@pytest.mark.parametrize("family", DROPS)
+@first_fast("family", DROPS)
 def test_tensor_ranks_have_one_residual_stream(family):
     run_on_ranks(2, residual_stream, family)

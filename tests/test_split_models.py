@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 import torch
 from ranks import run_on_ranks
-from split_models import LENGTH, agree, close, pair
+from split_models import LENGTH, agree, close, first_fast, pair
 from torch.nn import functional
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
@@ -37,7 +37,7 @@ def whole_logits(family: str, sequence_parallel: bool) -> None:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("family", FAMILIES)
+@first_fast("family", FAMILIES)
 def test_logits_are_whole_where_somebody_looks(family, sequence_parallel):
     run_on_ranks(2, whole_logits, family, sequence_parallel)
 
@@ -56,7 +56,7 @@ def users_own_loss(family: str, sequence_parallel: bool) -> None:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("family", FAMILIES)
+@first_fast("family", FAMILIES)
 def test_a_loss_of_the_users_own_from_whole_logits(family, sequence_parallel):
     run_on_ranks(2, users_own_loss, family, sequence_parallel)
 
@@ -89,7 +89,7 @@ def padding(family: str, sequence_parallel: bool) -> None:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("family", FAMILIES)
+@first_fast("family", FAMILIES)
 def test_padding_and_ignored_labels(family, sequence_parallel):
     run_on_ranks(2, padding, family, sequence_parallel)
 
@@ -112,7 +112,7 @@ def generation(family: str, sequence_parallel: bool) -> None:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3", "phi3"])
+@first_fast("family", [*FAMILIES, "deepseek_v3", "phi3"])
 def test_generate(family, sequence_parallel):
     run_on_ranks(2, generation, family, sequence_parallel)
 

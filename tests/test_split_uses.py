@@ -12,7 +12,7 @@ import tiny_models
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
-from split_models import LENGTH, close, pair
+from split_models import LENGTH, close, first_fast, pair
 from torch import nn
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
@@ -42,7 +42,7 @@ def insides(family: str, sequence_parallel: bool) -> None:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@first_fast("family", ["llama", "gpt2"])
 def test_hidden_states_and_attentions(family, sequence_parallel):
     run_on_ranks(2, insides, family, sequence_parallel)
 
@@ -66,7 +66,7 @@ def autocast(family: str, sequence_parallel: bool) -> None:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@first_fast("family", ["llama", "gpt2", "mixtral"])
 def test_autocast(family, sequence_parallel):
     run_on_ranks(2, autocast, family, sequence_parallel)
 
@@ -136,7 +136,7 @@ def exceptions(family: str, sequence_parallel: bool) -> None:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@first_fast("family", ["llama", "gpt2"])
 def test_an_exception_in_a_forward_leaves_nothing_behind(family, sequence_parallel):
     run_on_ranks(2, exceptions, family, sequence_parallel)
 
@@ -194,7 +194,7 @@ def grouped(stage: int, client: bool) -> None:
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["groups", "client optimizer"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@first_fast("stage", [3, 0, 1])
 def test_parameters_keep_their_groups(stage, client):
     run_on_ranks(2, grouped, stage, client)
 

@@ -31,6 +31,7 @@ from ds_npu.features.feature import Build
 from ds_npu.log import logger
 from ds_npu.models.tensor_parallel import split_of
 from ds_npu.zero_ext.gather_together import gathered_as_one
+from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.lost_hooks import attach_hooks_again
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
@@ -52,6 +53,7 @@ class TopologyMixin(WholeWeights):
         attach_hooks_again(model)
         if self.topology.size("tp") > 1 and "pp" not in self.model_axes:
             check_first_batch(model, self.topology.group("tp"), self.topology.ranks("tp"))
+        remove_gradient_buffers(model)
         for install in self.build.when_built:
             for line in install(self):
                 logger().info("%s", line)
@@ -164,8 +166,13 @@ class PipelineMixin(TopologyMixin):
 
 
 def narrowed(grid: Any, topology: Any) -> Any:
-    """A copy of a pipeline's grid whose data axis is dp alone."""
+    """A copy of a pipeline's grid whose data axis is dp alone, and whose pipeline group is the mpu's.
+
+    The last stage broadcasts the loss over the mpu's, the others wait for it in the grid's (DeepSpeed 0.19.8
+    runtime/pipe/engine.py:619, :627): two groups of the same ranks would wait for each other.
+    """
     narrow = copy.copy(grid)
+    narrow.pp_proc_group = topology.group("pp")
     narrow.data_parallel_size, narrow.data_parallel_id = topology.size("dp"), topology.rank("dp")
     return narrow
 

@@ -30,12 +30,13 @@ def insides(family: str, sequence_parallel: bool) -> None:
     with tiny_models.Float64():
         found, expected = (each(**options) for each in (both.model, both.plain))
     for each in (found, expected):
-        (
-            each.loss + sum((weight + 1) * state.square().sum() for weight, state in enumerate(each.hidden_states))
-        ).backward()
+        squares = [(place + 1) * state.square().sum() for place, state in enumerate(each.hidden_states)]
+        (each.loss + sum(squares)).backward()
     both.same_gradients()
     for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
         close(one, other, "hidden states")
+    tuples = both.model(**options, return_dict=False)
+    assert [state.shape for state in tuples[2]] == [state.shape for state in expected.hidden_states]
     heads = expected.attentions[0].shape[1] // 2
     for one, other in zip(found.attentions, expected.attentions, strict=True):
         close(one, other[:, both.topology.rank("tp") * heads :][:, :heads], "attentions")
@@ -45,6 +46,28 @@ def insides(family: str, sequence_parallel: bool) -> None:
 @first_fast("family", ["llama", "gpt2"])
 def test_hidden_states_and_attentions(family, sequence_parallel):
     run_on_ranks(2, insides, family, sequence_parallel)
+
+
+def insides_under_zero3() -> None:
+    """DeepSpeed's hooks stand between the blocks and whoever looks at what they return."""
+    import deepspeed
+
+    rule.without_extension()
+    model, plain = (tiny_models.tiny("llama", torch.float32).eval() for _ in range(2))
+    section = {"parallel": {"tensor": 2, "sequence_parallel": True}}
+    config = tensor_parallel_rule.config(3, torch.float32, section)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.eval()
+    for length in (LENGTH, 1):
+        tokens = tiny_models.tokens(2, length)
+        with torch.no_grad():
+            found, expected = (each(input_ids=tokens, output_hidden_states=True) for each in (engine, plain))
+        for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_hidden_states_under_zero3():
+    run_on_ranks(2, insides_under_zero3)
 
 
 def autocast(family: str, sequence_parallel: bool) -> None:

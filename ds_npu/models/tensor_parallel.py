@@ -240,7 +240,7 @@ class _Splitting:
         if sequence and blocks:
             # With sequence parallelism nothing in a block is the same on two ranks.
             make_sequence(blocks, self.shards, **self._random_numbers(*blocks))
-            join_hidden_states(self.model, self.shards)
+            join_hidden_states(self.model, len(blocks), self.shards)
             for _, router in self._of(Role.ROUTER):
                 if self._counts_tokens:
                     show_all_tokens(router, self.shards)

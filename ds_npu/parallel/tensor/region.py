@@ -36,10 +36,6 @@ SHAPE_ONLY = {
 """What may be asked of a RegionInput without its entering the region."""
 
 
-SHARD = "ds_npu_shard"
-"""The mark of hidden states, between blocks, that are a shard of the sequence."""
-
-
 class SequenceShards:
     """The sequence shards of one model: how long the sequence is of which each rank has a part.
 
@@ -181,22 +177,27 @@ def with_first(name: str, change: Callable[[Any], Any], args: Any, kwargs: Any) 
     return args, {**kwargs, name: change(kwargs[name])}
 
 
-def join_hidden_states(model: nn.Module, shards: SequenceShards) -> None:
+def join_hidden_states(model: nn.Module, blocks: int, shards: SequenceShards) -> None:
     """Join the shards among what ``model`` returns: the hidden states between its blocks, where they are asked for."""
 
-    def joined(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and SHARD in vars(value):
-            return shards.collect(value)
-        return tuple(map(joined, value)) if type(value) is tuple else value
+    def joined(states: Any) -> Any:
+        # Before the first block and after the last they are whole.
+        if type(states) is tuple and len(states) == blocks + 1 and all(map(_is_hidden_states, states)):
+            first, *between, last = states
+            return (first, *(None if each is None else shards.collect(each) for each in between), last)
+        return states
 
     def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:
         out: Any = forward(*args, **kwargs)
-        if isinstance(out, dict):
-            for key in list(out):
-                out[key] = joined(out[key])
-        return joined(out)
+        if isinstance(out, dict) and "hidden_states" in out:
+            out["hidden_states"] = joined(out["hidden_states"])
+        return tuple(map(joined, out)) if type(out) is tuple else out
 
     around(model, whole)
+
+
+def _is_hidden_states(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.Tensor) and value.dim() == 3)
 
 
 RandomNumbers = Callable[[], AbstractContextManager[Any]]
@@ -229,10 +230,7 @@ def make_sequence(blocks: list[nn.Module], shards: SequenceShards, random_number
 
     def block(forward: Any, *args: Any, **kwargs: Any) -> Any:
         with random_numbers():
-            out = forward(*args, **kwargs)
-        hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        vars(hidden)[SHARD] = True
-        return out
+            return forward(*args, **kwargs)
 
     def first(forward: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_first(name, shards.shard, args, kwargs)

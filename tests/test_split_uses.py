@@ -12,8 +12,13 @@ import tiny_models
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
-from split_models import LENGTH, close, first_fast, pair
+from split_models import LENGTH, Pair, close, first_fast, pair
 from torch import nn
+
+from ds_npu.models.globs import plan_for
+from ds_npu.models.tensor_parallel import split_model
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 
@@ -113,12 +118,7 @@ def test_frozen_layers(sequence_parallel):
 
 def thawed(sequence_parallel: bool) -> None:
     """A layer frozen while the model is split, and trained later on."""
-    topology = pair("llama").topology
-    from split_models import Pair
-
-    from ds_npu.models.globs import plan_for
-    from ds_npu.models.tensor_parallel import split_model
-
+    topology = Topology(Degrees(tp=dist.get_world_size()))
     model = tiny_models.tiny("llama").requires_grad_(False)
     split_model(model, plan_for(model, {}), topology, sequence_parallel)
     model.requires_grad_(True)

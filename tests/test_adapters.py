@@ -20,6 +20,8 @@ from ds_npu.models.globs import plan_for
 from ds_npu.parallel.tensor.region import RegionInput
 from ds_npu.parallel.tensor.sharding import sharding_of
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     ("llama", "all-linear", {}),
     ("llama", ["q_proj", "v_proj"], {"use_rslora": True}),

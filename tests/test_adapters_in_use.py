@@ -16,6 +16,8 @@ from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import PlanError
 from ds_npu.models.saving import save_pretrained, whole_state_dict
 
+pytestmark = pytest.mark.slow
+
 
 def uses(model, name):
     """The model with its adapters used in one of several ways."""

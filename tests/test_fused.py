@@ -79,6 +79,7 @@ def test_split_models_too(sequence_parallel, fuse_first):
     run_on_ranks(2, on_two_ranks, sequence_parallel, fuse_first, list(CALLS))
 
 
+@pytest.mark.slow
 def test_a_split_model_too():
     run_on_ranks(2, on_two_ranks, True, False, ["llama"])
 
@@ -131,6 +132,7 @@ def gates_beside_ups():
     assert (joined(model), joined(whole)) == (0, 1)
 
 
+@pytest.mark.slow
 def test_parallel_linears_write_gates_and_ups_into_one_tensor():
     run_on_ranks(2, gates_beside_ups)
 

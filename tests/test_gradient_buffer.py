@@ -19,6 +19,8 @@ from torch import nn
 from ds_npu.parallel.tensor.weight_gradient import gradient_buffer
 from ds_npu.zero_ext.gradient_buffer import install_gradient_buffers
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-12
 SINGLE = 1e-6
 """A few float32 roundings, of relative size 6e-8; ZeRO keeps float32 masters, whatever the model."""

@@ -17,6 +17,8 @@ from torch import nn
 
 from ds_npu.zero_ext.gradient_buffer import install_gradient_buffers
 
+pytestmark = pytest.mark.slow
+
 NAMES = {"tied_modules.tied": "tied", "0": "embedding", "3": "head"}
 SINGLE = 1e-6
 ROADS = {

@@ -27,6 +27,8 @@ from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
+pytestmark = pytest.mark.slow
+
 B, S, H, F, V = 2, 10, 8, 14, 13  # of which 4 ranks divide none but H
 
 

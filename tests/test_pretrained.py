@@ -16,6 +16,8 @@ from split_models import first_fast
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("llama", "mixtral", "phi3")
 
 

@@ -32,5 +32,6 @@ def test_different_batches_are_refused():
     run_on_ranks(2, forwards, True)
 
 
+@pytest.mark.slow
 def test_the_first_forward_looks_and_no_other():
     run_on_ranks(2, forwards, False)

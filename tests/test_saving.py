@@ -20,6 +20,8 @@ from ds_npu.models.loading import load_checkpoint, meta_model
 from ds_npu.models.saving import save_pretrained, whole_state_dict
 from ds_npu.parallel.tensor.sharding import Sharding
 
+pytestmark = pytest.mark.slow
+
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

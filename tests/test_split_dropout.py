@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 DROPS = {
     "gpt2": {"attn_pdrop": 0.3, "embd_pdrop": 0.2, "resid_pdrop": 0.1},

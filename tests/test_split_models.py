@@ -9,6 +9,8 @@ from ranks import run_on_ranks
 from split_models import LENGTH, agree, close, first_fast, pair
 from torch.nn import functional
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 FAMILIES = ("llama", "gpt2", "mixtral")
 

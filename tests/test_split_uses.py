@@ -20,6 +20,8 @@ from ds_npu.models.tensor_parallel import split_model
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 
 

@@ -18,6 +18,8 @@ from ds_npu.ops.matmul_collective import unmet
 from ds_npu.overlap.tensor_matmul import Fused, Piece, Pipelined, cut
 from ds_npu.parallel.tensor.axis import MatmulCollectives, OneAfterTheOther
 
+pytestmark = pytest.mark.slow
+
 C10D, ATEN = torch.ops.c10d, torch.ops.aten
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 INNER, OUTER = 5, (4, 3)

@@ -29,6 +29,8 @@ from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parall
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.sharding import TENSOR_PARALLEL, mark, sharding_of, split
 
+pytestmark = pytest.mark.slow
+
 WORLDS = (1, 2, 4)
 
 

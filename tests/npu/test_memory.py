@@ -1,5 +1,7 @@
 """Device memory is counted, given back and as large as it was said to be."""
 
+import gc
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def emptied():
+    # What earlier tests left in cycles would be given back in the middle of this one.
+    gc.collect()
     torch.npu.empty_cache()
     torch.npu.reset_peak_memory_stats()
 

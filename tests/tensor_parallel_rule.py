@@ -9,11 +9,11 @@ import gradient_rule as rule
 import tiny_models
 import torch
 import torch.distributed as dist
+from gradient_rule import ACCUMULATION, CLIP, LR, MICRO
 from torch import nn
 
-MICRO, ACCUMULATION, LENGTH = 2, 2, 10
+LENGTH = 10
 """A length that neither 4 ranks nor 3 divide."""
-LR, CLIP = 0.5, 0.1
 
 
 def batches(count: int) -> torch.Tensor:
@@ -47,16 +47,8 @@ def reference(
 
 
 def config(stage: int, dtype: torch.dtype, section: dict[str, object]) -> dict[str, object]:
-    return {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "ds_npu": section,
-    }
+    usual = rule.config(stage, dtype, {}, stage3_param_persistence_threshold=0)
+    return usual | {"ds_npu": section}
 
 
 @dataclass(frozen=True)

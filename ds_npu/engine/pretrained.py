@@ -11,11 +11,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_npu.engine.session import open_session
+from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
-from ds_npu.features.fused_ops import FUSED_OPS
 from ds_npu.features.loading import load
-from ds_npu.features.parallel import PARALLEL
-from ds_npu.features.tensor_overlap import TENSOR_OVERLAP
 from ds_npu.models.loading import load_checkpoint, meta_model
 
 
@@ -37,8 +35,6 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
     session = open_session(ds_config)
     model = meta_model(auto_class, Path(folder), **options)
     build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
-    TENSOR_OVERLAP.apply(session.config.tensor_overlap, build)
-    PARALLEL.apply(session.config.parallel, build)
-    FUSED_OPS.apply(session.config.fused_ops, build)
+    apply_features(session.config, build)
     load_checkpoint(model, Path(folder), session.topology.rank("tp"))
     return model

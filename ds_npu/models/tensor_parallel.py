@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_npu.models import names
+from ds_npu.models import kinds, names
 from ds_npu.models.adapters import (
     adapted_layers,
     check_adapters,
@@ -149,7 +149,7 @@ class _Splitting:
             return
         is_row = role in ROWS
         weight, bias = module.get_parameter("weight"), _bias(module)
-        form = Form(_is_transposed(module), cut.outputs(self.axis.rank))
+        form = Form(kinds.output_dim(module) == 1, cut.outputs(self.axis.rank))
         if not cut.whole:
             keep_part(weight, cut.sharding(_dim(module, not is_row)), self.axis.rank)  # type: ignore[arg-type]
             if bias is not None and not is_row:
@@ -162,7 +162,7 @@ class _Splitting:
                 heads = [self.modules[each] for each in (name, *second_factors(self.plan, name))]
                 split_loss(self.modules[names.owner(name)], heads, cut.sharding(0), self.topology)  # type: ignore[arg-type]
         else:
-            inside = self._region_of(name) is not None
+            inside = self.plan.around(name, *REGIONS) is not None
             self._put(name, ColumnLinear(weight, bias, self.axis, form, inside))
 
     def _let_adapters_know(self) -> None:
@@ -170,7 +170,7 @@ class _Splitting:
             around, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
             if role is Role.EMBEDDING:
                 keep_padding(around, base)
-            elif role in (Role.LATENT, *COLUMNS) and self._region_of(name) is not None:
+            elif role in (Role.LATENT, *COLUMNS) and self.plan.around(name, *REGIONS) is not None:
                 enter_by_factors(around, self.axis, self._outside)
 
     def _put(self, name: str, module: nn.Module) -> None:
@@ -178,12 +178,6 @@ class _Splitting:
         module.train(self.modules[name].training)
         self.modules[name] = module
         setattr(self.modules[parent], leaf, module)
-
-    def _region_of(self, name: str) -> str | None:
-        """The innermost region around ``name``."""
-        parts = name.split(".")
-        above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-        return next((each for each in above if self.plan.roles.get(each) in REGIONS), None)
 
     def _localise(self, name: str) -> None:
         """Tell an attention module how many heads this rank has, where it keeps count."""
@@ -199,13 +193,10 @@ class _Splitting:
         }
         kept: dict[str, Any] = module.__dict__
         kept.update({key: count for key, count in counts.items() if key in kept})
-        if "config" in kept and any(self.plan.roles[each] is Role.QUERY_KEY_VALUE for each in self._below(name)):
+        if "config" in kept and self.plan.inside(name, Role.QUERY_KEY_VALUE):
             # Phi-3 asks its config where the fused projection ends; the config is the whole model's.
             kept["config"] = copy.copy(kept["config"])
             kept["config"].num_attention_heads, kept["config"].num_key_value_heads = heads, kv_heads
-
-    def _below(self, name: str) -> list[str]:
-        return [each for each in self.plan.roles if each.startswith(f"{name}.")]
 
     def _sum_partial_gradients(self) -> None:
         """Sum the gradients of whole weights that each rank uses for its heads, or for its shard of the sequence."""
@@ -215,10 +206,10 @@ class _Splitting:
                 sum_gradient(parameter, self.axis.group)
 
     def _is_partial(self, module: str) -> bool:
-        if self.axis.sequence_parallel and any(module.startswith(f"{block}.") for block in self.plan.blocks):
+        if self.axis.sequence_parallel and self.plan.block(module) is not None:
             return True
         at_border = self.plan.roles.get(module) in (Role.LATENT, *ROWS) or is_at_border(self.plan, module)
-        return self._region_of(module) is not None and not at_border
+        return self.plan.around(module, *REGIONS) is not None and not at_border
 
     def _regions(self) -> list[nn.Module]:
         regions = list(self._of(*REGIONS))
@@ -226,7 +217,7 @@ class _Splitting:
         sequence = self.axis.sequence_parallel
         for name, module in regions:
             for roles in TOGETHER:
-                found = [each for each in self._below(name) if self.plan.roles[each] in roles]
+                found = self.plan.inside(name, *roles)
                 mine = [self.modules[each] for each in found if not names.is_copy(each)]
                 layers = [each for each in mine if isinstance(each, ColumnLinear)]
                 if layers:
@@ -259,8 +250,7 @@ class _Splitting:
         return {"random_numbers": self.randomness.region}
 
     def _rows(self, name: str) -> list[nn.Module]:
-        rows = [each for each in self._below(name) if self.plan.roles[each] in ROWS]
-        return [self.modules[with_adapter(each)] for each in rows]
+        return [self.modules[with_adapter(each)] for each in self.plan.inside(name, *ROWS)]
 
     @property
     def _outside(self) -> RandomNumbers:
@@ -273,14 +263,9 @@ def _drops(module: nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    """Whether ``module`` is GPT-2's Conv1D, whose weight is [inputs, outputs]."""
-    return type(module).__name__ == "Conv1D"
-
-
 def _dim(module: nn.Module, outputs: bool) -> int:
     """The dim of ``module``'s weight along which its outputs, or its inputs, stand."""
-    return int(outputs == _is_transposed(module))
+    return kinds.output_dim(module) if outputs else 1 - kinds.output_dim(module)
 
 
 def _bias(module: nn.Module) -> nn.Parameter | None:

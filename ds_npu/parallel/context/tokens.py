@@ -1,8 +1,8 @@
 """Which tokens of a batch each context rank has, as data: ranges that every rank knows of every other.
 
 A causal mask gives late tokens more work than early ones. So each document is cut into 2 * ring chunks, of which ring
-rank r has number r and number 2 * ring - 1 - r (zigzag); the Ulysses ranks of a group share the tokens of a ring rank in
-order. Source: Zhu 2024, ring-flash-attention, zigzag; Llama 3, arXiv:2407.21783, section 3.3.2.
+rank r has number r and number 2 * ring - 1 - r (zigzag); the Ulysses ranks of a group share the tokens of a ring rank
+in order. Source: Zhu 2024, ring-flash-attention, zigzag; Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations

@@ -151,8 +151,10 @@ def exchange(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor, tag:
     to, origin = ring.ranks[hop.to], ring.ranks[hop.origin]
     if hop.link == "home":
         # Between any two ranks; started together, for in a circle of ranks that all send first none would receive.
-        messages = ((dist.isend, flat, to), (dist.irecv, empty, origin))
-        together = [dist.P2POp(*message, ring.group, tag) for message in messages]
+        together = [
+            dist.P2POp(dist.isend, flat, to, group=ring.group, tag=tag),
+            dist.P2POp(dist.irecv, empty, origin, group=ring.group, tag=tag),
+        ]
         return Pending(empty, _Both(dist.batch_isend_irecv(together), flat))
     groups = ring.inner if hop.link == "inner" else ring.outer
     at, of_origin = (

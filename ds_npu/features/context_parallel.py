@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Literal
 
 from ds_npu.config import Problem, Section
-from ds_npu.features.feature import AtLeastOne, Feature
+from ds_npu.features.feature import AtLeastOne, Build, Feature
+from ds_npu.log import warn_once
+from ds_npu.topology.context import algorithm_of
 
 
 class ContextParallelSection(Section):
@@ -22,7 +25,30 @@ class ContextParallelSection(Section):
     """What is kept for backward of the keys and values received in forward: nothing, the keys (half), both (full)."""
 
 
-CONTEXT_PARALLEL: Feature[ContextParallelSection] = Feature("context_parallel", planned=("context_parallel",))
+WHOLE = (
+    "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. Give "
+    "each context rank other tokens, compute attention by ds_npu.parallel.context.attention.context_attention, and "
+    "return each rank's share of the loss; shares are added up"
+)
+
+
+def _apply(section: ContextParallelSection, build: Build) -> None:
+    if not build.spreads_sequences:
+        return
+    models = importlib.import_module("ds_npu.models.context_parallel")
+    if models.is_spread(build.model):
+        return
+    topology = build.topology
+    if not models.outermost(build.model):
+        warn_once(WHOLE.format(size=topology.size("cp"), model=type(build.model).__name__))
+        return
+    # What scripts draw (the order of samples) must agree over ranks that share samples.
+    importlib.import_module("ds_npu.parallel.tensor.randomness").align_generators(topology, build.device_type, "cp")
+    algorithm = algorithm_of(section.algorithm or "ulysses", topology.size("cp"), section.ulysses, section.window)
+    models.spread_sequence(build.model, build.plan, topology, algorithm, build.device_type)
+
+
+CONTEXT_PARALLEL: Feature[ContextParallelSection] = Feature("context_parallel", apply=_apply)
 
 
 def wrong_factors(section: ContextParallelSection, context: int) -> Iterator[Problem]:

@@ -1,0 +1,171 @@
+"""Spreads the sequences of a Hugging Face model over the context ranks, in place: its script stays as it is.
+
+The model takes whole batches, the same on every context rank, and works on this rank's tokens of them; what it returns
+is whole again. No class is changed: the attention functions of this one model are exchanged, and some of its modules
+get a forward of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ds_npu.models import names
+from ds_npu.models.attention_function import use_attention
+from ds_npu.models.context.attention import SplitAttention
+from ds_npu.models.context.batch import Running
+from ds_npu.models.context.forward import ROUTERS, SplitForward
+from ds_npu.models.context.layers import (
+    depends_on_length,
+    remember_batch,
+    show_last_position,
+    show_tokens_of_all_ranks,
+)
+from ds_npu.models.context.loss import LossShare, shifts
+from ds_npu.models.hugging_face import is_hugging_face
+from ds_npu.models.plan import ModelPlan
+from ds_npu.models.refusal import refuse_copies
+from ds_npu.models.roles import Role
+from ds_npu.parallel.context.axis import ContextAxis, context_axis
+from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
+from ds_npu.parallel.tensor.region import around
+from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.topology.topology import Topology
+
+SPREAD = "ds_npu_spread"
+Choice = Callable[[int], ContextAlgorithm]
+"""The algorithm for sequences of so many tokens."""
+WITHIN_TOKENS = {"full_attention", "sliding_attention"}
+"""Kinds of layers (a config's ``layer_types``) in which only attention goes from token to token."""
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether the sequences of ``model`` are spread already."""
+    return SPREAD in vars(model)
+
+
+def spread_sequence(
+    model: nn.Module,
+    plan: ModelPlan,
+    topology: Topology,
+    algorithm: ContextAlgorithm | Choice,
+    device_type: str = "cpu",
+) -> None:
+    """Let the model of transformers that ``model`` is, or holds, work on parts of its sequences.
+
+    ``algorithm`` is one, or chooses one at the first forward, in which all ranks of the world then take part. Raises
+    ValueError, before anything is changed, for a model that does not only go from token to token by attention.
+    """
+    found = outermost(model)
+    if len(found) != 1:
+        raise ValueError(f"{plan.model} holds {len(found)} models of transformers; ds_npu.parallel.context spreads one")
+    ((name, inner),) = found.items()
+    shifted = shifts(inner)
+    _refuse_other_mixing(inner, plan)
+    _check_forward(inner)
+    outside = _outside(model, name)
+    running, axis_of = Running(), _axis(topology, algorithm)
+    use_attention(model, SplitAttention(running).implementation)
+    randomness = RegionRandomness(topology, device_type, "cp")
+    loss = None if shifted is None else LossShare(inner.loss_function, running, shifted)
+    if loss is not None:
+        inner.loss_function = loss
+    numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
+    around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(model, plan)))
+    _prepare_layers(inner, [model.get_submodule(each) for each in plan.blocks], running)
+    for router in plan.named(Role.ROUTER) if ROUTERS in vars(inner.config.get_text_config()) else ():
+        show_tokens_of_all_ranks(model.get_submodule(router), running)
+    for parameter in outside:
+        _average_gradient(parameter, topology.size("cp"))
+    vars(model)[SPREAD] = True
+    refuse_copies(model)
+
+
+def outermost(model: nn.Module) -> dict[str, Any]:
+    """The models of transformers in ``model`` that are in no other one, by name."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if is_hugging_face(module) and not any(names.is_inside(name, other) for other in found):
+            found[name] = module
+    return found
+
+
+def _axis(topology: Topology, algorithm: ContextAlgorithm | Choice) -> Callable[[int], ContextAxis]:
+    if isinstance(algorithm, ContextAlgorithm):
+        axis = context_axis(topology, algorithm)
+        return lambda _: axis
+    chosen: list[ContextAxis] = []
+
+    def choose(length: int) -> ContextAxis:
+        if not chosen:
+            # Once in a run. Ranks with other batches must open the same groups.
+            lengths: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(lengths, length)
+            chosen.append(context_axis(topology, algorithm(max(lengths))))
+        return chosen[0]
+
+    return choose
+
+
+def _refuse_other_mixing(inner: Any, plan: ModelPlan) -> None:
+    config = inner.config.get_text_config()
+    mixing = sorted(set(vars(config).get("layer_types") or ()) - WITHIN_TOKENS)
+    convolutions = [name for name, each in inner.named_modules() if isinstance(each, nn.Conv1d)]
+    if inner.config.is_encoder_decoder:
+        mixing.append("an encoder and a decoder")
+    if inner._is_stateful or mixing or convolutions:
+        found = ", ".join([*mixing, *convolutions[:1]]) or "layers with a state"
+        raise ValueError(
+            f"ds_npu.parallel.context: {plan.model} has {found}; a sequence can be spread only where nothing but full "
+            "and sliding-window attention goes from token to token"
+        )
+
+
+def _check_forward(inner: Any) -> None:
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        raise ValueError(
+            f"ds_npu.parallel.context: the forward of {type(inner).__name__} takes no position_ids, so it cannot be "
+            "told which tokens of the sequence it has"
+        )
+
+
+def _outside(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters of ``model`` that are not in its module ``name``: on every context rank they do the same."""
+    inside: dict[int, Any] = {}
+    outside: dict[int, Any] = {}
+    for each, parameter in model.named_parameters(remove_duplicate=False):
+        (inside if names.is_inside(each, name) else outside)[id(parameter)] = (each, parameter)
+    shared = [each for key, (each, _) in outside.items() if key in inside]
+    if shared:
+        raise ValueError(
+            f"ds_npu.parallel.context: {shared[0]} is also a weight of {name}, whose sequences are spread: the two "
+            "uses need other sums of gradients"
+        )
+    return [parameter for _, parameter in outside.values()]
+
+
+def _average_gradient(parameter: nn.Parameter, size: int) -> None:
+    """The engine adds up the gradients of ``size`` context ranks, which are the same for ``parameter``."""
+    leaf: Any = parameter  # torch's register_hook has no types
+    trained = leaf.requires_grad
+    leaf.requires_grad_(True)
+    leaf.register_hook(lambda gradient: gradient / size)
+    leaf.requires_grad_(trained)
+
+
+def _owns_positions(model: nn.Module, plan: ModelPlan) -> bool:
+    """Whether a table of positions is not looked up by plain numbers from 0 (OPT's, RoBERTa's)."""
+    tables = [model.get_submodule(name) for name in plan.named(Role.POSITION_EMBEDDING)]
+    return any(type(table) is not nn.Embedding or table.padding_idx is not None for table in tables)
+
+
+def _prepare_layers(inner: nn.Module, blocks: list[nn.Module], running: Running) -> None:
+    for block in blocks:
+        remember_batch(block, running)
+    for rotary in list(filter(depends_on_length, inner.modules())):
+        show_last_position(rotary, running)

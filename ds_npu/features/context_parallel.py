@@ -26,9 +26,9 @@ class ContextParallelSection(Section):
 
 
 WHOLE = (
-    "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. Give "
-    "each context rank other tokens, compute attention by ds_npu.parallel.context.attention.context_attention, and "
-    "return each rank's share of the loss; shares are added up"
+    "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. "
+    "Give each context rank other tokens, compute attention by context_attention (ds_npu.parallel.context.attention), "
+    "and return each rank's share of the loss; shares are added up"
 )
 
 

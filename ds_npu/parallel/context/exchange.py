@@ -16,9 +16,9 @@ in memory as [S, B, n, D], which is the same for a batch of one.
     out = attention(q.arrive(), k.arrive(), v.arrive())
     y = o_proj(depart_to_tokens(out, exchange).arrive())
 
-An exchange is two nodes of autograd: going back, ``arrive`` sends the gradient and ``depart`` waits for it. Autograd runs
-the youngest node that is ready. So all three gradients are sent first, and those of q and k are exchanged while the
-backward of v_proj runs, if each tensor departs right behind its projection.
+An exchange is two nodes of autograd: going back, ``arrive`` sends the gradient and ``depart`` waits for it. Of the
+nodes that are ready autograd runs the youngest. So all three gradients are sent first, and those of q and k are on
+their way while the backward of v_proj runs, if each tensor departs right behind its projection.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Exchange:
             part_BsnD = part.view(tokens, batch, len(heads), width).transpose(0, 1)
             again = done - heads.start
             if again:
-                whole[:, :, heads.start : done] += part_BsnD[:, :, :again]
+                whole[:, :, heads.start : done].add_(part_BsnD[:, :, :again])
             whole[:, :, done : heads.stop] = part_BsnD[:, :, again:]
             done = heads.stop
         return whole.to(like_SBnD.dtype)
@@ -171,7 +171,7 @@ class InFlight:
     _air: _Air | None
 
     def arrive(self) -> torch.Tensor:
-        """Wait for the tensor: once, and on every rank of the group. On an NPU the current stream waits, not the host."""
+        """The tensor, waited for once and on every rank of the group; on an NPU the stream waits, not the host."""
         if self._air is None:
             return self._ticket
         function: Any = _Arrive  # torch's apply has no types

@@ -30,9 +30,8 @@ class Heads:
         """
         queries, keys = self.queries[rank], self.keys[rank]
         used = tuple(head // self.queries_per_key - keys.start for head in queries)
-        share, rest = divmod(len(queries), len(keys))
-        even = rest == 0 and used == tuple(place // share for place in range(len(queries)))
-        return None if even else used
+        share = len(queries) // len(keys)
+        return None if used == tuple(place // share for place in range(len(queries))) else used
 
 
 def share_heads(query_heads: int, kv_heads: int, ranks: int) -> Heads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,19 +53,38 @@ class Topology:
         self.degrees = degrees
         self.global_rank = dist.get_rank()
         self.place = degrees.place(self.global_rank)
+        self._options = options
         self._ranks: dict[tuple[Axis, ...], list[int]] = {}
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(degrees.world_size)): dist.group.WORLD}
+        self._further: dict[str, dict[tuple[int, ...], Any]] = {}
         for axes in GROUPS:
-            self._open(axes, options(axes))
+            for ranks in map(tuple, degrees.groups(*axes)):
+                if ranks not in self._groups:
+                    self._groups[ranks] = self._opened(ranks, axes, "x".join(axes))
 
-    def _open(self, axes: tuple[Axis, ...], options: Any) -> None:
-        for ranks in map(tuple, self.degrees.groups(*axes)):
-            if ranks in self._groups:
-                continue
-            if len(ranks) > 1:
-                self._groups[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc="x".join(axes))
-            elif self.global_rank in ranks:
-                self._groups[ranks] = dist.new_group(list(ranks), backend=ALONE, use_local_synchronization=True)
+    def _opened(self, ranks: tuple[int, ...], axes: tuple[Axis, ...], name: str) -> Any:
+        """The group of ``ranks``; every rank opens it. Of a group of one rank, others have nothing."""
+        if len(ranks) > 1:
+            return dist.new_group(list(ranks), pg_options=self._options(axes), group_desc=name)
+        if self.global_rank in ranks:
+            return dist.new_group(list(ranks), backend=ALONE, use_local_synchronization=True)
+        return None
+
+    def within(self, axis: Axis, parts: Sequence[Sequence[int]], name: str, own: bool = False) -> Any:
+        """The process group of this rank's part of ``axis``, which is cut into ``parts``: lists of ranks along it.
+
+        Every rank of the world calls it at the same time. Where a group with the same ranks is open already it is
+        that one, unless the part is to have its ``own`` communicator, one for each ``name``.
+        """
+        mine = None
+        for peers in self.degrees.groups(axis):
+            for part in parts:
+                ranks = tuple(peers[rank] for rank in part)
+                known = self._further.setdefault(name, {}) if own else self._groups
+                if ranks not in known:
+                    known[ranks] = self._opened(ranks, (axis,), f"{axis} {name}")
+                mine = known[ranks] if self.global_rank in ranks else mine
+        return mine
 
     def ranks(self, *axes: Axis) -> list[int]:
         """The global ranks of this rank's group along ``axes``, in grid order."""

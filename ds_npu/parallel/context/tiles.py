@@ -142,14 +142,14 @@ def _runs(rows: Pieces, keys: _Places, mask: Mask, documents: Pieces) -> Iterato
             place = offset + some.start - piece.start
             for part in _straight(some, keys.bends(document), mask, document):
                 here = range(place + part.start - some.start, place + part.stop - some.start)
-                edges = (_edge(part, keys, bound) for bound in _bounds(mask, document))
-                yield _Run(here, *edges, at)
+                low, high = (_edge(part, keys, bound) for bound in _bounds(mask, document))
+                yield _Run(here, low, high, at)
             at += 1
         offset += len(piece)
 
 
 def _bounds(mask: Mask, document: range) -> Iterator[tuple[int | None, int, int, int]]:
-    """Of the first key and of the one past the last: how far from the row (None: unbounded), what then, and its limits."""
+    """Of the first key and the one past the last: how far from the row (None: unbounded), what then, and its limits."""
     yield (None if mask.before is None else -mask.before), document.start, document.start, document.stop
     yield (None if mask.after is None else mask.after + 1), document.stop, document.start, document.stop
 

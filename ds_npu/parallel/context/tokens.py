@@ -1,8 +1,8 @@
 """Which tokens of a batch each context rank has, as data: ranges that every rank knows of every other.
 
 A causal mask gives late tokens more work than early ones. So each document is cut into 2 * ring chunks, of which ring
-rank r has number r and number 2 * ring - 1 - r (zigzag); the Ulysses ranks of a group share the tokens of a ring rank in
-order. Source: Zhu 2024, ring-flash-attention, zigzag; Llama 3, arXiv:2407.21783, section 3.3.2.
+rank r has number r and number 2 * ring - 1 - r (zigzag); the Ulysses ranks of a group share the tokens of a ring rank
+in order. Source: Zhu 2024, ring-flash-attention, zigzag; Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ class Tokens:
     ulysses: int
     ring: tuple[Pieces, ...]
     documents: Pieces
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Plans are looked up by tokens in every layer, and there may be thousands of documents.
+        return hash((self.samples, self.length, self.ulysses, self.ring, self.documents))
 
     @property
     def total(self) -> int:
@@ -116,21 +124,16 @@ def split_documents(samples: int, length: int, documents: Sequence[range], algor
 
 def _by_sample(samples: int, length: int, documents: Sequence[range]) -> Iterator[Pieces]:
     """Each sample cut into its documents and the padding between them, counted from its first token."""
-    at, waiting = 0, iter((*documents, range(samples * length, samples * length)))
-    document = next(waiting)
+    inside = [bool(each) and each.start // length == (each.stop - 1) // length < samples for each in documents]
+    ascend = [one.stop <= other.start for one, other in itertools.pairwise((range(0), *documents))]
+    if not all(inside) or not all(ascend):
+        raise ValueError(
+            f"documents must ascend, each within one of {samples} samples of {length} tokens; found {list(documents)}"
+        )
     for sample in range(samples):
-        offset, end, parts = sample * length, (sample + 1) * length, []
-        while at < end:
-            if document.start < at or document.start < end < document.stop or document.step != 1:
-                raise ValueError(
-                    f"documents must ascend, each within one of {samples} samples of {length} tokens: {list(documents)}"
-                )
-            stop = min(document.start, end) if document.start > at else document.stop
-            parts.append(range(at - offset, stop - offset))
-            at = stop
-            while document.stop <= at and at < samples * length:
-                document = next(waiting)
-        yield tuple(part for part in parts if part)
+        mine = [each for each in documents if each.start // length == sample]
+        cuts = [sample * length, *itertools.chain(*((each.start, each.stop) for each in mine)), (sample + 1) * length]
+        yield tuple(range(a - cuts[0], b - cuts[0]) for a, b in itertools.pairwise(cuts) if a < b)
 
 
 def _must_suffice(length: int, algorithm: ContextAlgorithm) -> None:

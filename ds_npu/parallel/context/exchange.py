@@ -72,7 +72,8 @@ class Exchange:
         """All heads of this rank's tokens, [B, s, N, D], from its heads of all tokens; not to be written meanwhile.
 
         What several ranks have of one head is summed in the order of the ranks, in float32 for 16-bit types. One copy,
-        of what is received; one more where ``x`` does not lie as [S, B, n, D]. Raises ValueError for another shape.
+        of what is received; one more where ``x`` does not lie as [S, B, n, D], and one to round 16-bit sums. Raises
+        ValueError for another shape.
         """
         batch, width = self._checked(x_BSnD, sum(self.counts), len(self.heads[self.rank]))
         if len(self.counts) == 1:

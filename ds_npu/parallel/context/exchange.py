@@ -166,6 +166,8 @@ class _Arrive(torch.autograd.Function):
 class InFlight:
     """A tensor that has departed; nobody can read it before it has arrived."""
 
+    sent: torch.Tensor
+    """What departed, without gradients: its shape is known, and it can be sent again."""
     _ticket: torch.Tensor
     """The tensor itself where nothing is exchanged, else empty: it ties the nodes together."""
     _back: Way
@@ -192,7 +194,7 @@ def depart_to_tokens(x_BSnD: torch.Tensor, exchange: Exchange) -> InFlight:
 
 def _depart(x: torch.Tensor, exchange: Exchange, forth: Way, back: Way) -> InFlight:
     if len(exchange.counts) == 1:
-        return InFlight(x, back, None)
+        return InFlight(x.detach(), x, back, None)
     function: Any = _Depart
     air = _Air()
-    return InFlight(function.apply(x, forth, air), back, air)
+    return InFlight(x.detach(), function.apply(x, forth, air), back, air)

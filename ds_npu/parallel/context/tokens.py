@@ -102,8 +102,11 @@ def _zigzag(documents: Pieces, ranks: int) -> tuple[Pieces, ...]:
         turn += rest
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=document.start))
         for chunk, (begin, end) in enumerate(bounds):
-            if begin < end:
-                found[min(chunk, 2 * ranks - 1 - chunk)].append(range(begin, end))
+            mine = found[min(chunk, 2 * ranks - 1 - chunk)]
+            if begin < end and mine and mine[-1].stop == begin:
+                mine[-1] = range(mine[-1].start, end)
+            elif begin < end:
+                mine.append(range(begin, end))
     return tuple(tuple(pieces) for pieces in found)
 
 

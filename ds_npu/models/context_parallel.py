@@ -19,13 +19,8 @@ from ds_npu.models import names
 from ds_npu.models.attention_function import use_attention
 from ds_npu.models.context.attention import SplitAttention
 from ds_npu.models.context.batch import Running
-from ds_npu.models.context.forward import ROUTERS, SplitForward
-from ds_npu.models.context.layers import (
-    depends_on_length,
-    remember_batch,
-    show_last_position,
-    show_tokens_of_all_ranks,
-)
+from ds_npu.models.context.forward import SplitForward
+from ds_npu.models.context.layers import depends_on_length, join_router_logits, show_last_position
 from ds_npu.models.context.loss import LossShare, shifts
 from ds_npu.models.hugging_face import is_hugging_face
 from ds_npu.models.plan import ModelPlan
@@ -76,10 +71,10 @@ def spread_sequence(
     if loss is not None:
         inner.loss_function = loss
     numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
+    join_router_logits(inner.get_decoder(), running)
     around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(model, plan)))
-    _prepare_layers(inner, [model.get_submodule(each) for each in plan.blocks], running)
-    for router in plan.named(Role.ROUTER) if ROUTERS in vars(inner.config.get_text_config()) else ():
-        show_tokens_of_all_ranks(model.get_submodule(router), running)
+    for rotary in list(filter(depends_on_length, inner.modules())):
+        show_last_position(rotary, running)
     for parameter in outside:
         _average_gradient(parameter, topology.size("cp"))
     vars(model)[SPREAD] = True
@@ -162,10 +157,3 @@ def _owns_positions(model: nn.Module, plan: ModelPlan) -> bool:
     """Whether a table of positions is not looked up by plain numbers from 0 (OPT's, RoBERTa's)."""
     tables = [model.get_submodule(name) for name in plan.named(Role.POSITION_EMBEDDING)]
     return any(type(table) is not nn.Embedding or table.padding_idx is not None for table in tables)
-
-
-def _prepare_layers(inner: nn.Module, blocks: list[nn.Module], running: Running) -> None:
-    for block in blocks:
-        remember_batch(block, running)
-    for rotary in list(filter(depends_on_length, inner.modules())):
-        show_last_position(rotary, running)

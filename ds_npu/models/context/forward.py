@@ -59,9 +59,9 @@ class SplitForward:
                 return inner(**given)
         batch, local = self.divided(given)
         labelled = any(given.get(name) is not None for name in LABELS)
-        as_tuple = not local.get("return_dict", self.model.config.return_dict)
+        as_tuple = local.pop("return_dict", None) is False
         with self.running.of(batch), self.random_numbers():
-            out = inner(**local | ({"return_dict": True} if as_tuple else {}))
+            out = inner(**local)
         self._finish(out, batch, labelled)
         return out.to_tuple() if as_tuple else out
 

@@ -1,4 +1,4 @@
-"""What layers other than attention need of the whole sequence: the batch in every block, rotary angles, routers."""
+"""What is made of the whole sequence beside attention: rotary angles that go with its length, the routers' logits."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ds_npu.models.context.batch import Running, SplitMask
+from ds_npu.models.context.batch import Batch, Running
 from ds_npu.parallel.tensor.region import around
 
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on how long the sequence is."""
-
-
-def remember_batch(block: nn.Module, running: Running) -> None:
-    """Let ``block`` run with the batch of its mask, also where it is computed again in backward."""
-
-    def remembering(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        mask = next((each for each in (*args, *kwargs.values()) if isinstance(each, SplitMask)), None)
-        if mask is None:
-            return forward(*args, **kwargs)
-        with running.of(mask.batch):
-            return forward(*args, **kwargs)
-
-    around(block, remembering)
+ROUTER_LOGITS = "router_logits"
 
 
 def depends_on_length(rotary: nn.Module) -> bool:
@@ -39,8 +27,8 @@ def show_last_position(rotary: nn.Module, running: Running) -> None:
     """Let ``rotary``, called with (x, position_ids), see the largest position of all ranks behind this rank's."""
 
     def turned(forward: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        batch = running.split
-        if batch is None:
+        batch = running.expected(f"a rotary embedding whose angles depend on the length, {type(rotary).__name__},")
+        if not isinstance(batch, Batch):
             return forward(x, position_ids, *args, **kwargs)
         last = batch.last_position.expand(*position_ids.shape[:-1], 1)
         angles = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
@@ -49,18 +37,17 @@ def show_last_position(rotary: nn.Module, running: Running) -> None:
     around(rotary, turned)
 
 
-def show_tokens_of_all_ranks(router: nn.Module, running: Running) -> None:
-    """Let ``router``, which returns (logits, ...), return the logits of all tokens, if the loss is made of them.
+def join_router_logits(decoder: nn.Module, running: Running) -> None:
+    """Let ``decoder`` return its routers' logits of all tokens: the loss of load balancing is a product of two means.
 
-    The block ignores them; the auxiliary loss of load balancing is a product of two means over all tokens.
+    Outside of its blocks, which activation checkpointing computes again.
     """
 
-    def routed(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        batch = running.split
-        if batch is None or not batch.joins_routers:
-            return out
-        logits_TE, *rest = out
-        return (batch.join(logits_TE.view(batch.samples, -1, logits_TE.shape[-1])).flatten(0, 1), *rest)
+    def joined(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        out, batch = forward(*args, **kwargs), running.split
+        if batch is not None and isinstance(out, dict) and out.get(ROUTER_LOGITS) is not None:
+            by_sample = (each.view(batch.samples, -1, each.shape[-1]) for each in out[ROUTER_LOGITS])
+            out[ROUTER_LOGITS] = tuple(batch.join(each).flatten(0, 1) for each in by_sample)
+        return out
 
-    around(router, routed)
+    around(decoder, joined)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import NoneType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ds_npu.models import names
 from ds_npu.models.attention_function import use_attention
@@ -59,11 +62,10 @@ def spread_sequence(
     found = outermost(model)
     if len(found) != 1:
         raise ValueError(f"{plan.model} holds {len(found)} models of transformers; ds_npu.parallel.context spreads one")
-    ((name, inner),) = found.items()
+    (inner,) = found.values()
     shifted = shifts(inner)
     _refuse_other_mixing(inner, plan)
     _check_forward(inner)
-    outside = _outside(model, name)
     running, axis_of = Running(), _axis(topology, algorithm)
     use_attention(model, SplitAttention(running).implementation)
     randomness = RegionRandomness(topology, device_type, "cp")
@@ -75,8 +77,8 @@ def spread_sequence(
     around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(model, plan)))
     for rotary in list(filter(depends_on_length, inner.modules())):
         show_last_position(rotary, running)
-    for parameter in outside:
-        _average_gradient(parameter, topology.size("cp"))
+    if inner is not model:
+        _share_gradients(model, inner, topology.size("cp"))
     vars(model)[SPREAD] = True
     refuse_copies(model)
 
@@ -129,28 +131,34 @@ def _check_forward(inner: Any) -> None:
         )
 
 
-def _outside(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameters of ``model`` that are not in its module ``name``: on every context rank they do the same."""
-    inside: dict[int, Any] = {}
-    outside: dict[int, Any] = {}
-    for each, parameter in model.named_parameters(remove_duplicate=False):
-        (inside if names.is_inside(each, name) else outside)[id(parameter)] = (each, parameter)
-    shared = [each for key, (each, _) in outside.items() if key in inside]
-    if shared:
-        raise ValueError(
-            f"ds_npu.parallel.context: {shared[0]} is also a weight of {name}, whose sequences are spread: the two "
-            "uses need other sums of gradients"
-        )
-    return [parameter for _, parameter in outside.values()]
+def _share_gradients(model: nn.Module, inner: nn.Module, size: int) -> None:
+    """What ``model`` computes of what ``inner`` returns is the same on ``size`` ranks, whose gradients are added up.
+
+    So each has its share of them, until they come back to ``inner``, which wants the whole.
+    """
+
+    def sharing(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_gradients(forward(*args, **kwargs), 1 / size, type(model).__name__)
+
+    def collecting(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_gradients(forward(*args, **kwargs), size, type(inner).__name__)
+
+    around(model, sharing)
+    around(inner, collecting)
 
 
-def _average_gradient(parameter: nn.Parameter, size: int) -> None:
-    """The engine adds up the gradients of ``size`` context ranks, which are the same for ``parameter``."""
-    leaf: Any = parameter  # torch's register_hook has no types
-    trained = leaf.requires_grad
-    leaf.requires_grad_(True)
-    leaf.register_hook(lambda gradient: gradient / size)
-    leaf.requires_grad_(trained)
+def _with_gradients(out: Any, factor: float, who: str) -> Any:
+    """``out``, its gradients multiplied by ``factor``; raises TypeError for what may hold tensors out of sight."""
+
+    def scaled(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda gradient: gradient * factor)
+        elif not isinstance(x, torch.Tensor | int | float | str | NoneType):
+            raise TypeError(f"{who} returns a {type(x).__name__}: tensors, lists, tuples and dicts are accepted")
+        return x
+
+    return tree_map(scaled, out) if torch.is_grad_enabled() else out
 
 
 def _owns_positions(model: nn.Module, plan: ModelPlan) -> bool:

@@ -1,7 +1,7 @@
 """One batch over the context ranks: which tokens are this rank's, and how what ranks make of theirs is joined.
 
-Everything outside of a forward that is spread is the same on every context rank, its gradients too; everything inside
-belongs to this rank's tokens.
+What goes in and what comes out is the same on every context rank. The gradients of what comes out are, too; those of
+weights, and of what goes in, belong to this rank's tokens, and add up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ds_npu.comm.crossing import collect, copy
+from ds_npu.comm.crossing import collect
 from ds_npu.models.context.visibility import Visibility
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.context.axis import ContextAxis
@@ -69,12 +69,8 @@ class Batch:
         return max(self.tokens.count(rank) for rank in range(self.axis.size))
 
     def take(self, x: torch.Tensor, dim: int = SEQUENCE_DIM) -> torch.Tensor:
-        """This rank's tokens of ``x``, in which ``dim`` is the sequence and the dim before it the samples (or 1).
-
-        ``x`` is the same on every rank, and so is its gradient.
-        """
-        # An identity forward; backward each rank has the gradient of its tokens, and all of them are wanted.
-        return _taken(copy(x, self.group) if x.requires_grad else x, dim, self.index)
+        """This rank's tokens of ``x``, in which ``dim`` is the sequence and the dim before it the samples (or 1)."""
+        return _taken(x, dim, self.index)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, ...] in natural order, the same on every rank, from each one's [B, its tokens, ...].

@@ -66,8 +66,9 @@ def spread_sequence(
     shifted = shifts(inner)
     _refuse_other_mixing(inner, plan)
     _check_forward(inner)
-    running, axis_of = Running(), _axis(topology, algorithm)
+    running = Running()
     use_attention(model, SplitAttention(running).implementation)
+    axis_of = _axis(topology, algorithm)
     randomness = RegionRandomness(topology, device_type, "cp")
     loss = None if shifted is None else LossShare(inner.loss_function, running, shifted)
     if loss is not None:

@@ -35,7 +35,7 @@ def check_first_batch(model: nn.Module, topology: Topology) -> None:
 
 
 def _compare(mine: list[Any], axis: Axis, topology: Topology) -> None:
-    ranks, together = topology.ranks(axis), topology.size("cp", "tp")
+    ranks = topology.ranks(axis)
     all_of_them: list[Any] = [None] * len(ranks)
     dist.all_gather_object(all_of_them, mine, group=topology.group(axis))
     for rank, theirs in zip(ranks, all_of_them, strict=True):
@@ -44,9 +44,8 @@ def _compare(mine: list[Any], axis: Axis, topology: Topology) -> None:
                 f"ds_npu.parallel.{KEYS[axis]} is {len(ranks)}, and its ranks were given different batches: rank "
                 f"{rank} has {theirs} and rank {ranks[0]} has {all_of_them[0]} (shape, sum). Tensor and context ranks "
                 "share each sample. What to do: draw it by engine.topology.rank('dp') of engine.topology.size('dp'), "
-                "not by the global rank; or let deepspeed.initialize(training_data=...) make the loader; or, with the "
-                f'Hugging Face Trainer or accelerate, put "tensor_parallel": {{"autotp_size": {together}}} into the '
-                f"DeepSpeed config, which tells them that {together} ranks share each batch"
+                "not by the global rank, or let deepspeed.initialize(training_data=...), accelerate or the Hugging "
+                "Face Trainer make the loader"
             )
 
 

@@ -58,11 +58,12 @@ class SplitForward:
             with self.running.of(WholeBatch()):
                 return inner(**given)
         batch, local = self.divided(given)
+        # What is trained on labels needs none of its logits whole, and they are large.
         labelled = any(given.get(name) is not None for name in LABELS)
         as_tuple = local.pop("return_dict", None) is False
         with self.running.of(batch), self.random_numbers():
             out = inner(**local)
-        self._finish(out, batch, labelled)
+        self._finish(out, batch, labelled, joins=not (labelled and self.model.training))
         return out.to_tuple() if as_tuple else out
 
     @property
@@ -160,13 +161,13 @@ class SplitForward:
                 "ds_npu.parallel.context"
             )
 
-    def _finish(self, out: Any, batch: Batch, labelled: bool) -> None:
-        """Make what is returned whole: a loss, and, in a forward without labels, what there is of each token."""
+    def _finish(self, out: Any, batch: Batch, labelled: bool, joins: bool) -> None:
+        """Make what is returned whole: the loss of a forward with labels, and, if it ``joins``, what is of tokens."""
         for name, value in list(out.items()):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if name == "loss" and self.loss is not None and labelled:
                 out[name] = self.loss.whole(value, batch, self.who)
-            elif name in JOINED and not labelled:
+            elif name in JOINED and joins:
                 out[name] = tuple(map(batch.join, value)) if isinstance(value, tuple) else batch.join(value)
             elif tensors and name not in JOINED and not (name in WHOLE and batch.joins_routers):
                 raise ValueError(

@@ -147,6 +147,7 @@ def test_heads_that_leave_no_algorithm_are_a_mistake_in_the_config(check):
         ({}, ["num_attention_heads: found null; an integer >= 1, here or as n_head", "hidden_size: found null"]),
         (LLAMA | {"num_attention_heads": "32"}, ['num_attention_heads: found "32"; an integer >= 1']),
         (LLAMA | {"num_key_value_heads": 5}, ["num_key_value_heads: found 5; a divisor of num_attention_heads, which"]),
+        (LLAMA | {"hidden_size": 31}, ["hidden_size: found 31; a multiple of num_attention_heads, which is 32"]),
         (LLAMA | {"head_dim": 0}, ["head_dim: found 0; an integer >= 1"]),
         (LLAMA | {"qk_nope_head_dim": 128}, ["qk_rope_head_dim: found null", "v_head_dim: found null"]),
     ],

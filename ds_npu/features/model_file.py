@@ -37,12 +37,13 @@ def attention_of(path: str) -> AttentionShape:
         # Falcon writes a number of key heads that counts only in its new architecture.
         one = found.value("multi_query") and not found.value("new_decoder_architecture")
         kv_heads = 1 if one else found.count("num_key_value_heads", heads)
+        if heads % kv_heads:
+            found.wrong("num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}")
         given = found.value("head_dim") is not None
         width = found.count("head_dim") if given else found.count("hidden_size") // heads
+        if not width:
+            found.wrong("hidden_size", f"a multiple of num_attention_heads, which is {heads}")
         shape = AttentionShape(heads, kv_heads, width, width)
-    if not found.problems and shape.heads % shape.kv_heads:
-        accepted = f"a divisor of num_attention_heads, which is {heads}"
-        found.problems.append(Problem("num_key_value_heads", shape.kv_heads, accepted))
     if found.problems:
         raise ConfigError(found.problems, str(file))
     return shape
@@ -66,9 +67,12 @@ class _Entries:
         if isinstance(found, int) and not isinstance(found, bool) and found >= 1:
             return found
         others = " or ".join(OTHER_NAMES.get(name, ()))
-        accepted = f"an integer >= 1{f', here or as {others}' if others else ''}"
-        self.problems.append(Problem(name, found, accepted))
+        self.wrong(name, f"an integer >= 1{f', here or as {others}' if others else ''}")
         return 1
+
+    def wrong(self, name: str, accepted: str) -> None:
+        if name not in (problem.path for problem in self.problems):
+            self.problems.append(Problem(name, self.value(name), accepted))
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -37,11 +37,11 @@ def attention_of(path: str) -> AttentionShape:
         # Falcon writes a number of key heads that counts only in its new architecture.
         one = found.value("multi_query") and not found.value("new_decoder_architecture")
         kv_heads = 1 if one else found.count("num_key_value_heads", heads)
-        if heads % kv_heads:
+        if not found.problems and heads % kv_heads:
             found.wrong("num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}")
         given = found.value("head_dim") is not None
         width = found.count("head_dim") if given else found.count("hidden_size") // heads
-        if not width:
+        if not found.problems and not width:
             found.wrong("hidden_size", f"a multiple of num_attention_heads, which is {heads}")
         shape = AttentionShape(heads, kv_heads, width, width)
     if found.problems:

@@ -123,7 +123,13 @@ class _Rank:
 
     @cached_property
     def heads(self) -> tuple[list[int], list[int]]:
+        """Query and key heads of each Ulysses rank."""
         return shared_heads(self.layer.shape, self.degrees.tp, self.algorithm.ulysses)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """D and V."""
+        return self.layer.shape.head_dim, self.layer.shape.value_dim
 
     @property
     def tokens(self) -> float:
@@ -131,108 +137,87 @@ class _Rank:
         return self.layer.samples * self.layer.length / self.algorithm.size
 
     @property
-    def group_tokens(self) -> float:
-        return self.tokens * self.algorithm.ulysses
-
-    @property
     def wide(self) -> int:
         return max(4, self.layer.number_bytes)
 
     @property
-    def kv_width(self) -> int:
-        return self.layer.shape.head_dim + self.layer.shape.value_dim
-
-    @property
     def block(self) -> float:
         """Numbers of a ring rank's keys and values."""
-        return self.group_tokens * max(self.heads[1]) * self.kv_width
+        return self.tokens * self.algorithm.ulysses * max(self.heads[1]) * sum(self.widths)
 
     @property
-    def fetched_again(self) -> float:
-        """Of keys and values that came in forward, the part that backward needs again, by their widths."""
-        values = self.layer.shape.value_dim / self.kv_width
-        return {"none": 1.0, "half": values, "full": 0.0}[self.algorithm.kv_cache]
+    def again(self) -> list[int]:
+        """Widths of what backward needs again of the keys and values that came in forward."""
+        return {"none": [*self.widths], "half": [self.widths[1]], "full": []}[self.algorithm.kv_cache]
+
+    @property
+    def share_again(self) -> float:
+        """The same as a part of keys and values."""
+        return sum(self.again) / sum(self.widths)
 
     def attention(self, backward: bool = False) -> Pass:
         """2 products of B S^2 n / r scores with D and V forward (2 FLOPs each), 3 with D and 2 with V backward."""
-        shape, ring = self.layer.shape, self.algorithm.ring
-        scores = self.layer.samples * self.layer.length**2 / ring * max(self.heads[0]) / (2 if self.layer.causal else 1)
-        width = 3 * shape.head_dim + 2 * shape.value_dim if backward else shape.head_dim + shape.value_dim
+        layer, ring, (key, value) = self.layer, self.algorithm.ring, self.widths
+        scores = layer.samples * layer.length**2 / ring * max(self.heads[0]) / (2 if layer.causal else 1)
+        products = 3 * key + 2 * value if backward else key + value
         # Gathered, the two chunks of a zigzag rank are a call each; a block of a ring is one.
-        calls = 1 + self.layer.causal if self.algorithm.gather else ring
-        return Pass(attention_s=2 * scores * width / self.machine.attention + calls * self.machine.call)
+        calls = 1 + layer.causal if self.algorithm.gather else ring
+        return Pass(attention_s=2 * scores * products / self.machine.attention + calls * self.machine.call)
 
     def exchange(self) -> Pass:
         """Ulysses, forward: a rank sends each other one its heads of q, k and v, and gets its own tokens' result."""
-        queries, keys = self.heads
-        key, value = self.layer.shape.head_dim, self.layer.shape.value_dim
-        sent = _others(queries) * key + _others(keys) * self.kv_width + self._returned(queries) * value
-        copied = sum(queries) * (key + value) + sum(keys) * self.kv_width
-        return self._exchanged(self.tokens * sent, self.tokens * copied, 4)
+        (queries, keys), (key, value) = self.heads, self.widths
+        sent = _others(queries) * key + _others(keys) * (key + value) + _returned(queries) * value
+        return self._exchanged(sent, sum(queries) * (key + value) + sum(keys) * (key + value), 4)
 
     def exchange_back(self) -> Pass:
         """Ulysses, backward: the gradient of the result the one way, those of q, k and v the other."""
-        queries, keys = self.heads
-        key, value = self.layer.shape.head_dim, self.layer.shape.value_dim
-        sent = _others(queries) * value + self._returned(queries) * key + self._returned(keys) * self.kv_width
-        copied = sum(queries) * (key + value) + sum(keys) * self.kv_width
-        if self.algorithm.ring > 1:
-            return self._exchanged(self.tokens * sent, self.tokens * copied, 4)
-        again = self.fetched_again * self.kv_width
-        messages = 4 + {"none": 2, "half": 1, "full": 0}[self.algorithm.kv_cache]
-        return self._exchanged(
-            self.tokens * (sent + _others(keys) * again), self.tokens * (copied + sum(keys) * again), messages
-        )
+        (queries, keys), (key, value) = self.heads, self.widths
+        again = self.again if self.algorithm.ring == 1 else []
+        sent = _others(queries) * value + _returned(queries) * key + _returned(keys) * (key + value)
+        copied = sum(queries) * (key + value) + sum(keys) * (key + value + sum(again))
+        return self._exchanged(sent + _others(keys) * sum(again), copied, 4 + len(again))
 
-    def _returned(self, heads: Sequence[int]) -> int:
-        """Heads that a rank sends back, counted for each rank whose tokens they are of."""
-        return (self.algorithm.ulysses - 1) * max(heads)
-
-    def _exchanged(self, sent: float, copied: float, messages: int) -> Pass:
-        """All-to-alls of ``sent`` numbers, of which ``copied`` are read and written once to stand side by side."""
-        peers = self.algorithm.ulysses - 1
+    def _exchanged(self, sent: int, copied: int, messages: int) -> Pass:
+        """All-to-alls of ``sent`` numbers a token, of which ``copied`` are read and written to stand side by side."""
+        peers, number_bytes = self.algorithm.ulysses - 1, self.tokens * self.layer.number_bytes
         if not peers:
             return Pass()
         near_peers = math.gcd(self.algorithm.ulysses, self.near) - 1
-        near = sent * self.layer.number_bytes * near_peers / peers
-        far = sent * self.layer.number_bytes - near
+        near = sent * number_bytes * near_peers / peers
+        far = sent * number_bytes - near
         seconds = self.machine.seconds(near, near_peers, far) + messages * self.machine.message
-        copies = 2 * copied * self.layer.number_bytes / self.machine.memory
-        return Pass(near, far, messages, exposed_s=seconds, copy_s=copies)
+        return Pass(near, far, messages, exposed_s=seconds, copy_s=2 * copied * number_bytes / self.machine.memory)
 
     def kept_bytes(self) -> float:
-        """Keys and values that came, as ``kv_cache`` says; after Ulysses, heads that several ranks have."""
-        block, ring = self.block * self.layer.number_bytes, self.algorithm.ring
-        own = self.tokens * self.heads_of_own * self.kv_width * self.layer.number_bytes
-        kept = 1 - self.fetched_again
-        return block - own + (ring - 1) * block * kept if ring > 1 else max(block - own, 0.0) * kept
-
-    @property
-    def heads_of_own(self) -> int:
-        """Key heads of the rank's own tokens, before the exchange."""
-        share = self.layer.shape.heads // self.layer.shape.kv_heads
-        return (sum(self.heads[0]) - 1) // share + 1
+        """Keys and values that came, as ``kv_cache`` says; of Ulysses', what is more than the rank's own."""
+        layer, ring, kept = self.layer, self.algorithm.ring, 1 - self.share_again
+        share = layer.shape.heads // layer.shape.kv_heads
+        own_heads = (sum(self.heads[0]) - 1) // share + 1
+        more = max(self.block - self.tokens * own_heads * sum(self.widths), 0.0)
+        return (more + (ring - 1) * self.block * kept if ring > 1 else more * kept) * layer.number_bytes
 
     def working_bytes(self) -> float:
         """Ulysses: what is sent of q, k and v, and what is fetched again. Ring: two blocks (three in a double ring) and
         three sums of gradients. Gathered: all blocks, and their gradients twice."""
-        e, algorithm = self.layer.number_bytes, self.algorithm
-        found = 0.0
-        if algorithm.ulysses > 1:
-            queries, keys = map(sum, self.heads)
-            found += self.tokens * (queries * self.layer.shape.head_dim + keys * self.kv_width) * e
+        e, algorithm, (queries, keys) = self.layer.number_bytes, self.algorithm, map(sum, self.heads)
+        sent = self.tokens * (queries * self.widths[0] + keys * sum(self.widths)) if algorithm.ulysses > 1 else 0.0
+        blocks = e * self.share_again
         if algorithm.gather:
-            found += algorithm.ring * self.block * (e + 2 * self.wide)
+            blocks = algorithm.ring * (e + 2 * self.wide)
         elif algorithm.ring > 1:
-            found += self.block * ((2 if algorithm.window == 1 else 3) * e + 3 * self.wide)
-        else:
-            found += self.block * e * self.fetched_again
-        return found
+            blocks = (2 if algorithm.window == 1 else 3) * e + 3 * self.wide
+        return sent * e + self.block * blocks
 
 
 def _others(heads: Sequence[int]) -> int:
     """Heads of the other ranks, for the rank that has fewest itself: what it sends them of its tokens."""
     return sum(heads) - min(heads)
+
+
+def _returned(heads: Sequence[int]) -> int:
+    """Heads that the rank with most of them sends back, counted for each other rank whose tokens they are of."""
+    return (len(heads) - 1) * max(heads)
 
 
 def _stay(rank: _Rank, backward: bool = False) -> Pass:
@@ -245,7 +230,7 @@ def _gather(rank: _Rank, backward: bool = False) -> Pass:
     Of r ranks, g of each node: r / g - 1 blocks to other nodes, then (g - 1) r / g to the node.
     """
     e, machine, ranks, near = rank.layer.number_bytes, rank.machine, rank.algorithm.ring, rank.near
-    again = rank.fetched_again if backward else 1.0
+    again = rank.share_again if backward else 1.0
     # Bytes of a block in each collective, and what is read and written to put all blocks in their places.
     collectives = [rank.block * e * again] if again else []
     copied = 2 * sum(collectives) * ranks
@@ -265,14 +250,10 @@ def _ring(rank: _Rank, backward: bool = False) -> Pass:
     """
     layer, algorithm, machine = rank.layer, rank.algorithm, rank.machine
     steps = ring_steps(0, algorithm.ring, algorithm.inner)
-    moved = rank.block * layer.number_bytes * (rank.fetched_again if backward else 1.0)
+    moved = rank.block * layer.number_bytes * (rank.share_again if backward else 1.0)
     summed = rank.block * rank.wide if backward else 0.0
-    near_bytes = far_bytes = 0.0
-    messages = 0
-    for link, size in _sent(steps, moved, summed):
-        near_bytes += 0 if _is_far(rank, link) else size
-        far_bytes += size if _is_far(rank, link) else 0
-        messages += 1
+    sent = [*_sent(steps, moved, summed)]
+    far = sum(size for link, size in sent if _is_far(rank, link))
 
     def seconds(link: Link, size: float) -> float:
         within = machine.seconds(size, 1, 0)
@@ -281,12 +262,11 @@ def _ring(rank: _Rank, backward: bool = False) -> Pass:
     attention = rank.attention(backward).attention_s
     waited = _waited(steps, attention / algorithm.ring, moved, summed, seconds)
     e, w = layer.number_bytes, rank.wide
-    rows = rank.group_tokens * max(rank.heads[0]) * (CAUSAL_ROWS if layer.causal else 1)
-    # Read and written: a part, the same made wide, and the sum; a block's gradient is also added to what comes.
-    of_rows = rows * (layer.shape.head_dim if backward else layer.shape.value_dim) * (e + 4 * w)
-    of_block = rank.block * (e + 4 * w) if backward else 0.0
-    copies = (algorithm.ring - 1) * (of_rows + of_block) / machine.memory
-    return Pass(near_bytes, far_bytes, messages, exposed_s=waited, copy_s=copies)
+    rows = rank.tokens * algorithm.ulysses * max(rank.heads[0]) * (CAUSAL_ROWS if layer.causal else 1)
+    added = rows * rank.widths[0] + rank.block if backward else rows * rank.widths[1]
+    # Read and written: a part, the same made wide, and the sum.
+    copies = (algorithm.ring - 1) * added * (e + 4 * w) / machine.memory
+    return Pass(sum(size for _, size in sent) - far, far, len(sent), exposed_s=waited, copy_s=copies)
 
 
 def _is_far(rank: _Rank, link: Link) -> bool:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ds_npu.config import ConfigError
 from ds_npu.features import context_cost
-from ds_npu.features.context_choice import choose, choose_for, communicators, described, estimated, refusals
+from ds_npu.features.context_choice import choose, communicators, described, estimated, refusals
 from ds_npu.features.context_cost import Layer, cost, impossible
-from ds_npu.features.context_parallel import ContextParallelSection, algorithms
+from ds_npu.features.context_parallel import ContextParallelSection, algorithms, choose_for, wrong_factors
 from ds_npu.models.plan import AttentionShape
 from ds_npu.parallel.context.ring import ring_steps
 from ds_npu.parallel.tensor.sharding import near_even
@@ -317,6 +317,32 @@ def test_keys_that_leave_nothing_are_named(keys, path, found):
     (problem,) = caught.value.problems
     assert (problem.path, problem.found) == (path, found)
     assert "16 Ulysses ranks need a query head each, and a tensor rank has 8" in problem.accepted
+
+
+@pytest.mark.parametrize(
+    ("context", "keys", "said"),
+    [
+        (4, {"ulysses": 3}, "ulysses: found 3; 1, 2, 4 or left out, for 4 ranks of ds_npu.parallel.context"),
+        (4, {"algorithm": "hybrid"}, "ulysses: found null; 2, for 4 ranks of ds_npu.parallel.context with algorithm"),
+        (
+            8,
+            {"ulysses": 2, "window": 3},
+            "window: found 3; 1, 2, 4 or left out, for 8 ranks of ds_npu.parallel.context",
+        ),
+        (4, {"algorithm": "ulysses", "window": 2}, "window: found 2; 1 or left out, for 4 ranks of ds_npu.parallel"),
+        (3, {"algorithm": "hybrid"}, 'algorithm: found "hybrid"; another one: the 3 ranks of ds_npu.parallel.context'),
+    ],
+)
+def test_a_wrong_key_is_told_what_would_be_right(context, keys, said):
+    (problem,) = wrong_factors(ContextParallelSection(**keys), context)
+    assert str(problem).startswith(f"ds_npu.context_parallel.{said}")
+
+
+@given(KEYS, SIZES)
+def test_keys_are_wrong_where_they_leave_no_algorithm(keys, context):
+    section = ContextParallelSection(**keys)
+    unsaid = section.algorithm == "hybrid" and section.ulysses is None
+    assert bool([*wrong_factors(section, context)]) == (unsaid or not algorithms(section, context))
 
 
 # ---- machine ----

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ds_npu.features.check import Checked
-from ds_npu.features.context_choice import Candidate, choose, choose_for, described, estimated, refusals
+from ds_npu.features.context_choice import Candidate, choose, described, estimated, refusals
 from ds_npu.features.context_cost import Cost, Layer
-from ds_npu.features.context_parallel import ContextParallelSection, algorithms
+from ds_npu.features.context_parallel import ContextParallelSection, algorithms, choose_for
 from ds_npu.features.model_file import attention_of
 from ds_npu.topology.context import ContextAlgorithm
 from ds_npu.topology.machine import MACHINES, Machine

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ds_npu.config import ConfigError, Problem
 from ds_npu.features.context_cost import Cost, Layer, cost, impossible
-from ds_npu.features.context_parallel import ContextParallelSection, algorithms
 from ds_npu.topology.context import ContextAlgorithm
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.machine import A2, Machine
@@ -97,18 +95,3 @@ def choose(candidates: Sequence[Candidate]) -> Choice | None:
         reason = f"the simplest of {len(alike)} that are as fast"
     ordered = [each for _, each in timed] + [each for each in candidates if each.impossible]
     return Choice(chosen.algorithm, tuple(ordered), reason)
-
-
-def choose_for(section: ContextParallelSection, layer: Layer, degrees: Degrees, machine: Machine = A2) -> Choice:
-    """The choice that the keys of ``section`` leave for ``degrees.cp`` ranks (2 or more).
-
-    Raises ConfigError, which names the keys, where the heads, the sequence or the keys leave none.
-    """
-    candidates = estimated(algorithms(section, degrees.cp), layer, degrees, machine)
-    if choice := choose(candidates):
-        return choice
-    given = {key: value for key, value in section if key != "kv_cache" and value is not None}
-    path = ", ".join(["ds_npu.parallel.context", *(f"ds_npu.context_parallel.{key}" for key in given)])
-    found = [degrees.cp, *given.values()] if given else degrees.cp
-    reasons = "; ".join(refusals(candidates)) or "these keys contradict each other"
-    raise ConfigError([Problem(path, found, f"sizes that leave an algorithm to this model and sequence ({reasons})")])

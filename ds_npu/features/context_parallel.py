@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ds_npu.config import Problem, Section
+from ds_npu.config import ConfigError, Problem, Section
+from ds_npu.features.context_choice import Choice, choose, estimated, refusals
+from ds_npu.features.context_cost import Layer
 from ds_npu.features.feature import AtLeastOne, Feature
 from ds_npu.topology.context import AlgorithmName, ContextAlgorithm, KvCache, algorithm_of
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.machine import A2, Machine
 
 
 class ContextParallelSection(Section):
@@ -67,6 +71,21 @@ def wrong_factors(section: ContextParallelSection, context: int) -> Iterator[Pro
     else:
         accepted = f"another one: the {context} ranks of ds_npu.parallel.context are no groups in a ring"
         yield Problem(ALGORITHM, section.algorithm, accepted)
+
+
+def choose_for(section: ContextParallelSection, layer: Layer, degrees: Degrees, machine: Machine = A2) -> Choice:
+    """The choice that the keys of ``section`` leave for ``degrees.cp`` ranks (2 or more).
+
+    Raises ConfigError, which names the keys, where the heads, the sequence or the keys leave none.
+    """
+    candidates = estimated(algorithms(section, degrees.cp), layer, degrees, machine)
+    if choice := choose(candidates):
+        return choice
+    given = {key: value for key, value in section if key != "kv_cache" and value is not None}
+    path = ", ".join(["ds_npu.parallel.context", *(f"ds_npu.context_parallel.{key}" for key in given)])
+    found = [degrees.cp, *given.values()] if given else degrees.cp
+    reasons = "; ".join(refusals(candidates)) or "these keys contradict each other"
+    raise ConfigError([Problem(path, found, f"sizes that leave an algorithm to this model and sequence ({reasons})")])
 
 
 def _divisors(number: int) -> list[int]:

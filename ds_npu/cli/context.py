@@ -73,12 +73,12 @@ def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
 
 def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator[str]:
     """A row for each, the fastest first; of many, the first ones and the one that is taken."""
-    yield f"{'':<32}     total  attention  exposed  copying    MiB to    MiB to               MiB       MiB"
-    yield f"{'':<32}        ms         ms  wait ms       ms  the node    others  messages     kept   buffers"
+    yield f"{'':<36}    total attention  exposed  copying   MiB to   MiB to               MiB      MiB"
+    yield f"{'':<36}       ms        ms  wait ms       ms the node   others messages     kept  buffers"
     for index, each in enumerate(candidates):
         if each.cost and (index < SHOWN or each.algorithm == taken):
             mark = "*" if each.algorithm == taken else " "
-            yield f"  {mark} {each!s:<28}{_row(each.cost)}"
+            yield f"  {mark} {each!s:<32}{_row(each.cost)}"
     if len(candidates) > SHOWN:
         yield f"    and {len(candidates) - SHOWN} that are slower"
 
@@ -86,6 +86,6 @@ def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator
 def _row(cost: Cost) -> str:
     both = cost.both
     milliseconds = [1e3 * seconds for seconds in (cost.seconds, both.attention_s, both.exposed_s, both.copy_s)]
-    times = "{:>10.2f}{:>11.2f}{:>9.2f}{:>9.2f}".format(*milliseconds)
-    sent = f"{both.near_bytes / MIB:>10,.0f}{both.far_bytes / MIB:>10,.0f}{both.messages:>10}"
-    return f"{times}{sent}{cost.kept_bytes / MIB:>9,.0f}{cost.working_bytes / MIB:>10,.0f}"
+    times = "{:>9.2f}{:>10.2f}{:>9.2f}{:>9.2f}".format(*milliseconds)
+    sent = f"{both.near_bytes / MIB:>9,.0f}{both.far_bytes / MIB:>9,.0f}{both.messages:>9}"
+    return f"{times}{sent}{cost.kept_bytes / MIB:>9,.0f}{cost.working_bytes / MIB:>9,.0f}"

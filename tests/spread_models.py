@@ -57,7 +57,7 @@ class Spread(Pair):
 
 def spread(
     family: str,
-    chosen: str | Callable[[int], ContextAlgorithm] = "ring",
+    chosen: str | Callable[[int, int], ContextAlgorithm] = "ring",
     tensor: int = 1,
     sequence_parallel: bool = False,
     wrap: Callable[[nn.Module], nn.Module] | None = None,

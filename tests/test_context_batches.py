@@ -251,15 +251,15 @@ def lengths_of_all_ranks() -> None:
     """The choice is made once, for the longest sequence of all ranks, at the first batch."""
     asked = []
 
-    def choose(length: int) -> object:
-        asked.append(length)
+    def choose(samples: int, length: int) -> object:
+        asked.append((samples, length))
         return algorithm("ring", 2)
 
     both = spread("llama", choose)
     for length in (9 + dist.get_rank() // 2, 14):
         ids = tokens(2, length)
         close(step(both.model, input_ids=ids, labels=ids), step(both.plain, input_ids=ids, labels=ids))
-    assert asked == [9]
+    assert asked == [(2, 9)]
 
 
 def test_the_algorithm_is_chosen_for_the_first_batch():

@@ -36,8 +36,8 @@ from ds_npu.topology.context import ContextAlgorithm
 from ds_npu.topology.topology import Topology
 
 SPREAD = "ds_npu_spread"
-Choice = Callable[[int], ContextAlgorithm]
-"""The algorithm for sequences of so many tokens."""
+Choice = Callable[[int, int], ContextAlgorithm]
+"""The algorithm for a batch of (samples, tokens of each)."""
 WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 """Kinds of layers (a config's ``layer_types``) in which only attention goes from token to token."""
 
@@ -93,18 +93,18 @@ def outermost(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _axis(topology: Topology, algorithm: ContextAlgorithm | Choice) -> Callable[[int], ContextAxis]:
+def _axis(topology: Topology, algorithm: ContextAlgorithm | Choice) -> Callable[[int, int], ContextAxis]:
     if isinstance(algorithm, ContextAlgorithm):
         axis = context_axis(topology, algorithm)
-        return lambda _: axis
+        return lambda *_: axis
     chosen: list[ContextAxis] = []
 
-    def choose(length: int) -> ContextAxis:
+    def choose(samples: int, length: int) -> ContextAxis:
         if not chosen:
             # Once in a run. Ranks with other batches must open the same groups.
-            lengths: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(lengths, length)
-            chosen.append(context_axis(topology, algorithm(max(lengths))))
+            sizes: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(sizes, (samples, length))
+            chosen.append(context_axis(topology, algorithm(*map(max, zip(*sizes, strict=True)))))
         return chosen[0]
 
     return choose

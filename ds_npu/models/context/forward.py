@@ -30,7 +30,7 @@ ROUTERS = "output_router_logits"
 class SplitForward:
     """What is put around the forward of ``model``.
 
-    ``axis_of``, given the length of the sequences, is the axis they are over; ``owns_positions`` says whether the model
+    ``axis_of`` the samples and tokens of a batch is the axis that it is over; ``owns_positions`` says whether the model
     makes positions of its own where it is given none.
     """
 
@@ -38,7 +38,7 @@ class SplitForward:
         self,
         model: Any,
         running: Running,
-        axis_of: Callable[[int], ContextAxis],
+        axis_of: Callable[[int, int], ContextAxis],
         random_numbers: Callable[[], AbstractContextManager[Any]],
         loss: LossShare | None,
         owns_positions: bool,
@@ -88,7 +88,7 @@ class SplitForward:
         if shape is None:
             raise ValueError(f"{self.who} is given neither input_ids nor inputs_embeds")
         samples, length = int(shape[0]), int(shape[1])
-        axis = self.axis_of(length)
+        axis = self.axis_of(samples, length)
         self._check(given, samples, length)
         shifted = self.loss is None or self.loss.shifted
         targets = Targets(given, shifted)

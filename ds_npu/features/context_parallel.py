@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ds_npu.config import ConfigError, Problem, Section
-from ds_npu.features.context_choice import Choice, choose, estimated, refusals
+from ds_npu.features.context_choice import Choice, choose, described, estimated, refusals
 from ds_npu.features.context_cost import Layer
-from ds_npu.features.feature import AtLeastOne, Feature
+from ds_npu.features.feature import AtLeastOne, Build, Feature
+from ds_npu.log import logger, warn_once
 from ds_npu.topology.context import AlgorithmName, ContextAlgorithm, KvCache, algorithm_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.machine import A2, Machine
@@ -26,9 +29,62 @@ class ContextParallelSection(Section):
     """Received keys and values that backward keeps: none, the keys (half), both (full); left out: those of Ulysses."""
 
 
-CONTEXT_PARALLEL: Feature[ContextParallelSection] = Feature("context_parallel")
-
 ALGORITHM, ULYSSES, WINDOW = (f"ds_npu.context_parallel.{key}" for key in ("algorithm", "ulysses", "window"))
+
+WHOLE = (
+    "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. "
+    "Give each context rank other tokens, compute attention by context_attention (ds_npu.parallel.context.attention), "
+    "and return each rank's share of the loss; shares are added up"
+)
+
+
+def _apply(section: ContextParallelSection, build: Build) -> None:
+    if not build.spreads_sequences:
+        return
+    models = importlib.import_module("ds_npu.models.context_parallel")
+    if models.is_spread(build.model):
+        return
+    topology = build.topology
+    if not models.outermost(build.model):
+        warn_once(WHOLE.format(size=topology.size("cp"), model=type(build.model).__name__))
+        return
+    # What scripts draw (the order of samples) must agree over ranks that share samples.
+    importlib.import_module("ds_npu.parallel.tensor.randomness").align_generators(topology, build.device_type, "cp")
+    models.spread_sequence(build.model, build.plan, topology, _algorithm(section, build), build.device_type)
+
+
+def _algorithm(section: ContextParallelSection, build: Build) -> Any:
+    """The one that ``section`` leaves, or what chooses it for the first batch: (samples, length) -> algorithm.
+
+    Raises ConfigError where no algorithm is for so many heads.
+    """
+    degrees, plan = build.topology.degrees, build.plan
+    # The one with fewest heads limits a Ulysses exchange most.
+    shape = min(plan.attentions.values(), key=lambda each: each.heads, default=None)
+    found = algorithms(section, degrees.cp)
+    if shape is None:
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(sorted({each.name for each in found}))
+        accepted = f"keys that leave one of {names}: nothing says how many heads {plan.model} has"
+        raise ConfigError([Problem(ALGORITHM, section.algorithm, accepted)])
+    # A sequence that is long enough for every algorithm.
+    choose_for(section, Layer(shape, 2 * degrees.cp), degrees)
+    if len(found) == 1:
+        return found[0]
+
+    def chosen(samples: int, length: int) -> ContextAlgorithm:
+        # DeepSpeed has cast the model by now.
+        number_bytes = next(build.model.parameters()).element_size()
+        choice = choose_for(section, Layer(shape, length, samples, number_bytes), degrees)
+        sizes = f"{samples} x {length:,} tokens, {shape}, {degrees.cp} ranks"
+        logger().info("context_parallel: %s, %s (%s)", described(choice.algorithm), choice.reason, sizes)
+        return choice.algorithm
+
+    return chosen
+
+
+CONTEXT_PARALLEL: Feature[ContextParallelSection] = Feature("context_parallel", apply=_apply)
 
 
 def algorithms(section: ContextParallelSection, context: int) -> list[ContextAlgorithm]:

@@ -1,95 +1,113 @@
-"""What context-parallel attention is estimated to send, against what its ranks do send."""
+"""What context-parallel attention sends is what its algorithm needs, byte for byte, counted at torch's collectives."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch.distributed as dist
-from context_rule import HEADS
+from context_rule import HEADS, Case, own
+from context_traffic import Leaving, Traffic, backward, forward
 from ranks import run_on_ranks
+from wire import Wire
 
-from ds_npu.features.context_choice import described
-from ds_npu.features.context_cost import Layer, Pass, cost, shared_heads
-from ds_npu.features.context_parallel import ContextParallelSection, algorithms
-from ds_npu.models.plan import AttentionShape
-from ds_npu.ops.attention import CAUSAL, Options
-from ds_npu.parallel.context import transfer
+from ds_npu.ops.attention import CAUSAL, FULL, Options, sliding
 from ds_npu.parallel.context.attention import context_attention
-from ds_npu.parallel.context.axis import context_axis
-from ds_npu.parallel.context.heads import share_heads
-from ds_npu.parallel.context.tokens import split_evenly
+from ds_npu.parallel.context.axis import ContextAxis, context_axis
+from ds_npu.topology.context import ContextAlgorithm
 from ds_npu.topology.degrees import Degrees
-from ds_npu.topology.machine import A2
 from ds_npu.topology.topology import Topology
 
-LENGTH, SAMPLES = 32, 2
+pytestmark = pytest.mark.slow
+
+KEPT = ("none", "half", "full")
+ALGORITHMS = {
+    2: [
+        *(ContextAlgorithm(1, 2, kv_cache=kept) for kept in KEPT),
+        *(ContextAlgorithm(2, kv_cache=kept) for kept in KEPT),
+        *(ContextAlgorithm(1, 2, gather=True, kv_cache=kept) for kept in KEPT),
+    ],
+    3: [ContextAlgorithm(1, 3), ContextAlgorithm(3), ContextAlgorithm(1, 3, gather=True)],
+    4: [ContextAlgorithm(1, 4), ContextAlgorithm(1, 4, 2), ContextAlgorithm(2, 2), ContextAlgorithm(4)],
+    6: [ContextAlgorithm(3, 2), ContextAlgorithm(2, 3), ContextAlgorithm(3, 2, gather=True)],
+    8: [
+        *(ContextAlgorithm(1, 8, 2, kv_cache=kept) for kept in KEPT),
+        ContextAlgorithm(1, 8, 4),
+        *(ContextAlgorithm(2, 4, kv_cache=kept) for kept in KEPT),
+        ContextAlgorithm(2, 4, 2),
+        ContextAlgorithm(4, 2, gather=True),
+    ],
+}
+CASES = [
+    Case("mha", CAUSAL),
+    Case("gqa", CAUSAL, length=37),
+    Case("mqa", FULL),
+    Case("mla", CAUSAL, length=33),
+    Case("gqa", CAUSAL, documents=(range(5), range(5, 32), range(34, 61))),
+]
+WINDOWS = [(Case("gqa", sliding(5), zigzag=False), 1), (Case("gqa", sliding(6), zigzag=False), 2)]
+"""Of 32 tokens on 8 ranks, 4 each: how many blocks before its own a rank needs."""
 
 
-class Counted:
-    """Bytes that this rank sends to others, and in how many messages and collectives."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.bytes = self.messages = 0
-        self.wrap(patch, dist, "all_to_all_single", self.exchanged)
-        self.wrap(patch, transfer, "exchange", lambda ring, hop, flat, *rest: flat.nbytes)
-        self.wrap(patch, transfer, "gather_parts", lambda parts, x, group: x.nbytes * (len(parts) - 1))
-        self.wrap(patch, transfer, "scatter_parts", lambda mine, parts, group: mine.nbytes * (len(parts) - 1))
-
-    def wrap(self, patch, module, name, sent):
-        real = vars(module)[name]
-
-        def counting(*args, **kwargs):
-            self.bytes, self.messages = self.bytes + sent(*args, **kwargs), self.messages + 1
-            return real(*args, **kwargs)
-
-        patch.setattr(module, name, counting)
-
-    @staticmethod
-    def exchanged(received, given, from_each, to_each, group, async_op):
-        return sum(size for rank, size in enumerate(to_each) if rank != dist.get_rank(group)) * given.element_size()
-
-    def take(self):
-        found, self.bytes, self.messages = (self.bytes, self.messages), 0, 0
-        return found
+def sent(axis: ContextAxis, case: Case, dtype: torch.dtype) -> tuple[Wire, Wire]:
+    """Forward and backward."""
+    tokens = case.tokens(axis.algorithm)
+    *inputs, dout = (own(x, tokens, axis.rank) for x in case.inputs(dtype))
+    leaves = [x.requires_grad_() for x in inputs]
+    forth, back = Wire(), Wire()
+    with forth:
+        out = context_attention(*leaves, axis, Options(mask=case.mask), tokens)
+    with back:
+        torch.autograd.grad(out, leaves, dout)
+    return forth, back
 
 
-def estimated(one_pass: Pass) -> tuple[float, int]:
-    return one_pass.near_bytes + one_pass.far_bytes, one_pass.messages
+def traffic_of(axis: ContextAxis, case: Case, dtype: torch.dtype, last: int | None) -> Traffic:
+    tokens = case.tokens(axis.algorithm)
+    counts = tuple(case.batch * tokens.count(rank) for rank in range(axis.size))
+    return Traffic(axis.algorithm, counts, *HEADS[case.heads], dtype.itemsize, last)
 
 
-def counted_is_estimated(size: int, dtype: torch.dtype) -> None:
-    topology = Topology(Degrees(cp=size))
-    with pytest.MonkeyPatch.context() as patch:
-        count = Counted(patch)
-        for kv_cache in ("none", "half", "full"):
-            for algorithm in algorithms(ContextParallelSection(kv_cache=kv_cache), size):
-                axis, tokens = context_axis(topology, algorithm), split_evenly(LENGTH, algorithm)
-                for name, (heads, key_heads, width, value_width) in HEADS.items():
-                    shapes = [(heads, width), (key_heads, width), (key_heads, value_width)]
-                    q, k, v = (
-                        torch.randn(SAMPLES, tokens.count(axis.rank), *shape, dtype=dtype, requires_grad=True)
-                        for shape in shapes
-                    )
-                    shape = AttentionShape(heads, key_heads, width, value_width)
-                    layer = Layer(shape, LENGTH, SAMPLES, dtype.itemsize)
-                    expected = cost(layer, algorithm, topology.degrees, A2)
-                    out = context_attention(q, k, v, axis, Options("BSND", CAUSAL), tokens)
-                    where = f"{described(algorithm)}, {kv_cache}, {name}"
-                    assert count.take() == estimated(expected.forward), f"forward of {where}"
-                    out.sum().backward()
-                    assert count.take() == estimated(expected.backward), f"backward of {where}"
+def some(leaving: Leaving) -> dict[tuple[str, int], int]:
+    return {key: size for key, size in leaving.items() if size}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)], ids=str)
-def test_ranks_send_what_is_estimated(size, dtype):
-    run_on_ranks(size, counted_is_estimated, size, dtype)
+def is_the_minimum(axis: ContextAxis, case: Case, dtype: torch.dtype, last: int | None = None) -> None:
+    traffic = traffic_of(axis, case, dtype, last)
+    for wire, needed in zip(sent(axis, case, dtype), (forward, backward), strict=True):
+        what = f"rank {axis.rank}, {needed.__name__}, {axis.algorithm}, {case}, {dtype}"
+        assert some(wire.leaving) == some(needed(traffic, axis.rank)), what
+        received = sum(size for name, size in wire.sent if name == "recv_")
+        wanted = [needed(traffic, peer).items() for peer in range(axis.size)]
+        assert received == _for(axis.rank, itertools.chain(*wanted)), what
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 12, 32])
-def test_heads_are_shared_as_the_exchange_shares_them(heads):
-    for key_heads in (each for each in range(1, heads + 1) if heads % each == 0):
-        for ranks in range(1, heads + 1):
-            shared = share_heads(heads, key_heads, ranks)
-            lengths = tuple([len(each) for each in ranges] for ranges in (shared.queries, shared.keys))
-            assert shared_heads(AttentionShape(heads, key_heads, 4, 4), 1, ranks) == lengths
+def _for(rank: int, leaving: Iterable[tuple[tuple[str, int], int]]) -> int:
+    """What others send to this rank, from one to one."""
+    return sum(size for (kind, to), size in leaving if to == rank and kind.startswith("send"))
+
+
+def every_algorithm() -> None:
+    topology = Topology(Degrees(cp=dist.get_world_size()))
+    for algorithm in ALGORITHMS[dist.get_world_size()]:
+        axis = context_axis(topology, algorithm)
+        for case in CASES:
+            is_the_minimum(axis, case, torch.float64)
+        is_the_minimum(axis, Case("gqa", CAUSAL, length=37), torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", list(ALGORITHMS))
+def test_no_more_than_the_algorithm_needs_is_sent(size):
+    run_on_ranks(size, every_algorithm)
+
+
+def windows() -> None:
+    axis = context_axis(Topology(Degrees(cp=8)), ContextAlgorithm(1, 8))
+    for case, last in WINDOWS:
+        is_the_minimum(axis, case, torch.float64, last)
+
+
+def test_a_window_on_contiguous_tokens_ends_the_ring_early():
+    run_on_ranks(8, windows)

@@ -5,16 +5,21 @@ No engine here; in float64, against transformers' own attention.
 
 from __future__ import annotations
 
+import gradient_rule as rule
 import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
+import transformers
 from ranks import run_on_ranks
-from split_models import agree, close, first_fast
-from spread_models import ALGORITHMS, LENGTH, algorithm, ends, packed, padded, padding, spread, step, tokens
+from split_models import EXACT, agree, close, first_fast
+from spread_models import ALGORITHMS, LENGTH, Spread, algorithm, ends, packed, padded, padding, spread, step, tokens
 from torch.nn import functional
 
+from ds_npu.models.context_parallel import spread_sequence
 from ds_npu.parallel.context.tokens import split_evenly
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
 
 pytestmark = pytest.mark.slow
 
@@ -203,6 +208,31 @@ def rotary(kind: str) -> None:
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotary_angles_that_depend_on_the_length(kind):
     run_on_ranks(2, rotary, kind)
+
+
+def own_positions() -> None:
+    """OPT counts positions in its mask, of which a rank sees a part: it must be told them."""
+    options = {"word_embed_proj_dim": 32, "ffn_dim": 48, "do_layer_norm_before": True, "dropout": 0.0}
+    config = transformers.OPTConfig(**tiny_models.COMMON | options | {"attn_implementation": "sdpa"})
+    torch.manual_seed(2)
+    plain = transformers.OPTForCausalLM(config).double().train()
+    model = transformers.OPTForCausalLM(config).double().train()
+    model.load_state_dict(plain.state_dict())
+    topology = Topology(Degrees(cp=2))
+    spread_sequence(model, topology, algorithm("ring", 2))
+    both = Spread(model, plain, topology)
+    with pytest.raises(ValueError, match="OPTForCausalLM numbers positions in a way of its own"):
+        step(model, **padded("left"))
+    given = padded("left")
+    positions = {"position_ids": given["attention_mask"].cumsum(1) - 1}
+    close(step(model, **given, **positions), step(plain, **given))
+    # All of them together: the biases of keys have none but for rounding.
+    expected = {name: weight.grad for name, weight in plain.named_parameters()}
+    assert rule.relative(both.gradients(), expected) <= EXACT
+
+
+def test_positions_that_a_model_makes_itself():
+    run_on_ranks(2, own_positions)
 
 
 def checkpointed(family: str, reentrant: bool) -> None:

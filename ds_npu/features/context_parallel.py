@@ -50,13 +50,14 @@ def _apply(section: ContextParallelSection, build: Build) -> None:
         return
     # What scripts draw (the order of samples) must agree over ranks that share samples.
     importlib.import_module("ds_npu.parallel.tensor.randomness").align_generators(topology, build.device_type, "cp")
-    models.spread_sequence(build.model, build.plan, topology, _algorithm(section, build), build.device_type)
+    models.spread_sequence(build.model, topology, _algorithm(section, build), build.device_type)
 
 
 def _algorithm(section: ContextParallelSection, build: Build) -> Any:
     """The one that ``section`` leaves, or what chooses it for the first batch: (samples, length) -> algorithm.
 
-    Raises ConfigError where no algorithm is for so many heads.
+    Raises PlanError where not every module is known, some of which might go from token to token, and ConfigError where
+    no algorithm is for so many heads.
     """
     degrees, plan = build.topology.degrees, build.plan
     # The one with fewest heads limits a Ulysses exchange most.

@@ -25,6 +25,7 @@ from ds_npu.models.context.batch import Running
 from ds_npu.models.context.forward import SplitForward
 from ds_npu.models.context.layers import depends_on_length, join_router_logits, show_last_position
 from ds_npu.models.context.loss import LossShare, shifts
+from ds_npu.models.context.values import EarlyValues
 from ds_npu.models.hugging_face import is_hugging_face
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.refusal import refuse_copies
@@ -67,7 +68,8 @@ def spread_sequence(
     _refuse_other_mixing(inner, plan)
     _check_forward(inner)
     running = Running()
-    use_attention(model, SplitAttention(running).implementation)
+    values = EarlyValues(model, plan, topology, running)
+    use_attention(model, SplitAttention(running, values).implementation)
     axis_of = _axis(topology, algorithm)
     randomness = RegionRandomness(topology, device_type, "cp")
     loss = None if shifted is None else LossShare(inner.loss_function, running, shifted)

@@ -44,8 +44,8 @@ WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether the sequences of ``model`` are spread already."""
-    return SPREAD in vars(model)
+    """Whether the sequences of ``model``, with all that is around them, are spread already."""
+    return vars(model).get(SPREAD) is model
 
 
 def spread_sequence(
@@ -64,6 +64,11 @@ def spread_sequence(
     if len(found) != 1:
         raise ValueError(f"{plan.model} holds {len(found)} models of transformers; ds_npu.parallel.context spreads one")
     (inner,) = found.values()
+    if SPREAD in vars(inner):
+        raise ValueError(
+            f"the {type(inner).__name__} in {plan.model} was spread as it stood in another model, and cannot be spread "
+            "again: make it anew, from its weights"
+        )
     shifted = shifts(inner)
     _refuse_other_mixing(inner, plan)
     _check_forward(inner)
@@ -82,7 +87,7 @@ def spread_sequence(
         show_last_position(rotary, running)
     if inner is not model:
         _share_gradients(model, inner, topology.size("cp"))
-    vars(model)[SPREAD] = True
+    vars(inner)[SPREAD] = vars(model)[SPREAD] = model
     refuse_copies(model)
 
 

@@ -1,0 +1,52 @@
+"""Attention over tokens spread over NPUs, through npu_fusion_attention and HCCL, against one process in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from context_cases import CASES, DTYPES, MASKS, algorithms, check, kept_weights
+from context_rule import Case
+from ranks import run_on_ranks
+
+from ds_npu.parallel.context.axis import ContextAxis, context_axis
+from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
+
+RUNS = [(world, name) for world in (2, 4) for name in algorithms(world)]
+DROPOUT_P = 0.3
+
+
+def axis_of(*found: ContextAlgorithm) -> list[ContextAxis]:
+    topology = Topology(Degrees(cp=dist.get_world_size()))
+    return [context_axis(topology, algorithm) for algorithm in found]
+
+
+def values_body(name: str) -> None:
+    (axis,) = axis_of(algorithms(dist.get_world_size())[name])
+    for case in CASES:
+        for dtype in DTYPES:
+            check(axis, case, dtype)
+
+
+@pytest.mark.parametrize(("world", "name"), RUNS)
+def test_values(world, name):
+    run_on_ranks(world, values_body, name, backend="hccl")
+
+
+def dropout_body(name: str) -> None:
+    (axis,) = axis_of(algorithms(dist.get_world_size())[name])
+    for number, (heads, mask) in enumerate((("gqa", "causal"), ("mla", "full"), ("mha", "window"), ("mqa", "packed"))):
+        case = Case(heads, **MASKS[mask])
+        seed = 10 * number + axis.rank
+        torch.npu.manual_seed(seed)
+        kept = kept_weights(axis, case, DROPOUT_P)
+        for dtype in DTYPES:
+            torch.npu.manual_seed(seed)
+            check(axis, case, dtype, kept, DROPOUT_P)
+
+
+@pytest.mark.parametrize(("world", "name"), RUNS)
+def test_both_passes_drop_the_same_weights(world, name):
+    run_on_ranks(world, dropout_body, name, backend="hccl")

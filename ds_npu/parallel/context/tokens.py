@@ -37,6 +37,14 @@ class Tokens:
     ring: tuple[Pieces, ...]
     documents: Pieces
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Plans are looked up by tokens in every layer, and there may be thousands of documents.
+        return hash((self.samples, self.length, self.ulysses, self.ring, self.documents))
+
     @property
     def total(self) -> int:
         return self.samples * self.length
@@ -94,8 +102,11 @@ def _zigzag(documents: Pieces, ranks: int) -> tuple[Pieces, ...]:
         turn += rest
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=document.start))
         for chunk, (begin, end) in enumerate(bounds):
-            if begin < end:
-                found[min(chunk, 2 * ranks - 1 - chunk)].append(range(begin, end))
+            mine = found[min(chunk, 2 * ranks - 1 - chunk)]
+            if begin < end and mine and mine[-1].stop == begin:
+                mine[-1] = range(mine[-1].start, end)
+            elif begin < end:
+                mine.append(range(begin, end))
     return tuple(tuple(pieces) for pieces in found)
 
 
@@ -116,21 +127,16 @@ def split_documents(samples: int, length: int, documents: Sequence[range], algor
 
 def _by_sample(samples: int, length: int, documents: Sequence[range]) -> Iterator[Pieces]:
     """Each sample cut into its documents and the padding between them, counted from its first token."""
-    at, waiting = 0, iter((*documents, range(samples * length, samples * length)))
-    document = next(waiting)
+    inside = [bool(each) and each.start // length == (each.stop - 1) // length < samples for each in documents]
+    ascend = [one.stop <= other.start for one, other in itertools.pairwise((range(0), *documents))]
+    if not all(inside) or not all(ascend):
+        raise ValueError(
+            f"documents must ascend, each within one of {samples} samples of {length} tokens; found {list(documents)}"
+        )
     for sample in range(samples):
-        offset, end, parts = sample * length, (sample + 1) * length, []
-        while at < end:
-            if document.start < at or document.start < end < document.stop or document.step != 1:
-                raise ValueError(
-                    f"documents must ascend, each within one of {samples} samples of {length} tokens: {list(documents)}"
-                )
-            stop = min(document.start, end) if document.start > at else document.stop
-            parts.append(range(at - offset, stop - offset))
-            at = stop
-            while document.stop <= at and at < samples * length:
-                document = next(waiting)
-        yield tuple(part for part in parts if part)
+        mine = [each for each in documents if each.start // length == sample]
+        cuts = [sample * length, *itertools.chain(*((each.start, each.stop) for each in mine)), (sample + 1) * length]
+        yield tuple(range(a - cuts[0], b - cuts[0]) for a, b in itertools.pairwise(cuts) if a < b)
 
 
 def _must_suffice(length: int, algorithm: ContextAlgorithm) -> None:

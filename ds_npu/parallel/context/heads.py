@@ -1,0 +1,54 @@
+"""Which heads each rank of a Ulysses group computes, as data: ranges that every rank knows of every other.
+
+A rank computes some of the query heads over all tokens of its group, for which it needs the key and value heads that
+they use, and no others. Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509; any number of heads here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_npu.parallel.tensor.sharding import near_even
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Ulysses rank r computes the query heads ``queries[r]``, with the key and value heads ``keys[r]``.
+
+    Every query head is one rank's. A key and value head is needed by all whose query heads use it: with fewer of them
+    than ranks they are replicated, and where all ranks need all of them, gathered.
+    """
+
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
+    queries_per_key: int
+
+    def repeated(self, rank: int) -> tuple[int, ...] | None:
+        """For each query head of ``rank`` the place, among the rank's key and value heads, of the one it uses.
+
+        None where consecutive query heads, equally many, share one: that is what attention takes without being told.
+        """
+        queries, keys = self.queries[rank], self.keys[rank]
+        used = tuple(head // self.queries_per_key - keys.start for head in queries)
+        share = len(queries) // len(keys)
+        return None if used == tuple(place // share for place in range(len(queries))) else used
+
+
+def share_heads(query_heads: int, kv_heads: int, ranks: int) -> Heads:
+    """``query_heads`` heads, of which each ``query_heads / kv_heads`` consecutive ones share a key and value head.
+
+    Each rank's are consecutive, and their numbers differ by at most one. Raises ValueError where the heads do not
+    divide or a rank would have none.
+    """
+    if query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads cannot share {kv_heads} key and value heads evenly")
+    if query_heads < ranks:
+        raise ValueError(
+            f"{query_heads} query heads (of this tensor rank) cannot be shared by {ranks} ranks of "
+            f"ds_npu.context_parallel.ulysses, each of which needs one: found {ranks}, at most {query_heads} are "
+            'possible (algorithm "ulysses" has all of ds_npu.parallel.context, "hybrid" leaves the others to a ring)'
+        )
+    share = query_heads // kv_heads
+    queries = tuple(range(begin, end) for begin, end in near_even(query_heads, ranks))
+    keys = tuple(range(mine[0] // share, mine[-1] // share + 1) for mine in queries)
+    return Heads(queries, keys, share)

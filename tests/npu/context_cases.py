@@ -34,14 +34,18 @@ CASES = [Case(heads, **mask) for heads in HEADS for mask in MASKS.values()]
 CALLS = ("npu_fusion_attention", "npu_fusion_attention_grad")
 
 
+FEW_CASES = [Case("gqa", **MASKS["causal"]), Case("mla", **MASKS["packed"])]
+
+
 def algorithms(world: int) -> dict[str, ContextAlgorithm]:
     """What ``world`` context ranks can do."""
     found = {
+        "ulysses": ContextAlgorithm(ulysses=world, kv_cache="full"),
         "ring": ContextAlgorithm(ring=world),
         "all-gather": ContextAlgorithm(ring=world, gather=True),
     }
     if world == 4:
-        found |= {"double ring": ContextAlgorithm(ring=4, window=2)}
+        found |= {"double ring": ContextAlgorithm(ring=4, window=2), "hybrid": ContextAlgorithm(2, 2)}
     return found
 
 
@@ -49,9 +53,10 @@ def whole(case: Case, dtype: torch.dtype, kept: torch.Tensor | None, keep_prob: 
     """By name each result [B, S, N, D] of one process in float64, from numbers that ``dtype`` holds, with what its
     rounding is a part of.
 
-    That is for one call of the kernel what ``attention_reference`` says. A ring rounds more often: each block's out
+    That is for one call of the kernel what ``attention_reference`` says. Here is rounded more often: each block's out
     (which merged is at most weights times |v|) before it is merged, and so what backward begins with; each block's dq,
-    dk and dv (together at most the sum of their terms' absolute values) before they are added up in float32.
+    dk and dv (together at most the sum of their terms' absolute values) before they are added up in float32; and dk and
+    dv of the heads that several Ulysses ranks have, before these are.
     """
     q, k, v, dout = (rounded(x, dtype).transpose(1, 2) for x in case.inputs(torch.float64))
     hidden, scale = ~case.seen(), q.shape[3] ** -0.5
@@ -66,8 +71,8 @@ def whole(case: Case, dtype: torch.dtype, kept: torch.Tensor | None, keep_prob: 
     more = {
         "out": out,
         "query": slopes @ keys.abs(),
-        "key": (slopes.mT @ q.abs()).unflatten(1, (-1, group)).sum(2),
-        "value": ((weights * factor).mT @ dout.abs()).unflatten(1, (-1, group)).sum(2),
+        "key": 2 * (slopes.mT @ q.abs()).unflatten(1, (-1, group)).sum(2),
+        "value": 2 * ((weights * factor).mT @ dout.abs()).unflatten(1, (-1, group)).sum(2),
     }
     exact = {"out": found.out, **found.gradients}
     return {

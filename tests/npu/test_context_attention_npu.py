@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
-from context_cases import CASES, DTYPES, MASKS, algorithms, check, kept_weights
+from context_cases import CASES, DTYPES, FEW_CASES, MASKS, algorithms, check, kept_weights
 from context_rule import Case
 from ranks import run_on_ranks
 
@@ -24,10 +26,12 @@ def axis_of(*found: ContextAlgorithm) -> list[ContextAxis]:
 
 
 def values_body(name: str) -> None:
-    (axis,) = axis_of(algorithms(dist.get_world_size())[name])
-    for case in CASES:
-        for dtype in DTYPES:
-            check(axis, case, dtype)
+    usual = algorithms(dist.get_world_size())[name]
+    kept = [replace(usual, kv_cache=kv_cache) for kv_cache in ("none", "half", "full")]
+    for axis in axis_of(usual, *kept):
+        for case in CASES if axis.algorithm is usual else FEW_CASES:
+            for dtype in DTYPES:
+                check(axis, case, dtype)
 
 
 @pytest.mark.parametrize(("world", "name"), RUNS)

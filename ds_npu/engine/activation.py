@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 PATCHED = (
+    "accelerate.accelerator",
+    "accelerate.data_loader",
     "deepspeed",
     "deepspeed.accelerator.npu_accelerator",
     "deepspeed.comm.comm",

@@ -1,4 +1,4 @@
-"""The one table of what ds_npu changes in DeepSpeed, each with its reason and its way out.
+"""The one table of what ds_npu changes in DeepSpeed, and around it, each with its reason and its way out.
 
 A patch names what it replaces and a factory ``(original) -> replacement``. It is applied when the module it names
 has been executed. Where what it replaces has not the parameters it expects, nothing is replaced; ``FAILED`` says
@@ -22,7 +22,7 @@ VERSIONS = ">=0.19.6,<0.20"
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of DeepSpeed that ds_npu replaces."""
+    """One name of DeepSpeed, or of accelerate, that ds_npu replaces."""
 
     module: str
     name: str
@@ -114,6 +114,27 @@ PATCHES: tuple[Patch, ...] = (
         why="left alone it shards over the whole world, tensor and pipeline peers included",
         upstream="runtime/zero/partition_parameters.py, data_parallel_group=None",
         until="zero.Init takes its group from the mpu",
+    ),
+    Patch(
+        module="accelerate.data_loader",
+        name="prepare_data_loader",
+        factory="ds_npu.engine.accelerate:prepare_data_loader",
+        parameters=("dataloader", "device", "num_processes", "process_index"),
+        what="accelerate's loaders, the Hugging Face Trainer's too, give ranks that share samples the same ones",
+        why="it counts every process as a data rank, but for those that DeepSpeed's own autotp_size names",
+        upstream="accelerate/data_loader.py:1129 (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
+        also=("accelerate.accelerator:prepare_data_loader",),
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        name="Accelerator.gather_for_metrics",
+        factory="ds_npu.engine.accelerate:gather_for_metrics",
+        parameters=("self", "input_data"),
+        what="what is gathered of evaluated samples has each of them once",
+        why="it joins what every process has, and ranks that share samples have the same",
+        upstream="accelerate/accelerator.py, Accelerator.gather_for_metrics (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
     ),
     Patch(
         module="deepspeed.env_report",

@@ -18,9 +18,6 @@ from ds_npu.parallel.context.heads import share_heads
 from ds_npu.parallel.context.tokens import Tokens, split_documents, split_evenly
 from ds_npu.parallel.context.work import Work
 
-HEAD_DIM = 2
-"""Of [B, S, N, D]."""
-
 
 class Exchanges(NamedTuple):
     """The Ulysses exchanges of one attention: of the query (and, backwards, of out), and of key and value.
@@ -75,19 +72,14 @@ def context_attention(
         for x, view, exchange in zip((q, k, v), views, (exchanges.query, exchanges.key, exchanges.key), strict=True)
     ]
     query, key, value = (flight.arrive() for flight in flights)
-    work = _work(axis, tokens, options, exchanges.queries, views[0].shape[3])
-
-    def ready(received: torch.Tensor) -> torch.Tensor:
-        """Keys or values as they are computed with."""
-        repeated = exchanges.repeated
-        return work.flat(received if repeated is None else received[:, :, list(repeated)])
+    work = _work(axis, tokens, options, exchanges, views[0].shape[3])
 
     def again(sent: torch.Tensor) -> Callable[[], torch.Tensor]:
         pending = exchanges.key.to_heads(sent)
-        return lambda: ready(pending.wait())
+        return lambda: work.flat(pending.wait())
 
     origin = Origin((views[1].detach(), views[2].detach()), again) if work.exchanges_again else None
-    out = blockwise_attention(work.flat(query), (ready(key), ready(value)), work, origin)
+    out = blockwise_attention(work.flat(query), (work.flat(key), work.flat(value)), work, origin)
     out = depart_to_tokens(work.batched(out), exchanges.query).arrive()
     return laid_out(out.transpose(1, 2), options.layout)
 
@@ -133,9 +125,9 @@ def _check(views: Sequence[torch.Tensor], axis: ContextAxis, options: Options, t
         )
 
 
-def _work(axis: ContextAxis, tokens: Tokens, options: Options, queries: range, width: int) -> Work:
-    mask = options.mask
+def _work(axis: ContextAxis, tokens: Tokens, options: Options, exchanges: Exchanges, width: int) -> Work:
+    mask, queries = options.mask, exchanges.queries
     if mask.dense is not None and mask.dense.dim() > 2 and mask.dense.shape[-3] > 1:
         mask = Mask(dense=mask.dense[..., queries.start : queries.stop, :, :])
     scale = float(width**-0.5) if options.scale is None else options.scale
-    return Work(axis, tokens, replace(mask, ends_q=(), ends_k=()), scale, options.dropout_p)
+    return Work(axis, tokens, replace(mask, ends_q=(), ends_k=()), scale, options.dropout_p, exchanges.repeated)

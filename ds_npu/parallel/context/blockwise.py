@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_npu.ops.attention import Dropout, Inputs, Result, attention_backward, attention_forward
 from ds_npu.parallel.context.calls import Call
-from ds_npu.parallel.context.merge import LSE_DIM, Merged, Summed
-from ds_npu.parallel.context.transfer import Block
+from ds_npu.parallel.context.merge import LSE_DIM, Block, Merged, Part, Summed
 from ds_npu.parallel.context.work import Work
 
 
@@ -47,12 +47,9 @@ class _Attend(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for step, block in work.route().blocks((k, v)):
                 kept += work.kept(step, block)
-                patterns = []
-                for call in work.calls(step, q.shape[0] == 1):
-                    out, lse, dropout = _forward(q, block, call, work)
-                    merged.add(call.rows, out, lse)
-                    patterns.append(dropout)
-                ctx.dropouts.append(patterns)
+                calls = work.calls(step, q.shape[0] == 1)
+                ctx.dropouts.append([_attend(merged, q, block, call, work) for call in calls])
+                del block  # before a further one is received
             out, lse = merged.result(q, v.shape[3])
         own = (*(k, v)[: work.cached], *sent[work.cached :]) if sent else (k, v)
         ctx.save_for_backward(q, *own, out, lse, *kept)
@@ -67,57 +64,62 @@ class _Attend(torch.autograd.Function):
             coming = [ctx.again(x) for x in own[ctx.work.cached :]]
             own = (*own[: ctx.work.cached], *(wait() for wait in coming))
         with torch.autocast(q.device.type, enabled=False):
-            found = _backward(ctx.work, gradients[0], _Saved(q, own, out, lse, kept, ctx.dropouts))
+            rows = _Rows(ctx.work, gradients[0], q, out, lse, Summed(q, q.shape[1]))
+            of_keys = _backward(rows, own, kept, ctx.dropouts)
+            found = [x.to(like.dtype) for x, like in zip((rows.dq.total(), *of_keys), (q, *own), strict=True)]
         return None, None, *found, *(None for _ in range(len(ctx.needs_input_grad) - 5))
 
 
-class _Saved(NamedTuple):
-    """What backward knows of forward: ``kept`` as ``Work.kept``, one after the other."""
-
-    q: torch.Tensor
-    own: Block
-    out: torch.Tensor
-    lse: torch.Tensor
-    kept: list[torch.Tensor]
-    dropouts: list[list[Dropout | None]]
-
-
-def _forward(q: torch.Tensor, block: Block, call: Call, work: Work) -> Result:
-    k, v = (call.keys.take(x) for x in block)
+def _attend(merged: Merged, q: torch.Tensor, block: Block, call: Call, work: Work) -> Dropout | None:
+    """Merge the result of one call; its dropout."""
+    k, v = (work.for_queries(call.keys.take(x)) for x in block)
     q, options = call.rows.take(q), work.options(call)
     if call.layout == "BSND":
-        return attention_forward(q, k, v, options)
-    out, lse, dropout = attention_forward(q[0], k[0], v[0], options)
-    return Result(out[None], lse.T[None], dropout)
+        out, lse, dropout = attention_forward(q, k, v, options)
+    else:
+        out_TND, lse_TN, dropout = attention_forward(q[0], k[0], v[0], options)
+        out, lse = out_TND[None], lse_TN.T[None]
+    merged.add(call.rows, out, lse)
+    return dropout
 
 
-def _backward(work: Work, dout: torch.Tensor, saved: _Saved) -> tuple[torch.Tensor, ...]:
-    route, kept = work.route(), iter(saved.kept)
-    gradients = route.gradients(saved.own)
-    dq = Summed(saved.q, saved.q.shape[1])
-    travelling = saved.own[work.cached :]
-    for (step, came), patterns in zip(route.blocks(travelling), saved.dropouts, strict=True):
-        block = saved.own if work.is_own(step) else (*itertools.islice(kept, work.cached), *came)
-        of_block = [Summed(x, x.shape[1]) for x in block]
-        calls = work.calls(step, dout.shape[0] == 1)
-        for call, dropout in zip(calls, patterns, strict=True):
-            of_call = _gradients(dout, block, call, dropout, work, saved)
-            for total, places, gradient in zip(
-                (dq, *of_block), (call.rows, call.keys, call.keys), of_call, strict=True
-            ):
-                total.add(places, gradient)
-        gradients.add(step, tuple(each.total() for each in of_block))
-    totals = (dq.total(), *gradients.total())
-    return tuple(total.to(x.dtype) for total, x in zip(totals, (saved.q, *saved.own), strict=True))
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A rank's rows in backward: what is known of them, and the gradient of the query, summed."""
+
+    work: Work
+    dout: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: Summed
+
+    def parts(self, block: Block, calls: Sequence[Call], dropouts: Sequence[Dropout | None]) -> Iterator[Part]:
+        """The gradients of a block by calls, computed as they are taken."""
+        return (self._part(block, call, dropout) for call, dropout in zip(calls, dropouts, strict=True))
+
+    def _part(self, block: Block, call: Call, dropout: Dropout | None) -> Part:
+        work = self.work
+        dout, q, out = (call.rows.take(x) for x in (self.dout, self.q, self.out))
+        k, v = (work.for_queries(call.keys.take(x)) for x in block)
+        lse, options = call.rows.take(self.lse, LSE_DIM), work.options(call)
+        if call.layout == "BSND":
+            found = attention_backward(dout, Inputs(q, k, v), Result(out, lse, dropout), options)
+        else:
+            packed = Inputs(q[0], k[0], v[0]), Result(out[0], lse[0].T, dropout)
+            found = Inputs(*(x[None] for x in attention_backward(dout[0], *packed, options)))
+        self.dq.add(call.rows, found.q)
+        return Part(call.keys, tuple(work.of_keys(x, like) for x, like in zip(found[1:], block, strict=True)))
 
 
-def _gradients(
-    dout: torch.Tensor, block: Block, call: Call, dropout: Dropout | None, work: Work, saved: _Saved
-) -> Inputs:
-    dout, q, out = (call.rows.take(x) for x in (dout, saved.q, saved.out))
-    k, v = (call.keys.take(x) for x in block)
-    lse, options = call.rows.take(saved.lse, LSE_DIM), work.options(call)
-    if call.layout == "BSND":
-        return attention_backward(dout, Inputs(q, k, v), Result(out, lse, dropout), options)
-    packed = attention_backward(dout[0], Inputs(q[0], k[0], v[0]), Result(out[0], lse[0].T, dropout), options)
-    return Inputs(*(x[None] for x in packed))
+def _backward(rows: _Rows, own: Block, kept: list[torch.Tensor], dropouts: list[list[Dropout | None]]) -> Block:
+    """The gradients of this rank's keys and values; ``kept`` and ``dropouts`` are forward's, in its order."""
+    work, of_steps, still_kept = rows.work, iter(dropouts), iter(kept)
+    route = work.route()
+    gradients = route.gradients(own)
+    for step, came in route.blocks(own[work.cached :]):
+        block = own if work.is_own(step) else (*itertools.islice(still_kept, work.cached), *came)
+        calls = work.calls(step, rows.q.shape[0] == 1)
+        gradients.add(step, rows.parts(block, calls, next(of_steps)))
+        del block, came  # before a further one is received
+    return gradients.total()

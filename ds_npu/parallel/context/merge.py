@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 
 from ds_npu.ops.attention.document import wide
 from ds_npu.parallel.context.calls import Places
+
+Block = tuple[torch.Tensor, ...]
+"""Keys and values (or one of them, or none) of some tokens, each [B, S, N, D]."""
 
 LSE_DIM = 2
 
@@ -83,3 +89,24 @@ class Summed:
             shape = (self.like.shape[0], self.tokens, *self.like.shape[2:])
             return self.like.new_zeros(shape, dtype=wide(self.like.dtype))
         return self.sum
+
+
+class Part(NamedTuple):
+    """The gradients of what is at some places of a block."""
+
+    places: Places
+    gradients: Block
+
+    def add_to(self, totals: Sequence[Summed]) -> None:
+        """To those of the block's tensors; the gradients are given away."""
+        for total, gradient in zip(totals, self.gradients, strict=True):
+            total.add(self.places, gradient)
+
+
+def summed(like: Block, tokens: int, parts: Iterator[Part]) -> Block:
+    """The gradients of a block of ``tokens`` tokens, otherwise shaped as ``like``, each part's taken as it comes."""
+    totals = [Summed(x, tokens) for x in like]
+    for part in parts:
+        part.add_to(totals)
+        del part  # before the next one is computed
+    return tuple(total.total() for total in totals)

@@ -14,10 +14,8 @@ from ds_npu.comm.collectives import gather_parts, scatter_parts
 from ds_npu.comm.pending import Pending
 from ds_npu.ops.attention.document import wide
 from ds_npu.parallel.context.axis import Ring
+from ds_npu.parallel.context.merge import Block, Part, summed
 from ds_npu.parallel.context.ring import Hop, Step, ring_steps
-
-Block = tuple[torch.Tensor, ...]
-"""Keys and values (or one of them, or none) of some tokens, each [B, S, N, D]."""
 
 TOKEN_DIM = 1
 
@@ -31,7 +29,8 @@ class Route(Protocol):
     def blocks(self, own: Block) -> Iterator[tuple[Step, Block]]:
         """From this rank's block the ones it needs; a next one is on its way while the caller computes.
 
-        Without tensors in ``own`` there are none in the others, and nothing is sent.
+        Without tensors in ``own`` there are none in the others, and nothing is sent. A block that the caller lets go
+        before it asks for the next one makes room for another.
         """
         ...
 
@@ -43,8 +42,8 @@ class Route(Protocol):
 class Gradients(Protocol):
     """The sum, over the ranks, of gradients of each rank's block."""
 
-    def add(self, step: Step, of_block: Block) -> None:
-        """Those of the step's block."""
+    def add(self, step: Step, parts: Iterator[Part]) -> None:
+        """Those of the step's block, computed as they are taken."""
         ...
 
     def total(self) -> Block:
@@ -52,17 +51,9 @@ class Gradients(Protocol):
         ...
 
 
-def flattened(block: Block) -> torch.Tensor:
-    """All tensors of a block in one, one behind the other: a message."""
-    return torch.cat([x.reshape(-1) for x in block])
-
-
-def widened(block: Block) -> torch.Tensor:
-    """``flattened``, in the dtype in which gradients are summed."""
-    flat = block[0].new_empty(sum(x.numel() for x in block), dtype=wide(block[0].dtype))
-    for part, x in zip(torch.split(flat, [x.numel() for x in block]), block, strict=True):
-        part.view(x.shape).copy_(x)
-    return flat
+def flattened(block: Block, zeros: int = 0) -> torch.Tensor:
+    """All tensors of a block in one, one behind the other: a message; with as many zeros at the end."""
+    return torch.cat([*(x.reshape(-1) for x in block), block[0].new_zeros(zeros)])
 
 
 def unflattened(flat: torch.Tensor, like: Block, tokens: int) -> Block:
@@ -103,32 +94,55 @@ class RingRoute:
 
 
 class RingGradients:
-    """Sums that travel one step behind the keys and values."""
+    """Sums that travel one step behind the keys and values, in the dtype in which gradients are summed.
+
+    A rank holds two of them, of which it sends one and receives the other, and the gradients of its own block.
+    """
 
     def __init__(self, route: RingRoute, own: Block) -> None:
         self.ring, self.counts, self.like = route.ring, route.counts, own
-        self.own: torch.Tensor | None = None
+        self.own: Block = ()
         self.coming: Pending[torch.Tensor] | None = None
-        self.home: list[Pending[torch.Tensor]] = []
+        self.home: Pending[torch.Tensor] | None = None
 
-    def add(self, step: Step, of_block: Block) -> None:
-        flat = widened(of_block)
-        if step.adds and self.coming is not None:
-            flat += self.coming.wait()
-        if step.gradient is None:
-            self.own = flat
+    def add(self, step: Step, parts: Iterator[Part]) -> None:
+        hop, tokens = step.gradient, self.counts[step.source]
+        if hop is None:
+            self.own = summed(self.like, tokens, parts)
             return
-        hop = step.gradient
-        empty = flat.new_empty(numbers(self.like, self.counts[hop.received]))
-        self.coming = exchange(self.ring, hop, flat, empty, GRADIENTS)
+        flat = self._sum(step, tokens, list(parts))
         if hop.received == self.ring.rank:
-            self.home.append(self.coming)
+            self._land()
+        empty = flat.new_empty(numbers(self.like, self.counts[hop.received]))
+        coming = exchange(self.ring, hop, flat, empty, GRADIENTS)
+        self.coming, self.home = (self.coming, coming) if hop.received == self.ring.rank else (coming, self.home)
+
+    def _sum(self, step: Step, tokens: int, computed: list[Part]) -> torch.Tensor:
+        """What came of the block's sum, waited for once the rank has ``computed`` its own part, and that."""
+        if step.adds and self.coming is not None:
+            flat, self.coming = self.coming.wait(), None
+        else:
+            like = self.like[0]
+            flat = like.new_zeros(numbers(self.like, tokens), dtype=wide(like.dtype))
+        sums = unflattened(flat, self.like, tokens)
+        for places, gradients in computed:
+            for total, gradient in zip(sums, gradients, strict=True):
+                places.add(total, gradient)
+        return flat
+
+    def _land(self) -> None:
+        """Add what the ranks of a ring, this one's or another, have sent of this rank's own block."""
+        if self.home is None:
+            return
+        flat, self.home = self.home.wait(), None
+        sums = unflattened(flat, self.like, self.counts[self.ring.rank])
+        for total, gradient in zip(sums, self.own, strict=True):
+            total += gradient
+        self.own = sums
 
     def total(self) -> Block:
-        assert self.own is not None, "a ring begins with the rank's own block"
-        for pending in self.home:
-            self.own += pending.wait()
-        return unflattened(self.own, self.like, self.counts[self.ring.rank])
+        self._land()
+        return self.own
 
 
 KEYS_AND_VALUES, GRADIENTS = 1, 2
@@ -175,16 +189,17 @@ class Stay:
         yield self.steps[0], own
 
     def gradients(self, own: Block) -> KeptGradients:
-        return KeptGradients()
+        return KeptGradients(own)
 
 
 class KeptGradients:
     """The gradients of the one block."""
 
-    own: Block
+    def __init__(self, own: Block) -> None:
+        self.own = own
 
-    def add(self, step: Step, of_block: Block) -> None:
-        self.own = of_block
+    def add(self, step: Step, parts: Iterator[Part]) -> None:
+        self.own = summed(self.own, self.own[0].shape[TOKEN_DIM], parts)
 
     def total(self) -> Block:
         return self.own
@@ -200,20 +215,19 @@ class GatherRoute:
         self.counts = [sum(map(len, ranges)) for ranges in places]
 
     def blocks(self, own: Block) -> Iterator[tuple[Step, Block]]:
-        if not own:
-            yield self.steps[0], own
-            return
+        yield self.steps[0], self._gathered(own) if own else own
+
+    def _gathered(self, own: Block) -> Block:
         # Ranks may have one token less than others; not every backend gathers parts of different lengths.
         longest = numbers(own, max(self.counts))
-        mine = own[0].new_zeros(longest)
-        mine[: numbers(own, self.counts[self.rank])] = flattened(own)
+        mine = flattened(own, longest - numbers(own, self.counts[self.rank]))
         parts = gather_parts(mine.new_empty(len(self.counts), longest), mine, self.group).wait()
         whole = tuple(x.new_empty(x.shape[0], sum(self.counts), *x.shape[2:]) for x in own)
         for part, count, ranges in zip(parts, self.counts, self.places, strict=True):
             for target, source in zip(whole, unflattened(part[: numbers(own, count)], own, count), strict=True):
                 for place, piece in _pieces(source, ranges):
                     target[:, place.start : place.stop] = piece
-        yield self.steps[0], whole
+        return whole
 
     def gradients(self, own: Block) -> GatheredGradients:
         return GatheredGradients(self, own)
@@ -227,16 +241,18 @@ class GatheredGradients:
     def __init__(self, route: GatherRoute, own: Block) -> None:
         self.route, self.own = route, own
 
-    def add(self, step: Step, of_block: Block) -> None:
-        counts, dtype = self.route.counts, wide(of_block[0].dtype)
-        longest = numbers(self.own, max(counts))
-        parts = of_block[0].new_zeros(len(counts), longest, dtype=dtype)
-        for part, count, ranges in zip(parts, counts, self.route.places, strict=True):
-            mine = unflattened(part[: numbers(self.own, count)], self.own, count)
-            for target, source in zip(mine, of_block, strict=True):
+    def add(self, step: Step, parts: Iterator[Part]) -> None:
+        counts, like = self.route.counts, self.own
+        whole = summed(like, sum(counts), parts)
+        longest = numbers(like, max(counts))
+        of_ranks = like[0].new_empty(len(counts), longest, dtype=wide(like[0].dtype))
+        for flat, count, ranges in zip(of_ranks, counts, self.route.places, strict=True):
+            mine, rest = torch.tensor_split(flat, [numbers(like, count)])
+            rest.zero_()
+            for target, source in zip(unflattened(mine, like, count), whole, strict=True):
                 for place, piece in _pieces(target, ranges):
                     piece.copy_(source[:, place.start : place.stop])
-        self.mine = scatter_parts(parts.new_empty(longest), parts, self.route.group)
+        self.mine = scatter_parts(of_ranks.new_empty(longest), of_ranks, self.route.group)
 
     def total(self) -> Block:
         count = self.route.counts[self.route.rank]

@@ -7,22 +7,31 @@ from dataclasses import dataclass
 import torch
 
 from ds_npu.ops.attention import Mask, Options
+from ds_npu.ops.attention.document import wide
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.calls import Call, Places, block_calls, last_step
+from ds_npu.parallel.context.merge import Block
 from ds_npu.parallel.context.ring import Step
 from ds_npu.parallel.context.tokens import Tokens
-from ds_npu.parallel.context.transfer import Block, GatherRoute, RingRoute, Route, Stay
+from ds_npu.parallel.context.transfer import GatherRoute, RingRoute, Route, Stay
+
+HEAD_DIM = 2
+"""Of [B, S, N, D]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """One attention of the whole axis, as this rank sees it; its tensors are [B, S, N, D]."""
+    """One attention of the whole axis, as this rank sees it; its tensors are [B, S, N, D].
+
+    ``repeated`` is for each query head the place of its key head, None where consecutive ones share one evenly.
+    """
 
     axis: ContextAxis
     tokens: Tokens
     mask: Mask
     scale: float
     dropout_p: float
+    repeated: tuple[int, ...] | None = None
 
     def flat(self, x: torch.Tensor) -> torch.Tensor:
         """Samples that are split differently are one sequence."""
@@ -31,6 +40,21 @@ class Work:
     def batched(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of ``flat``."""
         return torch.unflatten(x[0], 0, (self.tokens.samples, -1)) if self.tokens.samples > 1 else x
+
+    def for_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the kernel takes them: copied only where query heads do not share them evenly."""
+        return x if self.repeated is None else x.index_select(HEAD_DIM, self._heads(x.device))
+
+    def of_keys(self, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of what ``for_queries`` was given, whose heads are those of ``like``."""
+        if self.repeated is None:
+            return gradient
+        shape = (*gradient.shape[:HEAD_DIM], like.shape[HEAD_DIM], gradient.shape[-1])
+        total = gradient.new_zeros(shape, dtype=wide(gradient.dtype))
+        return total.index_add_(HEAD_DIM, self._heads(gradient.device), gradient.to(total.dtype))
+
+    def _heads(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.repeated, device=device)
 
     @property
     def counts(self) -> list[int]:

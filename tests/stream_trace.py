@@ -61,25 +61,32 @@ class Trace:
         return [task for task in self.tasks if task.device == device]
 
     @cached_property
+    def ends(self) -> dict[tuple[str, int, int, int], list[Task]]:
+        """Of the way of each message the tasks at both ends."""
+        found = defaultdict(list)
+        for task in self.tasks:
+            for message in task.messages:
+                found[message.way].append(task)
+        return found
+
+    @cached_property
     def _next(self) -> dict[Point, list[Point]]:
         """What cannot be before a point: the end of its task, the stream's next, who waits for its event, and a message
         at the other rank, of which neither ends before both have begun."""
         found: dict[Point, list[Point]] = defaultdict(list)
-        streams, recorded, ways = defaultdict(list), {}, defaultdict(list)
+        streams, recorded = defaultdict(list), {}
         for task in self.tasks:
             found[task, False].append((task, True))
             streams[task.process, task.device, task.stream].append(task)
             if task.name == "record event":
                 recorded[task.process, task.detail] = task
-            for message in task.messages:
-                ways[message.way].append(task)
         for tasks in streams.values():
             for one, following in itertools.pairwise(tasks):
                 found[one, True].append((following, False))
         for task in self.tasks:
             if task.name == "wait for event":
                 found[recorded[task.process, task.detail], True].append((task, True))
-        for one, other in ways.values():
+        for one, other in self.ends.values():
             found[one, False].append((other, True))
             found[other, False].append((one, True))
         return found

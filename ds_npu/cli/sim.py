@@ -65,13 +65,13 @@ def _run(arguments: Namespace) -> int:
         return 127 if command else 2
     try:
         home = built()
-    except BuildError as error:
+        trace = _made(arguments.trace) if arguments.trace else ""
+    except (BuildError, OSError) as error:
         print(f"ds_npu sim: {error}", file=sys.stderr)
         return 1
     if program is None:
         print(markdown(home))
         return 0
-    trace = _made(arguments.trace) if arguments.trace else ""
     faults = tuple(arguments.fault)
     simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults, trace)
     print(f"ds_npu sim: {simulation}", file=sys.stderr, flush=True)

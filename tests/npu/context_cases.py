@@ -16,9 +16,11 @@ from context_rule import HEADS, Case, own
 
 from ds_npu.ops.attention import CAUSAL, FULL, Options, reference, sliding
 from ds_npu.parallel.context.attention import context_attention
-from ds_npu.parallel.context.axis import ContextAxis
+from ds_npu.parallel.context.axis import ContextAxis, context_axis
 from ds_npu.parallel.context.calls import block_calls
 from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
 
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = ("out", "query", "key", "value")
@@ -47,6 +49,12 @@ def algorithms(world: int) -> dict[str, ContextAlgorithm]:
     if world == 4:
         found |= {"double ring": ContextAlgorithm(ring=4, window=2), "hybrid": ContextAlgorithm(2, 2)}
     return found
+
+
+def axes(*found: ContextAlgorithm) -> list[ContextAxis]:
+    """Those of the world's ranks, which all call it."""
+    topology = Topology(Degrees(cp=dist.get_world_size()))
+    return [context_axis(topology, algorithm) for algorithm in found]
 
 
 def whole(case: Case, dtype: torch.dtype, kept: torch.Tensor | None, keep_prob: float) -> dict[str, tuple]:

@@ -7,28 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from context_cases import CASES, DTYPES, FEW_CASES, MASKS, algorithms, check, kept_weights
+from context_cases import CASES, DTYPES, FEW_CASES, MASKS, algorithms, axes, check, kept_weights
 from context_rule import Case
 from ranks import run_on_ranks
-
-from ds_npu.parallel.context.axis import ContextAxis, context_axis
-from ds_npu.topology.context import ContextAlgorithm
-from ds_npu.topology.degrees import Degrees
-from ds_npu.topology.topology import Topology
 
 RUNS = [(world, name) for world in (2, 4) for name in algorithms(world)]
 DROPOUT_P = 0.3
 
 
-def axis_of(*found: ContextAlgorithm) -> list[ContextAxis]:
-    topology = Topology(Degrees(cp=dist.get_world_size()))
-    return [context_axis(topology, algorithm) for algorithm in found]
-
-
 def values_body(name: str) -> None:
     usual = algorithms(dist.get_world_size())[name]
     kept = [replace(usual, kv_cache=kv_cache) for kv_cache in ("none", "half", "full")]
-    for axis in axis_of(usual, *kept):
+    for axis in axes(usual, *kept):
         for case in CASES if axis.algorithm is usual else FEW_CASES:
             for dtype in DTYPES:
                 check(axis, case, dtype)
@@ -40,7 +30,7 @@ def test_values(world, name):
 
 
 def dropout_body(name: str) -> None:
-    (axis,) = axis_of(algorithms(dist.get_world_size())[name])
+    (axis,) = axes(algorithms(dist.get_world_size())[name])
     for number, (heads, mask) in enumerate((("gqa", "causal"), ("mla", "full"), ("mha", "window"), ("mqa", "packed"))):
         case = Case(heads, **MASKS[mask])
         seed = 10 * number + axis.rank

@@ -11,6 +11,8 @@ from context_cases import CASES, DTYPES, FEW_CASES, MASKS, algorithms, axes, che
 from context_rule import Case
 from ranks import run_on_ranks
 
+from ds_npu.parallel.context.calls import Places
+
 RUNS = [(world, name) for world in (2, 4) for name in algorithms(world)]
 DROPOUT_P = 0.3
 
@@ -44,3 +46,15 @@ def dropout_body(name: str) -> None:
 @pytest.mark.parametrize(("world", "name"), RUNS)
 def test_both_passes_drop_the_same_weights(world, name):
     run_on_ranks(world, dropout_body, name, backend="hccl")
+
+
+def test_the_host_does_not_wait_for_the_stream_when_it_hands_over_places():
+    one = torch.ones(1 << 22, device="npu")
+    Places([range(1), range(2, 3)]).index(one.device)
+    torch.npu.synchronize()
+    for _ in range(40):
+        one = one + one
+    done = torch.npu.current_stream().record_event()
+    found = Places([range(2), range(5, 8)]).index(one.device)
+    assert not done.query()
+    assert found.cpu().tolist() == [0, 1, 5, 6, 7]

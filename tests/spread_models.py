@@ -72,9 +72,10 @@ def spread(
     model, plain = (tiny_models.tiny(family, **options).to(device) for _ in range(2))
     if wrap is not None:
         model, plain = wrap(model), wrap(plain)
+    plan = plan_for(model, {} if wrap is None else dict.fromkeys(("prompt", "head"), "replicated"))
     if tensor > 1:
-        split_model(model, plan_for(model, {}), topology, sequence_parallel)
-    spread_sequence(model, topology, algorithm(chosen, context) if isinstance(chosen, str) else chosen)
+        split_model(model, plan, topology, sequence_parallel)
+    spread_sequence(model, plan, topology, algorithm(chosen, context) if isinstance(chosen, str) else chosen)
     return Spread(model, plain, topology)
 
 

@@ -16,6 +16,7 @@ from ds_npu.features.context_parallel import CONTEXT_PARALLEL, ContextParallelSe
 from ds_npu.features.feature import Build
 from ds_npu.models.context.visibility import Asked
 from ds_npu.models.context_parallel import spread_sequence
+from ds_npu.models.plan import ModelPlan
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
 LLAMA = SMALL | {"num_key_value_heads": 1, "head_dim": 16}
@@ -25,7 +26,7 @@ def refused(model: nn.Module, said: str) -> None:
     # What is looked at first needs no groups of ranks.
     before = dict(vars(model))
     with pytest.raises(ValueError, match=said):
-        spread_sequence(model, SimpleNamespace(), algorithm("ring", 2))
+        spread_sequence(model, ModelPlan("It", {}, (), {}), SimpleNamespace(), algorithm("ring", 2))
     assert vars(model) == before
 
 

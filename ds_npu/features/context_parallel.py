@@ -50,7 +50,7 @@ def _apply(section: ContextParallelSection, build: Build) -> None:
         return
     # What scripts draw (the order of samples) must agree over ranks that share samples.
     importlib.import_module("ds_npu.parallel.tensor.randomness").align_generators(topology, build.device_type, "cp")
-    models.spread_sequence(build.model, topology, _algorithm(section, build), build.device_type)
+    models.spread_sequence(build.model, build.plan, topology, _algorithm(section, build), build.device_type)
 
 
 def _algorithm(section: ContextParallelSection, build: Build) -> Any:

@@ -25,7 +25,9 @@ from ds_npu.models.context.batch import Running
 from ds_npu.models.context.forward import SplitForward
 from ds_npu.models.context.layers import depends_on_length, join_router_logits, show_last_position
 from ds_npu.models.context.loss import LossShare, shifts
+from ds_npu.models.context.values import EarlyValues
 from ds_npu.models.hugging_face import POSITIONS, is_hugging_face
+from ds_npu.models.plan import ModelPlan
 from ds_npu.models.refusal import refuse_copies
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
@@ -46,7 +48,11 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def spread_sequence(
-    model: nn.Module, topology: Topology, algorithm: ContextAlgorithm | Choice, device_type: str = "cpu"
+    model: nn.Module,
+    plan: ModelPlan,
+    topology: Topology,
+    algorithm: ContextAlgorithm | Choice,
+    device_type: str = "cpu",
 ) -> None:
     """Let the model of transformers that ``model`` is, or holds, work on parts of its sequences.
 
@@ -66,7 +72,8 @@ def spread_sequence(
     _refuse_other_mixing(inner)
     _check_forward(inner)
     running = Running()
-    use_attention(model, SplitAttention(running).implementation)
+    values = EarlyValues(model, plan, topology, running)
+    use_attention(model, SplitAttention(running, values).implementation)
     axis_of = _axis(topology, algorithm)
     randomness = RegionRandomness(topology, device_type, "cp")
     loss = None if shifted is None else LossShare(inner.loss_function, running, shifted)

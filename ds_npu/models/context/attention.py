@@ -17,6 +17,7 @@ from ds_npu.models.attention_function import (
     refuse_unknown,
 )
 from ds_npu.models.context.batch import Batch, Running, SplitMask, WholeBatch
+from ds_npu.models.context.values import EarlyValues
 from ds_npu.ops.attention import Mask, Options
 from ds_npu.parallel.context.attention import context_attention
 
@@ -26,8 +27,8 @@ _numbers = itertools.count()
 class SplitAttention:
     """What the attention modules of one model call; ``running`` says of which batch their tokens are."""
 
-    def __init__(self, running: Running) -> None:
-        self.running = running
+    def __init__(self, running: Running, values: EarlyValues) -> None:
+        self.running, self.values = running, values
         self.name = f"ds_npu_context_{next(_numbers)}"
 
     @property
@@ -82,7 +83,7 @@ class SplitAttention:
         mask = attention_mask.mask if own else _with_padding(mask_of_module(module, asked), batch)
         q, k, v = (x.transpose(1, 2) for x in in_autocast_dtype(query, key, value))
         options = Options("BSND", mask, asked.get("scaling"), asked.get("dropout") or 0.0)
-        return context_attention(q, k, v, batch.axis, options, batch.tokens), None
+        return context_attention(q, k, self.values.of(module, v), batch.axis, options, batch.tokens), None
 
 
 def _with_padding(band: Mask, batch: Batch) -> Mask:

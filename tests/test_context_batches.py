@@ -242,8 +242,8 @@ def test_positions_that_a_model_makes_itself():
     run_on_ranks(2, own_positions)
 
 
-def checkpointed(family: str, reentrant: bool) -> None:
-    both = spread(family)
+def checkpointed(family: str, chosen: str, reentrant: bool) -> None:
+    both = spread(family, chosen)
     batches = [CASES[name]() for name in ("padding left", "plain", "padding holes")]
     for model in (both.model, both.plain):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -261,9 +261,18 @@ def checkpointed(family: str, reentrant: bool) -> None:
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-5, atol=1e-7, msg=lambda s, n=name: f"{n}: {s}")
 
 
-@pytest.mark.parametrize(("family", "reentrant"), [("llama", True), ("mistral", False), ("mixtral", False)])
-def test_checkpointed_layers_have_their_batch_again(family, reentrant):
-    run_on_ranks(2, checkpointed, family, reentrant)
+@pytest.mark.parametrize(
+    ("family", "chosen", "reentrant"),
+    [
+        ("llama", "ring", True),
+        ("mistral", "ring", False),
+        ("mixtral", "ring", False),
+        ("llama", "ulysses", True),
+        ("qwen3", "ulysses", False),
+    ],
+)
+def test_checkpointed_layers_have_their_batch_again(family, chosen, reentrant):
+    run_on_ranks(2, checkpointed, family, chosen, reentrant)
 
 
 def own_loss() -> None:

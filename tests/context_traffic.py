@@ -56,7 +56,7 @@ class Traffic:
         return self.key_numbers({"none": ("key", "value"), "half": ("value",), "full": ()}[self.algorithm.kv_cache])
 
     def block(self, ring_rank: int, inside: int) -> int:
-        """The tokens of a ring rank (all of its Ulysses group's) times the key heads of Ulysses rank ``inside``."""
+        """Tokens of a ring rank (of its whole Ulysses group) times key heads of Ulysses rank ``inside``."""
         u = self.algorithm.ulysses
         return sum(self.counts[ring_rank * u : (ring_rank + 1) * u]) * self.keys(inside)
 
@@ -102,8 +102,8 @@ def _blocks(traffic: Traffic, rank: int, size: int) -> Leaving:
     Single ring: each block goes from rank to rank, so a rank passes all on but that of the next one. A window ends that
     after ``last`` steps: its own and the last - 1 before it. Double ring: in round a it does so with the blocks of the
     inner ring a before it, w - 1 a round, and passes the first of each round but the last to the next inner ring:
-    n / w - 1 over the outer link. Gathered: its own block to each other rank, which is the (n - 1) / n of the whole
-    that each must get; as long as the longest.
+    n / w - 1 over the outer link. Gathered: its own block to each other rank, which then gets (n - 1) / n of the whole;
+    as long as the longest.
     """
     algorithm, n, u = traffic.algorithm, traffic.algorithm.ring, traffic.algorithm.ulysses
     place, inside = divmod(rank, u)

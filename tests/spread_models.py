@@ -61,13 +61,15 @@ def spread(
     tensor: int = 1,
     sequence_parallel: bool = False,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
+    device: str = "cpu",
     **changes: object,
 ) -> Spread:
     """Over all ranks of this world, ``tensor`` of which share weights; the plain model's attention is transformers'."""
     context = dist.get_world_size() // tensor
     topology = Topology(Degrees(cp=context, tp=tensor))
     # A row of padding sees nothing: "eager" would give it a mean.
-    model, plain = (tiny_models.tiny(family, **{"attn_implementation": "sdpa"} | changes) for _ in range(2))
+    options = {"attn_implementation": "sdpa"} | changes
+    model, plain = (tiny_models.tiny(family, **options).to(device) for _ in range(2))
     if wrap is not None:
         model, plain = wrap(model), wrap(plain)
     plan = plan_for(model, {} if wrap is None else dict.fromkeys(("prompt", "head"), "replicated"))

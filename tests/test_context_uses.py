@@ -250,7 +250,7 @@ def trained_by_trainer(folder: Path, ranks: int, section: dict[str, object] | No
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(TRAINER), "--deepspeed", str(path), "--output_dir", str(folder), "--use_cpu"]
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
-    options |= {"save_strategy": "no", "report_to": "none", "lr_scheduler_type": "constant", "logging_strategy": "no"}
+    options |= {"save_strategy": "no", "report_to": "none", "lr_scheduler_type": "linear", "logging_strategy": "no"}
     command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -259,7 +259,7 @@ def trained_by_trainer(folder: Path, ranks: int, section: dict[str, object] | No
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_unchanged_trainer_script(tmp_path, ranks):
-    """On context ranks it sees the samples, and computes the losses, of the data ranks alone."""
+    """On context ranks it sees the samples and learning rates, and computes the losses, of the data ranks alone."""
     alone = trained_by_trainer(tmp_path, ranks // 2, None)
     found = trained_by_trainer(tmp_path, ranks, {"parallel": {"context": 2}})
     for rank, each in enumerate(found):
@@ -267,4 +267,4 @@ def test_an_unchanged_trainer_script(tmp_path, ranks):
         assert each["samples"] == expected["samples"]
         torch.testing.assert_close(each["losses"], expected["losses"], rtol=1e-5, atol=0)
         torch.testing.assert_close(each["eval_loss"], expected["eval_loss"], rtol=1e-5, atol=0)
-        assert each["accuracy"] == expected["accuracy"]
+        assert each["accuracy"] == expected["accuracy"] and each["rates"] == expected["rates"]

@@ -43,12 +43,13 @@ class Watched(transformers.Trainer):
 
     def __init__(self, **given) -> None:
         super().__init__(**given)
-        self.samples, self.losses = [], []
+        self.samples, self.losses, self.rates = [], [], []
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.samples.append(inputs["input_ids"][:, 0].tolist())
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.losses.append(float(loss))
+        self.rates += self.lr_scheduler.get_last_lr()
         return loss
 
 
@@ -72,7 +73,7 @@ def main() -> None:
     trainer.train()
     metrics = trainer.evaluate()
     assert metrics["eval_samples"] == 10, metrics
-    said = {"samples": trainer.samples, "losses": trainer.losses}
+    said = {"samples": trainer.samples, "losses": trainer.losses, "rates": trainer.rates}
     said |= {"eval_loss": metrics["eval_loss"], "accuracy": metrics["eval_accuracy"]}
     (Path(arguments.output_dir) / f"said by {arguments.process_index}.json").write_text(json.dumps(said))
 

@@ -1,6 +1,6 @@
 """What stands in for accelerate's names: it counts every process as a data rank, and some of them share samples.
 
-With DeepSpeed it is the Hugging Face Trainer's way to data, too (accelerate 1.15).
+With DeepSpeed it is the Hugging Face Trainer's way to data, too. Read in accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,17 @@ def prepare_data_loader(original: Function) -> Function:
     return prepared
 
 
+def count_data_ranks(original: Function) -> Function:
+    """For a function that asks accelerate's state how many processes there are, and means data ranks."""
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with _data_ranks_for_processes():
+            return original(*args, **kwargs)
+
+    return counted
+
+
 def gather_for_metrics(original: Function) -> Function:
     @functools.wraps(original)
     def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +57,8 @@ def gather_for_metrics(original: Function) -> Function:
         gather, first = self.gather, degrees.groups("dp")[0]
 
         def gather_once(data: Any) -> Any:
-            def of_data_ranks(x: Any) -> Any:
-                return torch.cat([x.chunk(degrees.world_size)[rank] for rank in first])
+            def of_data_ranks(whole: Any) -> Any:
+                return torch.cat([whole.chunk(degrees.world_size)[rank] for rank in first])
 
             return tree_map(of_data_ranks, gather(data))
 
@@ -64,10 +76,30 @@ def _degrees() -> Degrees | None:
     """The grid of this process's Accelerator, if its config has the section and some of its ranks share samples."""
     state = importlib.import_module("accelerate.state")
     plugin = state.AcceleratorState().deepspeed_plugin if state.is_initialized() else None
-    if plugin is None or not dist.is_initialized():
+    # On the CPU accelerate may take each process for the only one, and then shares out nothing.
+    if plugin is None or not dist.is_initialized() or state.PartialState().backend is None:
         return None
     config = with_section(plugin.deepspeed_config)
     if config is None:
         return None
     _, degrees = importlib.import_module("ds_npu.engine.session").validate(config)
     return degrees if degrees.dp < degrees.world_size else None
+
+
+@contextmanager
+def _data_ranks_for_processes() -> Iterator[None]:
+    degrees = _degrees()
+    if degrees is None:
+        yield
+        return
+    # The second is made of the first whenever it is asked for.
+    state = importlib.import_module("accelerate.state")
+    kept = [vars(kind()) for kind in (state.PartialState, state.AcceleratorState)]
+    before = [each["num_processes"] for each in kept]
+    for each in kept:
+        each["num_processes"] = degrees.dp
+    try:
+        yield
+    finally:
+        for each, count in zip(kept, before, strict=True):
+            each["num_processes"] = count

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 PATCHED = (
     "accelerate.accelerator",
     "accelerate.data_loader",
+    "accelerate.scheduler",
     "deepspeed",
     "deepspeed.accelerator.npu_accelerator",
     "deepspeed.comm.comm",

@@ -128,6 +128,26 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         module="accelerate.accelerator",
+        name="Accelerator._prepare_deepspeed",
+        factory="ds_npu.engine.accelerate:count_data_ranks",
+        parameters=("self", "args"),
+        what="the batch size and the length of the schedule that accelerate fills in are those of the data ranks",
+        why="it counts every process as a data rank",
+        upstream="accelerate/accelerator.py, Accelerator._prepare_deepspeed (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
+        module="accelerate.scheduler",
+        name="AcceleratedScheduler.step",
+        factory="ds_npu.engine.accelerate:count_data_ranks",
+        parameters=("self",),
+        what="a script's own schedule goes on by as many steps as there are data ranks",
+        why="it steps once for each process, as if each of them had had other samples",
+        upstream="accelerate/scheduler.py, AcceleratedScheduler.step (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
+        module="accelerate.accelerator",
         name="Accelerator.gather_for_metrics",
         factory="ds_npu.engine.accelerate:gather_for_metrics",
         parameters=("self", "input_data"),
@@ -176,11 +196,11 @@ def _apply(patch: Patch, module: ModuleType) -> None:
     found = None if original is None else tuple(inspect.signature(original).parameters)
     if found is None or found[: len(patch.parameters)] != patch.parameters:
         reason = (
-            f"{patch.target} begins with the parameters {patch.parameters} in the DeepSpeed versions that ds_npu "
-            f"supports ({VERSIONS}); here it {'does not exist' if found is None else f'has {found}'}"
+            f"{patch.target} begins with the parameters {patch.parameters} in the versions that ds_npu supports "
+            f"(DeepSpeed {VERSIONS}, accelerate 1.15); here it {'does not exist' if found is None else f'has {found}'}"
         )
         FAILED.append(reason)
-        warn_once(f"a change that ds_npu needs was not made: {reason}. Install a supported DeepSpeed.")
+        warn_once(f"a change that ds_npu needs was not made: {reason}. Install a supported one.")
         return
     module_name, _, function = patch.factory.partition(":")
     replacement = vars(importlib.import_module(module_name))[function](original)

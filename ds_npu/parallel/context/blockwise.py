@@ -119,7 +119,7 @@ def _backward(rows: _Rows, own: Block, kept: list[torch.Tensor], dropouts: list[
     gradients = route.gradients(own)
     for step, came in route.blocks(own[work.cached :]):
         block = own if work.is_own(step) else (*itertools.islice(still_kept, work.cached), *came)
-        calls = work.calls(step, rows.q.shape[0] == 1)
-        gradients.add(step, rows.parts(block, calls, next(of_steps)))
-        del block, came  # before a further one is received
+        parts = rows.parts(block, work.calls(step, rows.q.shape[0] == 1), next(of_steps))
+        del block, came  # they go when the last part is computed, before anything further is received
+        gradients.add(step, parts)
     return gradients.total()

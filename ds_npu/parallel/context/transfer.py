@@ -51,9 +51,9 @@ class Gradients(Protocol):
         ...
 
 
-def flattened(block: Block, zeros: int = 0) -> torch.Tensor:
-    """All tensors of a block in one, one behind the other: a message; with as many zeros at the end."""
-    return torch.cat([*(x.reshape(-1) for x in block), block[0].new_zeros(zeros)])
+def flattened(block: Block) -> torch.Tensor:
+    """All tensors of a block in one, one behind the other: a message."""
+    return torch.cat([x.reshape(-1) for x in block])
 
 
 def unflattened(flat: torch.Tensor, like: Block, tokens: int) -> Block:
@@ -82,12 +82,15 @@ class RingRoute:
             yield from ((step, ()) for step in self.steps)
             return
         held = {self.ring.rank: Pending(flattened(own), None)}
-        for step in self.steps:
-            flat = held.pop(step.source).wait()
-            for hop in step.hops:
-                empty = flat.new_empty(numbers(own, self.counts[hop.received]))
-                held[hop.received] = exchange(self.ring, hop, flat, empty, KEYS_AND_VALUES)
-            yield step, unflattened(flat, own, self.counts[step.source])
+        yield from ((step, self._taken(step, held, own)) for step in self.steps)
+
+    def _taken(self, step: Step, held: dict[int, Pending[torch.Tensor]], own: Block) -> Block:
+        """The step's block out of those that are ``held``, to which come those that are on their way from now on."""
+        flat = held.pop(step.source).wait()
+        for hop in step.hops:
+            empty = flat.new_empty(numbers(own, self.counts[hop.received]))
+            held[hop.received] = exchange(self.ring, hop, flat, empty, KEYS_AND_VALUES)
+        return unflattened(flat, own, self.counts[step.source])
 
     def gradients(self, own: Block) -> RingGradients:
         return RingGradients(self, own)
@@ -111,11 +114,15 @@ class RingGradients:
             self.own = summed(self.like, tokens, parts)
             return
         flat = self._sum(step, tokens, list(parts))
-        if hop.received == self.ring.rank:
+        is_mine = hop.received == self.ring.rank
+        if is_mine:
             self._land()
         empty = flat.new_empty(numbers(self.like, self.counts[hop.received]))
         coming = exchange(self.ring, hop, flat, empty, GRADIENTS)
-        self.coming, self.home = (self.coming, coming) if hop.received == self.ring.rank else (coming, self.home)
+        if is_mine:
+            self.home = coming
+        else:
+            self.coming = coming
 
     def _sum(self, step: Step, tokens: int, computed: list[Part]) -> torch.Tensor:
         """What came of the block's sum, waited for once the rank has ``computed`` its own part, and that."""
@@ -131,7 +138,7 @@ class RingGradients:
         return flat
 
     def _land(self) -> None:
-        """Add what the ranks of a ring, this one's or another, have sent of this rank's own block."""
+        """Add what came home: the sum over the ranks of an inner ring but for this rank's own part."""
         if self.home is None:
             return
         flat, self.home = self.home.wait(), None
@@ -220,7 +227,8 @@ class GatherRoute:
     def _gathered(self, own: Block) -> Block:
         # Ranks may have one token less than others; not every backend gathers parts of different lengths.
         longest = numbers(own, max(self.counts))
-        mine = flattened(own, longest - numbers(own, self.counts[self.rank]))
+        short = longest - numbers(own, self.counts[self.rank])
+        mine = flattened((*own, own[0].new_zeros(short)) if short else own)
         parts = gather_parts(mine.new_empty(len(self.counts), longest), mine, self.group).wait()
         whole = tuple(x.new_empty(x.shape[0], sum(self.counts), *x.shape[2:]) for x in own)
         for part, count, ranges in zip(parts, self.counts, self.places, strict=True):

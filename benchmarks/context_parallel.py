@@ -239,19 +239,25 @@ def measure(names: Sequence[str], total: int, cycles: int) -> None:
         for cycle in range(cycles + 1):
             first, second, third, fourth = (clock(each) for each in (part, whole, whole, part))
             if cycle:  # the first one warms up
-                ratios.append((first + fourth) / (second + third) * dist.get_world_size())
+                ratios.append((first + fourth) / (second + third))
         if dist.get_rank() == 0:
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            print(f"  {name}: {middle:.3f}  quartiles {low:.3f} to {high:.3f}; one process {second:.2f} s", flush=True)
+            times, cpu_times = torch.stack(ratios).T.tolist()
+            low, middle, high = (2 * each for each in statistics.quantiles(times, n=4))
+            print(
+                f"  {name}: {middle:.3f}  quartiles {low:.3f} to {high:.3f}  "
+                f"CPU time {statistics.median(cpu_times):.3f}  one process {second[0]:.2f} s",
+                flush=True,
+            )
 
 
-def clock(call: Callable[[], None]) -> float:
-    """Seconds until the last rank has done it."""
+def clock(call: Callable[[], None]) -> torch.Tensor:
+    """Seconds until the last rank has done it, and CPU seconds of all ranks together."""
     dist.barrier()
-    begun = time.perf_counter()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     call()
-    dist.barrier()
-    return time.perf_counter() - begun
+    cpu = torch.tensor(time.process_time() - cpu_begun, dtype=torch.float64)
+    dist.all_reduce(cpu)
+    return torch.stack([torch.tensor(time.perf_counter() - begun, dtype=torch.float64), cpu])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -266,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.count:
         print(
             f"time, {args.sequence} tokens, causal unless every key is said, heads of {WIDTH}, 2 of them in float32 "
-            f"unless others are said: 2 ranks / (one process / 2); load before {os.getloadavg()[0]:.2f}",
+            f"unless others are said: 2 ranks / (one process / 2), CPU time of both / one process; load before "
+            f"{os.getloadavg()[0]:.2f}",
             flush=True,
         )
         on_ranks(2, measure, args.timed, args.sequence, args.cycles)

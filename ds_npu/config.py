@@ -29,9 +29,9 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a config, at once."""
+    """Everything that is wrong with a config, at once; ``of`` says which."""
 
-    def __init__(self, problems: list[Problem]) -> None:
+    def __init__(self, problems: list[Problem], of: str = "the DeepSpeed config") -> None:
         self.problems = tuple(problems)
         count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-        super().__init__(f"{count} in the DeepSpeed config:\n" + "\n".join(f"  {problem}" for problem in problems))
+        super().__init__(f"{count} in {of}:\n" + "\n".join(f"  {problem}" for problem in problems))

@@ -1,4 +1,4 @@
-"""Writes what every function, method and class of torch and DeepSpeed is, with or without ds_npu, as JSON.
+"""Writes what every function, method and class of torch, DeepSpeed and accelerate is, with or without ds_npu, as JSON.
 
     python patched_names.py FILE [ds_npu | planted]
 
@@ -15,7 +15,9 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "deepspeed", "accelerate")
 MODULES = (
+    "accelerate.accelerator",
     "torch.distributed.tensor.parallel",
     "deepspeed.accelerator.npu_accelerator",
     "deepspeed.env_report",
@@ -42,15 +44,15 @@ def described(value: object) -> str | None:
 
 
 def names() -> dict[str, str]:
-    """Full name -> description, for all that is imported of torch and DeepSpeed."""
+    """Full name -> description, for all that is imported of ``PACKAGES``."""
     found: dict[str, str] = {}
     for module_name, module in sorted(sys.modules.items()):
-        if module_name.partition(".")[0] not in ("torch", "deepspeed") or not isinstance(module, types.ModuleType):
+        if module_name.partition(".")[0] not in PACKAGES or not isinstance(module, types.ModuleType):
             continue
         for name, value in list(vars(module).items()):
             found[f"{module_name}.{name}"] = described(value)
             for base in value.__mro__ if isinstance(value, type) else ():
-                if base.__module__.partition(".")[0] in ("torch", "deepspeed"):
+                if base.__module__.partition(".")[0] in PACKAGES:
                     prefix = f"{base.__module__}.{base.__qualname__}"
                     found.update({f"{prefix}.{key}": described(each) for key, each in list(vars(base).items())})
     return {name: said for name, said in found.items() if said is not None}

@@ -1,4 +1,4 @@
-"""The gradient rule for Hugging Face models that are split over tensor ranks, with the real DeepSpeed engine."""
+"""The gradient rule for Hugging Face models over tensor and context ranks, with the real DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -85,8 +85,10 @@ def engine_step(
     weights = {name: weight.double() for name, weight in shared(engine.whole_state_dict()).items()}
     gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
     norm = float(engine.get_global_grad_norm())
+    # Context ranks that share a Hugging Face model's sequences return the whole loss each.
+    loss = rule.mean_loss(share / topology.size("cp"), topology)
     return Errors(
-        abs(rule.mean_loss(share, topology) / expected.loss - 1),
+        abs(loss / expected.loss - 1),
         rule.relative(gradients, expected.gradients),
         abs(norm / expected.norm - 1),
         rule.relative(weights, expected.weights),

@@ -38,6 +38,20 @@ RULES = [
         "context_parallel.window",
     ),
     (
+        {"parallel.context": 4, "context_parallel.algorithm": "allgather", "context_parallel.window": 2},
+        "context_parallel.window",
+    ),
+    (
+        {"parallel.context": 4, "context_parallel.algorithm": "ulysses", "context_parallel.ulysses": 2},
+        "context_parallel.ulysses",
+    ),
+    (
+        {"parallel.context": 4, "context_parallel.algorithm": "hybrid", "context_parallel.ulysses": 4},
+        "context_parallel.ulysses",
+    ),
+    ({"parallel.context": 3, "context_parallel.algorithm": "hybrid"}, "context_parallel.algorithm"),
+    ({"parallel.context": 2, "fused_ops.flash_attention": False}, "fused_ops.flash_attention"),
+    (
         {"parallel.pipeline": 4, "pipeline.schedule": "1f1b", "pipeline.virtual_stages": 2},
         "pipeline.virtual_stages",
     ),
@@ -52,6 +66,10 @@ ALLOWED = [
     {"parallel.context": 4, "context_parallel.algorithm": "hybrid", "context_parallel.ulysses": 2},
     {"parallel.context": 8, "context_parallel.ulysses": 2, "context_parallel.window": 2},
     {"parallel.context": 4, "context_parallel.algorithm": "ulysses", "context_parallel.ulysses": 4},
+    {"parallel.context": 4, "context_parallel.algorithm": "ulysses", "context_parallel.kv_cache": "half"},
+    {"parallel.context": 4, "context_parallel.algorithm": "ring", "context_parallel.window": 4},
+    {"parallel.context": 2, "fused_ops.flash_attention": True},
+    {"fused_ops.flash_attention": False},
     {"parallel.pipeline": 4, "pipeline.schedule": "interleaved", "pipeline.virtual_stages": 2},
     {"parallel.pipeline": 4, "pipeline.schedule": "mine.csv", "pipeline.virtual_stages": 2},
     {"parallel.pipeline": 4, "pipeline.schedule": "dualpipe_v", "pipeline.virtual_stages": 2},

@@ -1,4 +1,4 @@
-"""ds_npu changes in torch and DeepSpeed what its patch table says, and nothing else."""
+"""ds_npu changes in torch, DeepSpeed and accelerate what its patch table says, and nothing else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def snapshot(tmp_path_factory):
 
 
 def changed(before, after):
-    """The names of torch and DeepSpeed that are other code, or code where there was none."""
+    """The names that are other code, or code where there was none."""
     modules = {name.rpartition(".")[0] for name in before}
     return {
         name

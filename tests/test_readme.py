@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -65,11 +66,17 @@ def missing_line(shown: list[str], said: str) -> str | None:
     return None if gap or place == len(printed) else printed[place]
 
 
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+"""Of Llama 3 8B's config.json, what is read of it."""
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder whose ds_config.json is README's first config."""
+def folder(tmp_path, monkeypatch, page):
+    """A folder whose ds_config.json is the page's first config, and a folder with a model's config.json in it."""
     monkeypatch.chdir(tmp_path)
-    Path("ds_config.json").write_text(blocks(TEXTS["README.md"], "json")[0])
+    Path("ds_config.json").write_text(blocks(TEXTS[page], "json")[0])
+    Path("llama").mkdir()
+    Path("llama", "config.json").write_text(json.dumps(LLAMA))
 
 
 @pytest.mark.parametrize(("page", "config"), CONFIGS)

@@ -146,7 +146,7 @@ def test_what_is_accepted_is_put_in_words():
     assert words["plan"].startswith("an object, each value one of 'block', 'attention', 'query', ")
 
 
-AXES_OF_RANKS_ONLY = ("parallel.context", "parallel.expert", "parallel.expert_tensor")
+AXES_OF_RANKS_ONLY = ("parallel.expert", "parallel.expert_tensor")
 
 
 def test_editors_and_readers_learn_what_is_not_built():

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import simulated
+from stream_trace import Trace
 
 pytestmark = pytest.mark.slow  # the libraries are compiled first, if they are not yet
 
@@ -206,6 +207,53 @@ def test_the_page_lists_what_is_simulated():
     page = (simulated.ROOT / "docs" / "simulator.md").read_text()
     found = page.partition("<!-- list: written by `ds_npu sim --list` -->")[2].partition("<!-- end of list -->")[0]
     assert found.strip().splitlines() == simulated.printed(simulated.sim("--list"))
+
+
+def test_a_trace_has_every_task_by_stream_with_what_it_waited_for(tmp_path):
+    code = """
+    import torch
+    side, one = torch.npu.Stream(), torch.ones(4, device="npu")
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        one.add_(1)
+    torch.npu.current_stream().wait_stream(side)
+    one.mul_(3)
+    print(one.cpu().tolist())
+    """
+    done = simulated.python(code, "--trace", str(tmp_path / "new" / "folder"))
+    assert simulated.printed(done) == ["[6.0, 6.0, 6.0, 6.0]"]
+    assert f"traced to {tmp_path}/new/folder" in done.stderr
+    tasks = {task.name: task for task in Trace(tmp_path / "new" / "folder").tasks}
+    made, added, times = (tasks[name] for name in ("aclnnInplaceOne", "aclnnInplaceAdds", "aclnnInplaceMuls"))
+    assert made.stream == times.stream != added.stream
+    assert made.place < added.place < times.place
+    assert made.ended <= added.begun <= added.ended <= times.begun
+    trace = Trace(tmp_path / "new" / "folder")
+    assert (added, False) in trace.after(made) and (times, False) in trace.after(added)
+    assert (made, False) not in trace.after(added)
+
+
+def test_streams_that_do_not_wait_are_free_in_the_trace(tmp_path):
+    code = """
+    import torch
+    side, one, other = torch.npu.Stream(), torch.ones(4, device="npu"), torch.ones(4, device="npu")
+    torch.npu.synchronize()
+    one.mul_(3)
+    with torch.npu.stream(side):
+        other.add_(1)
+    torch.npu.synchronize()
+    """
+    simulated.printed(simulated.python(code, "--trace", str(tmp_path)))
+    trace = Trace(tmp_path)
+    tasks = {task.name: task for task in trace.tasks}
+    times, added = tasks["aclnnInplaceMuls"], tasks["aclnnInplaceAdds"]
+    assert (added, True) not in trace.after(times) and (times, True) not in trace.after(added)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named():
+    done = simulated.python("import torch; torch.ones(4, device='npu').cpu()", "--trace", "/dev/null/folder")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ds_npu sim: [Errno 20] Not a directory: '/dev/null/folder'"
 
 
 def test_what_is_simulated_is_called_so():

@@ -230,7 +230,7 @@ def refused(folder: str) -> None:
         model.save_pretrained(folder)
     with pytest.raises(RuntimeError, match="as if it were the whole"):
         model.save_pretrained(folder, state_dict=model.state_dict())
-    with pytest.raises(RuntimeError, match="LlamaForCausalLM is split over tensor ranks and cannot be copied"):
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM is split over tensor or context ranks and cannot"):
         copy.deepcopy(model)
 
 

@@ -10,18 +10,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from ds_npu.cli.command import Command
+from ds_npu.cli.context import context_part
 from ds_npu.cli.layout import axes_table, grid_picture, zero_line
 from ds_npu.config import ConfigError
 from ds_npu.features.all import FEATURES, switched_on
 from ds_npu.features.batch import Batch
 from ds_npu.features.check import Checked, check, load
 from ds_npu.features.schema import leaves, section_schema
+from ds_npu.topology.machine import MACHINES
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a DeepSpeed config, JSON or Hjson")
     parser.add_argument("--world-size", type=_at_least_one, metavar="N", help="ranks of the run, all nodes together")
     parser.add_argument("--sequence-length", type=_at_least_one, metavar="N", help="tokens of each sample")
+    parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json, or a folder with one")
+    parser.add_argument("--machine", choices=MACHINES, default="A2", help="whose speeds are assumed (default: A2)")
 
 
 def _at_least_one(text: str) -> int:
@@ -34,10 +38,11 @@ def _run(arguments: Namespace) -> int:
     try:
         ds_config = load(arguments.config)
         checked = check(ds_config, arguments.world_size)
+        report = [*_report(ds_config, checked, arguments)]
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
-    print("\n".join(_report(ds_config, checked, arguments)))
+    print("\n".join(report))
     return 0
 
 
@@ -47,12 +52,14 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
     elif arguments.world_size is None:
         yield f"{arguments.config}: no mistake found; for the layout, say --world-size N"
         yield f"The smallest world that fits has {checked.degrees.world_size} ranks."
+        yield from context_part(ds_config, checked, arguments)
     else:
         yield f"{arguments.config}: no mistake found for {arguments.world_size} ranks"
         yield from ("", *axes_table(checked.degrees))
         yield from ("", *grid_picture(checked.degrees))
         yield from ("", zero_line(checked.degrees, checked.zero_stage))
-        yield from (_batch(checked.batch, checked.degrees.dp, arguments.sequence_length), "", *_features(checked))
+        yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
+        yield from (*context_part(ds_config, checked, arguments), "", *_features(checked))
     if checked.warnings:
         yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ds_npu.cli.command import Command
@@ -34,6 +35,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         metavar="SPEC",
         help="NAME[:CALL][@RANK]=CODE or =exit: that call of an ACL, HCCL or aclnn function fails, or its process dies",
     )
+    parser.add_argument("--trace", default="", metavar="FOLDER", help="write there what each stream does and when")
     parser.add_argument("--list", action="store_true", help="print a table of what is simulated, in Markdown, and end")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
@@ -63,15 +65,24 @@ def _run(arguments: Namespace) -> int:
         return 127 if command else 2
     try:
         home = built()
-    except BuildError as error:
+        trace = _made(arguments.trace) if arguments.trace else ""
+    except (BuildError, OSError) as error:
         print(f"ds_npu sim: {error}", file=sys.stderr)
         return 1
     if program is None:
         print(markdown(home))
         return 0
-    simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, tuple(arguments.fault))
+    faults = tuple(arguments.fault)
+    simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults, trace)
     print(f"ds_npu sim: {simulation}", file=sys.stderr, flush=True)
     return _become(program, command, simulation.environment(home, os.environ))
+
+
+def _made(folder: str) -> str:
+    """Its whole path, for a command may change to another folder."""
+    path = Path(folder).resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return str(path)
 
 
 def _become(program: str, command: list[str], environment: dict[str, str]) -> NoReturn:

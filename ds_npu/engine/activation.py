@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 PATCHED = (
+    "accelerate.accelerator",
+    "accelerate.data_loader",
+    "accelerate.scheduler",
     "deepspeed",
     "deepspeed.accelerator.npu_accelerator",
     "deepspeed.comm.comm",

@@ -42,17 +42,19 @@ class TopologyMixin(WholeWeights):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
-        self.build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
+        is_pipeline = isinstance(model, PipelineModule)
+        device = get_accelerator().device_name()
+        self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-        self.model_axes = SPLIT_BY_STAGES if isinstance(model, PipelineModule) else WHOLE_ON_EACH_STAGE
+        self.model_axes = SPLIT_BY_STAGES if is_pipeline else WHOLE_ON_EACH_STAGE
         apply_features(session.config, self.build)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         attach_hooks_again(model)
-        if self.topology.size("tp") > 1 and "pp" not in self.model_axes:
-            check_first_batch(model, self.topology.group("tp"), self.topology.ranks("tp"))
+        if not is_pipeline:
+            check_first_batch(model, self.topology)
         remove_gradient_buffers(model)
         for install in self.build.when_built:
             for line in install(self):

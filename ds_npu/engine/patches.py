@@ -1,4 +1,4 @@
-"""The one table of what ds_npu changes in DeepSpeed, each with its reason and its way out.
+"""The one table of what ds_npu changes in DeepSpeed, and around it, each with its reason and its way out.
 
 A patch names what it replaces and a factory ``(original) -> replacement``. It is applied when the module it names
 has been executed. Where what it replaces has not the parameters it expects, nothing is replaced; ``FAILED`` says
@@ -22,7 +22,7 @@ VERSIONS = ">=0.19.6,<0.20"
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of DeepSpeed that ds_npu replaces."""
+    """One name of DeepSpeed, or of accelerate, that ds_npu replaces."""
 
     module: str
     name: str
@@ -116,6 +116,47 @@ PATCHES: tuple[Patch, ...] = (
         until="zero.Init takes its group from the mpu",
     ),
     Patch(
+        module="accelerate.data_loader",
+        name="prepare_data_loader",
+        factory="ds_npu.engine.accelerate:prepare_data_loader",
+        parameters=("dataloader", "device", "num_processes", "process_index"),
+        what="accelerate's loaders, the Hugging Face Trainer's too, give ranks that share samples the same ones",
+        why="it counts every process as a data rank, but for those that DeepSpeed's own autotp_size names",
+        upstream="accelerate/data_loader.py:1129 (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
+        also=("accelerate.accelerator:prepare_data_loader",),
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        name="Accelerator._prepare_deepspeed",
+        factory="ds_npu.engine.accelerate:count_data_ranks",
+        parameters=("self", "args"),
+        what="the batch size and the length of the schedule that accelerate fills in are those of the data ranks",
+        why="it counts every process as a data rank",
+        upstream="accelerate/accelerator.py, Accelerator._prepare_deepspeed (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
+        module="accelerate.scheduler",
+        name="AcceleratedScheduler.step",
+        factory="ds_npu.engine.accelerate:count_data_ranks",
+        parameters=("self",),
+        what="a script's own schedule goes on by as many steps as there are data ranks",
+        why="it steps once for each process, as if each of them had had other samples",
+        upstream="accelerate/scheduler.py, AcceleratedScheduler.step (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        name="Accelerator.gather_for_metrics",
+        factory="ds_npu.engine.accelerate:gather_for_metrics",
+        parameters=("self", "input_data"),
+        what="what is gathered of evaluated samples has each of them once",
+        why="it joins what every process has, and ranks that share samples have the same",
+        upstream="accelerate/accelerator.py, Accelerator.gather_for_metrics (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
         module="deepspeed.env_report",
         name="installed_cann_path",
         factory="ds_npu.engine.hooks:installed_cann_path",
@@ -155,11 +196,11 @@ def _apply(patch: Patch, module: ModuleType) -> None:
     found = None if original is None else tuple(inspect.signature(original).parameters)
     if found is None or found[: len(patch.parameters)] != patch.parameters:
         reason = (
-            f"{patch.target} begins with the parameters {patch.parameters} in the DeepSpeed versions that ds_npu "
-            f"supports ({VERSIONS}); here it {'does not exist' if found is None else f'has {found}'}"
+            f"{patch.target} begins with the parameters {patch.parameters} in the versions that ds_npu supports "
+            f"(DeepSpeed {VERSIONS}, accelerate 1.15); here it {'does not exist' if found is None else f'has {found}'}"
         )
         FAILED.append(reason)
-        warn_once(f"a change that ds_npu needs was not made: {reason}. Install a supported DeepSpeed.")
+        warn_once(f"a change that ds_npu needs was not made: {reason}. Install a supported one.")
         return
     module_name, _, function = patch.factory.partition(":")
     replacement = vars(importlib.import_module(module_name))[function](original)

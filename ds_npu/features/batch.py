@@ -13,6 +13,7 @@ MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 AUTO = "auto"
 """The Hugging Face Trainer fills such a value in later."""
+COUNTED = ", or nothing: leave the key out (for 'auto' the Hugging Face Trainer counts every rank)"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ def _derived(found: dict[str, Any], dp: int | None) -> tuple[Batch, list[Problem
     if type(train) is int:
         if train != product if whole else train % product:
             text = " * ".join(f"{key} {value}" for key, value in named.items()) + (f" = {product}" if named else "")
-            return Batch(), [Problem(TRAIN, train, text if whole else f"a multiple of {text}")]
+            # Twice as many or more: whoever filled it in counted ranks that share samples.
+            hint = COUNTED if whole and train % product == 0 else ""
+            return Batch(), [Problem(TRAIN, train, (text if whole else f"a multiple of {text}") + hint)]
         missing = [key for key in (MICRO, STEPS) if found[key] is None]
         if dp is not None and len(factors) == 1 and missing:
             factors[missing[0]] = train // product

@@ -14,7 +14,7 @@ from ds_npu.features.all import FEATURES, DsNpuConfig
 from ds_npu.features.batch import Batch, batch_of
 from ds_npu.features.deepspeed_keys import conflicts, misspelt, zero_stage
 from ds_npu.features.loading import load
-from ds_npu.features.parallel import REPLICAS, ParallelSection, fit
+from ds_npu.features.parallel import REPLICAS, UNDIVIDED, ParallelSection, fit
 from ds_npu.features.reading import read
 from ds_npu.features.rules import broken_rules, not_built
 from ds_npu.topology.degrees import Degrees
@@ -97,3 +97,5 @@ def _replicas(parallel: ParallelSection, stages: int | None) -> Iterator[str]:
     for key, size in parallel:
         if key in REPLICAS and size > 1 and not (key == "pipeline" and stages):
             yield f"ds_npu.parallel.{key} is {size}: {REPLICAS[key]}"
+    if parallel.context > 1 and (parallel.pipeline > 1 or stages):
+        yield f"ds_npu.parallel.context is {parallel.context}: {UNDIVIDED}"

@@ -51,6 +51,8 @@ class Build:
     """Where the model will be."""
     when_built: list[Callable[[Any], list[str]]] = field(default_factory=list)
     """What is done to the engine once it is built; returns lines for people."""
+    is_pipeline: bool = False
+    """Whether the model is a deepspeed.PipelineModule, of which this rank has some layers."""
     slots: dict[Slot, Any] = field(default_factory=dict)
     _owners: dict[Slot, str] = field(default_factory=dict)
 
@@ -65,6 +67,11 @@ class Build:
             # The check of a config, too, imports this module, and does without torch.
             kept[PLANNED] = importlib.import_module("ds_npu.models.globs").plan_for(self.model, self.globs)
         return kept[PLANNED]
+
+    @property
+    def spreads_sequences(self) -> bool:
+        """Whether the model's attentions are to work on parts of its sequences."""
+        return self.topology is not None and self.topology.size("cp") > 1 and not self.is_pipeline
 
     def fill(self, slot: Slot, part: Any, by: str) -> None:
         """Put ``part`` into ``slot`` for the feature whose key is ``by``; raises ValueError if another one has it."""

@@ -80,7 +80,8 @@ def _apply(section: FusedOpsSection, build: Build) -> None:
     chosen = [key for key, value in values.items() if value or (on_npu and value is None)]
     refused = {key: reason for key in chosen if on_npu and (reason := _wrong(key, build.device_type))}
     said = [f"{key} is left as it is: {reason}" for key, reason in refused.items()]
-    wanted = [key for key in chosen if key not in refused and key not in NOT_IN_THE_MODEL]
+    elsewhere = (*NOT_IN_THE_MODEL, *(["flash_attention"] if build.spreads_sequences else []))
+    wanted = [key for key in chosen if key not in refused and key not in elsewhere]
     if wanted:
         said += _fuse(wanted, build, must=any(values[key] for key in wanted))
     if "matmul_accumulate" in set(chosen) - set(refused):

@@ -10,13 +10,16 @@ from ds_npu.features.feature import AtLeastOne, Build, Feature, Slot
 from ds_npu.topology.degrees import Degrees
 
 REPLICAS = {
-    "context": "ds_npu splits no sequence along it yet: the script must give each of its ranks other tokens, and "
-    "return each one's share of the loss; shares are added up",
     "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
     "expert": "ds_npu places no expert along it yet",
     "expert_tensor": "ds_npu splits no expert along it yet",
 }
 """What this version does not do with an axis of more than one rank."""
+UNDIVIDED = (
+    "a deepspeed.PipelineModule's sequences are not divided: the script must give each of its ranks other tokens, and "
+    "return each one's share of the loss; shares are added up"
+)
+"""What is said of a context axis where there are stages."""
 
 
 class ParallelSection(Section):

@@ -59,6 +59,15 @@ def _context(config: DsNpuConfig) -> Iterator[Problem]:
         yield from wrong_factors(config.context_parallel, config.parallel.context)
 
 
+def _own_attention(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.fused_ops.flash_attention is False and config.parallel.context > 1:
+        accepted = (
+            f"true or left out: with ds_npu.parallel.context {config.parallel.context} no rank has the whole sequence, "
+            "and only ds_npu's attention goes over it"
+        )
+        yield Problem("ds_npu.fused_ops.flash_attention", False, accepted)
+
+
 def _overlap(config: DsNpuConfig) -> Iterator[Problem]:
     if config.tensor_overlap != "none" and config.parallel.tensor > 1 and not config.parallel.sequence_parallel:
         accepted = "'none', or ds_npu.parallel.sequence_parallel true: what overlaps are its gathers and scatters"
@@ -81,6 +90,7 @@ RULES = (
         ("parallel.context", "context_parallel.algorithm", "context_parallel.ulysses", "context_parallel.window"),
         _context,
     ),
+    Rule(("parallel.context", "fused_ops.flash_attention"), _own_attention),
     Rule(("parallel.tensor", "parallel.sequence_parallel", "tensor_overlap"), _overlap),
     Rule(("pipeline.schedule", "pipeline.virtual_stages"), _virtual_stages),
     Rule(("parallel.expert_tensor", "moe.tp_extends_ep"), _whole_experts),

@@ -6,7 +6,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +32,18 @@ REFUSED = {
 """Arguments of transformers' attention functions that ask for what no kernel here computes."""
 
 
-def use_attention(model: nn.Module) -> None:
+class Implementation(NamedTuple):
+    """What a model is switched to: an entry of transformers' registries of attention and of mask functions."""
+
+    name: str
+    attention: Callable[..., Any]
+    mask: Callable[..., Any]
+
+
+def use_attention(model: nn.Module, implementation: Implementation | None = None) -> None:
     """Make this one ``model`` (a transformers model, or what has some in it) compute its attention with ds_npu's.
+
+    Or with another ``implementation``, whose functions are called as ``attention_function`` and ``attention_mask`` are.
 
     The config is copied, for another model may have the same. Raises TypeError for a model that is not transformers',
     ValueError, before anything is changed, for one whose attention is not exchangeable or cannot be computed.
@@ -48,20 +58,21 @@ def use_attention(model: nn.Module) -> None:
             raise ValueError(f"{type(each).__name__} computes its attention itself: transformers cannot exchange it")
         if vars(each.config).get("attn_logit_softcapping") is not None:
             raise ValueError(f"{type(each).__name__} has attn_logit_softcapping, {REFUSED['softcap']}: {_ADVICE}")
-    for name, _ in model.named_parameters():
-        if name.endswith(".sinks"):
-            raise ValueError(f"{type(model).__name__} has {name}, attention sinks: {_ADVICE}")
-    modeling["ALL_ATTENTION_FUNCTIONS"].register(NAME, attention_function)
-    vars(importlib.import_module(masks.MASKING))["ALL_MASK_ATTENTION_FUNCTIONS"].register(NAME, masks.attention_mask)
+    for parameter, _ in model.named_parameters():
+        if parameter.endswith(".sinks"):
+            raise ValueError(f"{type(model).__name__} has {parameter}, attention sinks: {_ADVICE}")
+    name, attend, mask = implementation or Implementation(NAME, attention_function, masks.attention_mask)
+    modeling["ALL_ATTENTION_FUNCTIONS"].register(name, attend)
+    vars(importlib.import_module(masks.MASKING))["ALL_MASK_ATTENTION_FUNCTIONS"].register(name, mask)
     copied: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(vars(module).get("config"), modeling["PreTrainedConfig"]):
             config: Any = copy.deepcopy(module.config, copied)
-            config._attn_implementation = NAME
+            config._attn_implementation = name
             module.config = config
 
 
-_ADVICE = 'which ds_npu\'s attention cannot do; leave it with attn_implementation="eager"'
+_ADVICE = 'which ds_npu\'s attention cannot do; leave it with attn_implementation="eager", and sequences whole'
 
 
 def attention_function(
@@ -78,12 +89,8 @@ def attention_function(
     key is seen, or added to the scores, 0 or (nearly) -inf. A row that sees no key has the result 0 (transformers'
     "sdpa": 0, too; its "eager": the mean of all values). Raises ValueError for what it cannot honour.
     """
-    for name, meaning in REFUSED.items():
-        if asked.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} asks for {name}, {meaning}, {_ADVICE}")
-    if asked.get("output_attentions"):
-        raise ValueError(f"{type(module).__name__} asks for output_attentions: its weights are never there, {_ADVICE}")
-    query, key, value = _of_autocast(query, key, value)
+    refuse_unknown(module, asked)
+    query, key, value = in_autocast_dtype(query, key, value)
     mask = _mask_of(module, query, key, attention_mask, asked)
     dropout_p, scale = asked.get("dropout") or 0.0, asked.get("scaling")
     # [B, S, N, D] is how the projections left them: no copy.
@@ -101,7 +108,16 @@ def attention_function(
     return out.view(*q.shape[:2], *out.shape[1:]), None
 
 
-def _of_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def refuse_unknown(module: nn.Module, asked: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of ``module``'s call that ask for what no kernel here computes."""
+    for name, meaning in REFUSED.items():
+        if asked.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} asks for {name}, {meaning}, {_ADVICE}")
+    if asked.get("output_attentions"):
+        raise ValueError(f"{type(module).__name__} asks for output_attentions: its weights are never there, {_ADVICE}")
+
+
+def in_autocast_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """In autocast's dtype: torch's own attention is cast, too, and norms of query and key leave them in float32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
@@ -121,7 +137,7 @@ def _mask_of(
                 f"{type(module).__name__} is given a mask and cu_seq_lens_q: either says which keys are seen"
             )
         return Mask(dense=hidden_of(given))
-    mask = given or _of_module(module, asked)
+    mask = given or mask_of_module(module, asked)
     if ends[0] is None:
         return mask
     if query.shape[0] != 1 or ends[1] is None:
@@ -132,7 +148,7 @@ def _mask_of(
     return PackedMask(mask.packed(ends_of(ends[0]), ends_of(ends[1])))
 
 
-def _of_module(module: nn.Module, asked: dict[str, Any]) -> Mask:
+def mask_of_module(module: nn.Module, asked: dict[str, Any]) -> Mask:
     """What no mask means: as far as the module is causal, rows the last of the keys."""
     causal = asked.get("is_causal")
     if causal is None:

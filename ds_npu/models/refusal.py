@@ -48,15 +48,20 @@ def check_splittable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> Non
 
 def refuse_parts(model: nn.Module) -> None:
     """Let ``model.save_pretrained`` take whole weights only, and ``copy.deepcopy(model)`` nothing."""
-    model.__dict__[COPY] = functools.partial(_no_copy, model)
+    refuse_copies(model)
     if SAVE in dir(type(model)):
         model.__dict__[SAVE] = functools.partial(_save_whole, model, model.save_pretrained)
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Let ``copy.deepcopy(model)`` raise RuntimeError."""
+    model.__dict__[COPY] = functools.partial(_no_copy, model)
 
 
 def _no_copy(model: nn.Module, memory: dict[int, Any]) -> None:
     # Forwards of single modules, which are closures, would still be those of the original's modules.
     raise RuntimeError(
-        f"{type(model).__name__} is split over tensor ranks and cannot be copied: copy it before "
+        f"{type(model).__name__} is split over tensor or context ranks and cannot be copied: copy it before "
         "deepspeed.initialize, and give the copy to an engine of its own"
     )
 

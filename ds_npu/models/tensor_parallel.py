@@ -38,7 +38,7 @@ from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_ax
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, Form, RowLinear, project_together
-from ds_npu.parallel.tensor.randomness import RegionRandomness
+from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import RandomNumbers, SequenceShards, join_hidden_states, make_region, make_sequence
 from ds_npu.parallel.tensor.sharding import keep_part, sharding_of
 from ds_npu.topology.topology import Topology
@@ -245,7 +245,7 @@ class _Splitting:
 
     def _random_numbers(self, *modules: nn.Module) -> dict[str, RandomNumbers]:
         """Random numbers of this rank's own, where ``modules`` drop anything."""
-        if not any(_drops(each) for module in modules for each in module.modules()):
+        if not any(drops(each) for module in modules for each in module.modules()):
             return {}
         return {"random_numbers": self.randomness.region}
 
@@ -256,11 +256,6 @@ class _Splitting:
     def _outside(self) -> RandomNumbers:
         """Numbers for what is computed outside of regions, where a module in a region does it."""
         return nullcontext if self.axis.sequence_parallel else self.randomness.outside
-
-
-def _drops(module: nn.Module) -> bool:
-    rates: list[Any] = [vars(module).get("attention_dropout"), module.p if isinstance(module, nn.Dropout) else 0]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _dim(module: nn.Module, outputs: bool) -> int:

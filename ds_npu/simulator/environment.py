@@ -19,19 +19,21 @@ _FAULT = re.compile(r"(acl|Hccl)\w+(:[1-9]\d*)?(@\d+)?=(\d+|exit)")
 
 @dataclass(frozen=True)
 class Simulation:
-    """What ``ds_npu sim`` simulates; ``memory_bytes`` is one device's, ``chaos`` a seed."""
+    """What ``ds_npu sim`` simulates; ``memory_bytes`` is one device's, ``chaos`` a seed, ``trace`` a folder."""
 
     devices: int = 8
     soc: str = "910B2"
     memory_bytes: int = 64 * 2**30
     chaos: int | None = None
     faults: tuple[str, ...] = ()
+    trace: str = ""
 
     def __str__(self) -> str:
         chaos = "" if self.chaos is None else f", chaos {self.chaos}"
         faults = f", faults {' '.join(self.faults)}" if self.faults else ""
         memory = f"{self.memory_bytes / 2**30:g} GiB"
-        return f"{self.devices} simulated NPUs (Ascend{self.soc}, {memory} each{chaos}{faults})"
+        trace = f", traced to {self.trace}" if self.trace else ""
+        return f"{self.devices} simulated NPUs (Ascend{self.soc}, {memory} each{chaos}{faults}{trace})"
 
     def environment(self, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
         """``inherited`` with what a process needs to see the simulated NPUs whose libraries are in ``home``."""
@@ -45,6 +47,7 @@ class Simulation:
             "DS_NPU_SIM_MEMORY": str(self.memory_bytes),
             "DS_NPU_SIM_CHAOS": "" if self.chaos is None else str(self.chaos),
             "DS_NPU_SIM_FAULT": ",".join(self.faults),
+            "DS_NPU_SIM_TRACE": self.trace,
         }
         return {**inherited, **chosen}
 

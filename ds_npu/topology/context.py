@@ -53,6 +53,11 @@ class ContextAlgorithm:
             return "hybrid"
         return "allgather" if self.gather else "ring"
 
+    @property
+    def fewest_tokens(self) -> int:
+        """Tokens that a sequence must have, so that each rank gets some (in a ring, of the early and the late ones)."""
+        return self.size if self.ring == 1 else 2 * self.size
+
     def place(self, rank: int) -> tuple[int, int]:
         """The rank along the ring and within its Ulysses group of context rank ``rank``."""
         return divmod(rank, self.ulysses)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import ranks  # noqa: F401  its forkserver has imported torch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

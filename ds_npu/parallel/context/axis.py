@@ -14,10 +14,12 @@ Parts = list[list[int]]
 
 @dataclass(frozen=True)
 class Ring:
-    """The communicators of a rank's ring: two for each link, for one would send and receive by turns.
+    """The communicators of a rank's ring: two, for through one it would send and receive by turns.
 
-    The link from place i to the next one goes through number i % 2, so that at a rank (but for one of an odd ring) what
-    comes and what goes have a communicator each. ``ranks`` are global.
+    The link from place i to the next one goes through number i % 2, so that what comes to a rank and what goes have one
+    each. Of an odd ring both are the same: with two, its first rank would send and receive through number 0 alone, and
+    the others could not open number 1, which takes all. torch_npu has a communicator for each pair of ranks as well
+    (unless P2P_HCCL_BUFFSIZE is 0), of which a ring of three or more ranks needs no second. ``ranks`` are global.
     """
 
     ranks: Sequence[int]
@@ -79,7 +81,9 @@ def _links(topology: Topology, algorithm: ContextAlgorithm, rings: Parts) -> tup
 
 
 def _both(topology: Topology, parts: Parts, name: str) -> tuple[Any, Any]:
-    """Two communicators for the same ranks; none where a ring has one rank."""
-    if len(parts[0]) == 1:
+    """The communicators of rings that all have as many ranks; none where that is one."""
+    size = len(parts[0])
+    if size == 1:
         return None, None
-    return topology.within("cp", parts, name), topology.within("cp", parts, f"{name}, second", own=True)
+    first = topology.within("cp", parts, name)
+    return first, first if size % 2 else topology.within("cp", parts, f"{name}, second", own=True)

@@ -42,8 +42,10 @@ class Places:
     def index(self, device: torch.device) -> torch.Tensor:
         """The places themselves; made once for each device."""
         if device not in self._indices:
-            places = [torch.arange(each.start, each.stop) for each in self.ranges]
-            self._indices[device] = torch.cat(places).to(device, non_blocking=True)
+            places = torch.cat([torch.arange(each.start, each.stop) for each in self.ranges])
+            # To copy what is not pinned, torch_npu waits until the stream is done.
+            places = places if device.type == "cpu" else places.pin_memory()
+            self._indices[device] = places.to(device, non_blocking=True)
         return self._indices[device]
 
     def take(self, x: torch.Tensor, dim: int = TOKEN_DIM) -> torch.Tensor:

@@ -140,11 +140,10 @@ def _by_sample(samples: int, length: int, documents: Sequence[range]) -> Iterato
 
 
 def _must_suffice(length: int, algorithm: ContextAlgorithm) -> None:
-    least = algorithm.size if algorithm.ring == 1 else 2 * algorithm.size
-    if length < least:
+    if length < algorithm.fewest_tokens:
         raise ValueError(
             f"a sequence of {length} tokens is too short for {algorithm.size} ranks of ds_npu.parallel.context with "
-            f"algorithm {algorithm.name!r}: found {length}, at least {least} are needed"
+            f"algorithm {algorithm.name!r}: found {length}, at least {algorithm.fewest_tokens} are needed"
         )
 
 

@@ -1,7 +1,7 @@
-"""Random numbers that differ over the tensor ranks inside of a tensor-parallel region and agree outside of it.
+"""Random numbers that differ over the tensor (or context) ranks inside of a region and agree outside of it.
 
-Nothing is remembered between regions: a region's seed is drawn from the default CPU generator, which agrees over the
-tensor ranks and which activation checkpointing saves and restores. So a recomputed region draws the same numbers.
+Nothing is remembered between regions: a region's seed is drawn from the default CPU generator, which agrees over
+those ranks and which activation checkpointing saves and restores. So a recomputed region draws the same numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 
 SEEDS = 1 << 63
@@ -37,17 +38,17 @@ def _seed(device_type: str, seed: int) -> None:
 
 
 class RegionRandomness:
-    """Gives each tensor rank random numbers of its own between ``enter`` and ``leave``.
+    """Gives each rank along ``axis`` random numbers of its own between ``enter`` and ``leave``.
 
     ``enter`` draws one number from the default CPU generator; in the region the CPU's and the device's default
-    generators are seeded with it and the tensor rank; ``leave`` puts them back to where they were after the draw.
-    Regions may lie within each other. The host waits for nothing: the states are on the host. With one tensor rank
+    generators are seeded with it and that rank; ``leave`` puts them back to where they were after the draw.
+    Regions may lie within each other. The host waits for nothing: the states are on the host. With one rank
     nothing is drawn and nothing changes.
     """
 
-    def __init__(self, topology: Topology, device_type: str) -> None:
-        self.rank = topology.rank("tp")
-        self.splits = topology.size("tp") > 1
+    def __init__(self, topology: Topology, device_type: str, axis: Axis = "tp") -> None:
+        self.rank = topology.rank(axis)
+        self.splits = topology.size(axis) > 1
         self.device_type = device_type
         self._outside: list[States] = []
 
@@ -102,10 +103,16 @@ class RegionRandomness:
         ]
 
 
-def align_generators(topology: Topology, device_type: str) -> None:
-    """Give every tensor rank the default generators' states of tensor rank 0, the CPU's and the device's."""
-    if topology.size("tp") > 1:
+def align_generators(topology: Topology, device_type: str, axis: Axis = "tp") -> None:
+    """Give every rank along ``axis`` the default generators' states of its rank 0, the CPU's and the device's."""
+    if topology.size(axis) > 1:
         states: list[Any] = [generator.get_rng_state() for generator in _generators(device_type)]
-        dist.broadcast_object_list(states, src=topology.ranks("tp")[0], group=topology.group("tp"))
+        dist.broadcast_object_list(states, src=topology.ranks(axis)[0], group=topology.group(axis))
         for generator, state in zip(_generators(device_type), states, strict=True):
             generator.set_rng_state(state)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether ``module`` itself draws random numbers: a dropout, or an attention that drops its weights."""
+    rates: list[Any] = [vars(module).get("attention_dropout"), module.p if isinstance(module, nn.Dropout) else 0]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

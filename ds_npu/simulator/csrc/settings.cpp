@@ -35,6 +35,7 @@ Settings from_environment() {
   const std::string chaos = variable("DS_NPU_SIM_CHAOS", "");
   if (!chaos.empty()) result.chaos = std::strtoull(chaos.c_str(), nullptr, 10);
   result.fault = variable("DS_NPU_SIM_FAULT", "");
+  result.trace = variable("DS_NPU_SIM_TRACE", "");
   return result;
 }
 

@@ -14,6 +14,7 @@ struct Settings {
   std::size_t memory_bytes;            // DS_NPU_SIM_MEMORY, of one device
   std::optional<std::uint64_t> chaos;  // DS_NPU_SIM_CHAOS, the seed
   std::string fault;                   // DS_NPU_SIM_FAULT
+  std::string trace;                   // DS_NPU_SIM_TRACE, a folder; "": none
 };
 
 const Settings& settings();

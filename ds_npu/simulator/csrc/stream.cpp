@@ -8,6 +8,7 @@
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
 #include "chaos.h"
+#include "trace.h"
 
 namespace sim {
 namespace {
@@ -22,6 +23,9 @@ int next_id() {
   static std::atomic<int> streams{0};
   return streams++;
 }
+
+std::atomic<std::uint64_t> tasks{0};
+std::atomic<std::uint64_t> moments{0};
 
 // Waits for `condition`; false when `timeout` passed first.
 template <class Condition>
@@ -49,13 +53,16 @@ Stream::~Stream() {
   device_.remove(this);
 }
 
-void Stream::push(const char* name, std::function<void()> work) { enqueue({name, std::move(work), false, false}); }
+void Stream::push(const char* name, std::function<void()> work, std::string detail) {
+  enqueue({name, std::move(work), false, false, std::move(detail)});
+}
 
 void Stream::enqueue(Task task) {
   bool asleep;
   {
     const std::scoped_lock lock(mutex_);
     asleep = queue_.empty() && !busy_;
+    task.place = ++tasks;
     queue_.push_back(std::move(task));
   }
   if (device_.chaos() != nullptr) device_.chaos()->enqueued();
@@ -102,8 +109,15 @@ void Stream::run() {
 
 void Stream::perform(Task& task) {
   if (device_.failed() && !task.always) return;
+  const auto begun = Clock::now();
+  const auto done = [&] {
+    if (tracing()) trace({device_.index(), id_, task.place, task.name, task.detail, begun, Clock::now()});
+  };
   try {
+    // What is waited for must have been written by then: the process may end right after.
+    if (task.marks_end) done();
     task.work();
+    if (!task.marks_end) done();
   } catch (const Failure& failure) {
     device_.fail(failure.code(), std::string(task.name) + ": " + failure.what());
   } catch (const c10::Error& error) {
@@ -120,14 +134,19 @@ bool Stream::idle() {
   return queue_.empty() && !busy_;
 }
 
+Moment::Moment(Device& device) : device_(device), number_(++moments) {}
+
+std::string Moment::detail() const { return tracing() ? "event " + std::to_string(number_) : ""; }
+
 std::shared_ptr<Moment> Moment::recorded_on(Stream& stream) {
   const std::shared_ptr<Moment> moment(new Moment(stream.device()));
-  stream.enqueue({"record event", [moment] { moment->reach(); }, true, true});
+  stream.enqueue({"record event", [moment] { moment->reach(); }, true, true, moment->detail()});
   return moment;
 }
 
 void Moment::wait(const std::shared_ptr<Moment>& moment, Stream& stream) {
-  stream.enqueue({"wait for event", [moment] { moment->await(); }, true, false, [moment] { return moment->reached(); }});
+  stream.enqueue({"wait for event", [moment] { moment->await(); }, true, false, moment->detail(),
+                  [moment] { return moment->reached(); }});
 }
 
 void Moment::reach() {

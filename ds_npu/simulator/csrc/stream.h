@@ -30,8 +30,8 @@ class Stream {
   int id() const { return id_; }
 
   // Puts `work` at the end of the queue. If it throws, the device has failed: Device::fail.
-  // `name` says in that error what was running; it must outlive the task.
-  void push(const char* name, std::function<void()> work);
+  // `name` says in that error what was running; it must outlive the task. `detail` is for the trace.
+  void push(const char* name, std::function<void()> work, std::string detail = {});
 
   // Throws the device's failure, or ACL_ERROR_RT_STREAM_SYNC_TIMEOUT.
   void synchronize(Timeout timeout = {});
@@ -51,7 +51,9 @@ class Stream {
     std::function<void()> work;
     bool always;                    // also on a failed device: events, so that whoever waits gets to see the failure
     bool marks_end;                 // has no work of its own: a stream with nothing else before it is idle
+    std::string detail{};           // for the trace
     std::function<bool()> ready{};  // for a task that waits: whether it would not
+    std::uint64_t place{};          // as Span's
   };
   void enqueue(Task task);
   void run();
@@ -83,12 +85,14 @@ class Moment {
   Device& device() { return device_; }
 
  private:
-  explicit Moment(Device& device) : device_(device) {}
+  explicit Moment(Device& device);
   void reach();
   void await();
   void end_host_waits();
+  std::string detail() const;
 
   Device& device_;
+  const std::uint64_t number_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;

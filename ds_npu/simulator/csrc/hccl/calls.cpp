@@ -5,6 +5,7 @@
 #include "api.h"
 #include "hccl/call.h"
 #include "stream.h"
+#include "trace.h"
 
 namespace sim::hccl {
 namespace {
@@ -28,11 +29,23 @@ Stream& stream_for(const Communicator& communicator, aclrtStream handle) {
   return stream;
 }
 
+// For the trace: whose call it is, by which the ranks' lines are put side by side.
+std::string detail(const Communicator& communicator, const std::string& call) {
+  return "communicator " + communicator.name() + ", rank " + std::to_string(communicator.rank()) + ": " + call;
+}
+
+std::string detail(const Communicator& communicator, const std::vector<Message>& messages) {
+  if (!tracing()) return "";
+  std::string all;
+  for (const Message& message : messages) all += (all.empty() ? "" : "; ") + describe(message);
+  return detail(communicator, all);
+}
+
 void push(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,
           std::vector<Message> messages) {
-  stream_for(*communicator, stream).push(name, [communicator, messages = std::move(messages)] {
-    transfer(*communicator, messages);
-  });
+  std::string told = detail(*communicator, messages);
+  stream_for(*communicator, stream)
+      .push(name, [communicator, messages = std::move(messages)] { transfer(*communicator, messages); }, std::move(told));
 }
 
 }  // namespace
@@ -41,9 +54,10 @@ void enqueue(const char* name, const std::shared_ptr<Communicator>& communicator
              const std::vector<Buffer>& buffers, Collective collective) {
   Stream& target = stream_for(*communicator, stream);
   for (const Buffer& buffer : buffers) communicator->offset_of(buffer.address, buffer.bytes);
-  target.push(name, [communicator, sequence = communicator->reserve(), collective = std::move(collective)] {
-    collective(*communicator, sequence);
-  });
+  const auto sequence = communicator->reserve();
+  std::string told = tracing() ? detail(*communicator, "call " + std::to_string(sequence)) : "";
+  target.push(name, [communicator, sequence, collective = std::move(collective)] { collective(*communicator, sequence); },
+              std::move(told));
 }
 
 void enqueue(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,

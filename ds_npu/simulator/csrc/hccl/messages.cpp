@@ -4,13 +4,14 @@
 #include <cstring>
 
 namespace sim::hccl {
-namespace {
 
 std::string describe(const Message& message) {
   return (message.sends ? "send" : "receive") + std::string(" number ") + std::to_string(message.number) +
          (message.sends ? " to" : " from") + " rank " + std::to_string(message.peer) + ", " + std::to_string(message.count) +
          " x " + name_of(message.type);
 }
+
+namespace {
 
 class Transfer {
  public:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "hccl/communicator.h"
@@ -16,6 +17,9 @@ struct Message {
   std::uint64_t count;
   HcclDataType type;
 };
+
+// As "send number 3 to rank 1, 1024 x bf16".
+std::string describe(const Message& message);
 
 // Sends and receives all of them, in whatever order they can be: returns when the receivers have what was sent to them.
 void transfer(Communicator& communicator, std::vector<Message> messages);

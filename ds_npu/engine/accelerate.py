@@ -1,0 +1,105 @@
+"""What stands in for accelerate's names: it counts every process as a data rank, and some of them share samples.
+
+With DeepSpeed it is the Hugging Face Trainer's way to data, too. Read in accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from ds_npu.engine.announcement import with_section
+from ds_npu.topology.degrees import Degrees
+
+Function = Callable[..., Any]
+
+
+def prepare_data_loader(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        bound, degrees = signature.bind(*args, **kwargs), _degrees()
+        if degrees is not None:
+            place = {"num_processes": degrees.dp, "process_index": degrees.place(dist.get_rank())["dp"]}
+            # Where rank 0 reads for all of them, accelerate counts every rank.
+            bound.arguments.update(place, dispatch_batches=False, torch_device_mesh=None)
+        return original(*bound.args, **bound.kwargs)
+
+    return prepared
+
+
+def count_data_ranks(original: Function) -> Function:
+    """For a function that asks accelerate's state how many processes there are, and means data ranks."""
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with _data_ranks_for_processes():
+            return original(*args, **kwargs)
+
+    return counted
+
+
+def gather_for_metrics(original: Function) -> Function:
+    @functools.wraps(original)
+    def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        degrees = _degrees()
+        if degrees is None:
+            return original(self, *args, **kwargs)
+        gather, first = self.gather, degrees.groups("dp")[0]
+
+        def gather_once(data: Any) -> Any:
+            def of_data_ranks(whole: Any) -> Any:
+                return torch.cat([whole.chunk(degrees.world_size)[rank] for rank in first])
+
+            return tree_map(of_data_ranks, gather(data))
+
+        # What it then leaves out of the last batch, it counts in samples.
+        vars(self)["gather"] = gather_once
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del vars(self)["gather"]
+
+    return gathered
+
+
+def _degrees() -> Degrees | None:
+    """The grid of this process's Accelerator, if its config has the section and some of its ranks share samples."""
+    state = importlib.import_module("accelerate.state")
+    plugin = state.AcceleratorState().deepspeed_plugin if state.is_initialized() else None
+    # On the CPU accelerate may take each process for the only one, and then shares out nothing.
+    if plugin is None or not dist.is_initialized() or state.PartialState().backend is None:
+        return None
+    config = with_section(plugin.deepspeed_config)
+    if config is None:
+        return None
+    _, degrees = importlib.import_module("ds_npu.engine.session").validate(config)
+    return degrees if degrees.dp < degrees.world_size else None
+
+
+@contextmanager
+def _data_ranks_for_processes() -> Iterator[None]:
+    degrees = _degrees()
+    if degrees is None:
+        yield
+        return
+    # The second is made of the first whenever it is asked for.
+    state = importlib.import_module("accelerate.state")
+    kept = [vars(kind()) for kind in (state.PartialState, state.AcceleratorState)]
+    before = [each["num_processes"] for each in kept]
+    for each in kept:
+        each["num_processes"] = degrees.dp
+    try:
+        yield
+    finally:
+        for each, count in zip(kept, before, strict=True):
+            each["num_processes"] = count

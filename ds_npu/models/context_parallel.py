@@ -1,0 +1,175 @@
+"""Spreads the sequences of a Hugging Face model over the context ranks, in place: its script stays as it is.
+
+The model takes whole batches, the same on every context rank, and works on this rank's tokens of them; what it returns
+is whole again. No class is changed: the attention functions of this one model are exchanged, and some of its modules
+get a forward of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ds_npu.models import names
+from ds_npu.models.attention_function import use_attention
+from ds_npu.models.context.attention import SplitAttention
+from ds_npu.models.context.batch import Running
+from ds_npu.models.context.forward import SplitForward
+from ds_npu.models.context.layers import depends_on_length, join_router_logits, show_last_position
+from ds_npu.models.context.loss import LossShare, shifts
+from ds_npu.models.context.values import EarlyValues
+from ds_npu.models.hugging_face import is_hugging_face
+from ds_npu.models.plan import ModelPlan
+from ds_npu.models.refusal import refuse_copies
+from ds_npu.models.roles import Role
+from ds_npu.parallel.context.axis import ContextAxis, context_axis
+from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
+from ds_npu.parallel.tensor.region import around
+from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.topology.topology import Topology
+
+SPREAD = "ds_npu_spread"
+Choice = Callable[[int, int], ContextAlgorithm]
+"""The algorithm for a batch of (samples, tokens of each)."""
+WITHIN_TOKENS = {"full_attention", "sliding_attention"}
+"""Kinds of layers (a config's ``layer_types``) in which only attention goes from token to token."""
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether the sequences of ``model``, with all that is around them, are spread already."""
+    return vars(model).get(SPREAD) is model
+
+
+def spread_sequence(
+    model: nn.Module,
+    plan: ModelPlan,
+    topology: Topology,
+    algorithm: ContextAlgorithm | Choice,
+    device_type: str = "cpu",
+) -> None:
+    """Let the model of transformers that ``model`` is, or holds, work on parts of its sequences.
+
+    ``algorithm`` is one, or chooses one at the first forward, in which all ranks of the world then take part. Raises
+    ValueError, before anything is changed, for a model that does not only go from token to token by attention.
+    """
+    found = outermost(model)
+    if len(found) != 1:
+        raise ValueError(f"{plan.model} holds {len(found)} models of transformers; ds_npu.parallel.context spreads one")
+    (inner,) = found.values()
+    if SPREAD in vars(inner):
+        raise ValueError(
+            f"the {type(inner).__name__} in {plan.model} was spread as it stood in another model, and cannot be spread "
+            "again: make it anew, from its weights"
+        )
+    shifted = shifts(inner)
+    _refuse_other_mixing(inner, plan)
+    _check_forward(inner)
+    running = Running()
+    values = EarlyValues(model, plan, topology, running)
+    use_attention(model, SplitAttention(running, values).implementation)
+    axis_of = _axis(topology, algorithm)
+    randomness = RegionRandomness(topology, device_type, "cp")
+    loss = None if shifted is None else LossShare(inner.loss_function, running, shifted)
+    if loss is not None:
+        inner.loss_function = loss
+    numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
+    join_router_logits(inner.get_decoder(), running)
+    around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(model, plan)))
+    for rotary in list(filter(depends_on_length, inner.modules())):
+        show_last_position(rotary, running)
+    if inner is not model:
+        _share_gradients(model, inner, topology.size("cp"))
+    vars(inner)[SPREAD] = vars(model)[SPREAD] = model
+    refuse_copies(model)
+
+
+def outermost(model: nn.Module) -> dict[str, Any]:
+    """The models of transformers in ``model`` that are in no other one, by name."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if is_hugging_face(module) and not any(names.is_inside(name, other) for other in found):
+            found[name] = module
+    return found
+
+
+def _axis(topology: Topology, algorithm: ContextAlgorithm | Choice) -> Callable[[int, int], ContextAxis]:
+    if isinstance(algorithm, ContextAlgorithm):
+        axis = context_axis(topology, algorithm)
+        return lambda *_: axis
+    chosen: list[ContextAxis] = []
+
+    def choose(samples: int, length: int) -> ContextAxis:
+        if not chosen:
+            # Once in a run. Ranks with other batches must open the same groups.
+            sizes: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(sizes, (samples, length))
+            chosen.append(context_axis(topology, algorithm(*map(max, zip(*sizes, strict=True)))))
+        return chosen[0]
+
+    return choose
+
+
+def _refuse_other_mixing(inner: Any, plan: ModelPlan) -> None:
+    config = inner.config.get_text_config()
+    mixing = sorted(set(vars(config).get("layer_types") or ()) - WITHIN_TOKENS)
+    convolutions = [name for name, each in inner.named_modules() if isinstance(each, nn.Conv1d)]
+    if inner.config.is_encoder_decoder:
+        mixing.append("an encoder and a decoder")
+    if inner._is_stateful or mixing or convolutions:
+        found = ", ".join([*mixing, *convolutions[:1]]) or "layers with a state"
+        raise ValueError(
+            f"ds_npu.parallel.context: {plan.model} has {found}; a sequence can be spread only where nothing but full "
+            "and sliding-window attention goes from token to token"
+        )
+
+
+def _check_forward(inner: Any) -> None:
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        raise ValueError(
+            f"ds_npu.parallel.context: the forward of {type(inner).__name__} takes no position_ids, so it cannot be "
+            "told which tokens of the sequence it has"
+        )
+
+
+def _share_gradients(model: nn.Module, inner: nn.Module, size: int) -> None:
+    """What ``model`` computes of what ``inner`` returns is the same on ``size`` ranks, whose gradients are added up.
+
+    So each has its share of them, until they come back to ``inner``, which wants the whole.
+    """
+
+    def sharing(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_gradients(forward(*args, **kwargs), 1 / size, type(model).__name__)
+
+    def collecting(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_gradients(forward(*args, **kwargs), size, type(inner).__name__)
+
+    around(model, sharing)
+    around(inner, collecting)
+
+
+def _with_gradients(out: Any, factor: float, who: str) -> Any:
+    """``out``, its gradients multiplied by ``factor``; raises TypeError for what may hold tensors out of sight."""
+
+    def scaled(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda gradient: gradient * factor)
+        elif not isinstance(x, torch.Tensor | int | float | str | NoneType):
+            raise TypeError(f"{who} returns a {type(x).__name__}: tensors, lists, tuples and dicts are accepted")
+        return x
+
+    return tree_map(scaled, out) if torch.is_grad_enabled() else out
+
+
+def _owns_positions(model: nn.Module, plan: ModelPlan) -> bool:
+    """Whether a table of positions is not looked up by plain numbers from 0 (OPT's, RoBERTa's)."""
+    tables = [model.get_submodule(name) for name in plan.named(Role.POSITION_EMBEDDING)]
+    return any(type(table) is not nn.Embedding or table.padding_idx is not None for table in tables)

@@ -1,0 +1,82 @@
+"""A script for the Hugging Face Trainer as people have it: it knows nothing of context ranks. Run by a test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed.ops
+import numpy
+import tiny_models
+import torch
+import transformers
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences of different lengths, which the collator pads."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = tiny_models.tokens(count, 16)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = self.rows[index, : 16 - index % 5].tolist()
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
+
+
+def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Padded to 16."""
+    fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: torch.tensor([sample[name] + [fill] * (16 - len(sample[name])) for sample in samples])
+        for name, fill in fills.items()
+    }
+
+
+class Watched(transformers.Trainer):
+    """Remembers what it trained on."""
+
+    def __init__(self, **given) -> None:
+        super().__init__(**given)
+        self.samples, self.losses, self.rates = [], [], []
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.samples.append(inputs["input_ids"][:, 0].tolist())
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.losses.append(float(loss))
+        self.rates += self.lr_scheduler.get_last_lr()
+        return loss
+
+
+def accuracy(evaluated: transformers.EvalPrediction) -> dict[str, float]:
+    """Of the next token, over those that count."""
+    guessed, wanted = evaluated.predictions.argmax(-1)[:, :-1], evaluated.label_ids[:, 1:]
+    return {"accuracy": float(numpy.mean((guessed == wanted)[wanted != -100])), "samples": len(wanted)}
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    (arguments,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_args_into_dataclasses()
+    trainer = Watched(
+        model=tiny_models.tiny("llama", torch.float32),
+        args=arguments,
+        train_dataset=Rows(22),
+        eval_dataset=Rows(10),
+        data_collator=collate,
+        compute_metrics=accuracy,
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_samples"] == 10, metrics
+    said = {"samples": trainer.samples, "losses": trainer.losses, "rates": trainer.rates}
+    said |= {"eval_loss": metrics["eval_loss"], "accuracy": metrics["eval_accuracy"]}
+    (Path(arguments.output_dir) / f"said by {arguments.process_index}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -146,6 +146,14 @@ MISTAKES = [
     ),
     ({}, {TRAIN: 12}, TRAIN, 12, f"a multiple of {MICRO} 1 * data-parallel ranks 8 = 8"),
     ({}, {TRAIN: 12, MICRO: "auto"}, TRAIN, 12, "a multiple of data-parallel ranks 8 = 8"),
+    (
+        {"parallel": {"tensor": 2}},
+        {TRAIN: 8, MICRO: 1, STEPS: 1},
+        TRAIN,
+        8,
+        f"{MICRO} 1 * {STEPS} 1 * data-parallel ranks 4 = 4, or nothing: leave the key out (for 'auto' the Hugging "
+        "Face Trainer counts every rank)",
+    ),
 ]
 
 

@@ -23,7 +23,7 @@ LLAMA = SMALL | {"num_key_value_heads": 1, "head_dim": 16}
 
 
 def refused(model: nn.Module, said: str) -> None:
-    # What is looked at first needs neither groups of ranks nor to know every module.
+    # What is looked at first needs no groups of ranks.
     before = dict(vars(model))
     with pytest.raises(ValueError, match=said):
         spread_sequence(model, ModelPlan("It", {}, (), {}), SimpleNamespace(), algorithm("ring", 2))

@@ -186,8 +186,8 @@ def prompted() -> None:
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
         pairs.append(peft.get_peft_model(model, config).double().train())
     topology = Topology(Degrees(cp=2))
-    globs = {"prompt_encoder.**": "replicated"}
-    spread_sequence(pairs[0], plan_for(pairs[0], globs), topology, algorithm("ring", 2))
+    plan = plan_for(pairs[0], {"prompt_encoder.**": "replicated"})
+    spread_sequence(pairs[0], plan, topology, algorithm("ring", 2))
     both = Spread(*pairs, topology)
     close(step(both.model, **padded("right")), step(both.plain, **padded("right")))
     both.same_gradients()
@@ -257,11 +257,10 @@ def trained_by_trainer(folder: Path, ranks: int, section: dict[str, object] | No
     return [json.loads((folder / f"said by {rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_unchanged_trainer_script(tmp_path, ranks):
+def test_an_unchanged_trainer_script(tmp_path):
     """On context ranks it sees the samples and learning rates, and computes the losses, of the data ranks alone."""
-    alone = trained_by_trainer(tmp_path, ranks // 2, None)
-    found = trained_by_trainer(tmp_path, ranks, {"parallel": {"context": 2}})
+    alone = trained_by_trainer(tmp_path, 2, None)
+    found = trained_by_trainer(tmp_path, 4, {"parallel": {"context": 2}})
     for rank, each in enumerate(found):
         expected = alone[rank // 2]
         assert each["samples"] == expected["samples"]

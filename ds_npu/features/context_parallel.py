@@ -56,7 +56,8 @@ def _apply(section: ContextParallelSection, build: Build) -> None:
 def _algorithm(section: ContextParallelSection, build: Build) -> Any:
     """The one that ``section`` leaves, or what chooses it for the first batch: (samples, length) -> algorithm.
 
-    Raises ConfigError where no algorithm is for so many heads.
+    Raises PlanError where not every module is known, some of which might go from token to token, and ConfigError where
+    no algorithm is for so many heads.
     """
     degrees, plan = build.topology.degrees, build.plan
     # The one with fewest heads limits a Ulysses exchange most.

@@ -26,10 +26,9 @@ from ds_npu.models.context.forward import SplitForward
 from ds_npu.models.context.layers import depends_on_length, join_router_logits, show_last_position
 from ds_npu.models.context.loss import LossShare, shifts
 from ds_npu.models.context.values import EarlyValues
-from ds_npu.models.hugging_face import is_hugging_face
+from ds_npu.models.hugging_face import POSITIONS, is_hugging_face
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.refusal import refuse_copies
-from ds_npu.models.roles import Role
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import around
@@ -60,17 +59,17 @@ def spread_sequence(
     ``algorithm`` is one, or chooses one at the first forward, in which all ranks of the world then take part. Raises
     ValueError, before anything is changed, for a model that does not only go from token to token by attention.
     """
-    found = outermost(model)
+    found, who = outermost(model), type(model).__name__
     if len(found) != 1:
-        raise ValueError(f"{plan.model} holds {len(found)} models of transformers; ds_npu.parallel.context spreads one")
-    (inner,) = found.values()
+        raise ValueError(f"{who} holds {len(found)} models of transformers; ds_npu.parallel.context spreads one")
+    (inner,) = found
     if SPREAD in vars(inner):
         raise ValueError(
-            f"the {type(inner).__name__} in {plan.model} was spread as it stood in another model, and cannot be spread "
+            f"the {type(inner).__name__} in {who} was spread as it stood in another model, and cannot be spread "
             "again: make it anew, from its weights"
         )
     shifted = shifts(inner)
-    _refuse_other_mixing(inner, plan)
+    _refuse_other_mixing(inner)
     _check_forward(inner)
     running = Running()
     values = EarlyValues(model, plan, topology, running)
@@ -82,7 +81,7 @@ def spread_sequence(
         inner.loss_function = loss
     numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
     join_router_logits(inner.get_decoder(), running)
-    around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(model, plan)))
+    around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(inner)))
     for rotary in list(filter(depends_on_length, inner.modules())):
         show_last_position(rotary, running)
     if inner is not model:
@@ -91,13 +90,13 @@ def spread_sequence(
     refuse_copies(model)
 
 
-def outermost(model: nn.Module) -> dict[str, Any]:
-    """The models of transformers in ``model`` that are in no other one, by name."""
+def outermost(model: nn.Module) -> list[Any]:
+    """The models of transformers in ``model`` that are in no other one."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         if is_hugging_face(module) and not any(names.is_inside(name, other) for other in found):
             found[name] = module
-    return found
+    return list(found.values())
 
 
 def _axis(topology: Topology, algorithm: ContextAlgorithm | Choice) -> Callable[[int, int], ContextAxis]:
@@ -117,7 +116,7 @@ def _axis(topology: Topology, algorithm: ContextAlgorithm | Choice) -> Callable[
     return choose
 
 
-def _refuse_other_mixing(inner: Any, plan: ModelPlan) -> None:
+def _refuse_other_mixing(inner: Any) -> None:
     config = inner.config.get_text_config()
     mixing = sorted(set(vars(config).get("layer_types") or ()) - WITHIN_TOKENS)
     convolutions = [name for name, each in inner.named_modules() if isinstance(each, nn.Conv1d)]
@@ -126,8 +125,8 @@ def _refuse_other_mixing(inner: Any, plan: ModelPlan) -> None:
     if inner._is_stateful or mixing or convolutions:
         found = ", ".join([*mixing, *convolutions[:1]]) or "layers with a state"
         raise ValueError(
-            f"ds_npu.parallel.context: {plan.model} has {found}; a sequence can be spread only where nothing but full "
-            "and sliding-window attention goes from token to token"
+            f"ds_npu.parallel.context: {type(inner).__name__} has {found}; a sequence can be spread only where nothing "
+            "but full and sliding-window attention goes from token to token"
         )
 
 
@@ -169,7 +168,8 @@ def _with_gradients(out: Any, factor: float, who: str) -> Any:
     return tree_map(scaled, out) if torch.is_grad_enabled() else out
 
 
-def _owns_positions(model: nn.Module, plan: ModelPlan) -> bool:
+def _owns_positions(inner: nn.Module) -> bool:
     """Whether a table of positions is not looked up by plain numbers from 0 (OPT's, RoBERTa's)."""
-    tables = [model.get_submodule(name) for name in plan.named(Role.POSITION_EMBEDDING)]
+    modules = ((name.rpartition(".")[2], each) for name, each in inner.named_modules())
+    tables = [each for name, each in modules if name in POSITIONS and isinstance(each, nn.Embedding)]
     return any(type(table) is not nn.Embedding or table.padding_idx is not None for table in tables)

@@ -89,7 +89,8 @@ class LossShare:
         ``loss`` is what the model made of the share: with the routers' auxiliary loss, which is whole on each rank.
         Raises ValueError where it is made of anything else.
         """
-        share = self.share
+        # Not kept: a graph behind them holds the activations of a whole forward.
+        (share, returned), self.share, self.returned = (self.share, self.returned), None, None
         if share is None or self.calls != 1:
             raise ValueError(
                 f"{who} called its loss_function {self.calls} times in a forward with labels, so its loss is its own, "
@@ -97,7 +98,7 @@ class LossShare:
                 "from its logits"
             )
         whole = reduce(share, batch.group)
-        if loss is self.returned and loss._version == 0:
+        if loss is returned and loss._version == 0:
             return whole
         if not batch.joins_routers:
             raise ValueError(

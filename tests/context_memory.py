@@ -5,7 +5,6 @@ As many tokens on each rank, however many there are. None of it but what is gath
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +96,6 @@ def counted(axis: ContextAxis, heads: int, key_heads: int, dtype: torch.dtype, m
     """
     peaks = []
     for _ in range(5):
-        gc.collect()
         dist.barrier()
         with Memory() as memory:
             q, k, v, dout = (

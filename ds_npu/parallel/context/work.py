@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,8 @@ class Work:
         return total.index_add_(HEAD_DIM, self._heads(gradient.device), gradient.to(total.dtype))
 
     def _heads(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.repeated, device=device)
+        assert self.repeated is not None, "asked only of heads that are not shared evenly"
+        return _places(self.repeated).index(device)
 
     @property
     def counts(self) -> list[int]:
@@ -109,3 +111,9 @@ class Work:
 
     def options(self, call: Call) -> Options:
         return Options(call.layout, call.mask, self.scale, self.dropout_p)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(numbers: tuple[int, ...]) -> Places:
+    """Kept, for it keeps its index on the device."""
+    return Places([range(number, number + 1) for number in numbers])

@@ -182,7 +182,8 @@ def count_memory(algorithms: Sequence[ContextAlgorithm]) -> None:
             peak = memory.counted(axis, heads, key_heads, dtype, mask)
             found.append(f"{peak / each.query:6.2f} ({peak / memory.one_process_needs(each):.2f})")
         if axis.rank == 0:
-            print(f"  {axis.size} ranks, {name_of(algorithm):<16} {'  '.join(found)}", flush=True)
+            name = f"{axis.size} ranks, {name_of(algorithm)}" if axis.size > 1 else "one process"
+            print(f"  {name:<27}{'  '.join(found)}", flush=True)
 
 
 # ---- time ----
@@ -279,13 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         on_ranks(2, measure, args.timed, args.sequence, args.cycles)
     print(f"work, {args.sequence} tokens: counted FLOP of the forward kernel's calls", flush=True)
     print_work(args.sequence)
-    print(
-        f"bytes that a rank sends: 8 ranks, {args.sequence} tokens, 32 heads of {WIDTH}, 8 of keys, bfloat16",
-        flush=True,
-    )
-    on_ranks(8, count_bytes, 8 * 64, 32, 8)
-    print("peak memory of a rank with as many tokens, in sizes of its query (in those of one process with its tokens):")
-    print("                               float32, MHA   bfloat16, MHA   bfloat16, 8 heads, 1 of keys", flush=True)
+    print(f"bytes that a rank sends: 8 ranks, 512 tokens, 32 heads of {WIDTH}, 8 of keys, bfloat16", flush=True)
+    on_ranks(8, count_bytes, 512, 32, 8)
+    print("peak memory of a rank with as many tokens, in sizes of its query (in peaks of one process with its tokens)")
+    print(f"{'':<31}float32, MHA   bfloat16, MHA   bfloat16, 8 heads, 1 of keys", flush=True)
     for size, algorithms in HOLDING.items():
         on_ranks(size, count_memory, algorithms)
     return 0

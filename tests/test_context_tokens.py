@@ -50,7 +50,7 @@ def test_every_token_has_one_rank_and_every_rank_as_many_of_each_sample(batch, a
         assert index.flatten().tolist() == mine
         given_out += mine
     assert sorted(given_out) == list(range(samples * length))
-    counts = tokens.counts_of_ring()
+    counts = tokens.counts_of_ring
     assert max(counts) - min(counts) <= 1
 
 

@@ -13,7 +13,7 @@ import torch
 from ds_npu.ops.attention import Mask
 from ds_npu.ops.attention.options import Layout
 from ds_npu.parallel.context.tiles import Tile, tiles
-from ds_npu.parallel.context.tokens import Tokens
+from ds_npu.parallel.context.tokens import Tokens, on_device
 
 TOKEN_DIM = 1
 
@@ -43,9 +43,7 @@ class Places:
         """The places themselves; made once for each device."""
         if device not in self._indices:
             places = torch.cat([torch.arange(each.start, each.stop) for each in self.ranges])
-            # To copy what is not pinned, torch_npu waits until the stream is done.
-            places = places if device.type == "cpu" else places.pin_memory()
-            self._indices[device] = places.to(device, non_blocking=True)
+            self._indices[device] = on_device(places, device)
         return self._indices[device]
 
     def take(self, x: torch.Tensor, dim: int = TOKEN_DIM) -> torch.Tensor:

@@ -54,6 +54,7 @@ class Tokens:
         begin, end = self._cut(rank)
         return end - begin
 
+    @functools.cached_property
     def counts_of_ring(self) -> tuple[int, ...]:
         """Tokens of each sample that each ring rank has, that is, its Ulysses group together."""
         return tuple(sum(map(len, pieces)) // self.samples for pieces in self.ring)
@@ -61,7 +62,7 @@ class Tokens:
     def pieces(self, rank: int) -> Pieces:
         """The tokens of context rank ``rank``."""
         begin, end = self._cut(rank)
-        size = self.counts_of_ring()[rank // self.ulysses]
+        size = self.counts_of_ring[rank // self.ulysses]
         wanted = [range(sample * size + begin, sample * size + end) for sample in range(self.samples)]
         return tuple(_selected(self.ring[rank // self.ulysses], wanted))
 
@@ -72,7 +73,14 @@ class Tokens:
 
     def _cut(self, rank: int) -> tuple[int, int]:
         ring_rank, inside = divmod(rank, self.ulysses)
-        return near_even(self.counts_of_ring()[ring_rank], self.ulysses)[inside]
+        return near_even(self.counts_of_ring[ring_rank], self.ulysses)[inside]
+
+
+def on_device(places: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What of the host is told to ``device``, which the host does not wait for."""
+    # To copy what is not pinned, torch_npu waits until the stream is done.
+    places = places if device.type == "cpu" else places.pin_memory()
+    return places.to(device, non_blocking=True)
 
 
 def split_evenly(length: int, algorithm: ContextAlgorithm, zigzag: bool = True) -> Tokens:

@@ -61,7 +61,7 @@ class Work:
     @property
     def counts(self) -> list[int]:
         """Tokens of each ring rank, of all samples that are one sequence."""
-        return [count * self.tokens.samples for count in self.tokens.counts_of_ring()]
+        return [count * self.tokens.samples for count in self.tokens.counts_of_ring]
 
     def route(self) -> Route:
         axis, algorithm = self.axis, self.axis.algorithm

@@ -29,7 +29,9 @@ from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
 from ds_npu.log import logger
+from ds_npu.models.shard_protection import protect_shards
 from ds_npu.models.tensor_parallel import split_of
+from ds_npu.parallel.tensor.shard_access import using_shards
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
@@ -53,6 +55,7 @@ class TopologyMixin(WholeWeights):
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         attach_hooks_again(model)
+        protect_shards(model, self.topology)
         if not is_pipeline:
             check_first_batch(model, self.topology)
         remove_gradient_buffers(model)
@@ -98,6 +101,11 @@ class TopologyMixin(WholeWeights):
                 self.sparse_allreduce_no_retain(bucket, **over)  # type: ignore[attr-defined]
             else:
                 self.allreduce_no_retain(bucket, numel_per_bucket=elements_per_buffer, **over)  # type: ignore[attr-defined]
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        # Optimizers of the client's own know what they are given.
+        with using_shards():
+            super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
 
     def clip_fp32_gradients(self) -> None:
         self._global_grad_norm = clip_gradients(

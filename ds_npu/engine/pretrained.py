@@ -15,6 +15,7 @@ from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
 from ds_npu.features.loading import load
 from ds_npu.models.loading import load_checkpoint, meta_model
+from ds_npu.models.shard_protection import protect_shards
 
 
 def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any, **options: Any) -> Any:
@@ -37,4 +38,5 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
     build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
     apply_features(session.config, build)
     load_checkpoint(model, Path(folder), session.topology.rank("tp"))
+    protect_shards(model, session.topology)
     return model

@@ -16,6 +16,7 @@ from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import SequenceShards, around
+from ds_npu.parallel.tensor.shard_access import using_shards
 from ds_npu.parallel.tensor.sharding import Sharding, keep_part
 
 TOKEN_DIM = 0
@@ -34,7 +35,8 @@ def split_experts(module: nn.Module, gate_up: Sharding, down: Sharding, axis: Te
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _enter(value, axis)
-        partial: torch.Tensor = forward(*bound.args, **bound.kwargs)
+        with using_shards():
+            partial: torch.Tensor = forward(*bound.args, **bound.kwargs)
         if axis.sequence_parallel:
             return scatter_sum(partial, TOKEN_DIM, axis.group)
         return reduce(partial, axis.group)

@@ -9,10 +9,11 @@ from torch import nn
 
 from ds_npu.comm.crossing import reduce
 from ds_npu.parallel.tensor.sharding import keep_part, split
+from ds_npu.parallel.tensor.whole_weight import ShowsWhole
 from ds_npu.topology.topology import Topology
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
     """nn.Embedding of which each tensor rank holds a range of the rows: ``weight`` [rows of this rank, H].
 
     The vocabulary is split near-evenly (13 words over 4 ranks: 4, 3, 3, 3). A forward sends one message, an

@@ -19,6 +19,7 @@ from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.region import RegionInput, padded
 from ds_npu.parallel.tensor.sharding import Ranges, keep_part, split
 from ds_npu.parallel.tensor.weight_gradient import MARK, GradientBuffer, gradient_buffer, weight_gradient
+from ds_npu.parallel.tensor.whole_weight import ShowsWhole
 from ds_npu.topology.topology import Topology
 
 
@@ -233,7 +234,7 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(ShowsWhole):
     """A linear layer of whose outputs this rank has some.
 
     ``inside`` says that hidden states given as a plain tensor are in the region already; they enter it here else.
@@ -315,7 +316,7 @@ def project_together(layers: Sequence[ColumnLinear]) -> None:
         layer.together = together
 
 
-class RowLinear(nn.Module):
+class RowLinear(ShowsWhole):
     """A linear layer of whose inputs this rank has some; its sum over the tensor ranks leaves the region."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis, form: Form) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.comm.crossing import collect, copy, gather, shard
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis
+from ds_npu.parallel.tensor.shard_access import in_region
 
 SHAPE_ONLY = {
     torch.Tensor.size,
@@ -219,7 +220,7 @@ def make_region(
 
     def region(forward: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_first(name, lambda x: enter(x, kwargs), args, kwargs)
-        with random_numbers():
+        with random_numbers(), in_region():
             return forward(*args, **kwargs)
 
     around(module, region)
@@ -229,7 +230,7 @@ def make_sequence(blocks: list[nn.Module], shards: SequenceShards, random_number
     """Shard hidden states where they go into the first of ``blocks``; join them where they leave the last."""
 
     def block(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        with random_numbers():
+        with random_numbers(), in_region():
             return forward(*args, **kwargs)
 
     def first(forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,35 @@
+"""Lets nobody take one tensor rank's shard of a split model's weight for the whole of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ds_npu.models import names
+from ds_npu.models.tensor_parallel import SPLIT
+from ds_npu.parallel.tensor.region import around
+from ds_npu.parallel.tensor.shard_access import Shard, ShardedParameter, in_forward, protect
+from ds_npu.parallel.tensor.sharding import sharding_of
+from ds_npu.topology.topology import Topology
+
+
+def protect_shards(model: nn.Module, topology: Topology) -> None:
+    """Protect the shards of ``model``, if ds_npu has split it; a model that is made of parallel layers knows its own.
+
+    Whoever reads a sharded weight as a module's attribute within a forward of ``model`` gets the whole.
+    """
+    if SPLIT in vars(model):
+        for name, parameter in model.named_parameters():
+            sharding = sharding_of(parameter)
+            if sharding is not None:
+                shape = list(vars(parameter).get("ds_shape", parameter.shape))  # Under ZeRO-3 it holds nothing now.
+                shape[sharding.dim] = sharding.size
+                protect(parameter, Shard(names.plain(name), tuple(shape), sharding, topology.group("tp")))
+    if any(isinstance(parameter, ShardedParameter) for parameter in model.parameters()):
+        around(model, _together)
+
+
+def _together(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with in_forward():
+        return forward(*args, **kwargs)

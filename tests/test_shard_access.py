@@ -19,10 +19,10 @@ from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
 from ds_npu.parallel.tensor.shard_access import (
-    Shard,
     ShardAccessError,
     ShardCopy,
     ShardedParameter,
+    WeightShard,
     local_shard,
     protect,
     using_shards,
@@ -37,7 +37,8 @@ ROWS, COLUMNS = 6, 4
 def shard_of_a_weight() -> ShardedParameter:
     """Rows 0 to 3 of 6."""
     parameter = nn.Parameter(torch.arange(12.0).view(3, COLUMNS))
-    protect(parameter, Shard("head.weight", (ROWS, COLUMNS), Sharding(0, ROWS, (((0, 3),), ((3, ROWS),))), group=None))
+    sharding = Sharding(0, ROWS, (((0, 3),), ((3, ROWS),)))
+    protect(parameter, WeightShard.of("head.weight", (ROWS, COLUMNS), sharding, group=None))
     return parameter
 
 
@@ -48,7 +49,7 @@ def test_metadata_is_free_and_a_computation_names_the_weight_and_the_reader():
     parameter = shard_of_a_weight()
     assert parameter.shape == (3, COLUMNS) and parameter.dtype == torch.float32 and parameter.device.type == "cpu"
     assert isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.grad is None
-    assert parameter.numel() == 12 and len(parameter) == 3 and "a shard of head.weight" in repr(parameter)
+    assert parameter.numel() == 12 and len(parameter) == 3 and "head.weight [6, 4] is split" in repr(parameter)
     with pytest.raises(ShardAccessError, match=r"head.weight \[6, 4\] is split .*test_shard_access.py:\d+"):
         parameter @ torch.ones(COLUMNS)
     with pytest.raises(ShardAccessError, match="linear"):

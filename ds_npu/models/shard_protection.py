@@ -9,7 +9,7 @@ from torch import nn
 from ds_npu.models import names
 from ds_npu.models.tensor_parallel import SPLIT
 from ds_npu.parallel.tensor.region import around
-from ds_npu.parallel.tensor.shard_access import Shard, ShardedParameter, in_forward, protect
+from ds_npu.parallel.tensor.shard_access import ShardedParameter, WeightShard, in_forward, protect
 from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.topology import Topology
 
@@ -25,7 +25,7 @@ def protect_shards(model: nn.Module, topology: Topology) -> None:
             if sharding is not None:
                 shape = list(vars(parameter).get("ds_shape", parameter.shape))  # Under ZeRO-3 it holds nothing now.
                 shape[sharding.dim] = sharding.size
-                protect(parameter, Shard(names.plain(name), tuple(shape), sharding, topology.group("tp")))
+                protect(parameter, WeightShard.of(names.plain(name), shape, sharding, topology.group("tp")))
     if any(isinstance(parameter, ShardedParameter) for parameter in model.parameters()):
         around(model, _together)
 

@@ -16,10 +16,12 @@ from ds_npu.models.hugging_face import is_hugging_face
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
 from ds_npu.parallel.tensor.region import around
+from ds_npu.parallel.tensor.shard_access import Shard, ShardCopy
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
 
 LABELS = ("labels", "shift_labels")
+LOGITS_REMEDY = "call the model without labels, or under model.eval(): its logits are whole then"
 
 
 class SplitLogits:
@@ -45,7 +47,8 @@ def split_loss(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shardin
         given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
         state.split = model.training and any(given.get(name) is not None for name in LABELS)
         try:
-            return forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
+            return out if not state.split else _with_guarded_logits(out, vocabulary)
         finally:
             state.split = False
 
@@ -61,6 +64,15 @@ def split_loss(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shardin
         return vocab_parallel(*args, **kwargs) if state.split else usual(*args, **kwargs)
 
     model.loss_function = loss  # type: ignore[assignment]
+
+
+def _with_guarded_logits(out: Any, vocabulary: Sharding) -> Any:
+    """Let nobody take this rank's logits for those of all words."""
+    if isinstance(out, dict) and isinstance(out.get("logits"), torch.Tensor):
+        ranks = f"{len(vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
+        described = f"logits of {vocabulary.size} words, in training on labels, are split over {ranks}"
+        out["logits"] = ShardCopy.of(out["logits"], Shard(described, LOGITS_REMEDY))
+    return out
 
 
 def _loss_function(model: Any) -> Any:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_npu.models.attention import setting
 from ds_npu.models.context.batch import Batch, Running, WholeBatch
@@ -16,6 +16,7 @@ from ds_npu.models.context.loss import COUNT, LossShare, Targets
 from ds_npu.models.context.visibility import KEYS, Asked
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.tokens import split_documents, split_evenly
+from ds_npu.parallel.tensor.shard_access import Shard, ShardCopy
 
 EVERY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")
 """[B, S, ...], divided as they are."""
@@ -24,6 +25,7 @@ JOINED = ("logits", "last_hidden_state", "hidden_states")
 """[B, S, ...] of the output."""
 WHOLE = ("router_logits", "aux_loss")
 """Of the output, what is whole on each rank where the routers' logits are joined."""
+REMEDY = "call the model without labels, or under model.eval(): they are whole then"
 ROUTERS = "output_router_logits"
 
 
@@ -167,10 +169,20 @@ class SplitForward:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if name == "loss" and self.loss is not None and labelled:
                 out[name] = self.loss.whole(value, batch, self.who)
-            elif name in JOINED and joins:
+            elif name in JOINED and not joins:
+                out[name] = tree_map(lambda part, name=name: _guarded(part, name), value)
+            elif name in JOINED:
                 out[name] = tuple(map(batch.join, value)) if isinstance(value, tuple) else batch.join(value)
             elif tensors and name not in JOINED and not (name in WHOLE and batch.joins_routers):
                 raise ValueError(
                     f"{self.who} returns {name}, and how it is to be joined over the ranks of ds_npu.parallel.context "
                     "is not known"
                 )
+
+
+def _guarded(part: Any, name: str) -> Any:
+    """Let nobody take what this rank returns of its tokens for that of all of them."""
+    if not isinstance(part, torch.Tensor):
+        return part
+    described = f"{name} of all tokens, in training on labels, are split over the ranks of ds_npu.parallel.context"
+    return ShardCopy.of(part, Shard(described, REMEDY))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -58,6 +58,19 @@ REPLACE = {"copy_", "__set__:data"}
 
 @dataclass(frozen=True)
 class Shard:
+    """What a tensor is a part of."""
+
+    described: str
+    """The whole, and how it is split: what an error says of it."""
+    remedy: str
+    """What to do in place of computing with a part."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # A tensor read from a file is no shard of this model.
+
+
+@dataclass(frozen=True)
+class WeightShard(Shard):
     """What a ShardedParameter is a part of."""
 
     name: str
@@ -68,8 +81,19 @@ class Shard:
     group: Any
     """The tensor ranks."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # A weight read from a file is no shard of this model.
+    @staticmethod
+    def of(name: str, shape: Sequence[int], sharding: Sharding, group: Any) -> WeightShard:
+        ranks = f"{len(sharding.ranges)} tensor ranks along dim {sharding.dim} (ds_npu.parallel.tensor)"
+        described = f"{name} {list(shape)} is split over {ranks}"
+        return WeightShard(described, WEIGHT_REMEDY, name, tuple(shape), sharding, group)
+
+
+WEIGHT_REMEDY = (
+    "compute with the attribute of its module (module.weight) inside of the model's forward and outside of its "
+    "attentions and MLPs, where it is the whole; or, on every tensor rank, with whole_weight(parameter) of "
+    "ds_npu.parallel.tensor.whole_weight; to save, call engine.save_pretrained(folder) or engine.whole_state_dict(). "
+    "Or set ds_npu.parallel.tensor to 1"
+)
 
 
 class ShardAccessError(RuntimeError):
@@ -149,12 +173,8 @@ def refusal(shard: Shard, what: str) -> ShardAccessError:
     frame = _outsider()
     reader = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "autograd"
     return ShardAccessError(
-        f"{shard.name} {list(shard.shape)} is split over {len(shard.sharding.ranges)} tensor ranks along dim "
-        f"{shard.sharding.dim} (ds_npu.parallel.tensor); {reader} asks one rank's shard for {what}, as if it were the "
-        "whole. What to do: compute with the attribute of its module (module.weight) inside of the model's forward and "
-        "outside of its attentions and MLPs, where it is the whole; or, on every tensor rank, with "
-        "whole_weight(parameter) of ds_npu.parallel.tensor.whole_weight; to save, call engine.save_pretrained(folder) "
-        "or engine.whole_state_dict(). Or set ds_npu.parallel.tensor to 1"
+        f"{shard.described}; {reader} asks one rank's part for {what}, as if it were the whole. "
+        f"What to do: {shard.remedy}"
     )
 
 
@@ -187,14 +207,14 @@ def _checked(func: Any, args: Any, kwargs: Any) -> Any:
 def _for_others(func: Any, args: Any, kwargs: Any, held: list[Any]) -> Any:
     name, shard = _name(func), held[0].shard
     if name == "__repr__":
-        return f"a shard of {shard.name}: {held[0].detach()!r}"
+        return f"one rank's part ({shard.described}): {held[0].detach()!r}"
     if func in WRITTEN and not any(isinstance(each, ShardCopy) for each in held):
         return func(*args, **kwargs)
     if name in COPIES:
         copied = func(*args, **kwargs)
         return ShardCopy.of(copied, shard) if isinstance(copied, torch.Tensor) else copied
     values = args[1] if name in REPLACE and len(args) > 1 else None
-    if isinstance(values, ShardCopy) and values.shard.name == shard.name:
+    if isinstance(values, ShardCopy) and values.shard == shard:
         return func(*args, **kwargs)
     raise refusal(shard, f"its {name.rpartition(':')[2]}")
 
@@ -202,7 +222,7 @@ def _for_others(func: Any, args: Any, kwargs: Any, held: list[Any]) -> Any:
 class ShardedParameter(nn.Parameter):
     """A parameter that holds this tensor rank's shard of a weight."""
 
-    shard: Shard
+    shard: WeightShard
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,7 +233,7 @@ class ShardedParameter(nn.Parameter):
 
 
 class ShardCopy(torch.Tensor):
-    """A copy of a ShardedParameter: what ``state_dict()`` gives to others than DeepSpeed and ds_npu."""
+    """This rank's part of something: of a weight, what ``state_dict()`` gives to others than DeepSpeed and ds_npu."""
 
     shard: Shard
 
@@ -238,7 +258,7 @@ def _deep_copy(held: ShardedParameter | ShardCopy, memo: dict[int, Any]) -> Shar
     return found
 
 
-def protect(parameter: nn.Parameter, shard: Shard) -> None:
+def protect(parameter: nn.Parameter, shard: WeightShard) -> None:
     """Let nobody else compute with ``parameter``, which stays the same object."""
     kept: Any = parameter
     if isinstance(parameter, ShardedParameter):

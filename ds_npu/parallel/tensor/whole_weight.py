@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.parallel.tensor.shard_access import (
-    Shard,
     ShardAccessError,
     ShardedParameter,
+    WeightShard,
     is_internal,
     local_shard,
     ranks_agree,
@@ -36,7 +36,7 @@ def whole_weight(parameter: nn.Parameter) -> torch.Tensor:
     return whole
 
 
-def gathered(mine: torch.Tensor, shard: Shard) -> torch.Tensor:
+def gathered(mine: torch.Tensor, shard: WeightShard) -> torch.Tensor:
     """The whole weight, from each tensor rank's shard ``mine``: one all-gather, without gradients."""
     sharding = shard.sharding
     if mine.dim() != len(shard.shape):
@@ -56,7 +56,7 @@ def gathered(mine: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, shard: Shard) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
         ctx.shard = shard
         return gathered(local_shard(parameter), shard)
 
@@ -67,7 +67,7 @@ class _Gather(torch.autograd.Function):
 
 class _Show(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, shard: Shard) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
         ctx.shard = shard
         return WholeWeight.of(parameter, shard)
 
@@ -76,7 +76,7 @@ class _Show(torch.autograd.Function):
         return _part(ctx.shard, gradients[0]), None
 
 
-def _part(shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
+def _part(shard: WeightShard, gradient: torch.Tensor) -> torch.Tensor:
     return shard.sharding.take(gradient, dist.get_rank(shard.group))
 
 
@@ -88,11 +88,11 @@ class WholeWeight(torch.Tensor):
     """
 
     parameter: Any
-    shard: Shard
+    shard: WeightShard
     _whole: torch.Tensor | None
 
     @staticmethod
-    def of(parameter: torch.Tensor, shard: Shard) -> WholeWeight:
+    def of(parameter: torch.Tensor, shard: WeightShard) -> WholeWeight:
         make: Any = torch.Tensor._make_wrapper_subclass
         made: WholeWeight = make(WholeWeight, shard.shape, dtype=parameter.dtype, device=parameter.device)
         made.parameter, made.shard, made._whole = parameter, shard, None

@@ -266,3 +266,25 @@ def refused_readers() -> None:
 
 def test_readers_that_are_refused():
     run_on_ranks(2, refused_readers)
+
+
+def reads_logits() -> None:
+    """In training on labels; of all words in evaluation."""
+    rule.without_extension()
+    tokens = tensor_rule.batches(2)
+    for parallel in ({"tensor": 2}, {"context": 2}):
+        model = tiny_models.tiny("llama")
+        engine, *_ = deepspeed.initialize(
+            model=model, config=tensor_rule.config(1, torch.float64, {"parallel": parallel})
+        )
+        out = engine(input_ids=tokens, labels=tokens)
+        with pytest.raises(ShardAccessError, match=f"logits of .*parallel.{next(iter(parallel))}"):
+            out.logits.argmax(-1)
+        engine.backward(out.loss)
+        engine.eval()
+        with torch.no_grad():
+            assert engine(input_ids=tokens, labels=tokens).logits.argmax(-1).shape == tokens.shape
+
+
+def test_logits_of_some_words_or_tokens_are_refused():
+    run_on_ranks(2, reads_logits)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.models import names
 from ds_npu.models.attention_function import use_attention
+from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.context.attention import SplitAttention
 from ds_npu.models.context.batch import Running
 from ds_npu.models.context.forward import SplitForward
@@ -68,6 +69,7 @@ def spread_sequence(
             f"the {type(inner).__name__} in {who} was spread as it stood in another model, and cannot be spread "
             "again: make it anew, from its weights"
         )
+    check_not_compiled(model, "context")
     shifted = shifts(inner)
     _refuse_other_mixing(inner)
     _check_forward(inner)
@@ -88,6 +90,7 @@ def spread_sequence(
         _share_gradients(model, inner, topology.size("cp"))
     vars(inner)[SPREAD] = vars(model)[SPREAD] = model
     refuse_copies(model)
+    refuse_compiling(model, "context")
 
 
 def outermost(model: nn.Module) -> list[Any]:

@@ -27,6 +27,7 @@ from ds_npu.models.adapters import (
     second_factors,
     with_adapter,
 )
+from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.cuts import ROWS, Cut, cuts_of, even, halves, local_heads
 from ds_npu.models.experts import show_all_tokens, split_experts
 from ds_npu.models.latent import make_latent
@@ -81,10 +82,12 @@ def split_model(
 
     Raises ValueError, before anything is changed, naming every module that cannot be split over so many ranks.
     """
+    check_not_compiled(model, "tensor")
     axis = tensor_axis(topology, sequence_parallel, collectives)
     split = _Splitting(model, plan, axis, topology, RegionRandomness(topology, device_type)).run()
     model.__dict__[SPLIT] = split
     refuse_parts(model)
+    refuse_compiling(model, "tensor")
     return split
 
 

@@ -7,6 +7,7 @@ Which settings a family is split or spread with exactly, and what it is refused 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -49,7 +50,6 @@ SIZES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
-    "experts_implementation": "eager",
 }
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "v_head_dim": 6}
 LATENT |= {"qk_rope_head_dim": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -59,7 +59,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "dots1": {"n_group": 2, "topk_group": 1, "n_shared_experts": 1},
-    "falcon": {"head_dim": None, "num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_h1": MAMBA,
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
@@ -72,8 +72,10 @@ CHANGES: dict[str, dict[str, object]] = {
 
 def config_of(kind: str) -> Any:
     """The configuration of a tiny model of the family ``kind``; nothing in it drops anything."""
-    chosen = {key: value for key, value in (SIZES | CHANGES.get(kind, {})).items() if value is not None}
-    config = class_of(kind).config_class(**chosen)
+    config_class = class_of(kind).config_class
+    known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    config = config_class(**sizes | CHANGES.get(kind, {}), experts_implementation="eager")
     for each in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
         dropped = [key for key, value in vars(each).items() if "drop" in key and isinstance(value, float)]
         vars(each).update(dict.fromkeys(dropped, 0.0))

@@ -40,7 +40,16 @@ from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, Form, RowLinear, project_together
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
-from ds_npu.parallel.tensor.region import RandomNumbers, SequenceShards, join_hidden_states, make_region, make_sequence
+from ds_npu.parallel.tensor.region import (
+    RandomNumbers,
+    SequenceShards,
+    around,
+    check_sequences,
+    join_hidden_states,
+    make_region,
+    make_sequence,
+    make_whole,
+)
 from ds_npu.parallel.tensor.sharding import keep_part, sharding_of
 from ds_npu.topology.topology import Topology
 
@@ -58,6 +67,7 @@ COLUMNS = (
     Role.COLUMN,
 )
 SPLIT = "ds_npu_split"
+LISTS = (nn.ModuleList, nn.ModuleDict)
 TOGETHER = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
 """Roles whose linears a module calls with the same hidden states."""
 
@@ -159,6 +169,7 @@ class _Splitting:
                 keep_part(bias, cut.sharding(0), self.axis.rank)  # type: ignore[arg-type]
         if is_row:
             self._put(name, RowLinear(weight, bias, self.axis, form))
+            self._expect_sequences(name)
         elif role is Role.HEAD:
             self._put(name, ColumnLinear(weight, bias, local_axis(self.axis), form, inside=False))
             if name == layer:
@@ -167,6 +178,18 @@ class _Splitting:
         else:
             inside = self.plan.around(name, *REGIONS) is not None
             self._put(name, ColumnLinear(weight, bias, self.axis, form, inside))
+            if not inside:
+                self._expect_sequences(name)
+
+    def _expect_sequences(self, name: str) -> None:
+        """Let a linear at the border of a region raise ValueError for flattened hidden states, which have no shards."""
+
+        def checked(forward: Any, x: Any) -> Any:
+            check_sequences(x, name)
+            return forward(x)
+
+        if self.axis.sequence_parallel:
+            around(self.modules[name], checked)
 
     def _let_adapters_know(self) -> None:
         for name in adapted_layers(self.plan):
@@ -208,7 +231,33 @@ class _Splitting:
             if sharding_of(parameter) is None and self._is_partial(module):
                 sum_gradient(parameter, self.axis.group)
 
+    @cached_property
+    def _whole(self) -> list[str]:
+        """Of the modules among sequence shards that are not split, the outermost that may go from token to token."""
+        if not self.axis.sequence_parallel:
+            return []
+        free = [name for name in self.modules if self.plan.of(name) is None and self.plan.region(name) is None]
+        found = dict.fromkeys(filter(None, map(self._outermost, [*self.plan.named(Role.REPLICATED), *free])))
+        return [name for name in found if not self._works_on_shards(self.modules[name])]
+
+    def _outermost(self, name: str) -> str | None:
+        """The outermost module around ``name`` in its block of which nothing is split; None outside of blocks."""
+        block = self.plan.block(name)
+        if block is None:
+            return None
+        around_it = [each for each in (name, *names.ancestors(name)) if each != block and names.is_inside(each, block)]
+        roles = ({self.plan.of(inner) for inner in (each, *self.plan.inside(each))} for each in around_it)
+        whole = [each for each, found in zip(around_it, roles, strict=True) if found <= {Role.REPLICATED, None}]
+        return next((each for each in reversed(whole) if not isinstance(self.modules[each], LISTS)), None)
+
+    @staticmethod
+    def _works_on_shards(module: nn.Module) -> bool:
+        """What sends tokens to experts counts them for its auxiliary loss, too."""
+        return all(kinds.works_on_tokens(each) and not kinds.is_sparse(each) for each in module.modules())
+
     def _is_partial(self, module: str) -> bool:
+        if any(names.is_inside(module, whole) for whole in self._whole):
+            return False
         if self.axis.sequence_parallel and self.plan.block(module) is not None:
             return True
         at_border = self.plan.roles.get(module) in (Role.LATENT, *ROWS) or is_at_border(self.plan, module)
@@ -235,6 +284,9 @@ class _Splitting:
             # With sequence parallelism nothing in a block is the same on two ranks.
             make_sequence(blocks, self.shards, **self._random_numbers(*blocks))
             join_hidden_states(self.model, len(blocks), self.shards)
+            for each in map(self.modules.__getitem__, self._whole):
+                numbers = {"random_numbers": self.randomness.outside} if any(map(drops, each.modules())) else {}
+                make_whole(each, self.shards, **numbers)
             for _, router in self._of(Role.ROUTER):
                 if self._counts_tokens:
                     show_all_tokens(router, self.shards)

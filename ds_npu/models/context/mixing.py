@@ -7,7 +7,6 @@ is not known to work on each token by itself is refused.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -21,15 +20,8 @@ WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 """Kinds of layers (a config's ``layer_types``) in which only attention goes from token to token."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """transformers' registry, of which an attention whose function can be exchanged takes it."""
-FEED_FORWARD = re.compile("MLP|Mlp|FeedForward|FFN|M[oO][eE]|Expert|Router|Gate")
-"""In the names of transformers' classes for what stands behind attention in a block."""
-LINEAR = ("Linear", "Conv1D", "Router", "Gate")
-OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
-"""Of torch's activations, those that may be over the sequence."""
 NO_CLAIM = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
 """Roles that do not say that a module works on each token by itself."""
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
-LORA = ("peft.tuners.lora.", "peft.tuners._buffer_dict", "peft.utils.other")
 
 
 def check_settings(inner: Any) -> None:
@@ -53,7 +45,7 @@ def check_mixing(inner: Any, roles: Mapping[nn.Module, Role]) -> None:
     if not blocks:
         raise ValueError(f"{who} has no stack of blocks with an attention in each that transformers can exchange")
     for name, module in decoder.named_modules():
-        known = name in {"", *blocks, *attentions} or works_on_tokens(module)
+        known = name in {"", *blocks, *attentions} or kinds.works_on_tokens(module)
         if not known and roles.get(module, Role.REPLICATED) in NO_CLAIM:
             raise ValueError(
                 f"{who} has {name} ({kinds.described(module)}), and nothing says that it works on each token by "
@@ -72,25 +64,6 @@ def is_exchangeable(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     takes = isinstance(forward, FunctionType) and INTERFACE in forward.__code__.co_names
     return takes and "Attention" in type(module).__name__ and not kinds.own_shapes(module)
-
-
-def works_on_tokens(module: nn.Module) -> bool:
-    """Whether ``module``, apart from the modules in it, is known to work on each token by itself."""
-    kind = type(module)
-    dims = {len(shape) for shape in kinds.own_shapes(module).values()}
-    if kind.__module__.startswith(LORA) or isinstance(module, (*CONTAINERS, nn.Identity, nn.Dropout)):
-        return True
-    if kind.__module__ in ("torch.nn.modules.activation", "transformers.activations"):
-        return not isinstance(module, OVER_A_DIM)
-    if isinstance(module, nn.Embedding):
-        return True
-    if kinds.is_norm(module):
-        return dims <= {1}
-    if kinds.is_linear(module) and kind.__name__.endswith(LINEAR):
-        return True
-    if FEED_FORWARD.search(kind.__name__):
-        return dims <= {1} or kinds.is_experts(module) or kinds.is_linear(module)
-    return "Rotary" in kind.__name__ and not dims
 
 
 def _configured(inner: Any) -> Iterator[str]:

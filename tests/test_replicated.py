@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import decoder_families as families
 import pytest
-import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import nn
 
@@ -19,34 +18,26 @@ FAMILIES = {
 ALSO = {"jamba": {"model.layers.*.mamba": "replicated"}}
 
 
-def parts(kind: str, blocks: str) -> list[str]:
-    """By glob, every module in a block of the family, blocks that differ included."""
-    model = families.made(kind)
-    found: dict[str, None] = {}
-    for block in model.get_submodule(blocks.removesuffix(".*")):
-        held = ((name, each) for name, each in block.named_modules() if name and list(each.parameters()))
-        found.update(dict.fromkeys(f"{blocks}.{name}" for name, each in held if not isinstance(each, nn.ModuleList)))
-    return list(found)
+def parts(kind: str, blocks: str) -> dict[str, nn.Module]:
+    """By glob, every module with weights in the blocks of the family, some of which may differ."""
+    found: dict[str, nn.Module] = {}
+    for block in families.made(kind).get_submodule(blocks.removesuffix(".*")):
+        for name, each in block.named_modules():
+            if name and list(each.parameters()) and not isinstance(each, nn.ModuleList):
+                found[f"{blocks}.{name}"] = each
+    return found
 
 
 def every_part(kind: str, sequence_parallel: bool) -> None:
-    exact = []
-    for glob in parts(kind, FAMILIES[kind]):
+    exact = set()
+    for glob, module in parts(kind, FAMILIES[kind]).items():
         found = families.outcome(kind, 2, sequence_parallel, ALSO.get(kind, {}) | {glob: "replicated"})
-        assert found == "exact" or found.startswith("refused"), (glob, found)
+        named = glob.rpartition(".")[2] in found or type(module).__name__ in found
+        assert found == "exact" or (found.startswith("refused") and named), (glob, found)
         if found == "exact":
-            exact.append(glob.removeprefix(f"{FAMILIES[kind]}."))
-        else:
-            assert glob.removesuffix(".*") and glob.rpartition(".")[2] in found, (glob, found)
-        if dist.get_rank() == 0:
-            print(kind, sequence_parallel, glob, found[:150], flush=True)
+            exact.add(glob)
     # What stands in the block itself can always be whole.
-    assert {name for name in parts_of_block(kind) if name not in exact} == set()
-
-
-def parts_of_block(kind: str) -> set[str]:
-    named = (glob.removeprefix(f"{FAMILIES[kind]}.") for glob in parts(kind, FAMILIES[kind]))
-    return {name for name in named if "." not in name}
+    assert {glob for glob in parts(kind, FAMILIES[kind]) if glob.rpartition(".")[0] == FAMILIES[kind]} <= exact
 
 
 def both(kinds: list[str]) -> None:

@@ -13,9 +13,9 @@ CONV1D = "Conv1D"
 """transformers' linear whose weight is [in, out]."""
 
 DENSE = re.compile("MLP|Mlp|FeedForward|FFN")
-SPARSE = re.compile("M[oO][eE]|Expert|Router|Gate")
+SPARSE = re.compile("M[oO][eE]|Expert|Router|Gate$")
 """In the names of transformers' classes for what stands behind attention in a block."""
-LINEAR = ("Linear", "Conv1D", "Router", "Gate")
+LINEAR = ("Linear", "Conv1D")
 OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 """Of torch's activations, those that may be over the sequence."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
@@ -68,7 +68,7 @@ def works_on_tokens(module: nn.Module) -> bool:
         return not isinstance(module, OVER_A_DIM)
     if is_norm(module) or DENSE.search(name):
         return dims <= {1}
-    if is_sparse(module) and (dims <= {1} or is_experts(module)):
+    if is_sparse(module) and (dims <= {1, 2} or is_experts(module)):
         return True
     if is_linear(module):
         return name.endswith(LINEAR)

@@ -6,7 +6,6 @@ Which settings a family is split or spread with exactly, and what it is refused 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator
@@ -55,6 +54,8 @@ LATENT = {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_n
 LATENT |= {"qk_rope_head_dim": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 CHANGES: dict[str, dict[str, object]] = {
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
@@ -123,8 +124,7 @@ def outcome(kind: str, tensor: int, sequence_parallel: bool, globs: dict[str, st
         expected = step(plain, given)
     except Exception as error:
         return f"one process: {type(error).__name__}: {error}"
-    model = copy.deepcopy(plain)
-    model.zero_grad()
+    model = made(kind)
     build = Build(topology, model, globs or {})
     parallel = ParallelSection(tensor=tensor, context=context, sequence_parallel=sequence_parallel)
     try:

@@ -39,7 +39,7 @@ def described(module: nn.Module) -> str:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether the class says that this is a norm."""
-    return type(module).__name__.endswith(NORM_ENDINGS)
+    return type(module).__name__.endswith(NORM_ENDINGS) or isinstance(module, nn.LayerNorm)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -58,6 +58,8 @@ class SplitAttention:
         may_leave_out = asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip", False)
         if pattern is None or (pattern.documents is None and not may_leave_out):
             _refuse(f"a mask made by {asked['mask_function'].__qualname__}", "full, causal and sliding-window masks")
+        if pattern.is_empty:
+            return SplitMask(Mask(dense=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)), batch)
         return SplitMask(_with_padding(Mask(pattern.before, pattern.after), batch), batch)
 
     def attend(

@@ -35,6 +35,7 @@ from ds_npu.models.plan import ModelPlan
 from ds_npu.models.refusal import check_splittable, refuse_parts
 from ds_npu.models.roles import Role
 from ds_npu.models.vocabulary import local_axis, split_loss
+from ds_npu.models.whole_sequences import need_whole_sequences
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
@@ -67,7 +68,6 @@ COLUMNS = (
     Role.COLUMN,
 )
 SPLIT = "ds_npu_split"
-LISTS = (nn.ModuleList, nn.ModuleDict)
 TOGETHER = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
 """Roles whose linears a module calls with the same hidden states."""
 
@@ -233,27 +233,7 @@ class _Splitting:
 
     @cached_property
     def _whole(self) -> list[str]:
-        """Of the modules among sequence shards that are not split, the outermost that may go from token to token."""
-        if not self.axis.sequence_parallel:
-            return []
-        free = [name for name in self.modules if self.plan.of(name) is None and self.plan.region(name) is None]
-        found = dict.fromkeys(filter(None, map(self._outermost, [*self.plan.named(Role.REPLICATED), *free])))
-        return [name for name in found if not self._works_on_shards(self.modules[name])]
-
-    def _outermost(self, name: str) -> str | None:
-        """The outermost module around ``name`` in its block of which nothing is split; None outside of blocks."""
-        block = self.plan.block(name)
-        if block is None:
-            return None
-        around_it = [each for each in (name, *names.ancestors(name)) if each != block and names.is_inside(each, block)]
-        roles = ({self.plan.of(inner) for inner in (each, *self.plan.inside(each))} for each in around_it)
-        whole = [each for each, found in zip(around_it, roles, strict=True) if found <= {Role.REPLICATED, None}]
-        return next((each for each in reversed(whole) if not isinstance(self.modules[each], LISTS)), None)
-
-    @staticmethod
-    def _works_on_shards(module: nn.Module) -> bool:
-        """What sends tokens to experts counts them for its auxiliary loss, too."""
-        return all(kinds.works_on_tokens(each) and not kinds.is_sparse(each) for each in module.modules())
+        return need_whole_sequences(self.plan, self.modules) if self.axis.sequence_parallel else []
 
     def _is_partial(self, module: str) -> bool:
         if any(names.is_inside(module, whole) for whole in self._whole):

@@ -136,6 +136,11 @@ def wrong_models() -> None:
     with pytest.raises(ValueError, match=r"a mask \[3, 1, 7, 7\] that LlamaAttention made itself"):
         both.model(input_ids=tokens())
     handle.remove()
+    attention = both.model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ValueError, match=r"1 attentions, as layers\.1\.self_attn, did not call transformers' function"):
+        both.model(input_ids=tokens())
+    del attention.forward
     del both.model._loss_function
     with pytest.raises(ValueError, match="called its loss_function 0 times"):
         both.model(input_ids=tokens(), labels=tokens())

@@ -29,6 +29,8 @@ from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
 from ds_npu.log import logger
+from ds_npu.models.compiled import check_engine_may_compile
+from ds_npu.models.context_parallel import is_spread
 from ds_npu.models.shard_protection import protect_shards
 from ds_npu.models.tensor_parallel import split_of
 from ds_npu.parallel.tensor.shard_access import using_shards
@@ -62,6 +64,12 @@ class TopologyMixin(WholeWeights):
         for install in self.build.when_built:
             for line in install(self):
                 logger().info("%s", line)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""
+        divides = {"tensor": self.topology.size("tp") > 1, "context": is_spread(self.module)}
+        check_engine_may_compile(self.module, divides)
+        super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]

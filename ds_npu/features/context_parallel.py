@@ -48,18 +48,19 @@ def _apply(section: ContextParallelSection, build: Build) -> None:
     if not models.outermost(build.model):
         warn_once(WHOLE.format(size=topology.size("cp"), model=type(build.model).__name__))
         return
+    models.spreadable(build.model, build.sketch)
+    algorithm = _algorithm(section, build)
     # What scripts draw (the order of samples) must agree over ranks that share samples.
     importlib.import_module("ds_npu.parallel.tensor.randomness").align_generators(topology, build.device_type, "cp")
-    models.spread_sequence(build.model, build.plan, topology, _algorithm(section, build), build.device_type)
+    models.spread_sequence(build.model, build.sketch, topology, algorithm, build.device_type)
 
 
 def _algorithm(section: ContextParallelSection, build: Build) -> Any:
     """The one that ``section`` leaves, or what chooses it for the first batch: (samples, length) -> algorithm.
 
-    Raises PlanError where not every module is known, some of which might go from token to token, and ConfigError where
-    no algorithm is for so many heads.
+    Raises ConfigError where no algorithm is for so many heads.
     """
-    degrees, plan = build.topology.degrees, build.plan
+    degrees, plan = build.topology.degrees, build.sketch
     # The one with fewest heads limits a Ulysses exchange most.
     shape = min(plan.attentions.values(), key=lambda each: each.heads, default=None)
     found = algorithms(section, degrees.cp)

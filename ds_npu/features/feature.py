@@ -68,6 +68,13 @@ class Build:
             kept[PLANNED] = importlib.import_module("ds_npu.models.globs").plan_for(self.model, self.globs)
         return kept[PLANNED]
 
+    @cached_property
+    def sketch(self) -> Any:
+        """The plan, or as much of it as is known: for who splits no weights. Raises PlanError for wrong globs."""
+        globs: Any = importlib.import_module("ds_npu.models.globs")
+        kept = self.model.__dict__.get(PLANNED)
+        return globs.sketch_for(self.model, self.globs) if kept is None else kept
+
     @property
     def spreads_sequences(self) -> bool:
         """Whether the model's attentions are to work on parts of its sequences."""

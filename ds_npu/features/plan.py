@@ -17,8 +17,8 @@ Plan = dict[Name, Annotated[Role, Field(strict=False)]]
 
 def _apply(plan: Plan, build: Build) -> None:
     if plan:
-        # Whether anything needs the plan or not, what is wrong with it is said.
-        build.plan  # noqa: B018
+        # Whether anything needs it or not, what is wrong with it is said.
+        build.sketch  # noqa: B018
 
 
 PLAN: Feature[Plan] = Feature("plan", apply=_apply)

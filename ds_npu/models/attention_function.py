@@ -48,9 +48,27 @@ def use_attention(model: nn.Module, implementation: Implementation | None = None
     The config is copied, for another model may have the same. Raises TypeError for a model that is not transformers',
     ValueError, before anything is changed, for one whose attention is not exchangeable or cannot be computed.
     """
+    modeling = _modeling()
+    check_exchangeable(model)
+    name, attend, mask = implementation or Implementation(NAME, attention_function, masks.attention_mask)
+    modeling["ALL_ATTENTION_FUNCTIONS"].register(name, attend)
+    vars(importlib.import_module(masks.MASKING))["ALL_MASK_ATTENTION_FUNCTIONS"].register(name, mask)
+    copied: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(vars(module).get("config"), modeling["PreTrainedConfig"]):
+            config: Any = copy.deepcopy(module.config, copied)
+            config._attn_implementation = name
+            module.config = config
+
+
+def _modeling() -> dict[str, Any]:
     # Not imported for its own sake: without it in the process, no module is its.
-    modeling = vars(sys.modules.get("transformers.modeling_utils", sys))
-    found: list[Any] = [each for each in model.modules() if isinstance(each, modeling.get("PreTrainedModel", ()))]
+    return vars(sys.modules.get("transformers.modeling_utils", sys))
+
+
+def check_exchangeable(model: nn.Module) -> None:
+    """Raise TypeError and ValueError as ``use_attention`` does."""
+    found: list[Any] = [each for each in model.modules() if isinstance(each, _modeling().get("PreTrainedModel", ()))]
     if not found:
         raise TypeError(f"{type(model).__name__} holds no model of transformers, so its attention is its own")
     for each in found:
@@ -61,15 +79,6 @@ def use_attention(model: nn.Module, implementation: Implementation | None = None
     for parameter, _ in model.named_parameters():
         if parameter.endswith(".sinks"):
             raise ValueError(f"{type(model).__name__} has {parameter}, attention sinks: {_ADVICE}")
-    name, attend, mask = implementation or Implementation(NAME, attention_function, masks.attention_mask)
-    modeling["ALL_ATTENTION_FUNCTIONS"].register(name, attend)
-    vars(importlib.import_module(masks.MASKING))["ALL_MASK_ATTENTION_FUNCTIONS"].register(name, mask)
-    copied: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(vars(module).get("config"), modeling["PreTrainedConfig"]):
-            config: Any = copy.deepcopy(module.config, copied)
-            config._attn_implementation = name
-            module.config = config
 
 
 _ADVICE = 'which ds_npu\'s attention cannot do; leave it with attn_implementation="eager", and sequences whole'

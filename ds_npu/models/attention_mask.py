@@ -46,6 +46,11 @@ class Pattern:
     after: int | None = None
     documents: torch.Tensor | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row sees a key: Qwen2-MoE makes a mask of a window of 0, and uses it in no layer."""
+        return self.before is not None and self.after is not None and self.before + self.after < 0
+
 
 def attention_mask(**asked: Any) -> torch.Tensor | Mask | PackedMask | None:
     """The mask function for ``ALL_MASK_ATTENTION_FUNCTIONS``, with transformers' own arguments (see its ``sdpa_mask``).
@@ -57,7 +62,7 @@ def attention_mask(**asked: Any) -> torch.Tensor | Mask | PackedMask | None:
     # transformers forbids to leave a mask out where it goes on to work with it, and where documents make it necessary.
     may_leave_out = asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip", False)
     offsets = asked.get("q_offset", 0), asked.get("kv_offset", 0)
-    known = pattern is not None and (may_leave_out or pattern.documents is not None)
+    known = pattern is not None and not pattern.is_empty and (may_leave_out or pattern.documents is not None)
     # A static cache's offset is on the device: it is not waited for.
     if not known or isinstance(offsets[0], torch.Tensor):
         return _evaluated(asked)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ds_npu.models import names
-from ds_npu.models.attention_function import use_attention
+from ds_npu.models.attention_function import check_exchangeable, use_attention
+from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.context.attention import SplitAttention
 from ds_npu.models.context.batch import Running
 from ds_npu.models.context.forward import SplitForward
 from ds_npu.models.context.layers import depends_on_length, join_router_logits, show_last_position
 from ds_npu.models.context.loss import LossShare, shifts
+from ds_npu.models.context.mixing import attentions_of, check_mixing, check_settings
 from ds_npu.models.context.values import EarlyValues
 from ds_npu.models.hugging_face import POSITIONS, is_hugging_face
 from ds_npu.models.plan import ModelPlan
@@ -38,8 +41,6 @@ from ds_npu.topology.topology import Topology
 SPREAD = "ds_npu_spread"
 Choice = Callable[[int, int], ContextAlgorithm]
 """The algorithm for a batch of (samples, tokens of each)."""
-WITHIN_TOKENS = {"full_attention", "sliding_attention"}
-"""Kinds of layers (a config's ``layer_types``) in which only attention goes from token to token."""
 
 
 def is_spread(model: nn.Module) -> bool:
@@ -59,6 +60,33 @@ def spread_sequence(
     ``algorithm`` is one, or chooses one at the first forward, in which all ranks of the world then take part. Raises
     ValueError, before anything is changed, for a model that does not only go from token to token by attention.
     """
+    inner = spreadable(model, plan)
+    shifted = shifts(inner)
+    running = Running()
+    values = EarlyValues(model, plan, topology, running)
+    attention = SplitAttention(running, values)
+    attention.waiting = {module: name for name, module in attentions_of(inner).items()}
+    use_attention(model, attention.implementation)
+    axis_of = _axis(topology, algorithm)
+    randomness = RegionRandomness(topology, device_type, "cp")
+    loss = None if shifted is None else LossShare(inner.loss_function, running, shifted)
+    if loss is not None:
+        inner.loss_function = loss
+    numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
+    join_router_logits(inner.get_decoder(), running)
+    around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(inner)))
+    around(inner, partial(_checked, attention))
+    for rotary in list(filter(depends_on_length, inner.modules())):
+        show_last_position(rotary, running)
+    if inner is not model:
+        _share_gradients(model, inner, topology.size("cp"))
+    vars(inner)[SPREAD] = vars(model)[SPREAD] = model
+    refuse_copies(model)
+    refuse_compiling(model, "context")
+
+
+def spreadable(model: nn.Module, plan: ModelPlan) -> Any:
+    """The model of transformers that ``model`` is, or holds, whose sequences can be spread; raises ValueError."""
     found, who = outermost(model), type(model).__name__
     if len(found) != 1:
         raise ValueError(f"{who} holds {len(found)} models of transformers; ds_npu.parallel.context spreads one")
@@ -68,26 +96,19 @@ def spread_sequence(
             f"the {type(inner).__name__} in {who} was spread as it stood in another model, and cannot be spread "
             "again: make it anew, from its weights"
         )
-    shifted = shifts(inner)
-    _refuse_other_mixing(inner)
+    check_not_compiled(model, "context")
+    shifts(inner)
+    check_settings(inner)
+    check_exchangeable(inner)
+    check_mixing(inner, {module: plan.roles[name] for name, module in model.named_modules() if name in plan.roles})
     _check_forward(inner)
-    running = Running()
-    values = EarlyValues(model, plan, topology, running)
-    use_attention(model, SplitAttention(running, values).implementation)
-    axis_of = _axis(topology, algorithm)
-    randomness = RegionRandomness(topology, device_type, "cp")
-    loss = None if shifted is None else LossShare(inner.loss_function, running, shifted)
-    if loss is not None:
-        inner.loss_function = loss
-    numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
-    join_router_logits(inner.get_decoder(), running)
-    around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(inner)))
-    for rotary in list(filter(depends_on_length, inner.modules())):
-        show_last_position(rotary, running)
-    if inner is not model:
-        _share_gradients(model, inner, topology.size("cp"))
-    vars(inner)[SPREAD] = vars(model)[SPREAD] = model
-    refuse_copies(model)
+    return inner
+
+
+def _checked(attention: SplitAttention, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    out = forward(*args, **kwargs)
+    attention.check_all_called()
+    return out
 
 
 def outermost(model: nn.Module) -> list[Any]:
@@ -114,20 +135,6 @@ def _axis(topology: Topology, algorithm: ContextAlgorithm | Choice) -> Callable[
         return chosen[0]
 
     return choose
-
-
-def _refuse_other_mixing(inner: Any) -> None:
-    config = inner.config.get_text_config()
-    mixing = sorted(set(vars(config).get("layer_types") or ()) - WITHIN_TOKENS)
-    convolutions = [name for name, each in inner.named_modules() if isinstance(each, nn.Conv1d)]
-    if inner.config.is_encoder_decoder:
-        mixing.append("an encoder and a decoder")
-    if inner._is_stateful or mixing or convolutions:
-        found = ", ".join([*mixing, *convolutions[:1]]) or "layers with a state"
-        raise ValueError(
-            f"ds_npu.parallel.context: {type(inner).__name__} has {found}; a sequence can be spread only where nothing "
-            "but full and sliding-window attention goes from token to token"
-        )
 
 
 def _check_forward(inner: Any) -> None:

@@ -43,6 +43,8 @@ class Draft:
     """Why a module was not placed."""
     doubtful: set[str] = field(default_factory=set)
     """What was given a role that does not exist: nothing more is said of it."""
+    given: set[str] = field(default_factory=set)
+    """What the user has given a role."""
 
 
 def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> ModelPlan:
@@ -54,10 +56,7 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     missing = [name for name in modules if _missing(modules[name], plan.of(name)) and name not in silent]
     unplaced = [(name, draft.notes.get(name, UNKNOWN)) for name in missing]
     linears = _linears(modules, plan, leave_out=misfits)
-    shapes = {
-        name: draft.attentions.get(name) or counted(modules[name], linears[name]) for name in plan.named(Role.ATTENTION)
-    }
-    plan = replace(plan, attentions={name: shape for name, shape in shapes.items() if shape is not None})
+    plan = _with_heads(modules, plan, draft, linears)
     misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
     sizes = _wrong_sizes(modules, plan, linears)
     faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
@@ -65,6 +64,33 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     if told:
         raise PlanError(plan.model, told, _remedy(plan, unplaced))
     return plan
+
+
+def sketched(model: nn.Module, draft: Draft, problems: Iterable[str]) -> ModelPlan:
+    """What ``draft`` knows, which need not be everything; raises PlanError with ``problems`` and what users misplaced.
+
+    An attention whose linears contradict its heads counts as one of unknown heads.
+    """
+    modules = dict(model.named_modules())
+    plan = _without_heads(modules, _adapted(model, draft.roles))
+    misfits = dict(_misfits(modules, plan))
+    told = [*problems, *_told(modules, [fault for fault in misfits.items() if fault[0] in draft.given])]
+    if told:
+        raise PlanError(plan.model, told)
+    plan = replace(plan, roles={name: role for name, role in plan.roles.items() if name not in misfits})
+    linears = _linears(modules, plan, leave_out=())
+    plan = _with_heads(modules, plan, draft, linears)
+    fitting = {name: shape for name, shape in plan.attentions.items() if not any(wrong_heads(shape, linears[name]))}
+    return replace(plan, attentions=fitting)
+
+
+def _with_heads(
+    modules: dict[str, nn.Module], plan: ModelPlan, draft: Draft, linears: Mapping[str, Linears]
+) -> ModelPlan:
+    shapes = {
+        name: draft.attentions.get(name) or counted(modules[name], linears[name]) for name in plan.named(Role.ATTENTION)
+    }
+    return replace(plan, attentions={name: shape for name, shape in shapes.items() if shape is not None})
 
 
 def _adapted(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:

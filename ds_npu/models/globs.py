@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ds_npu.models import kinds, names
-from ds_npu.models.draft import Draft, finished
+from ds_npu.models.draft import Draft, finished, sketched
 from ds_npu.models.hugging_face import draft_of
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.roles import STRUCTURAL, Role
@@ -26,6 +26,16 @@ def plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
     draft = draft_of(model)
     problems = [problem for glob, role in globs.items() for problem in _lay(draft, model, glob, role)]
     return finished(model, draft, problems)
+
+
+def sketch_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
+    """What is known of ``model``, and what ``globs`` say, for who splits no weights and need not know every module.
+
+    Raises PlanError with what is wrong with ``globs``.
+    """
+    draft = draft_of(model)
+    problems = [problem for glob, role in globs.items() for problem in _lay(draft, model, glob, role)]
+    return sketched(model, draft, problems)
 
 
 def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]:
@@ -47,6 +57,7 @@ def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]
             yield f'"{glob}": {role} is for modules with parameters; what matches, as {found}, has none of its own'
         for name in chosen:
             draft.roles[name] = role
+        draft.given.update(chosen)
 
 
 def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:

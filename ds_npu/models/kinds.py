@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from ds_npu.models.roles import Role
@@ -9,6 +11,15 @@ from ds_npu.models.roles import Role
 NORM_ENDINGS = ("RMSNorm", "LayerNorm")
 CONV1D = "Conv1D"
 """transformers' linear whose weight is [in, out]."""
+
+DENSE = re.compile("MLP|Mlp|FeedForward|FFN")
+SPARSE = re.compile("M[oO][eE]|Expert|Router|Gate$")
+"""In the names of transformers' classes for what stands behind attention in a block."""
+LINEAR = ("Linear", "Conv1D")
+OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
+"""Of torch's activations, those that may be over the sequence."""
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
+LORA = ("peft.tuners.lora.", "peft.tuners._buffer_dict", "peft.utils.other")
 
 Shape = tuple[int, ...]
 
@@ -28,7 +39,7 @@ def described(module: nn.Module) -> str:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether the class says that this is a norm."""
-    return type(module).__name__.endswith(NORM_ENDINGS)
+    return type(module).__name__.endswith(NORM_ENDINGS) or isinstance(module, nn.LayerNorm)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -40,6 +51,28 @@ def is_experts(module: nn.Module) -> bool:
     """Whether this holds weights of several experts, each of them in one parameter; a convolution has a "weight"."""
     shapes = own_shapes(module)
     return "weight" not in shapes and any(len(shape) == 3 for shape in shapes.values())
+
+
+def is_sparse(module: nn.Module) -> bool:
+    """Whether the class says that this sends tokens to experts, or holds them."""
+    return SPARSE.search(type(module).__name__) is not None
+
+
+def works_on_tokens(module: nn.Module) -> bool:
+    """Whether ``module``, apart from the modules in it, is known to work on each token by itself."""
+    name, place = type(module).__name__, type(module).__module__
+    dims = {len(shape) for shape in own_shapes(module).values()}
+    if isinstance(module, (*CONTAINERS, nn.Identity, nn.Dropout, nn.Embedding)) or place.startswith(LORA):
+        return True
+    if place in ("torch.nn.modules.activation", "transformers.activations"):
+        return not isinstance(module, OVER_A_DIM)
+    if is_norm(module) or DENSE.search(name):
+        return dims <= {1}
+    if is_sparse(module) and (dims <= {1, 2} or is_experts(module)):
+        return True
+    if is_linear(module):
+        return name.endswith(LINEAR)
+    return "Rotary" in name and not dims
 
 
 def output_dim(module: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Module names: without what PEFT puts between, with indices abbreviated, and matched by globs."""
+"""Module names: without what PEFT and torch.compile put between, with indices abbreviated, and matched by globs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ BASE_LAYER = "base_layer"
 ORIGINAL = "original_module"
 COPIES = "modules_to_save"
 """Where it keeps the layer that is trained as a whole, and the copies of it that are."""
+COMPILED = "_orig_mod"
+"""Where torch.compile keeps the module that it has compiled."""
 PEFT_PREFIX = "base_model.model."
-BETWEEN = re.compile(rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{COPIES}\.[^.]+)(?=\.|$)")
+BETWEEN = re.compile(rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{COPIES}\.[^.]+|{COMPILED})(?=\.|$)|^(?:{COMPILED}(?:\.|$))+")
 
 
 def plain(name: str) -> str:
-    """The name that a module has in the model without PEFT: ``base_model.model.a.base_layer`` is ``a``."""
+    """The name that a module has in the model without wrappers: ``base_model.model.a.base_layer`` is ``a``."""
     return f"{BETWEEN.sub('', name)}.".removeprefix(PEFT_PREFIX)[:-1]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_npu.models import kinds, names
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.roles import PARENT, Role
 from ds_npu.parallel.tensor.axis import TensorAxis
@@ -21,6 +23,8 @@ INSIDE = (
     Role.ROW,
 )
 SPLIT = (*INSIDE, Role.EMBEDDING, Role.HEAD)
+BIASES = {"alibi", "position_bias"}
+"""Parameters of attentions in transformers that are biases of all heads' scores."""
 SAVE = "save_pretrained"
 COPY = "__deepcopy__"
 
@@ -36,6 +40,7 @@ def check_splittable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> Non
             "split over tensor ranks have spread their weights over the data ranks already. What to do: make the model "
             "without zero.Init, or read a checkpoint part by part with ds_npu.engine.pretrained.from_pretrained"
         )
+    _check_regions(model, plan)
     outside = [f"{name} ({role})" for name, role in split.items() if role in INSIDE and plan.block(name) is None]
     if axis.sequence_parallel and outside:
         more = " ..." if len(outside) > 4 else ""
@@ -44,6 +49,28 @@ def check_splittable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> Non
             f"{plan.model} splits {', '.join(outside[:4])}{more}. What to do: false, or give the modules around them "
             "the role block in ds_npu.plan"
         )
+
+
+def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
+    """Raise ValueError for regions with anything in them that cannot work on some of the heads or columns."""
+    for name in plan.named(Role.REPLICATED):
+        region, module = plan.around(name, Role.ATTENTION, Role.MLP), model.get_submodule(name)
+        if region is not None and not kinds.is_norm(module):
+            raise ValueError(
+                f"{plan.model}: {name} is {Role.REPLICATED} and stands in {region}, whose role is "
+                f"{plan.roles[region]}, where each tensor rank has heads or columns of its own. What to do: give "
+                f"{names.generic(region)} the role {Role.REPLICATED} in ds_npu.plan, which holds for all in it"
+            )
+    for name in plan.named(Role.ATTENTION):
+        module = model.get_submodule(name)
+        settings = vars(vars(module).get("config", model.__dict__.get("config", module)))
+        biased = BIASES & inspect.signature(module.forward).parameters.keys()
+        if biased and settings.get("alibi", True):
+            raise ValueError(
+                f"{plan.model}: {name} is given {min(biased)}, a bias of the scores of all heads (ALiBi), of which "
+                "each tensor rank would need that of its own heads. What to do: ds_npu.parallel.tensor = 1, or give "
+                f"{names.generic(name)} the role {Role.REPLICATED} in ds_npu.plan"
+            )
 
 
 def refuse_parts(model: nn.Module) -> None:

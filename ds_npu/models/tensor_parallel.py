@@ -27,6 +27,7 @@ from ds_npu.models.adapters import (
     second_factors,
     with_adapter,
 )
+from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.cuts import ROWS, Cut, cuts_of, even, halves, local_heads
 from ds_npu.models.experts import show_all_tokens, split_experts
 from ds_npu.models.latent import make_latent
@@ -34,12 +35,22 @@ from ds_npu.models.plan import ModelPlan
 from ds_npu.models.refusal import check_splittable, refuse_parts
 from ds_npu.models.roles import Role
 from ds_npu.models.vocabulary import local_axis, split_loss
+from ds_npu.models.whole_sequences import need_whole_sequences
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, Form, RowLinear, project_together
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
-from ds_npu.parallel.tensor.region import RandomNumbers, SequenceShards, join_hidden_states, make_region, make_sequence
+from ds_npu.parallel.tensor.region import (
+    RandomNumbers,
+    SequenceShards,
+    around,
+    check_sequences,
+    join_hidden_states,
+    make_region,
+    make_sequence,
+    make_whole,
+)
 from ds_npu.parallel.tensor.sharding import keep_part, sharding_of
 from ds_npu.topology.topology import Topology
 
@@ -81,10 +92,12 @@ def split_model(
 
     Raises ValueError, before anything is changed, naming every module that cannot be split over so many ranks.
     """
+    check_not_compiled(model, "tensor")
     axis = tensor_axis(topology, sequence_parallel, collectives)
     split = _Splitting(model, plan, axis, topology, RegionRandomness(topology, device_type)).run()
     model.__dict__[SPLIT] = split
     refuse_parts(model)
+    refuse_compiling(model, "tensor")
     return split
 
 
@@ -156,6 +169,7 @@ class _Splitting:
                 keep_part(bias, cut.sharding(0), self.axis.rank)  # type: ignore[arg-type]
         if is_row:
             self._put(name, RowLinear(weight, bias, self.axis, form))
+            self._expect_sequences(name)
         elif role is Role.HEAD:
             self._put(name, ColumnLinear(weight, bias, local_axis(self.axis), form, inside=False))
             if name == layer:
@@ -164,6 +178,18 @@ class _Splitting:
         else:
             inside = self.plan.around(name, *REGIONS) is not None
             self._put(name, ColumnLinear(weight, bias, self.axis, form, inside))
+            if not inside:
+                self._expect_sequences(name)
+
+    def _expect_sequences(self, name: str) -> None:
+        """Let a linear at the border of a region raise ValueError for flattened hidden states, which have no shards."""
+
+        def checked(forward: Any, x: Any) -> Any:
+            check_sequences(x, name)
+            return forward(x)
+
+        if self.axis.sequence_parallel:
+            around(self.modules[name], checked)
 
     def _let_adapters_know(self) -> None:
         for name in adapted_layers(self.plan):
@@ -205,7 +231,13 @@ class _Splitting:
             if sharding_of(parameter) is None and self._is_partial(module):
                 sum_gradient(parameter, self.axis.group)
 
+    @cached_property
+    def _whole(self) -> list[str]:
+        return need_whole_sequences(self.plan, self.modules) if self.axis.sequence_parallel else []
+
     def _is_partial(self, module: str) -> bool:
+        if any(names.is_inside(module, whole) for whole in self._whole):
+            return False
         if self.axis.sequence_parallel and self.plan.block(module) is not None:
             return True
         at_border = self.plan.roles.get(module) in (Role.LATENT, *ROWS) or is_at_border(self.plan, module)
@@ -232,6 +264,9 @@ class _Splitting:
             # With sequence parallelism nothing in a block is the same on two ranks.
             make_sequence(blocks, self.shards, **self._random_numbers(*blocks))
             join_hidden_states(self.model, len(blocks), self.shards)
+            for each in map(self.modules.__getitem__, self._whole):
+                numbers = {"random_numbers": self.randomness.outside} if any(map(drops, each.modules())) else {}
+                make_whole(each, self.shards, **numbers)
             for _, router in self._of(Role.ROUTER):
                 if self._counts_tokens:
                     show_all_tokens(router, self.shards)

@@ -44,7 +44,7 @@ class Tree:
         found: dict[str, list[str]] = {}
         for name, module in self.model.named_modules():
             inner = dict(module.named_children())
-            wraps = names.BASE_LAYER in inner or names.ORIGINAL in inner
+            wraps = not inner.keys().isdisjoint((names.BASE_LAYER, names.ORIGINAL, names.COMPILED))
             if not wraps and name not in self.adapters:
                 found.setdefault(names.plain(name), []).append(name)
         return found

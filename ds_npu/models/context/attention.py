@@ -30,6 +30,8 @@ class SplitAttention:
     def __init__(self, running: Running, values: EarlyValues) -> None:
         self.running, self.values = running, values
         self.name = f"ds_npu_context_{next(_numbers)}"
+        self.waiting: dict[nn.Module, str] = {}
+        """Attentions of the model, and their names, that have not called ``attend`` in the first forward yet."""
 
     @property
     def implementation(self) -> Implementation:
@@ -56,6 +58,8 @@ class SplitAttention:
         may_leave_out = asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip", False)
         if pattern is None or (pattern.documents is None and not may_leave_out):
             _refuse(f"a mask made by {asked['mask_function'].__qualname__}", "full, causal and sliding-window masks")
+        if pattern.is_empty:
+            return SplitMask(Mask(dense=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)), batch)
         return SplitMask(_with_padding(Mask(pattern.before, pattern.after), batch), batch)
 
     def attend(
@@ -68,6 +72,7 @@ class SplitAttention:
         **asked: Any,
     ) -> tuple[torch.Tensor, None]:
         """The attention function (see ``attention_function``): [B, N, S, D] of this rank's tokens."""
+        self.waiting.pop(module, None)
         batch = attention_mask.batch if isinstance(attention_mask, SplitMask) else self.running.expected("attention")
         if isinstance(batch, WholeBatch):
             return attention_function(module, query, key, value, attention_mask, **asked)
@@ -84,6 +89,15 @@ class SplitAttention:
         q, k, v = (x.transpose(1, 2) for x in in_autocast_dtype(query, key, value))
         options = Options("BSND", mask, asked.get("scaling"), asked.get("dropout") or 0.0)
         return context_attention(q, k, self.values.of(module, v), batch.axis, options, batch.tokens), None
+
+    def check_all_called(self) -> None:
+        """Raise ValueError where an attention has computed something of its own instead."""
+        if self.waiting:
+            name = next(iter(self.waiting.values()))
+            _refuse(
+                f"a forward in which {len(self.waiting)} attentions, as {name}, did not call transformers' function",
+                "sequences by the attentions that do",
+            )
 
 
 def _with_padding(band: Mask, batch: Batch) -> Mask:

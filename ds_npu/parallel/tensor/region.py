@@ -215,6 +215,7 @@ def make_region(
 
     def enter(x: torch.Tensor, positions: Mapping[str, Any]) -> RegionInput:
         if shards is not None:
+            check_sequences(x, type(module).__name__)
             shards.see(x, positions)
         return RegionInput.of(x, axis, shards)
 
@@ -224,6 +225,47 @@ def make_region(
             return forward(*args, **kwargs)
 
     around(module, region)
+
+
+def check_sequences(x: torch.Tensor, who: str) -> None:
+    """Raise ValueError where what is shown to ``who`` as hidden states, or a shard of them, has no sequence dim."""
+    if x.dim() != 3:
+        raise ValueError(
+            f"ds_npu.parallel.sequence_parallel: found hidden states {list(x.shape)} in {who}; it needs [batch, "
+            "sequence, hidden], and this model flattens them. What to do: sequence_parallel false"
+        )
+
+
+def make_whole(module: nn.Module, shards: SequenceShards, random_numbers: RandomNumbers = nullcontext) -> None:
+    """Let ``module``, which stands among sequence shards, work on whole sequences, alike on every rank.
+
+    Gradients of its weights are whole on each rank, too. ``random_numbers`` are those that ranks share.
+    """
+    name, who = first_argument(module), type(module).__name__
+
+    def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs[name]
+        check_sequences(given, who)
+        shards.see(given, kwargs)
+
+        def collected(each: Any) -> Any:
+            mine = isinstance(each, torch.Tensor) and each.shape == given.shape
+            # Modules view what they are given, which they cannot where padding was cut off.
+            return shards.collect(each).contiguous() if mine else each
+
+        args, kwargs = tree_map(collected, (args, kwargs))
+        with random_numbers():
+            out = forward(*args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else out
+        if first.dim() != 3 or first.shape[:2] != (shards.batch, shards.length):
+            raise ValueError(
+                f"ds_npu.parallel.sequence_parallel: {who} (replicated) returns {list(first.shape)} for "
+                f"{shards.batch} sequences of {shards.length} tokens, which is not known how to shard. What to do: "
+                "sequence_parallel false"
+            )
+        return (shards.shard(first), *out[1:]) if isinstance(out, tuple) else shards.shard(first)
+
+    around(module, whole)
 
 
 def make_sequence(blocks: list[nn.Module], shards: SequenceShards, random_numbers: RandomNumbers = nullcontext) -> None:

@@ -17,7 +17,10 @@ from ds_npu.cli import sim
 from ds_npu.simulator.build import CONTENTS
 from ds_npu.simulator.fault import faultable
 
-FUNCTIONS = {"hccl/a.cpp": ["HcclAllReduce", "HcclGetErrorString"], "aclnn/b.cpp": ["aclnnAdd", "aclnnAddGetWorkspaceSize"]}
+FUNCTIONS = {
+    "hccl/a.cpp": ["HcclAllReduce", "HcclGetErrorString"],
+    "aclnn/b.cpp": ["aclnnAdd", "aclnnAddGetWorkspaceSize"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,7 @@ def home(tmp_path_factory) -> Path:
 def stopped(home, monkeypatch):
     """A command line that goes as far as the command it would run."""
     monkeypatch.setattr(sim, "built", lambda: home)
+    monkeypatch.setattr(sim, "markdown", lambda home: "")
     monkeypatch.setattr(sim, "_made", lambda folder: folder)
     monkeypatch.setattr(sim.os, "execve", lambda *_: 0)
     monkeypatch.setattr(sim, "run", lambda *_: 0)
@@ -92,7 +96,9 @@ FAULT = st.builds(
     st.just("") | NUMBER.map("@{}".format),
     st.just("exit") | NUMBER | TEXT,
 )
-OPTION = st.sampled_from(["--devices", "--soc", "--memory", "--chaos", "--fault", "--trace", "--list", "--dev", "-h", "-"])
+OPTION = st.sampled_from(
+    ["--devices", "--soc", "--memory", "--chaos", "--fault", "--trace", "--list", "--dev", "-h", "-"]
+)
 WORD = OPTION | TEXT | NUMBER | st.builds("{}{}".format, NUMBER, UNIT) | FAULT | st.builds("{}={}".format, OPTION, TEXT)
 
 
@@ -145,8 +151,8 @@ def test_a_fault_has_fired_if_it_has_in_any_process_of_the_run(child, code, fire
     done = simulated.python(PROCESSES.format(child=child), "--fault", "aclrtMallocAlign32@0=507015", RANK="0")
     assert done.returncode == code, done.stderr
     silent = (
-        "ds_npu sim: --fault aclrtMallocAlign32@0=507015 has not fired: no process made that call, so this run does not "
-        "show what happens then"
+        "ds_npu sim: --fault aclrtMallocAlign32@0=507015 has not fired: no process made that call, so this run does "
+        "not show what happens then"
     )
     assert (done.stderr.splitlines()[-1] == silent) is not fires
     assert ("has not fired" in done.stderr) is not fires
@@ -155,8 +161,8 @@ def test_a_fault_has_fired_if_it_has_in_any_process_of_the_run(child, code, fire
 @pytest.mark.slow
 def test_of_several_faults_the_silent_ones_are_named_and_the_commands_own_code_is_kept():
     code = "import os, torch; torch.ones(4, device='npu'); os._exit(7)"
-    faults = ("--fault", "aclrtSetDevice:99=1", "--fault", "HcclAllReduce@3=exit", "--fault", "aclrtGetDeviceCount:50=1")
-    done = simulated.python(code, *faults)
+    faults = ("aclrtSetDevice:99=1", "HcclAllReduce@3=exit", "aclrtGetDeviceCount:50=1")
+    done = simulated.python(code, *(f"--fault={fault}" for fault in faults))
     assert done.returncode == 7
     assert sum("has not fired" in line for line in done.stderr.splitlines()) == 3
     assert "HcclAllReduce@3=exit has not fired" in done.stderr

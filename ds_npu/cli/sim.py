@@ -62,7 +62,7 @@ def _run(arguments: Namespace) -> int:
         wrong = f"there is no command {command[0]!r}" if command else "no command to run"
         return _refused(f"{wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", 127 if command else 2)
     faults = tuple(arguments.fault)
-    simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults, arguments.trace)
+    simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults)
     excess = simulation.excess()
     if excess is not None:
         return _refused(excess)

@@ -27,7 +27,7 @@ class BuildError(Exception):
 
 
 def cache_folder() -> Path:
-    """Where builds are kept: DS_NPU_CACHE, or ``ds_npu`` in the user's cache folder. Raises BuildError without a home."""
+    """Where builds are kept: DS_NPU_CACHE, or ``ds_npu`` in the user's cache folder. Raises BuildError without one."""
     named = os.environ.get("DS_NPU_CACHE")
     try:
         base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_npu"

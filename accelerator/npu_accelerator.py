@@ -48,6 +48,30 @@ def _npu() -> Any:
     return cast(Any, torch).npu
 
 
+def check_own_device(index: int, source: str) -> None:
+    """Before NPU ``index``, which ``source`` names, becomes this process's device.
+
+    Raises RuntimeError where the process does not see it. Warns where the process has made another NPU current, by
+    set_device or by using one: what it holds there stays there, and a communicator opened from there is another one.
+    """
+    count = _npu().device_count()
+    if index >= count:
+        visible = os.environ.get(capability.VISIBLE_DEVICES)
+        listed = "is not set" if visible is None else f"is {visible!r}"
+        raise RuntimeError(
+            f"{source} makes NPU {index} this process's own, and the process sees {count} of them "
+            f"({capability.VISIBLE_DEVICES} {listed}). DeepSpeed numbers the devices of a machine by LOCAL_RANK: start "
+            f"as many processes as there are NPUs, and let each of them see the NPUs of all."
+        )
+    current = capability.current_npu()
+    if current not in (None, index):
+        warn_once(
+            f"this process has worked on npu:{current}, and DeepSpeed trains on npu:{index} ({source}), which is "
+            f"current from here on. Tensors made so far stay on npu:{current}, where they take memory from the rank "
+            f"whose device that is. What to do: call torch.npu.set_device({index}) at the start of the script."
+        )
+
+
 class _Ranges(threading.local):
     """The ranges open in this thread, by domain, innermost last."""
 

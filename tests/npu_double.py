@@ -54,7 +54,8 @@ def make(devices=2, free=10, total=100, reserved=7, allocated=3):
     torch_npu.npu = npu
     options = type("Options", (), {})
     hccl = types.SimpleNamespace(ProcessGroupHCCL=types.SimpleNamespace(Options=options))
-    torch_npu._C = types.SimpleNamespace(_distributed_c10d=hccl)
+    current = lambda: npu.current[-1] if npu.current else -1  # noqa: E731
+    torch_npu._C = types.SimpleNamespace(_distributed_c10d=hccl, _npu_getDeviceWithoutSet=current)
     return torch_npu, npu
 
 

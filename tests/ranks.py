@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,20 +35,34 @@ PRELOAD = [
 multiprocessing.set_forkserver_preload(PRELOAD)
 
 
-def _rank_main(
-    rank: int, world_size: int, folder: str, backend: str, body: Callable[..., None], args: tuple[object, ...]
-) -> None:
+@dataclass(frozen=True)
+class World:
+    """What every rank of a world has in common."""
+
+    size: int
+    backend: str
+    sets_device: bool
+    folder: str
+
+
+def _rank_main(rank: int, world: World, body: Callable[..., None], args: tuple[object, ...]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # DeepSpeed reads these; its own communication extension would cost a minute of compilation.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    if backend == "hccl":
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.size), MASTER_ADDR="127.0.0.1")
+    if world.backend == "hccl" and world.sets_device:
         torch.npu.set_device(rank)
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        world.backend,
+        init_method=f"file://{world.folder}/store",
+        rank=rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=60),
     )
     try:
         body(*args)
+        if not world.sets_device:
+            assert npus_in_use() == [rank]
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -59,15 +74,21 @@ def run_on_ranks(
     *args: object,
     deadline_s: float = DEADLINE_S,
     backend: str = "gloo",
+    sets_device: bool = True,
 ) -> None:
     """Call ``body(*args)`` on each of ``world_size`` ranks; raise what the first failing rank raised.
 
-    With ``backend="hccl"`` each rank has an NPU of its own. Past ``deadline_s`` every rank is killed and TimeoutError
-    raised: a hang is a failure with a name.
+    With ``backend="hccl"`` each rank has an NPU of its own; unless it ``sets_device``, as scripts for DeepSpeed need
+    not, ``body`` builds an engine, and must have used no other NPU at its end. Past ``deadline_s`` every rank is
+    killed and TimeoutError raised: a hang is a failure with a name.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank_main, (world_size, folder, backend, body, args), world_size, join=False, start_method="forkserver"
+            _rank_main,
+            (World(world_size, backend, sets_device, folder), body, args),
+            world_size,
+            join=False,
+            start_method="forkserver",
         )
         deadline = time.monotonic() + deadline_s
         try:
@@ -79,6 +100,13 @@ def run_on_ranks(
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def npus_in_use() -> list[int]:
+    """The NPUs on which this process has a stream, and so everything else; asking opens none."""
+    import torch_npu
+
+    return [index for index in range(torch.npu.device_count()) if torch_npu._C._npu_hasPrimaryContext(index)]
 
 
 def shared_memory_files() -> set[str]:

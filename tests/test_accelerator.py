@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 
 import npu_double
@@ -196,6 +197,42 @@ def test_with_a_device_the_check_is_made_once(accelerator, machine):
     machine.device_count = lambda: pytest.fail("asked again")
     accelerator.set_device(0)
     assert machine.current == [1, 0]
+
+
+# ---- the process's own device ----
+
+
+@pytest.mark.parametrize("visible", ["", "3"])
+def test_a_number_beyond_the_npus_that_are_seen_is_refused(monkeypatch, accelerator, machine, visible):
+    machine.device_count = lambda: 1
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+    expected = (
+        f"LOCAL_RANK=1 makes NPU 1 this process's own, and the process sees 1 of them (ASCEND_RT_VISIBLE_DEVICES is "
+        f"{visible!r})"
+    )
+    with pytest.raises(RuntimeError, match="^" + re.escape(expected)):
+        npu_accelerator.check_own_device(1, "LOCAL_RANK=1")
+
+
+@pytest.mark.parametrize(("before", "warned"), [([], False), ([1], False), ([0], True)])
+def test_a_script_that_works_on_another_npu_is_told(monkeypatch, accelerator, machine, before, warned):
+    lines = []
+    monkeypatch.setattr(npu_accelerator, "warn_once", lines.append)
+    for index in before:
+        accelerator.set_device(index)
+    npu_accelerator.check_own_device(1, "LOCAL_RANK=1")
+    assert bool(lines) is warned
+    if warned:
+        (line,) = lines
+        assert line.startswith("this process has worked on npu:0, and DeepSpeed trains on npu:1 (LOCAL_RANK=1)")
+        assert "torch.npu.set_device(1)" in line
+
+
+def test_the_double_answers_as_torch_npu_does():
+    torch_npu, npu = npu_double.make()
+    assert torch_npu._C._npu_getDeviceWithoutSet() == -1
+    npu.set_device(1)
+    assert torch_npu._C._npu_getDeviceWithoutSet() == 1
 
 
 def applied(environ, bound=False):

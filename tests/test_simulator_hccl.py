@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 rank = int(os.environ["RANK"])
-torch.npu.set_device(rank)
+torch.npu.set_device(DEVICE)
 dist.init_process_group(
     "hccl", init_method="file://STORE", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
 )
@@ -57,7 +57,13 @@ class Ended:
 
 
 def run_ranks(
-    world: int, body: str, tmp_path: Path, *options: str, after_first: Callable[[], None] = bool, **environ: str
+    world: int,
+    body: str,
+    tmp_path: Path,
+    *options: str,
+    after_first: Callable[[], None] = bool,
+    device: str = "rank",
+    **environ: str,
 ) -> list[Ended]:
     """Run ``body`` after PRELUDE on each of ``world`` ranks; all must end within DEADLINE_S. Call ``after_first`` when
     rank 0 has ended.
@@ -65,7 +71,7 @@ def run_ranks(
     torch_npu's watchdog kills a process whose communicator has failed; it is off unless ``environ`` says otherwise, so
     that the error is seen where the program waits.
     """
-    code = PRELUDE.replace("STORE", str(tmp_path / "store")) + textwrap.dedent(body)
+    code = PRELUDE.replace("STORE", str(tmp_path / "store")).replace("DEVICE", device) + textwrap.dedent(body)
     command = [sys.executable, "-m", "ds_npu.cli.main", "sim", "--devices", str(world), *options]
     processes = []
     for rank in range(world):
@@ -175,6 +181,81 @@ def test_a_process_whose_collective_nobody_joins_ends_after_the_timeout(tmp_path
     first, second = run_ranks(2, body, tmp_path, after_first=alone.unlink, HCCL_EXEC_TIMEOUT="3")
     assert "within 3 s (HCCL_EXEC_TIMEOUT)" in first.err, first
     assert second.code == 0, second
+
+
+def test_two_ranks_on_one_npu_are_an_error_that_names_them(tmp_path):
+    named = (
+        r"rank 0 \(pid \d+, NPU 0\) and rank 1 \(pid \d+, NPU 0\) are on one NPU, and each rank needs one of its own"
+    )
+    for each in run_ranks(2, "", tmp_path, device="0"):
+        assert each.code == 1
+        assert re.search(rf"communicator \w+: {named}\. What to do: call torch\.npu\.set_device", each.err), each
+
+
+LAUNCHER = """
+import os, subprocess, sys
+variables = [{"RANK": rank, "ASCEND_RT_VISIBLE_DEVICES": rank} for rank in "01"]
+processes = [subprocess.Popen(sys.argv[1:], env={**os.environ, **each}) for each in variables]
+sys.exit(max(process.wait() for process in processes))
+"""
+
+
+def test_two_ranks_that_each_see_one_npu_are_on_two(tmp_path):
+    code = PRELUDE.replace("STORE", str(tmp_path / "store")).replace("DEVICE", "0") + "print(a[0].item())"
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", code]
+    done = simulated.sim("--devices", "2", "--", *command, WORLD_SIZE="2")
+    assert simulated.printed(done) == ["2.0", "2.0"]
+
+
+def test_a_wait_for_a_communicator_that_nobody_opens_is_an_error_that_says_who_waits_for_whom(tmp_path):
+    """torch_npu waits in the store, half an hour, and calls nothing of HCCL meanwhile."""
+    body = """
+    if rank == 1:
+        a = torch.ones(1024, device="npu:0")
+    dist.all_reduce(a)
+    wait()
+    """
+    begun = time.monotonic()
+    first, second = run_ranks(2, body, tmp_path, HCCL_CONNECT_TIMEOUT="3")
+    assert time.monotonic() - begun < 60
+    waits = (
+        r"it has waited \d+ s for a communicator that no other rank opens, while rank 0 \(pid \d+, NPU 0\) waits in "
+        r"call 2, all_reduce\(sum, 1024 x fp32\), of communicator \w+ for rank 1 \(pid \d+, NPU 1\)\. "
+        r".*What to do: call torch\.npu\.set_device"
+    )
+    assert second.code == 1 and re.search(rf"ds_npu sim: process \d+ cannot go on: {waits}", second.err), second
+    assert first.code == 3 and re.search(rf"rank 1 \(pid \d+\) has stopped: {waits}", first.out), first
+
+
+def test_a_wait_for_a_communicator_of_ranks_that_have_ended_ends_too(tmp_path):
+    body = """
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        os._exit(0)
+    dist.all_reduce(a, group=group)
+    """
+    first, second = run_ranks(2, body, tmp_path, HCCL_CONNECT_TIMEOUT="3")
+    assert first.code == 0
+    assert second.code == 1 and re.search(r"while all other ranks of communicator \w+ have exited", second.err), second
+
+
+def test_a_rank_that_is_late_is_waited_for(tmp_path):
+    """With the next communicator, and with the next call while its host does something else."""
+    body = """
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        time.sleep(6)
+    dist.all_reduce(a, group=group)
+    wait()
+    dist.all_reduce(a)
+    if rank == 1:
+        time.sleep(6)
+    dist.all_reduce(a)
+    wait()
+    print(a[0].item())
+    """
+    for each in run_ranks(2, body, tmp_path, HCCL_CONNECT_TIMEOUT="2"):
+        assert (each.code, each.out.split()) == (0, ["16.0"]), each
 
 
 def test_communicators_buffers_beyond_the_capacity_are_torchs_out_of_memory(tmp_path):

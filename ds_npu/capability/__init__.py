@@ -14,8 +14,10 @@ from ds_npu.capability.releases import (
     versions,
 )
 from ds_npu.capability.runtime import (
+    VISIBLE_DEVICES,
     TorchNpuState,
     ascend_hardware_present,
+    current_npu,
     explain,
     hccl_options,
     hidden_devices,
@@ -33,6 +35,7 @@ from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_en
 __all__ = [
     "DEFAULTS_MARK",
     "SETTINGS",
+    "VISIBLE_DEVICES",
     "Lack",
     "Setting",
     "TorchNpuState",
@@ -41,6 +44,7 @@ __all__ = [
     "cann_home",
     "cann_lack",
     "cann_version",
+    "current_npu",
     "explain",
     "hccl_environment",
     "hccl_options",

@@ -135,6 +135,13 @@ def missing_devices() -> Lack | None:
     return None if module and module.npu.device_count() > 0 else lack
 
 
+def current_npu() -> int | None:
+    """The NPU that this process has made current, by set_device or by using one; None before that. Opens none."""
+    module: Any = _torch_npu()[0]
+    index = int(module._C._npu_getDeviceWithoutSet())
+    return None if index < 0 else index
+
+
 def _silent_driver() -> Lack:
     return Lack(
         "torch_npu sees no NPU although the driver's nodes are in /dev",

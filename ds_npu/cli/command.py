@@ -5,6 +5,15 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
+
+
+class Parser(ArgumentParser):
+    """Says what is wrong with a command line in one line, which is the last thing on the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
+        self.exit(2, f"{self.prog}: {line} ({self.prog} --help says more)\n")
 
 
 @dataclass(frozen=True)

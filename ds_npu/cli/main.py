@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from ds_npu.cli.command import Command
+from ds_npu.cli.command import Command, Parser
 
 COMMANDS = ("check", "schema", "sim")
 """Each is ``COMMAND`` of the module ``ds_npu.cli.NAME``."""
@@ -16,7 +15,7 @@ COMMANDS = ("check", "schema", "sim")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``ds_npu ARGUMENTS`` (those of the command line by default) and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = ArgumentParser(prog="ds_npu", description="Tools around the ds_npu section of a DeepSpeed config.")
+    parser = Parser(prog="ds_npu", description="Tools around the ds_npu section of a DeepSpeed config.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     # Where one is named, only that one is imported: `ds_npu sim` is in front of every run, and must not be slow.
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:

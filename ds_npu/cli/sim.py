@@ -8,25 +8,30 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from ds_npu.cli.command import Command
-from ds_npu.simulator.build import BuildError, built
+from ds_npu.simulator.build import built
+from ds_npu.simulator.cache import ELSEWHERE, BuildError
 from ds_npu.simulator.contents import markdown
-from ds_npu.simulator.environment import SOCS, Simulation, bytes_of, fault_of
+from ds_npu.simulator.environment import SOCS, Simulation, bytes_of, count_of, seed_of
+from ds_npu.simulator.fault import fault_of, run, unknown_function
 
 T = TypeVar("T")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     standard = Simulation()
-    parser.add_argument("--devices", type=_count, default=standard.devices, metavar="N", help="NPUs (8)")
+    parser.add_argument("--devices", type=_said(count_of), default=standard.devices, metavar="N", help="NPUs (8)")
     parser.add_argument("--soc", choices=SOCS, default=standard.soc, metavar="NAME", help=f"{', '.join(SOCS)} (910B2)")
     parser.add_argument(
         "--memory", type=_said(bytes_of), default=standard.memory_bytes, metavar="SIZE", help="of each NPU (64GiB)"
     )
-    parser.add_argument("--chaos", type=int, metavar="SEED", help="delay streams at random, the same way for a seed")
+    parser.add_argument(
+        "--chaos", type=_said(seed_of), metavar="SEED", help="delay streams at random, the same way for a seed"
+    )
     parser.add_argument(
         "--fault",
         type=_said(fault_of),
@@ -38,12 +43,6 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trace", default="", metavar="FOLDER", help="write there what each stream does and when")
     parser.add_argument("--list", action="store_true", help="print a table of what is simulated, in Markdown, and end")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; an integer >= 1")
-    return int(text)
 
 
 def _said(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -61,21 +60,38 @@ def _run(arguments: Namespace) -> int:
     program = shutil.which(command[0]) if command else None
     if program is None and not arguments.list:
         wrong = f"there is no command {command[0]!r}" if command else "no command to run"
-        print(f"ds_npu sim: {wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", file=sys.stderr)
-        return 127 if command else 2
+        return _refused(f"{wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", 127 if command else 2)
+    faults = tuple(arguments.fault)
+    simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults)
+    excess = simulation.excess()
+    if excess is not None:
+        return _refused(excess)
     try:
         home = built()
-        trace = _made(arguments.trace) if arguments.trace else ""
-    except (BuildError, OSError) as error:
-        print(f"ds_npu sim: {error}", file=sys.stderr)
-        return 1
+        unknown = next(filter(None, (unknown_function(fault, home) for fault in faults)), None)
+        if unknown is not None:
+            return _refused(unknown)
+        simulation = replace(simulation, trace=_made(arguments.trace) if arguments.trace else "")
+    except BuildError as error:
+        return _refused(str(error), 1)
+    except OSError as error:
+        return _refused(f"{error}{'' if arguments.trace else f'; {ELSEWHERE}'}", 1)
     if program is None:
         print(markdown(home))
         return 0
-    faults = tuple(arguments.fault)
-    simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults, trace)
     print(f"ds_npu sim: {simulation}", file=sys.stderr, flush=True)
-    return _become(program, command, simulation.environment(home, os.environ))
+    environment = simulation.environment(home, os.environ)
+    try:
+        if faults:
+            return run(program, command, environment, faults)
+        os.execve(program, command, environment)
+    except OSError as error:
+        return _refused(f"{program} cannot be run: {error}", 126)
+
+
+def _refused(why: str, code: int = 2) -> int:
+    print(f"ds_npu sim: {why}", file=sys.stderr)
+    return code
 
 
 def _made(folder: str) -> str:
@@ -83,10 +99,6 @@ def _made(folder: str) -> str:
     path = Path(folder).resolve()
     path.mkdir(parents=True, exist_ok=True)
     return str(path)
-
-
-def _become(program: str, command: list[str], environment: dict[str, str]) -> NoReturn:
-    os.execve(program, command, environment)
 
 
 COMMAND = Command("sim", "run a command, and all it starts, on simulated NPUs", _add_arguments, _run)

@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_npu.capability import try_import
+from ds_npu.engine.device import use_own_device
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.same_batch import check_first_batch
@@ -45,6 +46,7 @@ class TopologyMixin(WholeWeights):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        use_own_device(kwargs.get("args"))
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()

@@ -12,6 +12,7 @@ from typing import Any
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from ds_npu.engine import session
+from ds_npu.engine.device import use_own_device
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, mpu_of
 
 
@@ -19,6 +20,7 @@ class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
     """DeepSpeed's grid for the announced config; raises ConfigError where its axes and the section disagree."""
 
     def __init__(self, config: dict[str, Any], topology: Any, process_group: Any) -> None:
+        use_own_device()
         super().__init__(topology=topology, process_group=process_group)
         opened = session.open_session(config, stages=self.pipe_parallel_size)
         self.__dict__.update(vars(mpu_of(opened.topology, SPLIT_BY_STAGES)))

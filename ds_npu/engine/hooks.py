@@ -135,6 +135,7 @@ def zero_init(original: Function) -> Function:
     def init(self: Any, module: Any = None, data_parallel_group: Any = None, *args: Any, **kwargs: Any) -> None:
         config = with_section(kwargs.get("config_dict_or_path") or kwargs.get("config"))
         if config is not None and data_parallel_group is None and dist.is_initialized():
+            importlib.import_module("ds_npu.engine.device").use_own_device()
             data_parallel_group = _session().open_session(config).topology.group("dp", "cp")
         original(self, module, data_parallel_group, *args, **kwargs)
 

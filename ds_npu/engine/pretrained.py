@@ -10,6 +10,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_npu.engine.device import use_own_device
 from ds_npu.engine.session import open_session
 from ds_npu.features.all import apply_features
 from ds_npu.features.feature import Build
@@ -33,6 +34,7 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
     ds_config = load(config)
     if not dist.is_initialized():
         deepspeed.init_distributed(get_accelerator().communication_backend_name())
+    use_own_device()
     session = open_session(ds_config)
     model = meta_model(auto_class, Path(folder), **options)
     build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())

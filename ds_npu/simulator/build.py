@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -13,12 +12,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from ds_npu.simulator.cache import SEAL, BuildError, is_sealed, locked, own_folder, scratch, seal
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -41,10 +40,6 @@ CONTENTS = "simulated.json"
 """Beside the library: the functions of CANN's interface that each source has."""
 
 CANN_FOLDERS = ("runtime", "compiler", "opp")
-
-
-class BuildError(Exception):
-    """The simulator cannot be built here; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -88,26 +83,28 @@ def _folder(package: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def cache_folder() -> Path:
-    """Where builds are kept: DS_NPU_CACHE, or ``ds_npu`` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("DS_NPU_CACHE") or Path(base) / "ds_npu") / "simulator"
-
-
 def built() -> Path:
     """The folder with the libraries of this source, torch and torch_npu; compiles them if nobody has.
 
-    Safe to call from many processes at once: one compiles, the others wait for it. The lock is the kernel's and goes
-    with the process that holds it. Raises BuildError.
+    Safe to call from many processes at once: one compiles, the others wait for it. A library that is not as it was
+    built is built again: to load one that was cut short kills the process. Raises BuildError, or OSError where the
+    cache cannot be written.
     """
     toolchain = Toolchain.found()
     digest = _digest(toolchain)
-    home = cache_folder() / digest
-    if not (home / LIBRARY).exists():
-        with _locked(cache_folder() / f"{digest}.lock"):
-            if not (home / LIBRARY).exists():
-                _build(toolchain, home)
+    with own_folder() as folder:
+        home = folder / digest
+        if not _is_whole(home):
+            with locked(folder / f"{digest}.lock"):
+                if not _is_whole(home):
+                    _build(toolchain, home)
     return home
+
+
+def _is_whole(home: Path) -> bool:
+    linked = all((home / soname).is_symlink() and (home / soname).exists() for soname in SONAMES)
+    folders = all((home / folder).is_dir() for folder in CANN_FOLDERS)
+    return linked and folders and is_sealed(home / LIBRARY) and is_sealed(home / CONTENTS)
 
 
 def _digest(toolchain: Toolchain) -> str:
@@ -117,22 +114,14 @@ def _digest(toolchain: Toolchain) -> str:
     return content.hexdigest()[:16]
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _build(toolchain: Toolchain, home: Path) -> None:
     """Compile into a folder beside ``home`` and rename it: ``home`` exists whole or not at all."""
     sources = sorted(SOURCES.rglob("*.cpp"))
-    with tempfile.TemporaryDirectory(dir=home.parent, prefix="building-") as scratch:
-        making = Path(scratch) / "home"
-        for folder in CANN_FOLDERS:
-            (making / folder).mkdir(parents=True)
-        objects = _compile(toolchain, sources, Path(scratch))
+    with scratch(home.parent) as folder:
+        making = folder / "home"
+        for name in CANN_FOLDERS:
+            (making / name).mkdir(parents=True)
+        objects = _compile(toolchain, sources, folder)
         contents = {
             str(source.relative_to(SOURCES)): _defined(made) for source, made in zip(sources, objects, strict=True)
         }
@@ -140,27 +129,30 @@ def _build(toolchain: Toolchain, home: Path) -> None:
         _link(toolchain, objects, {name for names in contents.values() for name in names}, making)
         for soname in SONAMES:
             (making / soname).symlink_to(LIBRARY)
+        seal(making / LIBRARY)
+        seal(making / CONTENTS)
         if home.exists():
             shutil.rmtree(home)
         making.rename(home)
 
 
-def _compile(toolchain: Toolchain, sources: Sequence[Path], scratch: Path) -> list[Path]:
+def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> list[Path]:
     """One object per source, as many at a time as there are cores; an object made before is taken again."""
-    kept = cache_folder() / "objects"
-    kept.mkdir(parents=True, exist_ok=True)
-    headers = hashlib.sha256(toolchain.identity().encode())
-    for header in sorted(SOURCES.rglob("*.h")):
-        headers.update(header.read_bytes())
+    kept = folder.parent / "objects"
+    kept.mkdir(exist_ok=True)
+    identity = toolchain.identity().encode()
 
     def compiled(source: Path) -> Path:
-        key = headers.copy()
-        key.update(source.read_bytes())
+        key = hashlib.sha256(identity)
+        for file in (*sorted(_included(source)), source):
+            key.update(file.read_bytes())
         target = kept / f"{source.stem}-{key.hexdigest()[:16]}.o"
-        if not target.exists():
-            made = scratch / f"{key.hexdigest()}.o"
+        if not is_sealed(target):
+            made = folder / target.name
             _run([toolchain.compiler, *FLAGS, *toolchain.include_flags(), "-c", str(source), "-o", str(made)])
-            made.rename(target)
+            seal(made)
+            for file in (made, made.with_name(made.name + SEAL)):
+                file.rename(kept / file.name)
         return target
 
     _say("building the simulated NPUs; this happens once")
@@ -170,6 +162,15 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], scratch: Path) -> li
             objects.append(made)
             _say(f"{done} of {len(sources)} files compiled")
     return objects
+
+
+def _included(source: Path, found: frozenset[Path] = frozenset()) -> frozenset[Path]:
+    """Our headers that ``source`` includes, and those that they include."""
+    for name in re.findall(r'^#include "([^"]+)"', source.read_text(), re.MULTILINE):
+        header = SOURCES / name
+        if header.exists() and header not in found:
+            found = _included(header, found | {header})
+    return found
 
 
 def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home: Path) -> None:

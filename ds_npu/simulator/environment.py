@@ -13,8 +13,12 @@ SOCS = (
 )  # fmt: skip
 """As torch_npu knows them, without their "Ascend": 910B* are the 910B, 910_93* the A3."""
 
+MOST_DEVICES = 1024
+MOST_MEMORY = 2**40
+MOST_IN_ALL = 4 * 2**40
+"""Bytes of all devices: a rank maps those of all ranks, 16 times their size, and has 128 TiB of addresses."""
+
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_FAULT = re.compile(r"(acl|Hccl)\w+(:[1-9]\d*)?(@\d+)?=(\d+|exit)")
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,16 @@ class Simulation:
     chaos: int | None = None
     faults: tuple[str, ...] = ()
     trace: str = ""
+
+    def excess(self) -> str | None:
+        """Why a process has not enough addresses for this; None if it has."""
+        total = self.devices * self.memory_bytes
+        if total <= MOST_IN_ALL:
+            return None
+        return (
+            f"found --devices {self.devices} with {self.memory_bytes / 2**30:g} GiB each; {MOST_IN_ALL // 2**30} GiB "
+            f"together are accepted: take fewer --devices or less --memory"
+        )
 
     def __str__(self) -> str:
         chaos = "" if self.chaos is None else f", chaos {self.chaos}"
@@ -53,19 +67,25 @@ class Simulation:
 
 
 def bytes_of(text: str) -> int:
-    """``"64GiB"`` in bytes. Raises ValueError for anything that is not a positive number with KiB, MiB, GiB or TiB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", text)
-    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
-    if size <= 0:
-        raise ValueError(f"found {text!r}; a size such as 64GiB or 512MiB")
-    return size
+    """``"64GiB"`` in bytes. Raises ValueError for anything that is not such a size, up to 1TiB."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]iB)?", text)
+    size = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    if not 1 <= size <= MOST_MEMORY:
+        raise ValueError(f"found {text!r}; a size such as 64GiB or 512MiB, up to 1TiB")
+    return int(size)
 
 
-def fault_of(text: str) -> str:
-    """``text`` if it is a fault as the simulator reads it, such as ``HcclAllReduce:3@1=exit``. Raises ValueError."""
-    if not _FAULT.fullmatch(text):
-        raise ValueError(
-            f"found {text!r}; NAME[:CALL][@RANK]=CODE or =exit, where NAME is a function of ACL or HCCL or an aclnn "
-            f"operator, as aclrtMalloc:2=207001 or HcclAllReduce:3@1=exit"
-        )
-    return text
+def count_of(text: str) -> int:
+    """``"8"`` devices. Raises ValueError for anything but an integer from 1 to MOST_DEVICES."""
+    return _integer(text, 1, MOST_DEVICES)
+
+
+def seed_of(text: str) -> int:
+    """A seed of 64 bits. Raises ValueError for anything else."""
+    return _integer(text, 0, 2**64 - 1)
+
+
+def _integer(text: str, least: int, most: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,20}", text) or not least <= int(text) <= most:
+        raise ValueError(f"found {text!r}; an integer from {least} to {most}")
+    return int(text)

@@ -52,7 +52,7 @@ def train(*cases: Case) -> None:
 
 
 def test_a_step_calls_the_kernel_for_every_linear():
-    run_on_ranks(1, train, *ROADS.values(), backend="hccl")
+    run_on_ranks(1, train, *ROADS.values(), backend="hccl", sets_device=False)
 
 
 def train_on_two(case: Case) -> None:
@@ -67,4 +67,4 @@ def train_on_two(case: Case) -> None:
 
 @pytest.mark.slow
 def test_two_ranks():
-    run_on_ranks(2, train_on_two, ROADS["BF16_Optimizer"], backend="hccl")
+    run_on_ranks(2, train_on_two, ROADS["BF16_Optimizer"], backend="hccl", sets_device=False)

@@ -24,26 +24,27 @@ def step(family: str, section: dict, stage: int, fused_calls: int, changes: dict
         original = vars(kernels)[name]
         setattr(kernels, name, lambda *args, original=original: calls.append(original) or original(*args))
     expected = tensor_rule.reference(family, 1, dtype=torch.float64, start=torch.bfloat16, **changes)
+    # The engine first: nothing here sets the device.
+    errors = tensor_rule.engine_step(family, stage, torch.bfloat16, section, expected, **changes)
     single = tensor_rule.reference(family, 1, dtype=torch.bfloat16, start=torch.bfloat16, device="npu", **changes)
     bound = 2 * rule.relative(single.gradients, expected.gradients)
-    errors = tensor_rule.engine_step(family, stage, torch.bfloat16, section, expected, **changes)
     assert max(errors.gradient, errors.norm) <= bound and errors.loss <= 4e-3, (errors, bound)
     assert len(calls) == fused_calls
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
 def test_a_step(family):
-    run_on_ranks(2, step, family, {"parallel": {"tensor": 2}}, 1, 0, {}, backend="hccl")
+    run_on_ranks(2, step, family, {"parallel": {"tensor": 2}}, 1, 0, {}, backend="hccl", sets_device=False)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_with_sequence_parallelism(stage):
-    run_on_ranks(2, step, "qwen3", SEQUENCE, stage, 0, {}, backend="hccl")
+    run_on_ranks(2, step, "qwen3", SEQUENCE, stage, 0, {}, backend="hccl", sets_device=False)
 
 
 def test_a_step_in_pieces():
     section = SEQUENCE | {"tensor_overlap": "pipelined"}
-    run_on_ranks(2, step, "llama", section, 1, 0, {}, backend="hccl")
+    run_on_ranks(2, step, "llama", section, 1, 0, {}, backend="hccl", sets_device=False)
 
 
 def test_a_step_in_fused_kernels():
@@ -55,4 +56,4 @@ def test_a_step_in_fused_kernels():
     assert 256 in matmul_collective.INNER
     assert 128 not in matmul_collective.INNER
     blocks, micro_batches = 2, 2
-    run_on_ranks(2, step, "llama", section, 1, blocks * micro_batches * 5, WIDE, backend="hccl")
+    run_on_ranks(2, step, "llama", section, 1, blocks * micro_batches * 5, WIDE, backend="hccl", sets_device=False)

@@ -16,7 +16,8 @@ namespace {
 std::vector<std::unique_ptr<Device>>& devices() {
   static auto* all = [] {
     auto* made = new std::vector<std::unique_ptr<Device>>;
-    for (int i = 0; i < settings().devices; ++i) made->push_back(std::make_unique<Device>(i));
+    const int count = static_cast<int>(settings().devices.size());
+    for (int i = 0; i < count; ++i) made->push_back(std::make_unique<Device>(i));
     return made;
   }();
   return *all;

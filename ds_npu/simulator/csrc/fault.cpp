@@ -1,5 +1,6 @@
 // `ds_npu sim --fault NAME[:CALL][@RANK]=CODE|exit`, several separated by commas: call number CALL (1 if left out) of the
 // function NAME fails with CODE, or the process is killed there; on every rank, or only where the variable RANK says so.
+#include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@ namespace sim {
 namespace {
 
 struct Fault {
+  std::string spec;
   std::string name;
   long call = 1;
   int code = 0;  // 0: the process dies
@@ -33,6 +35,7 @@ std::vector<std::unique_ptr<Fault>> planted() {
   std::istringstream list(settings().fault);
   for (std::string spec; std::getline(list, spec, ',');) {
     auto fault = std::make_unique<Fault>();
+    fault->spec = spec;
     const std::string what = spec.substr(spec.find('=') + 1);
     std::string where = spec.substr(0, spec.find('='));
     std::string rank;
@@ -51,12 +54,25 @@ std::vector<std::unique_ptr<Fault>> planted() {
   return result;
 }
 
+// Before the process may die of it: `ds_npu sim` says which faults have never fired.
+void tell_fired(const std::string& spec) {
+  if (settings().fired.empty()) return;
+  const int file = open(settings().fired.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+  if (file < 0) return;
+  const std::string line = spec + "\n";
+  if (write(file, line.data(), line.size()) < 0) {
+    // The command that reads it has ended.
+  }
+  close(file);
+}
+
 }  // namespace
 
 void throw_planted_fault(const char* name) {
   static const auto faults = planted();
   for (const auto& fault : faults) {
     if (fault->name != name || ++fault->calls != fault->call) continue;
+    tell_fired(fault->spec);
     if (fault->code == 0) kill(getpid(), SIGKILL);
     throw Failure(fault->code, "planted by ds_npu sim --fault, call " + std::to_string(fault->call));
   }

@@ -13,18 +13,21 @@ std::string variable(const char* name, const char* otherwise) {
 }
 
 // As the driver reads ASCEND_RT_VISIBLE_DEVICES: the list counts up to its first entry that is no device.
-int visible(int devices) {
+std::vector<int> visible(int devices) {
+  std::vector<int> numbers;
   const std::string list = variable("ASCEND_RT_VISIBLE_DEVICES", "");
-  if (list.empty()) return devices;
+  if (list.empty()) {
+    for (int device = 0; device < devices; ++device) numbers.push_back(device);
+    return numbers;
+  }
   std::istringstream entries(list);
-  int count = 0;
   for (std::string entry; std::getline(entries, entry, ',');) {
     char* end = nullptr;
     const long device = std::strtol(entry.c_str(), &end, 10);
     if (end == entry.c_str() || device < 0 || device >= devices) break;
-    ++count;
+    numbers.push_back(static_cast<int>(device));
   }
-  return count;
+  return numbers;
 }
 
 Settings from_environment() {
@@ -35,6 +38,7 @@ Settings from_environment() {
   const std::string chaos = variable("DS_NPU_SIM_CHAOS", "");
   if (!chaos.empty()) result.chaos = std::strtoull(chaos.c_str(), nullptr, 10);
   result.fault = variable("DS_NPU_SIM_FAULT", "");
+  result.fired = variable("DS_NPU_SIM_FIRED", "");
   result.trace = variable("DS_NPU_SIM_TRACE", "");
   return result;
 }

@@ -5,15 +5,17 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace sim {
 
 struct Settings {
-  int devices;                         // DS_NPU_SIM_DEVICES, less those ASCEND_RT_VISIBLE_DEVICES leaves out
+  std::vector<int> devices;            // numbers on the machine: DS_NPU_SIM_DEVICES of them, or ASCEND_RT_VISIBLE_DEVICES
   std::string soc;                     // DS_NPU_SIM_SOC, as aclrtGetSocName gives it
   std::size_t memory_bytes;            // DS_NPU_SIM_MEMORY, of one device
   std::optional<std::uint64_t> chaos;  // DS_NPU_SIM_CHAOS, the seed
   std::string fault;                   // DS_NPU_SIM_FAULT
+  std::string fired;                   // DS_NPU_SIM_FIRED, a file: told of each fault that fires; "": nobody is
   std::string trace;                   // DS_NPU_SIM_TRACE, a folder; "": none
 };
 

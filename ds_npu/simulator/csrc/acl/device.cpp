@@ -37,7 +37,7 @@ const Soc& soc() {
 
 SIM_PLAIN const char* aclrtGetSocName() { return sim::settings().soc.c_str(); }
 
-SIM_API(aclError, aclrtGetDeviceCount, (uint32_t* count)) { *count = static_cast<uint32_t>(sim::settings().devices); }
+SIM_API(aclError, aclrtGetDeviceCount, (uint32_t* count)) { *count = static_cast<uint32_t>(sim::settings().devices.size()); }
 
 SIM_API(aclError, aclrtSetDevice, (int32_t index)) { sim::set_current_device(index); }
 

@@ -8,6 +8,7 @@
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
 #include "chaos.h"
+#include "settings.h"
 
 namespace sim::hccl {
 namespace {
@@ -71,15 +72,34 @@ void Communicator::enter() {
                                    " has joined already, as process " + std::to_string(own().process.pid));
   own().process = ProcessId::own();
   own().device = device_.index();
+  own().npu = settings().devices[static_cast<std::size_t>(device_.index())];
   own().memory_file = device_.memory().file();
   own().memory_span = device_.memory().span();
   own().state.store(RankState::registered);
   segment_.announce();
   await_joined(RankState::registered);
+  check_devices();
   for (std::uint32_t peer = 0; peer < size_; ++peer) peers_.push_back(std::make_unique<Peer>(segment_.slot(peer)));
   own().state.store(RankState::ready);
   segment_.announce();
   await_joined(RankState::ready);
+}
+
+// As HCCL does. Each rank sees all of them, so all of them fail.
+void Communicator::check_devices() const {
+  for (std::uint32_t peer = 0; peer < size_; ++peer)
+    for (std::uint32_t other = 0; other < peer; ++other)
+      if (segment_.slot(peer).npu == segment_.slot(other).npu)
+        throw Failure(HCCL_E_PARA, "communicator " + name_ + ": " + named(other) + " and " + named(peer) +
+                                       " are on one NPU, and each rank needs one of its own. What to do: call "
+                                       "torch.npu.set_device(int(os.environ[\"LOCAL_RANK\"])) before anything uses an NPU");
+}
+
+// As "rank 1 (pid 4711, NPU 0)".
+std::string Communicator::named(std::uint32_t peer) const {
+  const Slot& slot = segment_.slot(peer);
+  return "rank " + std::to_string(peer) + " (pid " + std::to_string(slot.process.pid) + ", NPU " +
+         std::to_string(slot.npu) + ")";
 }
 
 void Communicator::await_joined(RankState at_least) {
@@ -176,6 +196,24 @@ void Communicator::tell_failure(const std::string& why) {
   own().state.store(RankState::failed);
   segment_.announce();
 }
+
+std::string Communicator::waited_for() const {
+  if (own().state.load() != RankState::ready || size_ == 1) return "";
+  bool all_exited = true;
+  for (std::uint32_t peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const Slot& slot = segment_.slot(peer);
+    const auto posted = slot.posted.load();
+    const bool exited = peers_[peer]->exited();
+    if (!exited && posted > own().posted.load())
+      return named(peer) + " waits in call " + std::to_string(posted) + ", " + describe(slot.call) + ", of communicator " +
+             name_ + " for " + named(rank_);
+    all_exited = all_exited && exited;
+  }
+  return all_exited ? "all other ranks of communicator " + name_ + " have exited" : "";
+}
+
+void Communicator::give_up(const std::string& why) { tell_failure(why); }
 
 void Communicator::fail(HcclResult kind, const std::string& why) {
   const std::string message = "communicator " + name_ + ", rank " + std::to_string(rank_) + ": " + why;

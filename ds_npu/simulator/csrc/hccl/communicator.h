@@ -48,6 +48,11 @@ class Communicator {
   // From the host's point of view the communicator is gone; calls that still wait give up soon.
   void close();
 
+  // What other ranks do that this one alone can end, or that they have all exited; "": it is not waited for.
+  std::string waited_for() const;
+  // Lets the others fail where they wait for this rank, which is about to end.
+  void give_up(const std::string& why);
+
   // The first failure of one of its calls, with its message as this thread's recent error.
   HcclResult async_error();
 
@@ -72,10 +77,12 @@ class Communicator {
   Communicator(const Address& address, std::uint32_t ranks, std::uint32_t rank, const Options& options);
   void enter();
   void await_joined(RankState at_least);
+  void check_devices() const;
   void tell_failure(const std::string& why);
   void give_up_if_hopeless(const Reached& reached, const std::string& what, Clock::time_point begun);
   void give_up_if_late(const std::string& missing, const std::string& what, Clock::time_point begun);
   std::string missing(const std::function<bool(std::uint32_t)>& present) const;
+  std::string named(std::uint32_t peer) const;
 
   Device& device_;
   const std::uint32_t size_;
@@ -105,6 +112,7 @@ class Communicator {
 std::shared_ptr<Communicator> communicator_of(HcclComm handle);
 HcclComm handle_of(std::shared_ptr<Communicator> communicator);
 void forget(HcclComm handle);
+std::vector<std::shared_ptr<Communicator>> communicators();
 
 // The communicator of the current device with this name, as operators that communicate are given it. Throws Failure.
 std::shared_ptr<Communicator> communicator_named(const std::string& name);

@@ -11,6 +11,7 @@
 #include "api.h"
 #include "hccl/communicator.h"
 #include "hccl/hccl.h"
+#include "hccl/opening.h"
 
 using namespace sim::hccl;
 using sim::Failure;
@@ -154,7 +155,10 @@ SIM_API(HcclResult, HcclGetConfig, (HcclConfig setting, HcclConfigValue* value))
 }
 
 // All fields of HcclCommConfig are understood; those that concern only the network have no effect.
-SIM_PLAIN uint32_t HcclGetCommConfigCapability() { return HCCL_COMM_CONFIG_RESERVED; }
+SIM_PLAIN uint32_t HcclGetCommConfigCapability() {
+  watch_opening();  // torch_npu asks each time before it may open a communicator
+  return HCCL_COMM_CONFIG_RESERVED;
+}
 
 SIM_PLAIN const char* HcclGetErrorString(HcclResult code) {
   static constexpr std::array<const char*, 25> kNames{

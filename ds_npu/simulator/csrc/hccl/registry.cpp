@@ -36,6 +36,11 @@ std::shared_ptr<Communicator> communicator_of(HcclComm handle) {
   return *find(handle);
 }
 
+std::vector<std::shared_ptr<Communicator>> communicators() {
+  const std::scoped_lock lock(mutex);
+  return {all().begin(), all().end()};
+}
+
 void forget(HcclComm handle) {
   std::shared_ptr<Communicator> last;  // ends outside the lock
   const std::scoped_lock lock(mutex);

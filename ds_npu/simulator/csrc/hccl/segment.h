@@ -32,7 +32,8 @@ constexpr std::size_t kTextBytes = 1024;
 struct Slot {
   std::atomic<RankState> state;
   ProcessId process;
-  std::int32_t device;
+  std::int32_t device;  // its index in the process
+  std::int32_t npu;     // its number on the machine
   std::int32_t memory_file;
   std::uint64_t memory_span;
   char failure[kTextBytes];  // when `failed`

@@ -1,0 +1,102 @@
+"""Faults that ``ds_npu sim --fault`` plants: how one is written, which functions can fail, and whether it has fired."""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_npu.simulator.build import CONTENTS, SOURCES
+
+FORM = re.compile(r"((?:acl|Hccl)\w+)(?::([0-9]+))?(?:@([0-9]+))?=([0-9]+|exit)", re.ASCII)
+LARGEST = {"CALL": 10**9, "RANK": 10**6, "CODE": 2**31 - 1}
+"""The simulator reads them as 32-bit integers."""
+
+FIRED = "DS_NPU_SIM_FIRED"
+"""The file to which a process of the run appends the fault that fires in it, a line each."""
+
+SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def fault_of(text: str) -> str:
+    """``text`` if it is a fault as the simulator reads it, such as ``HcclAllReduce:3@1=exit``. Raises ValueError."""
+    found = FORM.fullmatch(text)
+    if found is None:
+        raise ValueError(
+            f"found {text!r}; NAME[:CALL][@RANK]=CODE or =exit, where NAME is a function of ACL or HCCL or an aclnn "
+            f"operator, as aclrtMalloc:2=207001 or HcclAllReduce:3@1=exit"
+        )
+    call, rank, code = found[2], found[3], found[4]
+    for key, digits, least in (("CALL", call, 1), ("RANK", rank, 0), ("CODE", code, 1)):
+        if digits is None or digits == "exit":
+            continue
+        if len(digits) > 10 or not least <= int(digits) <= LARGEST[key]:
+            raise ValueError(f"found {key} {digits!r} in {text!r}; an integer from {least} to {LARGEST[key]}")
+    return text
+
+
+def unknown_function(fault: str, home: Path) -> str | None:
+    """Why ``fault`` cannot fire in the build in ``home``: it names a function that cannot fail. None if it can."""
+    name = FORM.fullmatch(fault)[1]  # type: ignore[index]
+    known = faultable(home)
+    if name in known:
+        return None
+    close = difflib.get_close_matches(name.removesuffix("GetWorkspaceSize"), known, n=3)
+    return (
+        f"argument --fault: found {name!r} in {fault!r}; a function that is simulated and can fail"
+        f"{' (' + ', '.join(close) + '?)' if close else ''}: ds_npu sim --list shows them"
+    )
+
+
+def faultable(home: Path) -> set[str]:
+    """The functions of the build in ``home`` that return an error code: of an operator's two, the one of its name."""
+    files = json.loads((home / CONTENTS).read_text())
+    defined = {name for names in files.values() for name in names}
+    plain = {name for source in SOURCES.rglob("*.cpp") for name in _PLAIN.findall(source.read_text())}
+    graph = {f"aclop{name}" for source in SOURCES.rglob("*.cpp") for name in _GRAPH.findall(source.read_text())}
+    halves = {f"{name}GetWorkspaceSize" for name in defined}
+    return defined - plain - graph - halves
+
+
+_PLAIN = re.compile(r"^SIM_PLAIN [^(]*?(\w+)\(", re.MULTILINE)
+_GRAPH = re.compile(r"^GRAPH_OPERATOR\((\w+)\)", re.MULTILINE)
+
+
+def run(program: str, command: Sequence[str], environment: dict[str, str], faults: Sequence[str]) -> int:
+    """Run ``command`` to its end and return its exit code: 1 in place of 0 where a fault has not fired in any process.
+
+    Ends by the signal that has ended the command. What this process is told by SIGTERM and SIGHUP the command is told.
+    """
+    # An anonymous file: it goes with this process, however that ends.
+    fired = os.memfd_create("ds_npu_fired")
+    environment = {**environment, FIRED: f"/proc/{os.getpid()}/fd/{fired}"}
+    child = subprocess.Popen(command, executable=program, env=environment, preexec_fn=_ends_with_parent)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda told, _: child.send_signal(told))
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, lambda *_: None)  # a terminal sends them to the command, too
+    code = child.wait()
+    seen = os.pread(fired, os.fstat(fired).st_size, 0).decode().splitlines()
+    silent = [fault for fault in faults if fault not in seen]
+    for fault in silent:
+        _say(f"--fault {fault} has not fired: no process made that call, so this run does not show what happens then")
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code or int(bool(silent))
+
+
+def _ends_with_parent() -> None:
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _say(text: str) -> None:
+    print(f"ds_npu sim: {text}", file=sys.stderr, flush=True)  # noqa: T201

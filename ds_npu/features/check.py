@@ -13,6 +13,7 @@ from ds_npu.config import ConfigError, Problem
 from ds_npu.features.all import FEATURES, DsNpuConfig
 from ds_npu.features.batch import Batch, batch_of
 from ds_npu.features.deepspeed_keys import conflicts, misspelt, zero_stage
+from ds_npu.features.deepspeed_readers import deepspeed_problems
 from ds_npu.features.loading import flaws, load
 from ds_npu.features.parallel import REPLICAS, UNDIVIDED, ParallelSection, fit
 from ds_npu.features.reading import read
@@ -65,6 +66,7 @@ def check(
         *_other_stages(config, stages, doubtful),
         *_sharded_pipeline(ds_config, stages),
         *conflicts(ds_config, config, dp, doubtful),
+        *deepspeed_problems(ds_config),
         *batch_problems,
         *(_unmet(config) if on_this_machine else ()),
     ]

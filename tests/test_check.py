@@ -86,7 +86,7 @@ def test_every_mistake_is_on_stderr(write):
     ("text", "said"),
     [
         ('{\n "a": 1,\n "b": [1,\n }', ', line 4, column 2: found "}"; JSON or Hjson'),
-        ('{"a": {"b": 1, "b": 2}}', "  b: found [1, 2]; one value"),
+        ('{"a": {"b": 1, "b": 2}}', "  a.b: found [1, 2]; one value"),
         ("[1]", "ds_config.json: found [1]; an object with DeepSpeed's keys"),
     ],
 )

@@ -155,7 +155,13 @@ def test_heads_that_leave_no_algorithm_are_a_mistake_in_the_config(check):
     [
         ("{", ["line 1, column 2: found"]),
         ("[1]", ["--model: found [1]; a Hugging Face config.json, or a folder with one"]),
-        ({}, ["num_attention_heads: found null; an integer >= 1, here or as n_head", "hidden_size: found null"]),
+        (
+            {},
+            [
+                "num_attention_heads: found null; an integer >= 1 and <= 1048576, here or as n_head",
+                "hidden_size: found null",
+            ],
+        ),
         (LLAMA | {"num_attention_heads": "32"}, ['num_attention_heads: found "32"; an integer >= 1']),
         (LLAMA | {"num_key_value_heads": 5}, ["num_key_value_heads: found 5; a divisor of num_attention_heads, which"]),
         (LLAMA | {"hidden_size": 31}, ["hidden_size: found 31; a multiple of num_attention_heads, which is 32"]),

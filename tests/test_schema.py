@@ -17,6 +17,7 @@ KEYWORDS = {
     "anyOf",
     "enum",
     "minimum",
+    "maximum",
     "exclusiveMinimum",
     "minLength",
     "pattern",
@@ -42,6 +43,7 @@ def accepts(schema, value):
     checks = {
         "enum": lambda allowed: value in allowed,
         "minimum": lambda bound: value >= bound,
+        "maximum": lambda bound: value <= bound,
         "exclusiveMinimum": lambda bound: value > bound,
         "minLength": lambda length: len(value) >= length,
         "pattern": lambda pattern: re.search(pattern, value) is not None,
@@ -137,7 +139,8 @@ def test_a_default_is_accepted_where_it_stands():
 
 def test_what_is_accepted_is_put_in_words():
     words = {path: accepted(node) for path, node in leaves(section_schema())}
-    assert words["parallel.tensor"] == "an integer >= 1"
+    assert words["parallel.tensor"] == "an integer >= 1 and <= 1048576"
+    assert words["pipeline.virtual_stages"] == "an integer >= 1"
     assert words["chunked_loss"] == "true or false"
     assert words["tensor_overlap"] == "one of 'none', 'pipelined', 'fused'"
     assert words["recompute.layers"] == "one of 'none', 'all' or an integer >= 1"

@@ -12,12 +12,15 @@ from typing import Any
 from ds_npu.cli.command import Command
 from ds_npu.cli.context import context_part
 from ds_npu.cli.layout import axes_table, grid_picture, zero_line
-from ds_npu.config import ConfigError
+from ds_npu.config import ConfigError, printable, shown
 from ds_npu.features.all import FEATURES, switched_on
 from ds_npu.features.batch import Batch
 from ds_npu.features.check import Checked, check, load
 from ds_npu.features.schema import leaves, section_schema
 from ds_npu.topology.machine import MACHINES
+
+MOST = 2**40
+"""Ranks, or tokens; how many ranks a world may have is checked with the config."""
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -29,9 +32,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 
 def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; an integer >= 1")
-    return int(text)
+    # Python reads no integers of thousands of digits.
+    number = int(text) if text.isdecimal() and len(text) <= len(str(MOST)) else 0
+    if not 1 <= number <= MOST:
+        raise argparse.ArgumentTypeError(f"found {shown(text)}; an integer >= 1 and <= {MOST}")
+    return number
 
 
 def _run(arguments: Namespace) -> int:
@@ -48,13 +53,13 @@ def _run(arguments: Namespace) -> int:
 
 def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
     if "ds_npu" not in ds_config:
-        yield f"{arguments.config}: no ds_npu section; DeepSpeed decides alone, and nothing was checked"
+        yield f"{printable(arguments.config)}: no ds_npu section; DeepSpeed decides alone, and nothing was checked"
     elif arguments.world_size is None:
-        yield f"{arguments.config}: no mistake found; for the layout, say --world-size N"
+        yield f"{printable(arguments.config)}: no mistake found; for the layout, say --world-size N"
         yield f"The smallest world that fits has {checked.degrees.world_size} ranks."
         yield from context_part(ds_config, checked, arguments)
     else:
-        yield f"{arguments.config}: no mistake found for {arguments.world_size} ranks"
+        yield f"{printable(arguments.config)}: no mistake found for {arguments.world_size} ranks"
         yield from ("", *axes_table(checked.degrees))
         yield from ("", *grid_picture(checked.degrees))
         yield from ("", zero_line(checked.degrees, checked.zero_stage))

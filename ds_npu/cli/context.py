@@ -40,7 +40,8 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
     yield from ("", f"{title} {described(choice.algorithm)} ({how})", *_assumptions(layer, machine))
     # All of them, whatever was given: that one is among them.
     open_section = ContextParallelSection(kv_cache=section.kv_cache)
-    every = choose(estimated(algorithms(open_section, degrees.cp), layer, degrees, machine)) or choice
+    found = algorithms(open_section, degrees.cp)
+    every = choice if found == left else choose(estimated(found, layer, degrees, machine)) or choice
     yield from _table([each for each in every.candidates if each.cost], choice.algorithm)
     for refusal in refusals(every.candidates):
         yield from textwrap.wrap(f"Not possible: {refusal}", 116, initial_indent="    ", subsequent_indent="      ")

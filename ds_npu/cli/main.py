@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from ds_npu.cli.command import Command, Parser
 
@@ -24,8 +27,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     found = parser.parse_args(arguments)
-    code: int = found.run(found)
+    return _run(found)
+
+
+def _run(found: Namespace) -> int:
+    """The command's exit code; 130 after Ctrl-C, 1 where nobody reads the output or it cannot be written."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # Whatever the terminal's encoding.
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code: int = found.run(found)
+        print(end="", flush=True)
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        _drop_output()
+        if not isinstance(error, BrokenPipeError):
+            print(f"ds_npu: {error}", file=sys.stderr)
+        return 1
     return code
+
+
+def _drop_output() -> None:
+    """Python writes what is left at exit, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from ds_npu.config import Problem
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
+MOST = 2**63 - 1
+"""Samples."""
 AUTO = "auto"
 """The Hugging Face Trainer fills such a value in later."""
 COUNTED = ", or nothing: leave the key out (for 'auto' the Hugging Face Trainer counts every rank)"
@@ -29,9 +31,9 @@ def batch_of(ds_config: dict[str, Any], dp: int | None) -> tuple[Batch, list[Pro
     """The batch sizes with ``dp`` data-parallel ranks (None: not known), and what is wrong with them."""
     found = {key: ds_config.get(key) for key in (TRAIN, MICRO, STEPS)}
     wrong = [
-        Problem(key, value, "an integer >= 1, or 'auto' for the Hugging Face Trainer to fill in")
+        Problem(key, value, f"an integer >= 1, or 'auto' for the Hugging Face Trainer to fill in, and <= {MOST}")
         for key, value in found.items()
-        if value not in (None, AUTO) and not (type(value) is int and value >= 1)
+        if value not in (None, AUTO) and not (type(value) is int and 1 <= value <= MOST)
     ]
     if wrong:
         return Batch(), wrong

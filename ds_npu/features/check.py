@@ -13,7 +13,8 @@ from ds_npu.config import ConfigError, Problem
 from ds_npu.features.all import FEATURES, DsNpuConfig
 from ds_npu.features.batch import Batch, batch_of
 from ds_npu.features.deepspeed_keys import conflicts, misspelt, zero_stage
-from ds_npu.features.loading import load
+from ds_npu.features.deepspeed_readers import deepspeed_problems
+from ds_npu.features.loading import flaws, load
 from ds_npu.features.parallel import REPLICAS, UNDIVIDED, ParallelSection, fit
 from ds_npu.features.reading import read
 from ds_npu.features.rules import broken_rules, not_built
@@ -45,6 +46,8 @@ def check(
     ``stages`` is the number of stages of the model where it is a deepspeed.PipelineModule. ``on_this_machine`` adds
     what the features that are on lack here. A config without the section is DeepSpeed's matter: nothing is checked.
     """
+    if wrong := [*flaws(ds_config)]:
+        raise ConfigError(wrong)
     warnings = misspelt(ds_config)
     if "ds_npu" not in ds_config:
         degrees, _ = fit(ParallelSection(), world_size)
@@ -63,6 +66,7 @@ def check(
         *_other_stages(config, stages, doubtful),
         *_sharded_pipeline(ds_config, stages),
         *conflicts(ds_config, config, dp, doubtful),
+        *deepspeed_problems(ds_config),
         *batch_problems,
         *(_unmet(config) if on_this_machine else ()),
     ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ds_npu.config import ConfigError, Problem, Section
 from ds_npu.features.context_choice import Choice, choose, described, estimated, refusals
 from ds_npu.features.context_cost import Layer
-from ds_npu.features.feature import AtLeastOne, Build, Feature
+from ds_npu.features.feature import Build, ContextRanks, Feature
 from ds_npu.log import logger, warn_once
 from ds_npu.topology.context import AlgorithmName, ContextAlgorithm, KvCache, algorithm_of
 from ds_npu.topology.degrees import Degrees
@@ -21,9 +22,9 @@ class ContextParallelSection(Section):
 
     algorithm: AlgorithmName | None = None
     """Exchange heads (ulysses), pass keys and values around (ring), both (hybrid), or gather them; left out: chosen."""
-    ulysses: AtLeastOne | None = None
+    ulysses: ContextRanks | None = None
     """Ranks of the Ulysses groups inside the context axis; the ring has context / ulysses ranks. Left out: chosen."""
-    window: AtLeastOne | None = None
+    window: ContextRanks | None = None
     """Ranks of the inner ring where the ring is a ring of rings; 1 is a single ring. Left out: chosen."""
     kv_cache: KvCache | None = None
     """Received keys and values that backward keeps: none, the keys (half), both (full); left out: those of Ulysses."""
@@ -147,7 +148,8 @@ def choose_for(section: ContextParallelSection, layer: Layer, degrees: Degrees, 
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return [*small, *(number // each for each in reversed(small) if each * each < number)]
 
 
 def _listed(numbers: Iterable[int], *more: str) -> str:

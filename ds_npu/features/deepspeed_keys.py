@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ds_npu.config import Problem
+from ds_npu.config import Problem, printable
 from ds_npu.features.all import DsNpuConfig, switched_on
+from ds_npu.features.deepspeed_readers import value_of, zero_section
+from ds_npu.features.deepspeed_schema import is_auto, schema
+from ds_npu.features.reading import near_miss
 
 SIZES = {"sequence_parallel_size": "context", "pipeline.stages": "pipeline"}
 """DeepSpeed's keys that state the size of an axis, which must be the size in ``parallel``."""
 
-LIKE_THE_SECTION = ("ds_npu", "npu", "deepspeed_npu")
+SECTION = "ds_npu"
+LIKE_THE_SECTION = (SECTION, "npu", "deepspeed_npu")
+MOST_UNKNOWN = 100
+"""Unknown top-level keys that are compared with known ones."""
 
 
 def value_at(ds_config: dict[str, Any], path: str) -> Any:
@@ -24,12 +30,10 @@ def value_at(ds_config: dict[str, Any], path: str) -> Any:
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int | None:
-    """The ZeRO stage that the config asks for; None where it is not a stage ("auto", or wrong: DeepSpeed says so)."""
-    zero = ds_config.get("zero_optimization", False)
-    if isinstance(zero, dict) and "stage" in zero:
-        stage = zero["stage"]
-        return stage if stage in (0, 1, 2, 3) else None
-    return 1 if zero is True else 0
+    """The ZeRO stage that the config asks for; None where it is not known ("auto", or the section is wrong)."""
+    read = zero_section(ds_config)
+    is_known = not read.problems and not is_auto(value_of(ds_config, "zero_optimization.stage"))
+    return int(read.values["stage"]) if is_known else None
 
 
 def conflicts(
@@ -69,6 +73,12 @@ def _recomputed_twice(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterato
 
 
 def misspelt(ds_config: dict[str, Any]) -> list[str]:
-    """Top-level keys that look like the section's name, and that DeepSpeed would ignore in silence."""
-    like = [key for key in ds_config if difflib.get_close_matches(str(key).lower(), LIKE_THE_SECTION, cutoff=0.8)]
-    return [f"{key!r} is ignored: the section is called 'ds_npu'" for key in like if key != "ds_npu"]
+    """Top-level keys that look like the section's name or like DeepSpeed's, and that it would ignore in silence."""
+    known = {*schema().top_level, *schema().removed, SECTION}
+    names = dict.fromkeys(LIKE_THE_SECTION, SECTION) | {key: key for key in sorted(known)}
+    warnings = []
+    for key in itertools.islice((str(key) for key in ds_config if key not in known), MOST_UNKNOWN):
+        for near in near_miss(key.lower(), names, cutoff=0.8):
+            hint = "the section is called 'ds_npu'" if names[near] == SECTION else f"did you mean {names[near]!r}?"
+            warnings.append(f"{printable(key)!r} is ignored: {hint}")
+    return warnings

@@ -13,6 +13,14 @@ from pydantic import Field
 
 V = TypeVar("V")
 
+MOST_RANKS = 2**20
+"""Of a world, and so along an axis."""
+
+MOST_CONTEXT_RANKS = 2**10
+"""Estimating what every algorithm costs so many takes seconds."""
+
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+ContextRanks = Annotated[int, Field(ge=1, le=MOST_CONTEXT_RANKS)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
 

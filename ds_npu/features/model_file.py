@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from ds_npu.config import ConfigError, Problem
+from ds_npu.features.loading import json_of, read_text
 from ds_npu.models.plan import AttentionShape
 
 OTHER_NAMES = {
@@ -15,6 +17,8 @@ OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
 }
 """What some models call the usual keys."""
+MOST = 2**20
+"""Of heads, and of a width."""
 
 
 def attention_of(path: str) -> AttentionShape:
@@ -22,8 +26,7 @@ def attention_of(path: str) -> AttentionShape:
 
     Raises ConfigError for a file that cannot be read or does not tell.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = Path(path) / "config.json" if os.path.isdir(path) else Path(path)
     config = _read(file)
     if isinstance(config.get("text_config"), dict):
         config = config["text_config"]
@@ -64,10 +67,10 @@ class _Entries:
     def count(self, name: str, default: int | None = None) -> int:
         found = self.value(name)
         found = default if found is None else found
-        if isinstance(found, int) and not isinstance(found, bool) and found >= 1:
+        if isinstance(found, int) and not isinstance(found, bool) and 1 <= found <= MOST:
             return found
         others = " or ".join(OTHER_NAMES.get(name, ()))
-        self.wrong(name, f"an integer >= 1{f', here or as {others}' if others else ''}")
+        self.wrong(name, f"an integer >= 1 and <= {MOST}{f', here or as {others}' if others else ''}")
         return 1
 
     def wrong(self, name: str, accepted: str) -> None:
@@ -78,13 +81,15 @@ class _Entries:
 def _read(file: Path) -> dict[str, Any]:
     accepted = "a Hugging Face config.json, or a folder with one"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json_of(read_text(file, accepted))
+    except ConfigError as error:
+        problems = [Problem("--model", each.found, each.accepted) for each in error.problems]
+        raise ConfigError(problems, str(file)) from None
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ConfigError([Problem(place, error.msg, accepted)], str(file)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "bytes that are not UTF-8"
-        raise ConfigError([Problem("--model", reason, accepted)], str(file)) from None
+    except RecursionError:
+        raise ConfigError([Problem("--model", "objects or lists without end", accepted)], str(file)) from None
     if not isinstance(config, dict):
         raise ConfigError([Problem("--model", config, accepted)], str(file))
     return config

@@ -6,7 +6,7 @@ import importlib
 import math
 
 from ds_npu.config import Problem, Section
-from ds_npu.features.feature import AtLeastOne, Build, Feature, Slot
+from ds_npu.features.feature import MOST_RANKS, Build, ContextRanks, Feature, Ranks, Slot
 from ds_npu.topology.degrees import Degrees
 
 REPLICAS = {
@@ -25,17 +25,17 @@ UNDIVIDED = (
 class ParallelSection(Section):
     """Sizes of the axes; the data-parallel size is what the world leaves: world / (tensor * context * pipeline)."""
 
-    tensor: AtLeastOne = 1
+    tensor: Ranks = 1
     """Ranks that share each weight matrix (tensor parallelism)."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence, over the tensor ranks."""
-    context: AtLeastOne = 1
+    context: ContextRanks = 1
     """Ranks that share each sequence (context parallelism)."""
-    pipeline: AtLeastOne = 1
+    pipeline: Ranks = 1
     """Pipeline ranks, each with some of the layers; equals the stages of a deepspeed.PipelineModule."""
-    expert: AtLeastOne = 1
+    expert: Ranks = 1
     """Ranks over which the experts of a mixture-of-experts layer are spread."""
-    expert_tensor: AtLeastOne = 1
+    expert_tensor: Ranks = 1
     """Ranks that share each expert's weight matrices."""
 
 
@@ -63,8 +63,8 @@ def fit(section: ParallelSection, world_size: int | None) -> tuple[Degrees, list
     smallest = _degrees(section, experts // math.gcd(experts, peers))
     if world_size is None:
         return smallest, []
-    if world_size < 1:
-        return smallest, [Problem("world size", world_size, "an integer >= 1")]
+    if not 1 <= world_size <= MOST_RANKS:
+        return smallest, [Problem("world size", world_size, f"an integer >= 1 and <= {MOST_RANKS}")]
     problems = []
     if world_size % math.prod(dense.values()):
         problems.append(_must_divide(dense, f"the world size {world_size}"))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from ds_npu.config import Problem
+from ds_npu.config import MOST_PROBLEMS, Problem
 from ds_npu.features.all import DsNpuConfig
 from ds_npu.features.schema import accepted, leaves, section_schema
 
 Keys = tuple[str, ...]
 
 UNKNOWN = "no such key"
+MOST_LETTERS = 64
+"""Of a word that is compared with known ones."""
 KEY = "[key]"
 """pydantic's mark of an error in a key, not in its value."""
 
@@ -34,27 +37,36 @@ class Reading:
 def read(raw: Any) -> Reading:
     """Read the section, whatever it is."""
     if not isinstance(raw, dict):
-        return Reading(DsNpuConfig(), [Problem("ds_npu", raw, accepted(section_schema()))], _below({()}))
+        return _no_section(raw)
     rest = _with_string_keys(raw)
     found: dict[Keys, Any] = {}
     while True:
         try:
             config = DsNpuConfig.model_validate(rest)
         except ValidationError as error:
-            for path in sorted({_cut(item["loc"]) for item in error.errors(include_url=False)}):
+            paths = {_cut(item["loc"]) for item in error.errors(include_url=False, include_context=False)}
+            if () in paths:
+                return _no_section(raw)
+            for path in sorted(paths):
                 if not any(path[:length] in found for length in range(len(path))):
                     found[path] = _remove(rest, path)
         else:
-            problems = {_full(path): _problem(path, value) for path, value in found.items()}
+            problems = {_full(path): _problem(path, value, at) for at, (path, value) in enumerate(found.items())}
             problems |= {path: problem for path, problem in _autos(raw) if not _is_unknown(problems.get(path))}
-            # A key that does not exist was meant for another one, whose value is then not known.
-            doubtful = {meant for path in found if (meant := path if _node(path) else _meant(path))}
-            return Reading(config, list(problems.values()), _below(doubtful))
+            return Reading(config, list(problems.values()), _below(_intended(found)))
+
+
+def _no_section(raw: Any) -> Reading:
+    return Reading(DsNpuConfig(), [Problem("ds_npu", raw, accepted(section_schema()))], _below({()}))
 
 
 def _with_string_keys(raw: Any) -> Any:
     """A copy to take keys out of; a dict made in Python may have other keys than JSON has."""
-    return {str(key): _with_string_keys(value) for key, value in raw.items()} if isinstance(raw, dict) else raw
+    if not isinstance(raw, dict):
+        return raw
+    # pydantic reads no lone surrogates.
+    names = {key: str(key).encode("utf-8", "backslashreplace").decode("utf-8") for key in raw}
+    return {names[key]: _with_string_keys(value) for key, value in raw.items()}
 
 
 def _full(path: Keys) -> str:
@@ -80,8 +92,7 @@ def _below(paths: set[Keys]) -> frozenset[str]:
     if not paths:
         # The schema costs more than the rest of a check in which nothing is wrong.
         return frozenset()
-    every = [leaf for leaf, _ in leaves(section_schema())]
-    return frozenset(leaf for leaf in every if any(tuple(leaf.split("."))[: len(path)] == path for path in paths))
+    return frozenset(".".join(leaf) for leaf in _every() if any(leaf[:end] in paths for end in range(len(leaf) + 1)))
 
 
 def _cut(location: tuple[int | str, ...]) -> Keys:
@@ -103,17 +114,39 @@ def _remove(raw: dict[str, Any], path: Keys) -> Any:
     return raw.pop(path[-1])
 
 
-def _problem(path: Keys, found: Any) -> Problem:
+def _problem(path: Keys, found: Any, index: int) -> Problem:
+    """The problem at ``index``; of those that no message lists nobody reads what was meant."""
     node = _node(path)
-    return Problem(_full(path), found, accepted(node) if node else _unknown(path))
+    if node is not None:
+        return Problem(_full(path), found, accepted(node))
+    return Problem(_full(path), found, _unknown(path) if index < MOST_PROBLEMS else UNKNOWN)
+
+
+def _intended(found: Iterable[Keys]) -> set[Keys]:
+    """The keys whose intended value is not known: wrong ones, and those that keys which do not exist were meant for."""
+    known = {path for path in found if _node(path)}
+    unknown = [path for path in found if path not in known]
+    if len(unknown) > MOST_PROBLEMS:
+        # The whole section.
+        return {()}
+    return known | {meant for path in unknown if (meant := _meant(path))}
+
+
+@functools.cache
+def _every() -> tuple[Keys, ...]:
+    return tuple(tuple(leaf.split(".")) for leaf, _ in leaves(section_schema()))
 
 
 def _meant(path: Keys) -> Keys | None:
     """The key that an unknown one stands for: one of its name elsewhere, else one beside it with nearly its name."""
-    every = [tuple(leaf.split(".")) for leaf, _ in leaves(section_schema())]
-    elsewhere = [leaf for leaf in every if leaf[-1] == path[-1]]
-    near = difflib.get_close_matches(path[-1], _neighbours(path), n=1)
+    elsewhere = [leaf for leaf in _every() if leaf[-1] == path[-1]]
+    near = near_miss(path[-1], _neighbours(path))
     return next(iter([*elsewhere, *((*path[:-1], key) for key in near)]), None)
+
+
+def near_miss(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """What of ``known`` the word may have been meant for: one at most, none for a word of more than 64 characters."""
+    return difflib.get_close_matches(word, known, n=1, cutoff=cutoff) if len(word) <= MOST_LETTERS else []
 
 
 def _neighbours(path: Keys) -> list[str]:

@@ -11,6 +11,7 @@ from ds_npu.features.all import DsNpuConfig, planned_part
 from ds_npu.features.parallel import REPLICAS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 NOT_BUILT = "Not built in this version: refused unless off."
 
 
@@ -64,16 +65,21 @@ def accepted(node: dict[str, Any]) -> str:
 
 
 def _accepted_of_type(node: dict[str, Any]) -> str:
-    kind = node["type"]
+    kind = node.get("type", "anything")
     if kind in ("integer", "number"):
         article = "an" if kind == "integer" else "a"
-        bounds = [f"{sign} {node[key]}" for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">")) if key in node]
-        return " ".join([article, kind, *bounds])
+        bounds = " and ".join(f"{sign} {node[key]}" for key, sign in BOUNDS.items() if key in node)
+        return " ".join([article, kind, *([bounds] if bounds else [])])
+    if kind == "array" and not node["items"]:
+        return "a list"
+    if kind == "object" and "additionalProperties" not in node:
+        return "an object"
     if kind == "array":
         return f"a list, each item {accepted(node['items'])}"
     if kind == "object":
         return f"an object, each value {accepted(node['additionalProperties'])}"
-    return {"boolean": "true or false", "null": "null"}.get(kind) or str(node.get("description", "a string"))
+    words = {"boolean": "true or false", "null": "null", "anything": "anything"}
+    return words.get(kind) or str(node.get("description", "a string"))
 
 
 def reference() -> str:

@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_npu.capability import try_import
+from ds_npu.engine.checkpoint_files import WholeCheckpoints
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.same_batch import check_first_batch
@@ -37,7 +38,7 @@ from ds_npu.zero_ext.lost_hooks import attach_hooks_again
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
-class TopologyMixin(WholeWeights):
+class TopologyMixin(WholeWeights, WholeCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

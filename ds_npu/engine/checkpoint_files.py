@@ -68,6 +68,11 @@ class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
                     path.unlink()
             self.failure = f"{path.name.removesuffix(UNFINISHED)}: {why_not_written(error, path, needed)}"
 
+    def remove_unfinished(self) -> None:
+        """Remove what was written and got no name."""
+        for each in self.unfinished:
+            each.unlink(missing_ok=True)
+
     def _write(self, path: Path, write: Callable[[Path], object], needed: int) -> None:
         unfinished = path.with_name(path.name + UNFINISHED)
         self.attempt(unfinished, lambda: write(unfinished), needed)
@@ -81,8 +86,7 @@ class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
         found = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
         if not found:
             return
-        for each in self.unfinished:
-            each.unlink(missing_ok=True)
+        self.remove_unfinished()
         dist.barrier()
         if dist.get_rank() == 0:
             with suppress(OSError):  # it may hold an earlier checkpoint of the same name
@@ -112,11 +116,12 @@ class WholeCheckpoints:
         plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
         if type(plain) is not TorchCheckpointEngine:  # another of DeepSpeed's, which writes in its own time
             return bool(upstream.save_checkpoint(save_dir, tag, *given))
-        self.checkpoint_engine = FilesTogether(plain, save_latest)
+        self.checkpoint_engine = together = FilesTogether(plain, save_latest)
         try:
             return bool(upstream.save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
         finally:
             self.checkpoint_engine = plain
+            together.remove_unfinished()
 
     def _copy_recovery_script(self, save_path: str) -> None:
         upstream: Any = super()

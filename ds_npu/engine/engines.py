@@ -24,6 +24,7 @@ from torch import nn
 from ds_npu.capability import try_import
 from ds_npu.engine.checkpoint_files import WholeCheckpoints
 from ds_npu.engine.grid import ContextGrid
+from ds_npu.engine.lost_ranks import explain_lost_ranks
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
@@ -42,6 +43,7 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        explain_lost_ranks()
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()

@@ -1,18 +1,22 @@
 """Checkpoints that are either whole or not there, and what it takes to continue from one exactly.
 
 A checkpoint is written to ``step-00000100.partial``. When every rank has written and flushed its part, rank 0 adds a
-list of all files with their sizes (``complete.json``), renames the folder to ``step-00000100``, and only then points
-``latest`` at it. A folder that still has the suffix, lacks the list or does not match it is never resumed from.
+list of all files with their sizes and checksums (``complete.json``), renames the folder to ``step-00000100``, and only
+then points ``latest`` at it. A folder that still has the suffix, lacks the list or has files of other sizes is never
+resumed from; one whose bytes have changed is refused when it is loaded.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,13 +55,24 @@ def _file_sizes(folder: Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a checkpoint, or None if ``folder`` is not a complete one."""
     if not TAG.fullmatch(folder.name):
         return None
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        whole = all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        # Checkpoints made before there were checksums have the sizes alone.
+        entries = {name: {"bytes": it} if isinstance(it, int) else it for name, it in manifest["files"].items()}
+        manifest["files"] = entries
+        whole = all((folder / name).stat().st_size == entry["bytes"] for name, entry in entries.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if whole else None
@@ -110,10 +125,16 @@ def random_states() -> dict[str, Any]:
     """The state of every random generator a model may draw from on this rank."""
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
         "device": get_accelerator().get_rng_state().cpu(),
     }
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    """numpy's, as numbers: what torch.load reads without running code of the file."""
+    name, keys, *rest = np.random.get_state()
+    return (name, keys.tolist(), *rest)
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
@@ -150,16 +171,52 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:
             self._give_up(error)
         self._on_rank(self.ranks.local_rank == 0, lambda: self._flush_all(partial))
-        self._on_rank(self.ranks.rank == 0, lambda: self._publish(partial, final, step, identity))
+        files = self._described(partial)
+        manifest = {"step": step, "identity": dict(identity), "files": files}
+        self._on_rank(self.ranks.rank == 0, lambda: self._publish(partial, final, manifest))
         return final
 
     def load(self, engine: DeepSpeedEngine, checkpoint: Path) -> dict[str, Any]:
-        """Bring engine and random generators to where ``checkpoint`` was made; returns this rank's ``state``."""
+        """Bring engine and random generators to where ``checkpoint`` was made; returns this rank's ``state``.
+
+        Raises RunError on all ranks where a file is not what was saved; nothing is loaded then.
+        """
+        self._verify(checkpoint)
+        own, failure = None, None
+        try:
+            own = _load_numbers(self._rank_file(checkpoint))
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            failure = RunError(f"{self._rank_file(checkpoint)} cannot be read: {error}")
+        self.ranks.agree(failure)
         loaded, _client_state = engine.load_checkpoint(str(self.folder), tag=checkpoint.name)
-        own = torch.load(self._rank_file(checkpoint), map_location="cpu", weights_only=False) if loaded else None
         self.ranks.agree(None if loaded else RunError(f"DeepSpeed could not load {checkpoint}"))
         set_random_states(own["random"])
         return own["state"]
+
+    def _verify(self, checkpoint: Path) -> None:
+        """Compare the checksums; each rank reads its share of the files."""
+        failure = None
+        for name, entry in self._share(read_manifest(checkpoint)["files"].items()):
+            expected = entry.get("sha256")
+            found = _sha256(checkpoint / name) if expected else None
+            if found != expected:
+                failure = RunError(
+                    f"{checkpoint / name} is damaged: its SHA-256 is {found}, {MANIFEST} expects {expected}. Remove "
+                    f"{checkpoint} to resume from the checkpoint before it"
+                )
+                break
+        self.ranks.agree(failure)
+
+    def _share(self, things: Iterable[Any]) -> list[Any]:
+        return list(things)[self.ranks.rank :: self.ranks.size]
+
+    def _described(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Size and checksum of every file; each rank reads its share of them."""
+        sizes = self.ranks.gather(_file_sizes(folder))[0]
+        mine: dict[str, str] = {}
+        self._on_rank(True, lambda: mine.update({name: _sha256(folder / name) for name in self._share(sizes)}))
+        sums = {name: digest for part in self.ranks.gather(mine) for name, digest in part.items()}
+        return {name: {"bytes": size, "sha256": sums[name]} for name, size in sizes.items()}
 
     # ---- the steps of a save ----
 
@@ -173,7 +230,7 @@ class Checkpoints:
             if mine:
                 action()
         except (OSError, RuntimeError) as error:
-            failure = RunError(f"cannot write a checkpoint in {self.folder}: {error}")
+            failure = RunError(f"cannot write a checkpoint in {self.folder}: {_why(error, self.folder)}")
         self.ranks.agree(failure)
 
     def _make_room(self, final: Path, partial: Path) -> None:
@@ -183,7 +240,7 @@ class Checkpoints:
                 shutil.rmtree(leftover)
         # The last one's size is the best guess at this one's. The free space may go before it is written.
         earlier = complete_checkpoints(self.folder)
-        needed = sum(_file_sizes(earlier[-1]).values()) if earlier else 0
+        needed = _bytes_in(earlier[-1]) if earlier else 0
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise OSError(f"{free / 2**20:.0f} MiB are free, the last checkpoint took {needed / 2**20:.0f} MiB")
@@ -194,14 +251,13 @@ class Checkpoints:
         if any(lost in str(error) for lost in PEER_LOST):
             os._exit(1)  # the rank that was lost has said why
         kept = "checkpoints completed earlier are untouched, --resume continues from them"
-        self.ranks.leave(f"cannot write a checkpoint in {self.folder}: {error} ({kept})")
+        self.ranks.leave(f"cannot write a checkpoint in {self.folder}: {_why(error, self.folder)} ({kept})")
 
     def _flush_all(self, partial: Path) -> None:
         for name in _file_sizes(partial):
             _flush(partial / name)
 
-    def _publish(self, partial: Path, final: Path, step: int, identity: Mapping[str, Any]) -> None:
-        manifest = {"step": step, "identity": dict(identity), "files": _file_sizes(partial)}
+    def _publish(self, partial: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         _write_whole(partial / MANIFEST, json.dumps(manifest, indent=1))
         os.rename(partial, final)
         _flush(self.folder)
@@ -216,6 +272,34 @@ class Checkpoints:
             os.rename(path, path.with_name(path.name + PARTIAL))
         for leftover in self.folder.glob(f"step-*{PARTIAL}"):
             shutil.rmtree(leftover)
+
+
+def _why(error: Exception, folder: Path) -> str:
+    """What keeps a checkpoint from being written to ``folder``."""
+    said = str(error).strip().split("\n")[0]
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free, partials = shutil.disk_usage(existing).free, folder.glob(f"step-*{PARTIAL}")
+    # torch does not say so: "[enforce fail at inline_container.cc:672] . unexpected pos ...".
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if full or ("inline_container" in said and free < 2**20):
+        written = sum(map(_bytes_in, partials)) / 2**20
+        return (
+            f"the disk is full: {free / 2**20:.1f} MiB are free, and more than the {written:.1f} MiB of this "
+            "checkpoint that were written are needed; make room, or choose another --save"
+        )
+    return said
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(_file_sizes(folder).values())
+
+
+def _load_numbers(path: Path) -> dict[str, Any]:
+    """What a rank has saved; no code of the file is run."""
+    # Before checksums, numpy's state was saved as an array.
+    keys = np.random.get_state()[1]
+    with torch.serialization.safe_globals([keys.__reduce__()[0], np.ndarray, np.dtype, type(keys.dtype)]):
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def choose(folder: Path, required: bool) -> Path | None:

@@ -48,12 +48,36 @@ def cann(tmp_path, monkeypatch):
         (ValueError(), ["ValueError", "no message"]),
     ],
 )
-def test_explain_names_the_cause_and_the_way_out(error, said):
+def test_explain_names_the_cause_and_the_way_out(error, said, monkeypatch):
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
     message = capability.explain(error)
     assert [word for word in said if word not in message] == []
     assert "What to do: " in message
     assert "\n" not in message
     assert "{" not in message
+
+
+SWITCHES = {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+NPU_ERRORS = (
+    ImportError(f"libhccl.so: {NOT_HERE}"),
+    OSError("something else"),
+    RuntimeError("Two accelerators cannot be used at the same time in PyTorch: npu and cuda. You can install"),
+)
+
+
+@pytest.mark.parametrize("error", NPU_ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("chosen", [(), *((name,) for name in SWITCHES), tuple(SWITCHES)], ids=" ".join)
+def test_explain_advises_no_variable_that_is_set_already(chosen, error, monkeypatch):
+    for name, value in SWITCHES.items():
+        monkeypatch.setenv(name, value if name in chosen else "other")
+    advice = capability.explain(error).partition("What to do: ")[2]
+    asked = advice.partition(" set ")[2].partition(" to ")[0]
+    assert not any(f"{name}=" in asked for name in chosen), advice
+    if set(chosen) == set(SWITCHES):
+        assert "ninstall" in advice, advice
+    elif not isinstance(error, RuntimeError):
+        assert all(f"{name}={value}" in asked for name, value in SWITCHES.items() if name not in chosen), advice
 
 
 def test_explain_reads_the_cause_behind_torchs_own_error():

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import gradient_rule as rule
 import peft
@@ -20,6 +15,7 @@ from adapted_models import ATTENTION, adapted
 from ranks import run_on_ranks
 from split_models import agree, close, everyones
 from spread_models import Spread, algorithm, padded, spread, step, tokens
+from trainer_runs import run_trainer
 
 from ds_npu.models.context_parallel import spread_sequence
 from ds_npu.models.globs import plan_for
@@ -28,8 +24,6 @@ from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
 pytestmark = pytest.mark.slow
-
-TRAINER = Path(__file__).with_name("trainer_script.py")
 
 
 def made(family: str, section: dict[str, object], stage: int = 1, **options: object):
@@ -235,32 +229,11 @@ def test_a_checkpoint_is_read_trained_and_saved(tmp_path, stage):
     run_on_ranks(4, from_checkpoint, str(tmp_path), stage)
 
 
-def trained_by_trainer(folder: Path, ranks: int, section: dict[str, object] | None) -> list[dict[str, object]]:
-    """What each rank says of a run of ``trainer_script.py``."""
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
-    }
-    if section is not None:
-        config["ds_npu"] = section
-    path = folder / f"{ranks}.json"
-    path.write_text(json.dumps(config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(TRAINER), "--deepspeed", str(path), "--output_dir", str(folder), "--use_cpu"]
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
-    options |= {"save_strategy": "no", "report_to": "none", "lr_scheduler_type": "linear", "logging_strategy": "no"}
-    command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"said by {rank}.json").read_text()) for rank in range(ranks)]
-
-
 def test_an_unchanged_trainer_script(tmp_path):
     """On context ranks it sees the samples and learning rates, and computes the losses, of the data ranks alone."""
-    alone = trained_by_trainer(tmp_path, 2, None)
-    found = trained_by_trainer(tmp_path, 4, {"parallel": {"context": 2}})
+    options = {"max_steps": 3, "save_strategy": "no"}
+    alone = run_trainer(tmp_path / "alone", 2, None, options)
+    found = run_trainer(tmp_path / "context", 4, {"parallel": {"context": 2}}, options)
     for rank, each in enumerate(found):
         expected = alone[rank // 2]
         assert each["samples"] == expected["samples"]

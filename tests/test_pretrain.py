@@ -1,11 +1,19 @@
 """examples/pretrain.py without its launcher: which checkpoint is whole, and which mistakes are noticed."""
 
+import hashlib
 import json
+import os
+import random
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -13,6 +21,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import checkpoints  # noqa: E402
 import pretrain  # noqa: E402
+from rank_group import Ranks  # noqa: E402
 
 # ---- checkpoints on disk ----
 
@@ -65,6 +74,96 @@ def test_differences_name_the_key_and_pass_over_what_cannot_matter():
     assert checkpoints.differences(saved, saved) == []
     (line,) = checkpoints.differences(saved, now)
     assert line == "deepspeed_config.optimizer: {'type': 'Adam'} then, {'type': 'Lion'} now"
+
+
+class Engine:
+    """Loads what DeepSpeed saved, as far as these tests go."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def save_checkpoint(self, folder: str, tag: str, **_: object) -> None:
+        (Path(folder) / tag / "weights.pt").write_bytes(bytes(range(256)) * 40)
+
+    def load_checkpoint(self, folder: str, tag: str) -> tuple[str, dict]:
+        self.loaded.append(tag)
+        return folder, {}
+
+
+class Alone(Ranks):
+    """A world of one rank, without a process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.local_rank, self.group = 0, 1, 0, None
+
+
+def saved(folder: Path) -> tuple[checkpoints.Checkpoints, Path]:
+    kept = checkpoints.Checkpoints(folder, 0, Alone())
+    return kept, kept.save(Engine(), 7, {"--seed": 0}, {"losses": 3, "loss_sum": torch.ones(1)})
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    kept, path = saved(tmp_path)
+    expected = [random.random(), np.random.rand(), torch.rand(1).item()]
+    engine = Engine()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    checkpoints.set_random_states(checkpoints._load_numbers(path / "rank-00000.pt")["random"])
+    assert kept.load(engine, path) == {"losses": 3, "loss_sum": torch.ones(1)}
+    assert engine.loaded == [path.name]
+    assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
+
+
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.integers(0, 1))
+@settings(max_examples=30, deadline=None)
+def test_a_flipped_bit_is_refused_and_named(where, bit, file):
+    with tempfile.TemporaryDirectory() as folder:
+        kept, path = saved(Path(folder))
+        damaged = path / ("weights.pt", "rank-00000.pt")[file]
+        content = bytearray(damaged.read_bytes())
+        expected = hashlib.sha256(content).hexdigest()
+        content[int(where * len(content))] ^= 1 << bit
+        damaged.write_bytes(content)
+        assert checkpoints.choose(Path(folder), required=True) == path
+        engine = Engine()
+        with pytest.raises(pretrain.RunError) as caught:
+            kept.load(engine, path)
+        found = hashlib.sha256(content).hexdigest()
+        assert all(part in str(caught.value) for part in (f"{damaged} is damaged", expected, found, "Remove"))
+        assert engine.loaded == []
+
+
+def test_a_checkpoint_without_checksums_is_loaded(tmp_path):
+    """As they were before: sizes only, and numpy's state as an array."""
+    kept, path = saved(tmp_path)
+    own = path / "rank-00000.pt"
+    states = checkpoints.random_states() | {"numpy": np.random.get_state()}
+    torch.save({"random": states, "state": {"losses": 4}}, own)
+    manifest = json.loads((path / checkpoints.MANIFEST).read_text())
+    manifest["files"] = {each.name: each.stat().st_size for each in path.iterdir() if each.name != checkpoints.MANIFEST}
+    (path / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+    expected = np.random.rand()
+    assert kept.load(Engine(), path) == {"losses": 4}
+    assert np.random.rand() == expected
+
+
+class Code:
+    """Code in a pickle: it would run where it is loaded, and make ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (str(self.folder),))
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    kept, path = saved(tmp_path)
+    torch.save({"random": Code(tmp_path / "made"), "state": {}}, path / "rank-00000.pt")
+    manifest = {"identity": {}, "files": {}}
+    (path / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(pretrain.RunError, match=r"rank-00000\.pt cannot be read"):
+        kept.load(Engine(), path)
+    assert not (tmp_path / "made").exists()
 
 
 # ---- mistakes, seen before anything is started ----

@@ -162,9 +162,7 @@ def fill_the_disk(folder):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for target in (folder, folder.with_name("new")):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-        with pytest.raises(
-            OSError, match=r"was not saved to .*Its weights take [\d,]+ bytes; [\d,]+ are free"
-        ) as caught:
+        with pytest.raises(OSError, match=r"was not saved to .*File too large.* What to do: make room there") as caught:
             save_pretrained(model, target, model.state_dict())
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert str(target) in str(caught.value)

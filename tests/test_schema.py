@@ -149,7 +149,7 @@ def test_what_is_accepted_is_put_in_words():
     assert words["plan"].startswith("an object, each value one of 'block', 'attention', 'query', ")
 
 
-AXES_OF_RANKS_ONLY = ("parallel.expert", "parallel.expert_tensor")
+AXES_WITHOUT_EFFECT = ("parallel.expert", "parallel.expert_tensor")
 
 
 def test_editors_and_readers_learn_what_is_not_built():
@@ -157,6 +157,6 @@ def test_editors_and_readers_learn_what_is_not_built():
     assert list(rows) == [path for path, _ in leaves(section_schema())]
     for path, node in leaves(section_schema()):
         assert (NOT_BUILT in node["description"]) == bool(planned_part(path))
-        built = "groups of ranks only" if path in AXES_OF_RANKS_ONLY else "yes"
+        built = "accepted, no effect yet" if path in AXES_WITHOUT_EFFECT else "yes"
         assert rows[path].endswith("| not yet |" if planned_part(path) else f"| {built} |")
         assert rows[path].count("|") == 6

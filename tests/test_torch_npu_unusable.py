@@ -127,6 +127,15 @@ def test_deepspeed_that_is_the_first_to_import_torch_npu_does_not_take_the_cpu_i
     assert is_clear(line, (folder, SAID["no CANN"]))
 
 
+def test_what_is_set_already_is_not_advised(tmp_path):
+    folder = npu_double.write_package(tmp_path / "npu", **FAKES["no CANN"])
+    code = "import ds_npu, torch\ntry:\n    import torch_npu\nexcept ImportError as error:\n    print(error)"
+    done = npu_double.python(code, folder, DS_ACCELERATOR="cpu", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert is_clear(done.stdout, (folder, SAID["no CANN"]))
+    assert "set DS_ACCELERATOR" not in done.stdout and "or uninstall torch_npu" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["the real one"], indirect=True)
 def test_transformers_can_be_imported_and_asked_for_npus(case, tmp_path):

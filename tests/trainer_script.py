@@ -1,4 +1,4 @@
-"""A script for the Hugging Face Trainer as people have it: it knows nothing of context ranks. Run by a test."""
+"""A script for the Hugging Face Trainer as people have it: it knows nothing of ds_npu. Run by a test."""
 
 from __future__ import annotations
 
@@ -71,9 +71,10 @@ def main() -> None:
         data_collator=collate,
         compute_metrics=accuracy,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     metrics = trainer.evaluate()
     assert metrics["eval_samples"] == 10, metrics
+    trainer.save_model()
     said = {"samples": trainer.samples, "losses": trainer.losses, "rates": trainer.rates}
     said |= {"eval_loss": metrics["eval_loss"], "accuracy": metrics["eval_accuracy"]}
     (Path(arguments.output_dir) / f"said by {arguments.process_index}.json").write_text(json.dumps(said))

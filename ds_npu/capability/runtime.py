@@ -18,7 +18,7 @@ from typing import Any, cast
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ds_npu.capability.lack import SOURCE_CANN, USE_CPU, Lack
+from ds_npu.capability.lack import SOURCE_CANN, Lack, use_cpu
 from ds_npu.capability.releases import installed_version
 
 DEV = Path("/dev")
@@ -113,7 +113,7 @@ def hidden_devices() -> Lack | None:
         return Lack(
             "no NPU: there is neither /dev/davinci* nor /dev/davinci_manager, so the Ascend driver is not loaded, or "
             "this container was started without its devices",
-            f"install the driver (npu-smi info must list NPUs), pass --device=/dev/davinci0 to docker, or {USE_CPU}",
+            f"install the driver (npu-smi info must list NPUs), pass --device=/dev/davinci0 to docker, or {use_cpu()}",
         )
     present = {int(node.name[7:]) for node in DEV.glob("davinci[0-9]*") if node.name[7:].isdigit()}
     unknown = sorted({int(number) for number in re.findall(r"\d+", visible or "")} - present)
@@ -149,12 +149,13 @@ def _silent_driver() -> Lack:
     )
 
 
-# What the error text says, in the order in which it is looked for: (pattern, reason, advice); {0} is the first group.
+# What the error text says, in the order in which it is looked for: (pattern, reason, advice); {0} is the first group,
+# {cpu} how to run without NPUs, {stay} how to stay with another accelerator.
 _IMPORT_FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Two accelerators cannot be used.*?npu and (\w+)",
         "torch was built for another accelerator ({0}), and one process cannot use two",
-        "install the CPU build of torch next to torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to stay with {0}",
+        "install the CPU build of torch next to torch_npu, or {stay} to stay with {0}",
     ),
     (
         r"(lib(?:ascend_hal|drv\w*|dcmi)\.so[\w.]*): cannot open shared object",
@@ -170,7 +171,7 @@ _IMPORT_FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"(lib[\w+-]+\.so[\w.]*): cannot open shared object",
         "{0} was not found; it comes with CANN, which is not installed or whose environment is not set",
-        f"{SOURCE_CANN}, or {USE_CPU}",
+        SOURCE_CANN + ", or {cpu}",
     ),
     (
         r"undefined symbol: (\w*(?:c10|2at|5torch|torch)\w*)",
@@ -212,10 +213,12 @@ def _import_lack(error: BaseException) -> Lack:
     texts = [str(link) for link in _chain(error)]
     for pattern, reason, advice in _IMPORT_FAILURES:
         for match in filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)):
-            return Lack(reason.format(*match.groups()), advice.format(*match.groups()))
+            off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0"
+            ways = {"cpu": use_cpu(), "stay": "uninstall it" if off else "set TORCH_DEVICE_BACKEND_AUTOLOAD=0"}
+            return Lack(reason.format(*match.groups()), advice.format(*match.groups(), **ways))
     return Lack(
         f"importing torch_npu ended in {type(error).__name__}: {texts[-1].strip() or 'no message'}",
-        f"run python -c 'import torch, torch_npu' to see all of it; {SOURCE_CANN}, or {USE_CPU}",
+        f"run python -c 'import torch, torch_npu' to see all of it; {SOURCE_CANN}, or {use_cpu()}",
     )
 
 

@@ -72,6 +72,18 @@ def gather_for_metrics(original: Function) -> Function:
     return gathered
 
 
+def get_state_dict(original: Function) -> Function:
+    @functools.wraps(original)
+    def whole(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.distributed_type == "DEEPSPEED":
+            weights = importlib.import_module("ds_npu.engine.weights")
+            if isinstance(model, weights.WholeWeights) and model.is_split:
+                return model.whole_state_dict()
+        return original(self, model, *args, **kwargs)
+
+    return whole
+
+
 def _degrees() -> Degrees | None:
     """The grid of this process's Accelerator, if its config has the section and some of its ranks share samples."""
     state = importlib.import_module("accelerate.state")

@@ -40,6 +40,7 @@ PATCHED = (
     "deepspeed",
     "deepspeed.accelerator.npu_accelerator",
     "deepspeed.comm.comm",
+    "deepspeed.comm.torch",
     "deepspeed.env_report",
     "deepspeed.runtime.config",
     "deepspeed.runtime.engine",

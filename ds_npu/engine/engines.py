@@ -22,8 +22,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_npu.capability import try_import
+from ds_npu.engine.checkpoint_files import WholeCheckpoints
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.grid import ContextGrid
+from ds_npu.engine.lost_ranks import explain_lost_ranks
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
@@ -42,11 +44,12 @@ from ds_npu.zero_ext.lost_hooks import attach_hooks_again
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
-class TopologyMixin(WholeWeights):
+class TopologyMixin(WholeWeights, WholeCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))
+        explain_lost_ranks()
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()

@@ -66,6 +66,16 @@ PATCHES: tuple[Patch, ...] = (
         also=("deepspeed:init_distributed", "deepspeed.comm:init_distributed"),
     ),
     Patch(
+        module="deepspeed.comm.torch",
+        name="TorchBackend.__init__",
+        factory="ds_npu.engine.shared_memory:remove_names",
+        parameters=("self", "backend", "timeout", "init_method"),
+        what="the files of DeepSpeed's shared memory (CPU only) lose their names once every rank has mapped them",
+        why="it leaves 69 MB in /dev/shm for each rank and run, until nothing more fits",
+        upstream="comm/torch.py:220; ops/csrc/cpu/comm/shm.cpp opens them and never calls its shared_close",
+        until="DeepSpeed unlinks what it has mapped",
+    ),
+    Patch(
         module="deepspeed",
         name="initialize",
         factory="ds_npu.engine.hooks:initialize",
@@ -155,6 +165,16 @@ PATCHES: tuple[Patch, ...] = (
         why="it joins what every process has, and ranks that share samples have the same",
         upstream="accelerate/accelerator.py, Accelerator.gather_for_metrics (1.15.0)",
         until="accelerate asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        name="Accelerator.get_state_dict",
+        factory="ds_npu.engine.accelerate:get_state_dict",
+        parameters=("self", "model"),
+        what="of a model split over tensor ranks accelerate and the Hugging Face Trainer save whole weights",
+        why="it takes the module's own state dict, which is one rank's part, but for DeepSpeed's own autotp_size",
+        upstream="accelerate/accelerator.py:4070 (1.15.0)",
+        until="accelerate asks the engine for its weights",
     ),
     Patch(
         module="deepspeed.env_report",

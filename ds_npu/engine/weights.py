@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from ds_npu.models.disk import UNTOUCHED, tensor_bytes, why_not_written
 
 
 def _saving() -> Any:
@@ -24,6 +27,11 @@ class WholeWeights:
 
     topology: Any
     module: nn.Module
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank holds parts of weights: tensor ranks share the model."""
+        return bool(self.topology.size("tp") > 1)
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state dict, on the CPU of global rank 0; empty on every other rank.
@@ -55,21 +63,38 @@ class WholeWeights:
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """DeepSpeed's, with whole weights where the model is split over tensor ranks."""
-        if self.topology.size("tp") == 1:
+        final, unfinished = Path(save_dir, save_filename), Path(save_dir, f".{save_filename}.unfinished")
+        if not self.is_split:
             upstream: Any = super()
-            return bool(upstream.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
-        frozen = {name for name, each in self.module.named_parameters() if not each.requires_grad}
-        left_out = frozen if exclude_frozen_parameters else set()
+            with _named_together(unfinished, final, self.module.state_dict()):
+                return bool(upstream.save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))
+        left_out = self._frozen() if exclude_frozen_parameters else set()
 
         def write(weights: dict[str, torch.Tensor]) -> None:
-            folder = Path(save_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished = folder / f".{save_filename}.unfinished"
-            torch.save({name: each for name, each in weights.items() if name not in left_out}, unfinished)
-            unfinished.replace(folder / save_filename)
+            chosen = {name: each for name, each in weights.items() if name not in left_out}
+            with _named_together(unfinished, final, chosen):
+                final.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(chosen, unfinished)
 
         self._write(write, save_dir)
         return True
+
+    # What accelerate and the Hugging Face Trainer ask DeepSpeed's engine for under ZeRO-3.
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        upstream: Any = super()
+        return self.is_split or bool(upstream.zero_gather_16bit_weights_on_model_save())
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """DeepSpeed's, with whole weights where the model is split over tensor ranks."""
+        if not self.is_split:
+            upstream: Any = super()
+            return upstream._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        left_out = self._frozen() if exclude_frozen_parameters else set()
+        return {name: each for name, each in self.whole_state_dict().items() if name not in left_out}
+
+    def _frozen(self) -> set[str]:
+        return {name for name, each in self.module.named_parameters() if not each.requires_grad}
 
     def _write(self, write: Any, place: str | os.PathLike[str]) -> None:
         """Let global rank 0 ``write`` the whole weights; all ranks learn of its failure."""
@@ -83,6 +108,20 @@ class WholeWeights:
         dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:
             raise RuntimeError(f"{os.fspath(place)}: the whole model could not be written there: {failure[0]}")
+
+
+@contextmanager
+def _named_together(unfinished: Path, final: Path, weights: dict[str, Any]) -> Iterator[None]:
+    """Rename ``unfinished``, which the block writes on one rank, to ``final``; raise OSError with the reason if not."""
+    try:
+        yield
+        if dist.get_rank() == 0 and unfinished.exists():
+            unfinished.replace(final)
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        why = why_not_written(error, final, tensor_bytes(weights))
+        raise OSError(f"{final} was not written: {why}. {UNTOUCHED}") from error
 
 
 def _gathered(parameter: Any) -> AbstractContextManager[Any]:

@@ -87,8 +87,8 @@ def reference() -> str:
     rows = ["| key | accepts | default | meaning | built |", "|---|---|---|---|---|"]
     for path, node in leaves(section_schema()):
         # DeepSpeed's own pipelines use the pipeline axis.
-        groups_only = path.removeprefix("parallel.") in REPLICAS and path != "parallel.pipeline"
-        built = "not yet" if planned_part(path) else "groups of ranks only" if groups_only else "yes"
+        no_effect = path.removeprefix("parallel.") in REPLICAS and path != "parallel.pipeline"
+        built = "not yet" if planned_part(path) else "accepted, no effect yet" if no_effect else "yes"
         meaning = node["description"].removesuffix(NOT_BUILT).rstrip()
         rows.append(f"| `{path}` | {accepted(node)} | `{json.dumps(node['default'])}` | {meaning} | {built} |")
     return "\n".join(rows) + "\n"

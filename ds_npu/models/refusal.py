@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -102,12 +103,23 @@ def _save_whole(
     **more: Any,
 ) -> Any:
     given = dict(model.named_parameters()) if state_dict is None else state_dict
+    if not given and more.get("is_main_process", True):
+        raise RuntimeError(
+            f"save_pretrained({str(folder)!r}) was given no weights: global rank 0 alone holds the whole ones. "
+            "What to do: save on global rank 0 only (is_main_process; for the Trainer, save_on_each_node=False)"
+        )
     for name, parameter in model.named_parameters():
         sharding = sharding_of(parameter)
         if sharding is not None and name in given and given[name].shape[sharding.dim] != sharding.size:
             raise RuntimeError(
                 f"save_pretrained({str(folder)!r}) would write one tensor rank's part of {name}, "
                 f"{tuple(given[name].shape)} of {sharding.size} along dim {sharding.dim}, as if it were the whole. "
-                "What to do: call engine.save_pretrained(folder), on every rank"
+                "What to do: call engine.save_pretrained(folder), on every rank; with accelerate, pass "
+                "state_dict=accelerator.get_state_dict(model), which every rank calls"
             )
-    return save(folder, *args, state_dict=state_dict, **more)
+    if state_dict is None:
+        return save(folder, *args, **more)
+    writer = importlib.import_module("ds_npu.models.saving").writer(model)
+    if writer is not model:
+        save = writer.save_pretrained
+    return save(folder, *args, state_dict=dict(state_dict), **more)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
 
+from ds_npu.models.disk import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.models.loading import part_of
 from ds_npu.parallel.tensor.sharding import Sharding
 
@@ -105,23 +106,21 @@ def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, tor
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        _writer(model).save_pretrained(beside, state_dict=dict(state_dict), **options)
+        writer(model).save_pretrained(beside, state_dict=dict(state_dict), **options)
         for path in beside.rglob("*"):
             _reach_the_disk(path)
         complete = True
     except (OSError, SafetensorError) as error:
-        size = sum(each.numel() * each.element_size() for each in state_dict.values())
-        free = shutil.disk_usage(_existing(folder)).free
-        raise OSError(
-            f"the checkpoint was not saved to {folder}: {error}. Its weights take {size:,} bytes; {free:,} are free"
-        ) from error
+        shutil.rmtree(beside, ignore_errors=True)
+        why = why_not_written(error, folder, tensor_bytes(state_dict))
+        raise OSError(f"the checkpoint was not saved to {folder}: {why}. {UNTOUCHED}") from error
     finally:
         if not complete:
             shutil.rmtree(beside, ignore_errors=True)
     _move_in(beside, folder)
 
 
-def _writer(model: Any) -> Any:
+def writer(model: Any) -> Any:
     """The plain model of ``model``'s config on the meta device, which knows whole shapes; what has none is its own."""
     if not isinstance(model, PreTrainedModel) or vars(model).get("_hf_peft_config_loaded"):
         return model
@@ -160,7 +159,3 @@ def _move_in(beside: Path, folder: Path) -> None:
 def _leads_to_weights(path: Path) -> bool:
     found = WEIGHTS.fullmatch(path.name)
     return found is not None and found[2] is None
-
-
-def _existing(folder: Path) -> Path:
-    return folder if folder.exists() else _existing(folder.parent)

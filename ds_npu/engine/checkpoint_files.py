@@ -1,0 +1,131 @@
+"""DeepSpeed's checkpoint files get their names together or not at all, and every rank says why not.
+
+DeepSpeed writes each file under its final name and ``latest`` after them; a rank that cannot write raises, and the
+others wait for it (DeepSpeed 0.19.8 runtime/engine.py, save_checkpoint). A full disk thereby costs the checkpoint that
+had the same name, and ``latest`` itself, and ends in torch's "[enforce fail at inline_container.cc]".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from ds_npu.models.disk import UNTOUCHED, tensor_bytes, why_not_written
+
+UNFINISHED = ".unfinished"
+SHOWN = 4
+
+
+class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
+    """Writes the files of one checkpoint under other names, and renames them when every rank has written its own.
+
+    It takes the place of ``plain`` while one checkpoint is saved. A failure is kept until ``commit``, which raises
+    RuntimeError on all ranks alike; every file that was there before is then as it was.
+    """
+
+    def __init__(self, plain: TorchCheckpointEngine, save_latest: bool) -> None:
+        self.__dict__.update(vars(plain))
+        self.save_latest = save_latest
+        self.unfinished: list[Path] = []
+        self.failure: str | None = None
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        upstream: Any = super()
+        self.attempt(Path(path), lambda: upstream.makedirs(path, exist_ok=exist_ok))
+
+    def save(self, state_dict: Any, path: str) -> None:
+        upstream: Any = super()
+        self._write(Path(path), lambda unfinished: upstream.save(state_dict, str(unfinished)), tensor_bytes(state_dict))
+
+    def commit(self, info: Any) -> bool:
+        folder = Path(info.save_dir)
+        if self.save_latest and dist.get_rank() == 0:
+            self._write(folder / "latest", lambda unfinished: unfinished.write_text(str(info.tag)), 0)
+        self._agree(info)
+        latest = [each for each in self.unfinished if each.name == f"latest{UNFINISHED}"]
+        for each in (file for file in self.unfinished if file not in latest):
+            self.attempt(each, lambda each=each: each.replace(each.with_suffix("")))  # type: ignore[misc]
+        self._agree(info)
+        for each in latest:
+            self.attempt(each, lambda each=each: each.replace(each.with_suffix("")))  # type: ignore[misc]
+        return True
+
+    def attempt(self, path: Path, action: Callable[[], object], needed: int = 0) -> None:
+        """Do ``action``, which writes ``path``, unless something has failed already; keep the reason if it fails."""
+        if self.failure is not None:
+            return
+        try:
+            action()
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                if path.suffix == UNFINISHED:
+                    path.unlink()
+            self.failure = f"{path.name.removesuffix(UNFINISHED)}: {why_not_written(error, path, needed)}"
+
+    def remove_unfinished(self) -> None:
+        """Remove what was written and got no name."""
+        for each in self.unfinished:
+            each.unlink(missing_ok=True)
+
+    def _write(self, path: Path, write: Callable[[Path], object], needed: int) -> None:
+        unfinished = path.with_name(path.name + UNFINISHED)
+        self.attempt(unfinished, lambda: write(unfinished), needed)
+        if self.failure is None:
+            self.unfinished.append(unfinished)
+
+    def _agree(self, info: Any) -> None:
+        """Raise RuntimeError on every rank if one of them has failed; nothing of this checkpoint is left then."""
+        failures: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, self.failure)
+        found = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
+        if not found:
+            return
+        self.remove_unfinished()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with suppress(OSError):  # it may hold an earlier checkpoint of the same name
+                Path(info.save_dir, str(info.tag)).rmdir()
+        more = f"; and {len(found) - SHOWN} more ranks" if len(found) > SHOWN else ""
+        raise RuntimeError(
+            f"the checkpoint {info.tag} was not saved to {info.save_dir}: {'; '.join(found[:SHOWN])}{more}. "
+            + UNTOUCHED
+        )
+
+
+class WholeCheckpoints:
+    """What ds_npu changes in how an engine saves checkpoints; every rank calls it together, as DeepSpeed wants."""
+
+    checkpoint_engine: Any
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's; raises RuntimeError on every rank where one cannot write, with earlier checkpoints untouched."""
+        upstream: Any = super()
+        plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
+        if type(plain) is not TorchCheckpointEngine:  # another of DeepSpeed's, which writes in its own time
+            return bool(upstream.save_checkpoint(save_dir, tag, *given))
+        self.checkpoint_engine = together = FilesTogether(plain, save_latest)
+        try:
+            return bool(upstream.save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
+        finally:
+            self.checkpoint_engine = plain
+            together.remove_unfinished()
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        upstream: Any = super()
+        if isinstance(self.checkpoint_engine, FilesTogether):
+            self.checkpoint_engine.attempt(Path(save_path), lambda: upstream._copy_recovery_script(save_path))
+        else:
+            upstream._copy_recovery_script(save_path)

@@ -1,0 +1,37 @@
+"""Runs ``trainer_script.py`` under torchrun, as people start a script for the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("trainer_script.py")
+
+
+def run_trainer(
+    folder: Path, ranks: int, section: dict[str, object] | None, options: dict[str, object], stage: int = 1
+) -> list[dict[str, object]]:
+    """What each rank says of a run that writes to ``folder``; ``options`` are TrainingArguments."""
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    }
+    if section is not None:
+        config["ds_npu"] = section
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(SCRIPT), "--deepspeed", str(path), "--output_dir", str(folder)]
+    command += ["--use_cpu"] if os.environ.get("DS_ACCELERATOR") == "cpu" else []
+    usual = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "report_to": "none"}
+    usual |= {"lr_scheduler_type": "linear", "logging_strategy": "no"}
+    command += [str(word) for name, value in (usual | options).items() for word in (f"--{name}", value)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"said by {rank}.json").read_text()) for rank in range(ranks)]

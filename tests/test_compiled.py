@@ -63,10 +63,10 @@ def llama() -> nn.Module:
     return tiny_models.tiny("llama", torch.float64)
 
 
-def initialized(model: nn.Module, parallel: dict[str, object]):
+def initialized(model: nn.Module, parallel: dict[str, object], section: dict[str, object] | None = None):
     import deepspeed
 
-    config = tensor_rule.config(1, torch.float64, {"parallel": parallel})
+    config = tensor_rule.config(1, torch.float64, {"parallel": parallel} | (section or {}))
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -91,6 +91,48 @@ def refused_everywhere() -> None:
 
 def test_what_is_divided_is_not_compiled():
     run_on_ranks(2, refused_everywhere)
+
+
+SINGLE = 1e-6
+"""ZeRO keeps norms in float32."""
+FUSED = {"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy", "flash_attention"), True)}
+
+
+def step(engine: nn.Module, called: Callable[..., object]) -> list[float]:
+    """Losses and gradient norm of one step."""
+    losses = []
+    for ids in tiny_models.tokens(2 * rule.ACCUMULATION, 10).chunk(rule.ACCUMULATION):
+        with tiny_models.Float64():
+            losses.append(called(input_ids=ids, labels=ids).loss)
+        engine.backward(losses[-1])
+        engine.step()
+    return [*map(float, losses), float(engine.get_global_grad_norm())]
+
+
+def exact_elsewhere() -> None:
+    """Where nothing is divided, and where somebody compiles what ds_npu cannot see: as without torch.compile."""
+    rule.without_extension()
+    for section in ({}, FUSED):
+        engine = initialized(llama(), {}, section)
+        expected = step(engine, engine)
+        found = {}
+        for name in ("whole", "layer_in_place"):
+            engine = initialized(BEFORE[name](llama()), {}, section)
+            found[name] = step(engine, engine)
+        engine = initialized(llama(), {}, section)
+        engine.compile(backend="eager")
+        found["the engine"] = step(engine, engine)
+        for name, each in found.items():
+            assert each == pytest.approx(expected, rel=SINGLE), (section, name, each, expected)
+    for parallel in SETTINGS.values():
+        plain, engine = initialized(llama(), parallel), initialized(llama(), parallel)
+        expected, found = step(plain, plain), step(engine, torch.compile(engine, backend="eager"))
+        assert found == pytest.approx(expected, rel=SINGLE), parallel
+
+
+@pytest.mark.slow
+def test_what_is_not_divided_may_be_compiled():
+    run_on_ranks(2, exact_elsewhere)
 
 
 def test_names_are_those_without_the_wrapper():

@@ -14,6 +14,7 @@ from ds_npu.models.fusion.outcome import Outcome
 from ds_npu.models.fusion.probe import agree, laboratory, random
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
+from ds_npu.parallel.tensor.region import untraced
 
 WORDS = 7
 IGNORED = -100
@@ -54,6 +55,7 @@ def _fuse(owner: Any) -> str | None:
     return None
 
 
+@untraced
 def causal_lm_loss(
     logits: torch.Tensor,
     labels: torch.Tensor | None,

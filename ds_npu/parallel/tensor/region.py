@@ -14,10 +14,11 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -129,6 +130,22 @@ class RegionInput(torch.Tensor):
 
 
 Wrapper = Callable[..., Any]
+R = TypeVar("R")
+
+
+def untraced(function: Callable[..., R]) -> Callable[..., R]:
+    """``function``, run as it is where torch.compile traces what calls it.
+
+    torch 2.13 ends in internal errors when it traces collectives in autograd functions and forwards of single modules.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> R:
+        return function(*args, **kwargs)
+
+    # torch.compiler.disable does the same, but imports the compiler at once.
+    made: Callable[..., R] = _disable_dynamo(run)
+    return made
 
 
 class Around:
@@ -138,6 +155,7 @@ class Around:
         functools.update_wrapper(self, inner)
         self.wrapper, self.inner = wrapper, inner
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.wrapper(self.inner, *args, **kwargs)
 
@@ -159,7 +177,7 @@ def replace_innermost(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Make ``forward`` the forward of this one module, within all that ``around`` has put around it."""
     outer: Any = module.forward
     if not isinstance(outer, Around):
-        vars(module)["forward"] = forward
+        vars(module)["forward"] = untraced(forward)
         return
     while isinstance(outer.inner, Around):
         outer = outer.inner

@@ -89,7 +89,8 @@ def run(program: str, command: Sequence[str], environment: dict[str, str], fault
     for fault in silent:
         _say(f"--fault {fault} has not fired: no process made that call, so this run does not show what happens then")
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code or int(bool(silent))
 

@@ -1,0 +1,79 @@
+"""Scripts for DeepSpeed as its tutorials have them: none of them sets a device. Run by a test:
+
+deepspeed --num_gpus 2 plain_script.py ROAD FOLDER --deepspeed --deepspeed_config CONFIG
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import deepspeed
+import gradient_rule as rule
+import ranks
+import tiny_models
+import torch
+
+STEPS = 2
+
+
+def tutorial(args: argparse.Namespace) -> list[float]:
+    torch.manual_seed(0)
+    return trained(args, tiny_models.tiny("llama", torch.float32))
+
+
+def zero_init(args: argparse.Namespace) -> list[float]:
+    with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
+        model = tiny_models.tiny("llama", torch.float32)
+    return trained(args, model)
+
+
+def from_pretrained(args: argparse.Namespace) -> list[float]:
+    import transformers
+
+    from ds_npu.engine.pretrained import from_pretrained
+
+    auto, folder = transformers.AutoModelForCausalLM, args.folder / "model"
+    return trained(args, from_pretrained(auto, folder, args.deepspeed_config, dtype=torch.float32).train())
+
+
+def pipeline(args: argparse.Namespace) -> list[float]:
+    deepspeed.init_distributed()
+    model = deepspeed.PipelineModule(rule.layers(), num_stages=2, loss_fn=rule.token_loss)
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    tokens = rule.samples(rule.MICRO)
+    batches = iter([(tokens[:, :-1], tokens[:, 1:])] * STEPS)
+    return [engine.train_batch(batches).item() for _ in range(STEPS)]
+
+
+def trained(args: argparse.Namespace, model: torch.nn.Module) -> list[float]:
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    batch = tiny_models.tokens(2, 16).to(engine.device)
+    losses = []
+    for _ in range(STEPS):
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+ROADS = {each.__name__: each for each in (tutorial, zero_init, from_pretrained, pipeline)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("road", choices=ROADS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--local_rank", type=int, default=-1)
+    args = deepspeed.add_config_arguments(parser).parse_args()
+    losses = ROADS[args.road](args)
+    # What a test wants to know besides.
+    said = {"losses": losses, "npus": ranks.npus_in_use()}
+    (args.folder / f"said by {os.environ['RANK']}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

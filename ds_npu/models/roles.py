@@ -93,3 +93,26 @@ PARENT: dict[Role, Role] = {
     Role.EXPERTS: Role.MOE,
 }
 """In a module of which role one of this role must stand."""
+
+HEADS = "one head after another"
+ORDER: dict[Role, str] = {
+    Role.QUERY: f"{HEADS}; those that share a head of keys and values stand together",
+    Role.KEY: HEADS,
+    Role.VALUE: HEADS,
+    Role.QUERY_KEY_VALUE: (
+        "the queries of all heads, then the keys of all, then the values of all along its output; not head by head "
+        "(query, key and value of one head, then of the next), as in GPT-NeoX, BLOOM and Falcon"
+    ),
+    Role.LATENT_QUERY: HEADS,
+    Role.LATENT_KEY_VALUE: (
+        "head by head along its output, each head's keys (without rotary part), then its values; not the keys of all "
+        "heads, then the values of all"
+    ),
+    Role.ATTENTION_OUTPUT: f"along its input, {HEADS}",
+    Role.GATE_UP: "all gates, then all ups along its output; neither the ups first nor gate and up by turns",
+    Role.EXPERTS: (
+        "gate_up_proj [E, 2I, H], along whose 2I all gates stand before all ups (not by turns, as in GPT-OSS), and "
+        "down_proj [E, H, I]"
+    ),
+}
+"""In which order a weight of a role holds what it holds, which its shape does not tell."""

@@ -33,10 +33,10 @@ class ThreadGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, barrier: threading.Barrier, given: list[Any]) -> None:
-        super().__init__(rank, len(given))
+        super().__init__(rank, len(given))  # type: ignore[call-arg]
         self._rank, self._barrier, self._given = rank, barrier, given
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:  # type: ignore[override]
         return self._write(tensors[0], tensors[0], lambda given: torch.stack(given).sum(0))
 
     def all_gather_single(self, out: torch.Tensor, mine: torch.Tensor, options: Any = None) -> Any:
@@ -44,12 +44,10 @@ class ThreadGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, out: torch.Tensor, mine: torch.Tensor, options: Any = None) -> Any:
         start = self._rank * out.numel()
-        return self._write(
-            out, mine, lambda given: sum(each.flatten().narrow(0, start, out.numel()) for each in given)
-        )
+        return self._write(out, mine, lambda given: sum(each.flatten().narrow(0, start, out.numel()) for each in given))
 
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     """Their names in torch 2.12."""
 
     def _write(self, out: torch.Tensor, mine: torch.Tensor, read: Any) -> _Done:

@@ -1,14 +1,14 @@
-"""Copies of a part of a model for probes: of the same classes and sizes, with random weights that take hardly any memory.
+"""Copies of a part of a model for probes: its classes and sizes, with random weights that take hardly any memory.
 
-A large weight is a view in which each diagonal has one number, W[i, j] = r[i + j] (a Hankel matrix): all of its rows and
-columns differ, and it takes the memory of one row and one column. It is float64 on the host, wherever the model is
-(also on the meta device, or with quantised weights), and no generator of random numbers is disturbed.
+A large weight is a view in which each diagonal has one number, W[i, j] = r[i + j] (a Hankel matrix): no two of its rows
+or columns are alike, and it takes the memory of one of each. All is float64 on the host, wherever the model is (on the
+meta device, too), and no generator of random numbers is disturbed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,9 +18,14 @@ from torch import nn
 
 from ds_npu.models import kinds, names
 from ds_npu.models.plan import ModelPlan
+from ds_npu.models.roles import Role
 
 LARGE = 1 << 20
 """Numbers in a weight from which on it is a view, and has no gradient."""
+COLUMNS = 64
+"""A large MLP is left with as many, and the rest of a division by it."""
+WIDE = {Role.GATE: 1, Role.UP: 1, Role.GATE_UP: 2, Role.DOWN: 1, Role.EXPERTS: 2}
+"""Roles of weights with columns, and how many parts with as many columns each one has."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -56,20 +61,50 @@ class Part:
         module = self.model.get_submodule(self.name)
         outside = {id(each) for name in self._left_out for each in self.model.get_submodule(name).modules()}
         inside = [each for each in module.modules() if id(each) not in outside]
+        shapes = {id(each): self._shape(name, each) for name, each in self.model.named_parameters()}
         parameters = {id(each): each for owner in inside for each in owner.parameters(recurse=False)}
         buffers = {id(each): each for owner in inside for each in owner.buffers(recurse=False)}
-        drawn = {key: self._drawn(each, generator) for key, each in parameters.items()}
+        drawn = {key: self._drawn(each, shapes[key], generator) for key, each in parameters.items()}
         return drawn | {key: _buffer(each, generator) for key, each in buffers.items()}
 
-    def _drawn(self, parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor:
-        """Weights whose outputs are about as large as their inputs; norms and biases of numbers around 1 and 0."""
+    def _shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
+        """The parameter's own, but for a large MLP's, which gets fewer columns: each is computed like the others."""
+        shape = list(vars(parameter).get("ds_shape", parameter.shape))
+        column = self._columns(name, len(shape))
+        if column is not None:
+            dim, parts = column
+            width = shape[dim] // parts
+            shape[dim] = parts * min(width, COLUMNS + width % COLUMNS)
+        return torch.Size(shape)
+
+    def _columns(self, name: str, dims: int) -> tuple[int, int] | None:
+        """The dim of a large MLP's weight ``name`` along which its columns stand, and in how many parts; else None."""
+        owner, leaf = names.parent(name), name.rpartition(".")[2]
+        layer = self.plan.adapted(owner) or owner
+        role, module = self.plan.of(layer), self.model.get_submodule(layer)
+        # Conv1D keeps count of its outputs; models with it are small.
+        if role not in WIDE or kinds.output_dim(module) == 1:
+            return None
+        weights, is_down = kinds.own_shapes(module), role is Role.DOWN or leaf == "down_proj"
+        parts = 1 if is_down else WIDE[role]
+        if torch.Size(weights[leaf if role is Role.EXPERTS else "weight"]).numel() // parts <= self.large:
+            return None
+        if role is Role.EXPERTS:
+            return (2 if is_down else 1), parts
+        # Of LoRA's factors, B has a layer's outputs, and A its inputs; a bias is of the outputs.
+        factor = Role.LORA_A if is_down else Role.LORA_B
+        if (layer != owner and self.plan.of(owner) is not factor) or (is_down and dims == 1):
+            return None
+        return int(is_down), parts
+
+    def _drawn(self, parameter: nn.Parameter, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        """Weights whose outputs are about as large as their inputs; norms and biases of numbers around 1."""
         if not parameter.is_floating_point():
             raise TypeError(f"it has weights of {parameter.dtype}")
-        shape = torch.Size(vars(parameter).get("ds_shape", parameter.shape))
         if shape.numel() <= self.large or len(shape) < 2:
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return drawn / shape[-1] ** 0.5 if len(shape) > 1 else 1 + drawn / 3
-        lines = torch.randn(shape[-2] + shape[-1] - 1, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+            return drawn.div_(shape[-1] ** 0.5) if len(shape) > 1 else drawn.div_(3).add_(1)
+        lines = torch.randn(shape[-2] + shape[-1] - 1, generator=generator, dtype=torch.float64).div_(shape[-1] ** 0.5)
         # Experts are alike.
         return lines.as_strided(shape[-2:], (1, 1)).expand(shape)
 
@@ -92,7 +127,7 @@ class Part:
         return _placed(self.name, made.eval())
 
     def _settle(self, made: nn.Module) -> None:
-        """Let the configs of a Hugging Face model know of the blocks that are left, and choose operators for float64."""
+        """Let a Hugging Face model's configs know of the blocks that are left, and choose operators for float64."""
         every = self.plan.blocks
         kept = [index for index, name in enumerate(every) if name in self.blocks]
         configs = {id(config): config for each in made.modules() if (config := vars(each).get("config")) is not None}

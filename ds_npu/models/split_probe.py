@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
+from ds_npu.log import logger
 from ds_npu.models import kinds, names
 from ds_npu.models.hugging_face import is_hugging_face
 from ds_npu.models.part_copy import LARGE, Part
@@ -32,7 +34,15 @@ from ds_npu.topology.topology import Topology
 
 TOLERANCE = 1e-5
 """Of the largest value: models compute parts of themselves in float32, even where all else is float64."""
+REFUSED = """\
+ds_npu.parallel.tensor: found {size}; split over so many ranks, {model} does not compute what it does whole:
+{faults}
+What to do: give these modules, in ds_npu.plan, roles that say in which order their weights hold what they hold; where
+none does, give the module around them the role replicated. (Found with random weights; ds_npu.parallel.probe false
+turns this check off.)"""
 SAMPLES = 2
+LENGTH = 5
+"""Tokens of each sample, at least: with sequence parallelism their number does not divide by the ranks."""
 
 
 @dataclass
@@ -58,8 +68,12 @@ class Unit:
     def call(self, model: nn.Module, x_BSH: torch.Tensor) -> torch.Tensor:
         module = model.get_submodule(self.part.name)
         out = module(x_BSH) if self.argument is None else module(**{self.argument: x_BSH})
-        found: torch.Tensor = next(each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor))
-        return found
+        return _first_tensor(out)
+
+
+def _first_tensor(out: Any) -> torch.Tensor:
+    found: torch.Tensor = next(each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor))
+    return found
 
 
 @dataclass
@@ -84,7 +98,24 @@ class ThreadTopology(Topology):
         self._groups = {tuple(range(group.size())): group}
 
 
-class _Unsplittable(Exception):
+def check_split(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_parallel: bool) -> None:
+    """Raise ValueError, the same on every tensor rank, where ``model`` split by ``plan`` would compute something else.
+
+    One line in the log tells what could not be tried. Every tensor rank calls it at the same time.
+    """
+    size, group = topology.size("tp"), topology.group("tp")
+    mine = probe(model, plan, size, sequence_parallel)
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (mine.faults, mine.unseen), group=group)
+    faults: list[str] = next((faults for faults, _ in found if faults), [])
+    unseen = list(dict.fromkeys(each for _, rank in found for each in rank))
+    if faults:
+        raise ValueError(REFUSED.format(size=size, model=plan.model, faults="\n".join(faults)))
+    if unseen and topology.global_rank == 0:
+        logger().info("parallel.probe: not tried, so that the plan is trusted: %s", "; ".join(unseen))
+
+
+class _UnsplittableError(Exception):
     """Not even a copy can be split; the model itself will say so."""
 
 
@@ -157,7 +188,7 @@ def _regions(plan: ModelPlan, name: str) -> list[str]:
 
 def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> bool:
     """Compare ``unit`` whole and split, and keep what was found; false where it could not be computed."""
-    length = 2 * size + 1
+    length = max(LENGTH, size + 1)
     x_BSH = torch.randn(
         SAMPLES, length, unit.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64, device="cpu"
     )
@@ -171,7 +202,7 @@ def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> boo
         return False
     try:
         split = run_in_threads(size, partial(_computed, unit, x_BSH, sequence_parallel))
-    except _Unsplittable as error:
+    except _UnsplittableError as error:
         found.unseen.append(f"{where}: {_said(error)}")
         return False
     except Exception as error:
@@ -193,12 +224,13 @@ def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, g
         try:
             split_model(model, unit.part.own_plan, ThreadTopology(group), sequence_parallel)
         except ValueError as error:
-            raise _Unsplittable(str(error)) from error
+            raise _UnsplittableError(str(error)) from error
     regions = _recorded(model, unit.part.own_plan)
     x_BSH = x_BSH.clone().requires_grad_()
     output = unit.call(model, x_BSH)
     # Numbers that depend on the place, so that no two results can be mistaken for each other.
-    output.backward(torch.linspace(1, 2, output.numel(), dtype=output.dtype).view(output.shape).sin())
+    upstream = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view(output.shape)
+    torch.autograd.backward(output, upstream)
     weights = dict(model.named_parameters())
     gradients = {"": x_BSH, **weights}
     return Outcome(
@@ -214,7 +246,7 @@ def _recorded(model: nn.Module, plan: ModelPlan) -> list[tuple[str, torch.Tensor
     regions: list[tuple[str, torch.Tensor]] = []
 
     def keep(name: str, module: nn.Module, args: Any, out: Any) -> None:
-        regions.extend([(name, each.detach()) for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)][:1])
+        regions.append((name, _first_tensor(out).detach()))
 
     for name in plan.named(Role.BLOCK, *REGIONS):
         model.get_submodule(name).register_forward_hook(partial(keep, name))
@@ -241,14 +273,15 @@ def _differences(unit: Unit, whole: Outcome, split: list[Outcome]) -> Iterator[s
 
 
 def _gradient_gap(name: str, expected: torch.Tensor, split: list[Outcome]) -> float:
-    found = [rank.gradients.get(name) for rank in split]
+    found = [rank.gradients[name] for rank in split if name in rank.gradients]
     sharding = split[0].shardings.get(name)
-    parts = [torch.zeros_like(expected) if each is None else each for each in found]
-    return _gap([sharding.assemble(parts)] if sharding and None not in map(type, found) else parts, expected)
+    if len(found) < len(split):
+        return float("inf")
+    return _gap([sharding.assemble(found)] if sharding else found, expected)
 
 
 def _gap(found: list[torch.Tensor], expected: torch.Tensor) -> float:
-    """How far what any rank found, or what all of them did of a sequence, is from ``expected``, over its largest value."""
+    """How far what each rank found (or what all did, of a sequence each) is from ``expected``, over its largest."""
     if expected.dim() == 3 and found[0].shape != expected.shape:
         found = [torch.cat(found, dim=SEQUENCE_DIM)[:, : expected.shape[SEQUENCE_DIM]]]
     if any(each.shape != expected.shape for each in found):

@@ -22,6 +22,7 @@ from ds_npu.models.roles import Role
 
 LARGE = 1 << 20
 """Numbers in a weight from which on it is a view, and has no gradient."""
+DROPOUT = "attention_dropout"
 COLUMNS = 64
 """A large MLP is left with as many, and the rest of a division by it."""
 WIDE = {Role.GATE: 1, Role.UP: 1, Role.GATE_UP: 2, Role.DOWN: 1, Role.EXPERTS: 2}
@@ -31,7 +32,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True)
 class Part:
-    """The module ``name`` of ``model`` with the blocks that are not in ``blocks`` left out."""
+    """The module ``name`` of ``model``, and of the blocks in it those of ``blocks``."""
 
     model: nn.Module
     plan: ModelPlan
@@ -41,14 +42,14 @@ class Part:
 
     @cached_property
     def own_plan(self) -> ModelPlan:
-        """The plan of a copy: of the blocks, and of regions outside of all blocks; the rest is whole on every rank."""
+        """The plan of a copy: of its blocks only (of all, where it has none); what is beside them stays whole."""
         roles = {name: role for name, role in self.plan.roles.items() if self._is_copied(name)}
         attentions = {name: shape for name, shape in self.plan.attentions.items() if name in roles}
         return replace(self.plan, roles=roles, blocks=self.blocks, attentions=attentions, tied=False)
 
     def _is_copied(self, name: str) -> bool:
         block = name if name in self.plan.blocks else self.plan.block(name)
-        return names.is_inside(name, self.name) and block in self.blocks
+        return names.is_inside(name, self.name) and (block in self.blocks or not self.blocks)
 
     @cached_property
     def _left_out(self) -> list[str]:
@@ -123,6 +124,11 @@ class Part:
         for module in made.modules():
             for hooks in HOOKS:
                 vars(module)[hooks].clear()
+            # In evaluation nothing is dropped; a region that drops nothing draws no random numbers, either.
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if DROPOUT in vars(module):
+                vars(module)[DROPOUT] = 0.0
         self._settle(made)
         return _placed(self.name, made.eval())
 

@@ -20,7 +20,7 @@ class Role(str, Enum):
     VALUE = "value"
     """Linears whose outputs are heads, split by heads."""
     QUERY_KEY_VALUE = "query_key_value"
-    """One linear for all three: queries of all heads, then keys, then values along its output."""
+    """One linear for all three, in the order that ORDER tells."""
     ATTENTION_OUTPUT = "attention_output"
     """The linear over all heads' results, split by heads along its input."""
     LATENT = "latent"
@@ -28,7 +28,7 @@ class Role(str, Enum):
     LATENT_QUERY = "latent_query"
     """The up projection from a latent to queries, split by heads."""
     LATENT_KEY_VALUE = "latent_key_value"
-    """The up projection from a latent to keys (without rotary part) and values of each head, split by heads."""
+    """The up projection from a latent to keys (without rotary part) and values, head by head (ORDER); split by heads."""
     HEAD_NORM = "head_norm"
     """A norm inside of attention, over one head or over a latent; not split."""
     MLP = "mlp"
@@ -109,10 +109,19 @@ ORDER: dict[Role, str] = {
         "heads, then the values of all"
     ),
     Role.ATTENTION_OUTPUT: f"along its input, {HEADS}",
-    Role.GATE_UP: "all gates, then all ups along its output; neither the ups first nor gate and up by turns",
+    Role.GATE_UP: "all gates, then all ups along its output; not a gate and an up by turns",
     Role.EXPERTS: (
         "gate_up_proj [E, 2I, H], along whose 2I all gates stand before all ups (not by turns, as in GPT-OSS), and "
         "down_proj [E, H, I]"
     ),
 }
 """In which order a weight of a role holds what it holds, which its shape does not tell."""
+FUSED = (Role.QUERY_KEY_VALUE, Role.LATENT_KEY_VALUE, Role.GATE_UP, Role.EXPERTS)
+"""Roles of weights that hold several parts."""
+ORDERS = "\n".join(
+    [
+        "Of a weight that holds several parts, a role also says their order:",
+        *(f"  {role}: {ORDER[role]}" for role in FUSED),
+        "Where none of them is right, give the module around it (as an attention) the role replicated.",
+    ]
+)

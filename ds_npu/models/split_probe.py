@@ -286,7 +286,7 @@ def _differences(unit: Unit, whole: Outcome, split: list[Outcome]) -> Iterator[s
     if gap > TOLERANCE:
         yield _fault(unit, everything, f"their output differs by {gap:.1g} of its largest value")
         return
-    # The gradient of a key's bias is 0, and so is that of routing over experts that are alike: what is found is rounding.
+    # The gradient of a key's bias is 0, and so is that of a router whose experts are alike: what is found is rounding.
     floor = FLOOR * max(float(each.abs().max()) for each in whole.gradients.values())
     gaps = {name: _gradient_gap(name, expected, split, floor) for name, expected in whole.gradients.items()}
     wrong = [name for name, gap in gaps.items() if gap > TOLERANCE]
@@ -325,6 +325,6 @@ def _fault(unit: Unit, where: Iterable[str], what: str) -> str:
         role = plan.roles[name]
         is_whole = role is Role.REPLICATED and plan.of(names.parent(name)) is not role
         if role in SPLIT or is_whole:
-            meaning = f", that is {ORDER[role]}" if role in ORDER else ""
+            meaning = f", which means {ORDER[role]}" if role in ORDER else ""
             lines.append(f"    {names.generic(name)} ({kinds.described(model.get_submodule(name))}): {role}{meaning}")
     return "\n".join(dict.fromkeys(lines))

@@ -121,7 +121,7 @@ def check_split(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_
 
 
 class _UnsplittableError(Exception):
-    """Not even a copy can be split; the model itself will say so."""
+    """What cannot be split at all: splitting the model itself will say so."""
 
 
 def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool, large: int = LARGE) -> Probe:
@@ -211,9 +211,8 @@ def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> boo
         return False
     try:
         split = run_in_threads(size, partial(_computed, unit, x_BSH, sequence_parallel))
-    except _UnsplittableError as error:
-        found.unseen.append(f"{where}: {_said(error)}")
-        return False
+    except _UnsplittableError:
+        return True
     except Exception as error:
         found.faults.append(_fault(unit, unit.part.blocks or (unit.part.name,), f"cannot be computed: {_said(error)}"))
         return True
@@ -246,7 +245,7 @@ def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, g
         try:
             split_model(model, unit.part.own_plan, ThreadTopology(group), sequence_parallel)
         except ValueError as error:
-            raise _UnsplittableError(str(error)) from error
+            raise _UnsplittableError from error
     regions = _recorded(model, unit.part.own_plan)
     x_BSH = x_BSH.clone().requires_grad_()
     output = unit.call(model, x_BSH)

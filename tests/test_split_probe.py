@@ -192,11 +192,12 @@ def test_nothing_of_the_model_is_used_or_changed():
 
 
 def test_large_weights_take_no_memory():
-    model = planned_models.llama(hidden_size=8192, num_attention_heads=64, intermediate_size=28672, vocab_size=128256)
+    sizes = {"hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672, "vocab_size": 128256}
+    model = planned_models.made("LlamaForCausalLM", **SIZES | sizes)
     plan = plan_for(model, {})
     part = Part(model, plan, "model", plan.blocks[:1])
     bytes_held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in part.weights.values()}
-    assert sum(bytes_held.values()) < 4 << 20
+    assert sum(bytes_held.values()) < 32 << 20
     copied = part.copied().get_submodule("model.layers.0")
     assert copied.self_attn.q_proj.weight.shape == (8192, 8192) and copied.mlp.up_proj.weight.shape == (64, 8192)
     # Nor do the parts of them that a rank takes.
@@ -236,7 +237,8 @@ def from_initialize() -> None:
     rule.without_extension()
     said = refused_by_all(own(), OWN)
     begin = "ds_npu.parallel.tensor: found 2; split over so many ranks, Net does not compute what it does whole:"
-    assert said.startswith(begin) and INTERLEAVED in said and "ds_npu.parallel.probe false turns this" in said
+    assert said.startswith(begin) and INTERLEAVED in said
+    assert "ds_npu.parallel.probe false\nturns this check off" in said
     assert "layers.*.inner.qkv (Linear, weight [48, 16], bias [48]): query_key_value, which means" in said
     # On purpose, and rightly.
     assert initialize(own(), OWN, probe=False).topology.size("tp") == 2
@@ -314,4 +316,4 @@ def accepted_is_exact(count: int, seed: int) -> None:
 
 
 def test_every_accepted_assignment_of_roles_is_exact_and_every_refused_one_is_not():
-    run_on_ranks(2, accepted_is_exact, 1000, 0)
+    run_on_ranks(2, accepted_is_exact, 250, 0)

@@ -28,7 +28,7 @@ class Role(str, Enum):
     LATENT_QUERY = "latent_query"
     """The up projection from a latent to queries, split by heads."""
     LATENT_KEY_VALUE = "latent_key_value"
-    """The up projection from a latent to keys (without rotary part) and values, head by head (ORDER); split by heads."""
+    """The up projection from a latent to keys (without rotary part) and values, by heads, in the order of ORDER."""
     HEAD_NORM = "head_norm"
     """A norm inside of attention, over one head or over a latent; not split."""
     MLP = "mlp"

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_npu.models.hugging_face import plan_of
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
-from ds_npu.models.roles import Role
+from ds_npu.models.roles import ORDER, Role
 
 ATTENTION = {
     "self_attn": "attention",
@@ -310,7 +310,7 @@ def refused(model):
             [
                 "model.layers.{0..1}.mlp.experts (GptOssExperts, gate_up_proj [4, 32, 96], gate_up_proj_bias [4, 96], "
                 "down_proj [4, 48, 32], down_proj_bias [4, 32]): its weight holds several parts, whose order is not "
-                "known; experts are gate_up_proj [E, 2I, H], gates first, and down_proj",
+                f"known; experts means {ORDER[Role.EXPERTS]}",
                 "model.layers.{0..1}.self_attn (GptOssAttention, sinks [4]): attention is for a module without "
                 "parameters of its own: put them into modules inside of it",
             ],
@@ -332,7 +332,7 @@ def refused(model):
             ),
             [
                 "transformer.h.{0..1}.attn.qkv_proj (Linear, weight [96, 32]): its weight holds several parts, whose "
-                "order is not known; query_key_value if they stand one after another along its output",
+                f"order is not known; query_key_value means {ORDER[Role.QUERY_KEY_VALUE]}",
                 "transformer.h.{0..1}.mlp.fc_in (Linear, weight [128, 32], bias [128]): nothing says what it is",
                 "transformer.h.{0..1}.mlp.fc_out (Linear, weight [32, 128], bias [32]): nothing says what it is",
             ],
@@ -369,7 +369,16 @@ Say what a module is in the DeepSpeed config, * standing for any part of a name 
   "ds_npu": {"plan": {"model.layers.*.mlp.extra": "<role>"}}
 Roles: block, attention, query, key, value, query_key_value, attention_output, latent, latent_query, latent_key_value, \
 head_norm, mlp, gate, up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, \
-position_embedding, head, column, row, replicated, lora_a, lora_b"""
+position_embedding, head, column, row, replicated, lora_a, lora_b
+Of a weight that holds several parts, a role also says their order:
+  query_key_value: the queries of all heads, then the keys of all, then the values of all along its output; not head \
+by head (query, key and value of one head, then of the next), as in GPT-NeoX, BLOOM and Falcon
+  latent_key_value: head by head along its output, each head's keys (without rotary part), then its values; not the \
+keys of all heads, then the values of all
+  gate_up: all gates, then all ups along its output; not a gate and an up by turns
+  experts: gate_up_proj [E, 2I, H], along whose 2I all gates stand before all ups (not by turns, as in GPT-OSS), and \
+down_proj [E, H, I]
+Where none of them is right, give the module around it (as an attention) the role replicated."""
     )
 
 

@@ -37,7 +37,8 @@ def _sum(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 def _slice(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     size = x.shape[dim] // dist.get_world_size(group)
-    return x.narrow(dim, dist.get_rank(group) * size, size).contiguous()
+    rank = dist.get_rank() if group is None else group.rank()
+    return x.narrow(dim, rank * size, size).contiguous()
 
 
 def _gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:

@@ -37,6 +37,8 @@ class ParallelSection(Section):
     """Ranks over which the experts of a mixture-of-experts layer are spread."""
     expert_tensor: Ranks = 1
     """Ranks that share each expert's weight matrices."""
+    probe: bool = True
+    """Try at start, on a copy of each kind of block, whether tensor ranks compute what it does whole."""
 
 
 def _apply(section: ParallelSection, build: Build) -> None:
@@ -45,6 +47,10 @@ def _apply(section: ParallelSection, build: Build) -> None:
     splitting = importlib.import_module("ds_npu.models.tensor_parallel")
     importlib.import_module("ds_npu.parallel.tensor.randomness").align_generators(build.topology, build.device_type)
     if splitting.split_of(build.model) is None:
+        if section.probe:
+            importlib.import_module("ds_npu.models.split_probe").check_split(
+                build.model, build.plan, build.topology, section.sequence_parallel
+            )
         options = (section.sequence_parallel, build.slots.get(Slot.LINEAR), build.device_type)
         splitting.split_model(build.model, build.plan, build.topology, *options)
 

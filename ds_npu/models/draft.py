@@ -11,7 +11,7 @@ from torch import nn
 from ds_npu.models import kinds, names
 from ds_npu.models.attention import Linears, counted, wrong_heads, wrong_widths
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
-from ds_npu.models.roles import PARENT, STRUCTURAL, Role
+from ds_npu.models.roles import ORDERS, PARENT, STRUCTURAL, Role
 from ds_npu.models.tree import adapters
 
 UNKNOWN = "nothing says what it is"
@@ -198,5 +198,5 @@ def _told(modules: dict[str, nn.Module], faults: Iterable[Fault]) -> Iterator[st
 def _remedy(plan: ModelPlan, unplaced: list[Fault]) -> str:
     if not unplaced:
         return ""
-    accepted = ", ".join(Role)
+    accepted = ", ".join(Role) + f"\n{ORDERS}"
     return REMEDY % (names.generic(names.plain(unplaced[0][0])) or "**", accepted) if plan.roles else NEEDED % accepted

@@ -17,7 +17,7 @@ from ds_npu.models import kinds, names
 from ds_npu.models.attention import configured
 from ds_npu.models.draft import Draft, finished
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.roles import Role
+from ds_npu.models.roles import ORDER, Role
 from ds_npu.models.tree import Tree
 
 IN_ATTENTION: dict[str, Role] = {
@@ -216,14 +216,14 @@ class _Placing:
         if self.style(f"{name}.gate_up_proj") == PACKED and self.style(f"{name}.down_proj") == "rowwise":
             self.place(name, Role.EXPERTS)
         else:
-            self.refuse(name, f"{FUSED}; {Role.EXPERTS} are gate_up_proj [E, 2I, H], gates first, and down_proj")
+            self.refuse(name, f"{FUSED}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")
 
     def linear(self, name: str, role: Role) -> None:
         style = self.style(name)
         # All of transformers' models with Conv1D (the first GPTs) have queries, then keys, then values in one.
         known = style is not None or kinds.output_dim(self.tree.module(name)) == 1
         if role in (Role.QUERY_KEY_VALUE, Role.GATE_UP) and not known:
-            self.refuse(name, f"{FUSED}; {role} if they stand one after another along its output")
+            self.refuse(name, f"{FUSED}; {role} means {ORDER[role]}")
         elif style in STYLES and role not in STYLES[style] and role not in (Role.COLUMN, Role.ROW):
             self.refuse(name, f"its name says {role}, but transformers splits it {style}")
         else:

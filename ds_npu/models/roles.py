@@ -20,7 +20,7 @@ class Role(str, Enum):
     VALUE = "value"
     """Linears whose outputs are heads, split by heads."""
     QUERY_KEY_VALUE = "query_key_value"
-    """One linear for all three: queries of all heads, then keys, then values along its output."""
+    """One linear for all three, in the order that ORDER tells."""
     ATTENTION_OUTPUT = "attention_output"
     """The linear over all heads' results, split by heads along its input."""
     LATENT = "latent"
@@ -28,7 +28,7 @@ class Role(str, Enum):
     LATENT_QUERY = "latent_query"
     """The up projection from a latent to queries, split by heads."""
     LATENT_KEY_VALUE = "latent_key_value"
-    """The up projection from a latent to keys (without rotary part) and values of each head, split by heads."""
+    """The up projection from a latent to keys (without rotary part) and values, by heads, in the order of ORDER."""
     HEAD_NORM = "head_norm"
     """A norm inside of attention, over one head or over a latent; not split."""
     MLP = "mlp"
@@ -93,3 +93,35 @@ PARENT: dict[Role, Role] = {
     Role.EXPERTS: Role.MOE,
 }
 """In a module of which role one of this role must stand."""
+
+HEADS = "one head after another"
+ORDER: dict[Role, str] = {
+    Role.QUERY: f"{HEADS}; those that share a head of keys and values stand together",
+    Role.KEY: HEADS,
+    Role.VALUE: HEADS,
+    Role.QUERY_KEY_VALUE: (
+        "the queries of all heads, then the keys of all, then the values of all along its output; not head by head "
+        "(query, key and value of one head, then of the next), as in GPT-NeoX, BLOOM and Falcon"
+    ),
+    Role.LATENT_QUERY: HEADS,
+    Role.LATENT_KEY_VALUE: (
+        "head by head along its output, each head's keys (without rotary part), then its values; not the keys of all "
+        "heads, then the values of all"
+    ),
+    Role.ATTENTION_OUTPUT: f"along its input, {HEADS}",
+    Role.GATE_UP: "all gates, then all ups along its output; not a gate and an up by turns",
+    Role.EXPERTS: (
+        "gate_up_proj [E, 2I, H], along whose 2I all gates stand before all ups (not by turns, as in GPT-OSS), and "
+        "down_proj [E, H, I]"
+    ),
+}
+"""In which order a weight of a role holds what it holds, which its shape does not tell."""
+FUSED = (Role.QUERY_KEY_VALUE, Role.LATENT_KEY_VALUE, Role.GATE_UP, Role.EXPERTS)
+"""Roles of weights that hold several parts."""
+ORDERS = "\n".join(
+    [
+        "Of a weight that holds several parts, a role also says their order:",
+        *(f"  {role}: {ORDER[role]}" for role in FUSED),
+        "Where none of them is right, give the module around it (as an attention) the role replicated.",
+    ]
+)

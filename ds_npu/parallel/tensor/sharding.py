@@ -33,11 +33,22 @@ class Sharding:
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A copy of the part of ``whole`` that ``rank`` holds; raises ValueError where ``whole`` has another size."""
+        """A copy of the part of ``whole`` that ``rank`` holds; raises ValueError where ``whole`` has another size.
+
+        Of a view with more elements than its memory has (a probe's weight) it is a view, or as small as it can be.
+        """
         if whole.shape[self.dim] != self.size:
             raise ValueError(f"a tensor of shape {tuple(whole.shape)} was given; dim {self.dim} must have {self.size}")
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
-        return torch.cat(parts, dim=self.dim)
+        if whole.untyped_storage().nbytes() >= whole.nbytes:
+            return torch.cat(parts, dim=self.dim)
+        if len(parts) == 1:
+            return parts[0]
+        alike = [dim for dim in range(whole.dim()) if whole.stride(dim) == 0 and dim != self.dim]
+        for dim in alike:
+            parts = [each.narrow(dim, 0, 1) for each in parts]
+        shape = [-1 if dim not in alike else length for dim, length in enumerate(whole.shape)]
+        return torch.cat(parts, dim=self.dim).expand(shape)
 
     def assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole tensor from what each rank holds."""

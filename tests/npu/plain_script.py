@@ -25,9 +25,14 @@ def tutorial(args: argparse.Namespace) -> list[float]:
 
 
 def zero_init(args: argparse.Namespace) -> list[float]:
-    with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
-        model = tiny_models.tiny("llama", torch.float32)
-    return trained(args, model)
+    """As transformers does it: its from_pretrained makes the model within deepspeed.zero.Init."""
+    import transformers
+
+    deepspeed.init_distributed()
+    kept = transformers.integrations.HfDeepSpeedConfig(args.deepspeed_config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.folder / "model", dtype=torch.float32)
+    assert kept.is_zero3() and all("ds_tensor" in vars(weight) for weight in model.parameters())
+    return trained(args, model.train())
 
 
 def from_pretrained(args: argparse.Namespace) -> list[float]:

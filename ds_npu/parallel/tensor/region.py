@@ -177,11 +177,15 @@ def replace_innermost(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Make ``forward`` the forward of this one module, within all that ``around`` has put around it."""
     outer: Any = module.forward
     if not isinstance(outer, Around):
-        vars(module)["forward"] = untraced(forward)
+        vars(module)["forward"] = Around(_as_it_is, forward)
         return
     while isinstance(outer.inner, Around):
         outer = outer.inner
     outer.inner = forward
+
+
+def _as_it_is(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def first_argument(module: nn.Module) -> str:

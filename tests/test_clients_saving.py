@@ -14,8 +14,9 @@ import torch.distributed as dist
 import transformers
 from ranks import run_on_ranks
 from safetensors.torch import load_file
-from split_models import first_fast
 from trainer_runs import run_trainer
+
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-12
 MASTERS = 1e-6
@@ -112,7 +113,7 @@ def saved_by_accelerate(folder: Path, family: str) -> None:
             assert same(weights_in(written), weights_in(folder / "resaved"))
 
 
-@first_fast("family", ("mixtral", "gemma", "phi3"))
+@pytest.mark.parametrize("family", ["mixtral", "gemma", "phi3"])
 def test_a_script_for_accelerate(family, tmp_path):
     """Saves its state, its weights and goes on from its state, under each stage of ZeRO."""
     run_on_ranks(2, saved_by_accelerate, tmp_path, family)
@@ -142,7 +143,6 @@ def alone(tmp_path_factory):
     return folder, run_trainer(folder, 1, None, SAVING)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "parallel", "stage"),
     [(4, {"tensor": 2, "context": 2}, 2), (2, {"tensor": 2, "sequence_parallel": True}, 3)],

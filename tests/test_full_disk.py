@@ -88,7 +88,8 @@ def fills_up(folder: Path, tensor: int, stages: tuple[int, ...]) -> None:
                 assert len(set(said)) == 1 and "\n" not in said[0]
             with pytest.raises((RuntimeError, OSError), match=FULL):
                 engine.save_pretrained(saved / "model")
-            if dist.get_rank() == 0 or tensor > 1 or stage == 3:
+            # DeepSpeed's own road, of a model that is not split, concerns rank 0 alone, and needs a key under ZeRO-3.
+            if tensor > 1 or (dist.get_rank() == 0 and stage < 3):
                 with pytest.raises((RuntimeError, OSError), match=FULL):
                     engine.save_16bit_model(saved / "16bit")
         assert (saved / "latest").read_text() == "first"

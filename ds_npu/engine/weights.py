@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_npu.models.disk import UNTOUCHED, tensor_bytes, why_not_written
@@ -39,6 +40,12 @@ class WholeWeights:
         Names and shapes are those of the model before it was split, so that it loads into the plain one. Weights are
         gathered one at a time.
         """
+        weights = self._gathered_weights()
+        # A rank that ends right after this has sent its part: on NPUs collectives are only queued when they return.
+        get_accelerator().synchronize()
+        return weights
+
+    def _gathered_weights(self) -> dict[str, torch.Tensor]:
         model, tensor_group = self.module, self.topology.group("tp")
         gather = _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
         if all(self.topology.rank(axis) == 0 for axis in ("pp", "dp", "cp")):

@@ -39,7 +39,8 @@ def check_splittable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> Non
         raise ValueError(
             f"{plan.model} was made under deepspeed.zero.Init: {absent[0]} and {len(absent) - 1} more modules to be "
             "split over tensor ranks have spread their weights over the data ranks already. What to do: make the model "
-            "without zero.Init, or read a checkpoint part by part with ds_npu.engine.pretrained.from_pretrained"
+            "without zero.Init (for the Hugging Face Trainer, which enters it under ZeRO-3: before TrainingArguments), "
+            "or read a checkpoint part by part with ds_npu.engine.pretrained.from_pretrained"
         )
     _check_regions(model, plan)
     outside = [f"{name} ({role})" for name, role in split.items() if role in INSIDE and plan.block(name) is None]

@@ -370,15 +370,14 @@ Say what a module is in the DeepSpeed config, * standing for any part of a name 
 Roles: block, attention, query, key, value, query_key_value, attention_output, latent, latent_query, latent_key_value, \
 head_norm, mlp, gate, up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, \
 position_embedding, head, column, row, replicated, lora_a, lora_b
-Of a weight that holds several parts, a role also says their order:
-  query_key_value: the queries of all heads, then the keys of all, then the values of all along its output; not head \
-by head (query, key and value of one head, then of the next), as in GPT-NeoX, BLOOM and Falcon
-  latent_key_value: head by head along its output, each head's keys (without rotary part), then its values; not the \
-keys of all heads, then the values of all
-  gate_up: all gates, then all ups along its output; not a gate and an up by turns
-  experts: gate_up_proj [E, 2I, H], along whose 2I all gates stand before all ups (not by turns, as in GPT-OSS), and \
-down_proj [E, H, I]
-Where none of them is right, give the module around it (as an attention) the role replicated."""
+Of a weight that holds several parts, the role says the order:
+  query_key_value: all heads' queries, then all keys, then all values along its output; not head by head, as in \
+GPT-NeoX, BLOOM and Falcon
+  latent_key_value: head by head along its output, each head's keys, then its values
+  gate_up: all gates, then all ups along its output; not by turns
+  experts: gate_up_proj [E, 2I, H], along 2I all gates, then all ups (not by turns, as in GPT-OSS), and down_proj \
+[E, H, I]
+In any other order: give the module around it (the attention, the MLP) the role replicated."""
     )
 
 

@@ -11,7 +11,7 @@ from ds_npu.models.globs import plan_for
 from ds_npu.models.hugging_face import plan_of
 from ds_npu.models.names import abbreviated, matches
 from ds_npu.models.plan import AttentionShape, PlanError
-from ds_npu.models.roles import STRUCTURAL, Role
+from ds_npu.models.roles import ORDERS, STRUCTURAL, Role
 
 ROLES = (
     "block, attention, query, key, value, query_key_value, attention_output, latent, latent_query, latent_key_value, "
@@ -254,7 +254,8 @@ ds_npu knows the parts of Hugging Face's decoders; of any other model the DeepSp
                       "layers.*.mlp": "mlp", "layers.*.mlp.wide": "up", "layers.*.mlp.narrow": "down",
                       "norm": "final_norm", "head": "head", "vision": "replicated"}}}}
 * stands for any part of a name, ** for any number of parts; the last glob that matches decides. {{"**": "replicated"}}
-splits nothing, on purpose: the ranks are replicas. Roles: {ROLES}"""
+splits nothing, on purpose: the ranks are replicas. Roles: {ROLES}
+{ORDERS}"""
     )
 
 
@@ -287,7 +288,8 @@ them into modules inside of it
   norm (LayerNorm, weight [32], bias [32]): query is for a linear, which has a weight of two dims
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {{"plan": {{"layers.*.attention.q": "<role>"}}}}
-Roles: {ROLES}"""
+Roles: {ROLES}
+{ORDERS}"""
     )
 
 

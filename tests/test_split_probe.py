@@ -83,7 +83,7 @@ def test_adapters_pass():
 
 # ---- what is wrong is refused ----
 
-INTERLEAVED = "query_key_value, which means the queries of all heads, then the keys of all, then the values of all"
+INTERLEAVED = "query_key_value, which means all heads' queries, then all keys, then all values along its output"
 FAMILIES_BY_HEAD: dict[str, tuple[Callable[[], nn.Module], str, dict[str, str]]] = {
     "GPT-NeoX": (lambda: planned_models.made("GPTNeoXForCausalLM", **SIZES), "attention", {}),
     "BLOOM": (

@@ -100,19 +100,16 @@ ORDER: dict[Role, str] = {
     Role.KEY: HEADS,
     Role.VALUE: HEADS,
     Role.QUERY_KEY_VALUE: (
-        "the queries of all heads, then the keys of all, then the values of all along its output; not head by head "
-        "(query, key and value of one head, then of the next), as in GPT-NeoX, BLOOM and Falcon"
+        "all heads' queries, then all keys, then all values along its output; not head by head, as in GPT-NeoX, BLOOM "
+        "and Falcon"
     ),
     Role.LATENT_QUERY: HEADS,
-    Role.LATENT_KEY_VALUE: (
-        "head by head along its output, each head's keys (without rotary part), then its values; not the keys of all "
-        "heads, then the values of all"
-    ),
+    Role.LATENT_KEY_VALUE: "head by head along its output, each head's keys, then its values",
     Role.ATTENTION_OUTPUT: f"along its input, {HEADS}",
-    Role.GATE_UP: "all gates, then all ups along its output; not a gate and an up by turns",
+    Role.GATE_UP: "all gates, then all ups along its output; not by turns",
     Role.EXPERTS: (
-        "gate_up_proj [E, 2I, H], along whose 2I all gates stand before all ups (not by turns, as in GPT-OSS), and "
-        "down_proj [E, H, I]"
+        "gate_up_proj [E, 2I, H], along 2I all gates, then all ups (not by turns, as in GPT-OSS), and down_proj "
+        "[E, H, I]"
     ),
 }
 """In which order a weight of a role holds what it holds, which its shape does not tell."""
@@ -120,8 +117,8 @@ FUSED = (Role.QUERY_KEY_VALUE, Role.LATENT_KEY_VALUE, Role.GATE_UP, Role.EXPERTS
 """Roles of weights that hold several parts."""
 ORDERS = "\n".join(
     [
-        "Of a weight that holds several parts, a role also says their order:",
+        "Of a weight that holds several parts, the role says the order:",
         *(f"  {role}: {ORDER[role]}" for role in FUSED),
-        "Where none of them is right, give the module around it (as an attention) the role replicated.",
+        "In any other order: give the module around it (the attention, the MLP) the role replicated.",
     ]
 )

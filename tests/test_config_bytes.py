@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -172,6 +173,16 @@ def test_what_deepspeed_cannot_read_is_refused_by_its_path(folder, text):
         hjson.loads(text)
     with pytest.raises(ConfigError, match=r"\n  a: found "):
         load(path)
+
+
+def test_a_config_in_base64_is_not_overlooked():
+    """deepspeed.initialize takes a dict, a path, or this."""
+    for config in (VALID, {"train_batch_size": 1}):
+        given = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+        assert with_section(given) == (config if "ds_npu" in config else None)
+    assert with_section("no/such/file.json") is None and with_section("\0") is None and with_section("ÿ") is None
+    with pytest.raises(ConfigError, match="the config in base64, line 1, column 12"):
+        with_section(base64.urlsafe_b64encode(b'{"ds_npu": }').decode())
 
 
 @pytest.mark.parametrize("layers", [65, 900, 10_000])

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_npu.config import ConfigError
+from ds_npu.engine.session import HCCL_DEFAULT_MIB, buffer_mib, world_size
 from ds_npu.features import deepspeed_schema as reader
 from ds_npu.features.check import check
 from ds_npu.features.deepspeed_readers import DEMANDS, deepspeed_problems
@@ -342,3 +343,17 @@ def test_a_stage_is_read_as_deepspeed_reads_it(stage, read):
     config = {"train_batch_size": 8, "zero_optimization": {"stage": stage}, "ds_npu": {}}
     assert check(config, 8).zero_stage == read == DeepSpeedConfig(config | {"train_batch_size": 1}).zero_config.stage
     assert check(config | {"zero_optimization": True}, 8).zero_stage == 1
+
+
+def test_the_old_form_of_zero_has_no_buckets_to_size_buffers_by(monkeypatch):
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    for zero in (True, False, None):
+        assert buffer_mib(("dp", "cp"), {"zero_optimization": zero}) == HCCL_DEFAULT_MIB
+    buckets = {"reduce_bucket_size": 2**20, "allgather_bucket_size": 2**21, "stage3_prefetch_bucket_size": 1}
+    assert buffer_mib(("dp", "cp"), {"zero_optimization": buckets}) == 8
+
+
+@pytest.mark.parametrize(("text", "size"), [("8", 8), ("0", 0), ("", None), ("two", None), ("9" * 5000, None)])
+def test_the_launchers_world_size_is_a_number_or_not_known(monkeypatch, text, size):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    assert world_size() == size

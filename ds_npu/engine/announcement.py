@@ -6,12 +6,13 @@ there is a section to judge.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import os
 import sys
 from typing import Any
 
-from ds_npu.features.loading import load
+from ds_npu.features.loading import load, load_text
 
 SECTION = "ds_npu"
 
@@ -23,10 +24,23 @@ def with_section(config: Config | None) -> dict[str, Any] | None:
     if config is None:
         return None
     if not isinstance(config, dict):
-        if not os.path.exists(config):
+        name = os.fspath(config)
+        if os.path.exists(name):
+            config = load(name)
+        elif (text := _decoded(name)) is not None:
+            config = load_text(text, "the config in base64")
+        else:
             return None
-        config = load(os.fspath(config))
     return config if SECTION in config else None
+
+
+def _decoded(config: str) -> str | None:
+    """The text of a config in base64, which DeepSpeed takes too, if it names the section."""
+    try:
+        text = base64.urlsafe_b64decode(config).decode("utf-8")
+    except ValueError:
+        return None
+    return text if SECTION in text else None
 
 
 def announced() -> dict[str, Any] | None:

@@ -11,11 +11,15 @@ import torch.distributed as dist
 from ds_npu.capability import hccl_options
 from ds_npu.features.all import DsNpuConfig
 from ds_npu.features.check import check
+from ds_npu.features.deepspeed_keys import value_at
 from ds_npu.log import warn_once
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import Topology
 
 MIB = 2**20
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+MOST_DIGITS = 20
+"""Of a world size: Python reads no integer of thousands."""
 HCCL_DEFAULT_MIB = 200
 """HCCL_BUFFSIZE's default; each communicator takes twice that (torch_npu documentation of hccl_buffer_size)."""
 
@@ -37,7 +41,7 @@ def world_size() -> int | None:
     if dist.is_initialized():
         return dist.get_world_size()
     size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() else None
+    return int(size) if size.isascii() and size.isdecimal() and len(size) < MOST_DIGITS else None
 
 
 def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:
@@ -76,8 +80,7 @@ def buffer_mib(axes: tuple[Axis, ...], config: dict[str, Any]) -> int:
         return default
     if axes != ("dp", "cp") and axes != ("dp",):
         return 1
-    zero = config.get("zero_optimization", {})
-    elements = [zero.get(key) for key in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")]
+    elements = [value_at(config, f"zero_optimization.{key}") for key in BUCKETS]
     if not all(isinstance(value, int | float) for value in elements):
         return default
     return max(1, min(default, -(-int(max(elements)) * 4 // MIB)))

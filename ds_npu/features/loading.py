@@ -65,8 +65,12 @@ def load(config: str | os.PathLike[str] | Config) -> Config:
     """The config as a dict; raises ConfigError for a file that cannot be read, with line and column of wrong syntax."""
     if isinstance(config, dict):
         return config
-    name = os.fspath(config)
-    found = _parsed(read_text(config, WANTED), name)
+    return load_text(read_text(config, WANTED), os.fspath(config))
+
+
+def load_text(text: str, name: str) -> Config:
+    """The config of ``text``, which errors call ``name``; raises ConfigError."""
+    found = _parsed(text, name)
     problems = [] if found and isinstance(found, dict) else [Problem(name, found, "an object with DeepSpeed's keys")]
     problems += flaws(found)
     if problems:

@@ -172,8 +172,8 @@ def start_engine(args: argparse.Namespace, model: PreTrainedModel) -> deepspeed.
 def join_world() -> Ranks:
     """Open the process groups."""
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed compiles this operator on CPU at first use, and it leaves files in /dev/shm. It only serves
-        # inference_all_reduce, which training never calls.
+        # DeepSpeed compiles this operator on CPU at first use, and without ds_npu it leaves files in /dev/shm. It only
+        # serves inference_all_reduce, which training never calls.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()

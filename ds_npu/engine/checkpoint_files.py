@@ -34,6 +34,7 @@ class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
         self.save_latest = save_latest
         self.unfinished: list[Path] = []
         self.failure: str | None = None
+        self.error: Exception | None = None
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         upstream: Any = super()
@@ -54,6 +55,7 @@ class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
         self._agree(info)
         for each in latest:
             self.attempt(each, lambda each=each: each.replace(each.with_suffix("")))  # type: ignore[misc]
+        self._agree(info)
         return True
 
     def attempt(self, path: Path, action: Callable[[], object], needed: int = 0) -> None:
@@ -66,6 +68,7 @@ class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
             with suppress(OSError):
                 if path.suffix == UNFINISHED:
                     path.unlink()
+            self.error = error
             self.failure = f"{path.name.removesuffix(UNFINISHED)}: {why_not_written(error, path, needed)}"
 
     def remove_unfinished(self) -> None:
@@ -95,7 +98,7 @@ class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
         raise RuntimeError(
             f"the checkpoint {info.tag} was not saved to {info.save_dir}: {'; '.join(found[:SHOWN])}{more}. "
             + UNTOUCHED
-        )
+        ) from self.error
 
 
 class WholeCheckpoints:

@@ -12,6 +12,7 @@ KEYS = {
     "parallel.pipeline": "integer >= 1",
     "parallel.expert": "integer >= 1",
     "parallel.expert_tensor": "integer >= 1",
+    "parallel.probe": "boolean",
     "plan": "module glob -> role",
     "fused_ops.flash_attention": "boolean",
     "fused_ops.rms_norm": "boolean",

@@ -86,11 +86,6 @@ def test_adapters_pass():
 INTERLEAVED = "query_key_value, which means all heads' queries, then all keys, then all values along its output"
 FAMILIES_BY_HEAD: dict[str, tuple[Callable[[], nn.Module], str, dict[str, str]]] = {
     "GPT-NeoX": (lambda: planned_models.made("GPTNeoXForCausalLM", **SIZES), "attention", {}),
-    "BLOOM": (
-        lambda: planned_models.made("BloomForCausalLM", vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
-        "self_attention",
-        {"**.word_embeddings_layernorm": "norm", "**.dense_h_to_4h": "column", "**.dense_4h_to_h": "row"},
-    ),
     "Falcon": (
         lambda: planned_models.made(
             "FalconForCausalLM", **SIZES, ffn_hidden_size=48, multi_query=False, parallel_attn=False

@@ -62,7 +62,9 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         attach_hooks_again(model)
-        protect_shards(model, self.topology)
+        if protect_shards(model, self.topology):
+            # Optimizers of the client's own know what they are given.
+            vars(self)["_take_model_step"] = using_shards()(self._take_model_step)  # type: ignore[attr-defined]
         if not is_pipeline:
             check_first_batch(model, self.topology)
         remove_gradient_buffers(model)
@@ -114,11 +116,6 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
                 self.sparse_allreduce_no_retain(bucket, **over)  # type: ignore[attr-defined]
             else:
                 self.allreduce_no_retain(bucket, numel_per_bucket=elements_per_buffer, **over)  # type: ignore[attr-defined]
-
-    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        # Optimizers of the client's own know what they are given.
-        with using_shards():
-            super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
 
     def clip_fp32_gradients(self) -> None:
         self._global_grad_norm = clip_gradients(

@@ -14,10 +14,11 @@ from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.topology import Topology
 
 
-def protect_shards(model: nn.Module, topology: Topology) -> None:
-    """Protect the shards of ``model``, if ds_npu has split it; a model that is made of parallel layers knows its own.
+def protect_shards(model: nn.Module, topology: Topology) -> bool:
+    """Protect the shards of ``model``, if ds_npu has split it; whether there are any.
 
-    Whoever reads a sharded weight as a module's attribute within a forward of ``model`` gets the whole.
+    A model that is made of parallel layers knows its own, which are not protected. Whoever reads a sharded weight as a
+    module's attribute within a forward of ``model`` gets the whole.
     """
     if SPLIT in vars(model):
         for name, parameter in model.named_parameters():
@@ -26,8 +27,10 @@ def protect_shards(model: nn.Module, topology: Topology) -> None:
                 shape = list(vars(parameter).get("ds_shape", parameter.shape))  # Under ZeRO-3 it holds nothing now.
                 shape[sharding.dim] = sharding.size
                 protect(parameter, WeightShard.of(names.plain(name), shape, sharding, topology.group("tp")))
-    if any(isinstance(parameter, ShardedParameter) for parameter in model.parameters()):
+    protected = any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
+    if protected:
         around(model, _together)
+    return protected
 
 
 def _together(forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -43,6 +43,8 @@ ds_npu.parallel.tensor: found {size}; split over so many ranks, {model} does not
 What to do: give these modules, in ds_npu.plan, roles that say in which order their weights hold what they hold; where
 none does, give the module around them the role replicated. (Found with random weights; ds_npu.parallel.probe false
 turns this check off.)"""
+OWN = "ds_npu."
+"""Begins the errors in which ds_npu refuses, in a forward, what a key of the section asks for."""
 FLOOR = 0.1
 """Of the largest of all gradients: smaller ones may differ by as much as one of this size."""
 SAMPLES = 2
@@ -114,6 +116,8 @@ def check_split(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_
     dist.all_gather_object(found, (mine.faults, mine.unseen), group=group)
     faults: list[str] = next((faults for faults, _ in found if faults), [])
     unseen = list(dict.fromkeys(each for _, rank in found for each in rank))
+    for refusal in (fault for fault in faults if fault.startswith(OWN)):
+        raise ValueError(refusal)
     if faults:
         raise ValueError(REFUSED.format(size=size, model=plan.model, faults="\n".join(faults)))
     if unseen and topology.global_rank == 0:
@@ -214,7 +218,9 @@ def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> boo
     except _UnsplittableError:
         return True
     except Exception as error:
-        found.faults.append(_fault(unit, unit.part.blocks or (unit.part.name,), f"cannot be computed: {_said(error)}"))
+        blocks = unit.part.blocks or (unit.part.name,)
+        refusal = isinstance(error, ValueError) and str(error).startswith(OWN)
+        found.faults.append(str(error) if refusal else _fault(unit, blocks, f"cannot be computed: {_said(error)}"))
         return True
     found.faults.extend(_differences(unit, whole, split))
     return True

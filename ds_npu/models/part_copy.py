@@ -136,7 +136,9 @@ class Part:
         """Let a Hugging Face model's configs know of the blocks that are left, and choose operators for float64."""
         every = self.plan.blocks
         kept = [index for index, name in enumerate(every) if name in self.blocks]
-        configs = {id(config): config for each in made.modules() if (config := vars(each).get("config")) is not None}
+        configs = {
+            id(config): config for each in made.modules() if _is_configuration(config := vars(each).get("config"))
+        }
         for config in configs.values():
             own = vars(config)
             for key, value in own.items():
@@ -145,6 +147,10 @@ class Part:
             if "num_hidden_layers" in own:
                 own["num_hidden_layers"] = len(kept)
             own.update(use_cache=False, _attn_implementation_internal="eager", _experts_implementation_internal="eager")
+
+
+def _is_configuration(config: object) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(config).__mro__)
 
 
 def _buffer(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

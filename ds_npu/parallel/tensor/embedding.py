@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ds_npu.comm.crossing import reduce
+from ds_npu.parallel.tensor.shard_access import using_shards
 from ds_npu.parallel.tensor.sharding import keep_part, split
 from ds_npu.parallel.tensor.whole_weight import ShowsWhole
 from ds_npu.topology.topology import Topology
@@ -96,7 +97,8 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
         local = input - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         # Words of other ranks look up row 0; what they find becomes 0, and so does their gradient.
-        found = super().forward(local.masked_fill(elsewhere, 0))
+        with using_shards():  # A subclass of nn.Embedding, somebody else's, looks them up.
+            found = super().forward(local.masked_fill(elsewhere, 0))
         found = found.masked_fill_(elsewhere.unsqueeze(-1), 0)
         return reduce(found, self.tensor_group)
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ds_npu.models.context_parallel import spread_sequence
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.context.tokens import split_evenly
+from ds_npu.parallel.tensor.shard_access import ShardAccessError, using_shards
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -118,7 +119,11 @@ def outputs(family: str) -> None:
         assert type(found) is tuple
         whole = both.plain(input_ids=ids).logits
         index = split_evenly(LENGTH, algorithm("ring", 2)).index(rank)
-        close(both.model(input_ids=ids, labels=ids).logits, whole[:, index[0]], "what is trained on labels")
+        trained = both.model(input_ids=ids, labels=ids).logits
+        with pytest.raises(ShardAccessError, match="logits of all tokens"):
+            close(trained, whole[:, index[0]])
+        with using_shards():
+            close(trained, whole[:, index[0]], "what is trained on labels")
         both.model.eval()
         close(both.model(input_ids=ids, labels=ids).logits, whole, "evaluation")
 

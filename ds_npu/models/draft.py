@@ -58,7 +58,7 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     linears = _linears(modules, plan, leave_out=misfits)
     plan = _with_heads(modules, plan, draft, linears)
     misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
-    sizes = _wrong_sizes(modules, plan, linears)
+    sizes = [(name, why + _beside(name, plan, draft)) for name, why in _wrong_sizes(modules, plan, linears)]
     faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
     told = [*problems, *_told(modules, faults)]
     if told:
@@ -171,6 +171,14 @@ def _wrong_sizes(modules: dict[str, nn.Module], plan: ModelPlan, linears: Mappin
         else:
             continue
         yield from ((by_module[id(module)], why) for module, why in found)
+
+
+def _beside(name: str, plan: ModelPlan, draft: Draft) -> str:
+    """What the user's own plan makes of the other modules in the attention or MLP of ``name``: a likely cause."""
+    holder = plan.around(name, Role.ATTENTION, Role.MLP)
+    others = [each for each in plan.inside(holder) if each in draft.given - {name}] if holder else []
+    told = ", ".join(f"{each.rpartition('.')[2]} is {plan.roles[each]}" for each in others)
+    return f'; beside it, "plan" says that {told}' if told else ""
 
 
 def _different_blocks(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:

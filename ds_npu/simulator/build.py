@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ds_npu.simulator.cache import SEAL, BuildError, is_sealed, locked, own_folder, scratch, seal
@@ -77,7 +78,8 @@ class Toolchain:
 
 
 def _folder(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
+    # Not importlib.util.find_spec: where CANN is missing, it answers None for a torch_npu that is installed.
+    spec = PathFinder.find_spec(package) or importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise BuildError(f"{package} is not installed; the simulated NPUs run the real one: pip install {package}")
     return Path(spec.submodule_search_locations[0])

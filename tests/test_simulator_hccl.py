@@ -201,7 +201,9 @@ sys.exit(max(process.wait() for process in processes))
 
 
 def test_two_ranks_that_each_see_one_npu_are_on_two(tmp_path):
-    code = PRELUDE.replace("STORE", str(tmp_path / "store")).replace("DEVICE", "0") + "print(a[0].item())"
+    code = PRELUDE.replace("STORE", str(tmp_path / "store")).replace("DEVICE", "0")
+    # One write each: where Python is unbuffered, two processes' prints run into each other.
+    code += "os.write(1, f'{a[0].item()}{chr(10)}'.encode())"
     command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", code]
     done = simulated.sim("--devices", "2", "--", *command, WORLD_SIZE="2")
     assert simulated.printed(done) == ["2.0", "2.0"]

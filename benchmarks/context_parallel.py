@@ -27,12 +27,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import turns
 
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import context_axis
-from ds_npu.parallel.context.calls import block_calls
-from ds_npu.parallel.context.tokens import Tokens, split_documents, split_evenly
-from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.parallel.context.kernel_calls import block_calls
+from ds_npu.parallel.context.load_balance import Tokens, split_documents, split_evenly
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

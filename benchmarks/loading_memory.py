@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_npu.models.loading import load_checkpoint, meta_model
+from ds_npu.checkpoint.loading import load_checkpoint, meta_model
 from ds_npu.parallel.tensor.sharding import mark, split
 
 H, F, V, EXPERTS = 1024, 2816, 16384, 4

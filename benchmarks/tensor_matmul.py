@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import turns
 
-from ds_npu.overlap.tensor_matmul import Pipelined
 from ds_npu.parallel.tensor.axis import MatmulCollectives, OneAfterTheOther
+from ds_npu.parallel.tensor.overlapped_matmul import Pipelined
 
 PLAIN = "one collective"
 Step = Callable[[MatmulCollectives], None]

@@ -97,7 +97,7 @@ def count(args: argparse.Namespace) -> None:
     dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
     transformers: Any = importlib.import_module("transformers")
     plan_for = importlib.import_module("ds_npu.models.globs").plan_for
-    split_model = importlib.import_module("ds_npu.models.tensor_parallel").split_model
+    split_model = importlib.import_module("ds_npu.features.tensor_parallel.sharded_model").split_model
     topology: Any = importlib.import_module("ds_npu.topology.topology")
     degrees: Any = importlib.import_module("ds_npu.topology.degrees")
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from tiny_models import Float64, tiny
 
+from ds_npu.features.tensor_parallel.sharded_model import split_model
 from ds_npu.models.globs import plan_for
-from ds_npu.models.tensor_parallel import split_model
 from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

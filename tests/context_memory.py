@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from wire import Memory
 
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import Mask, Options
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import ContextAxis
-from ds_npu.topology.context import ContextAlgorithm
 
 TOKENS, WIDTH = 64, 32
 """Tokens of a rank, width of a head."""

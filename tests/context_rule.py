@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import FULL, Mask, Options
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import ContextAxis
-from ds_npu.parallel.context.tokens import Tokens, split_documents, split_evenly
-from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.parallel.context.load_balance import Tokens, split_documents, split_evenly
 
 HEADS = {"mha": (8, 8, 4, 4), "gqa": (8, 2, 4, 4), "mqa": (8, 1, 4, 4), "mla": (8, 8, 6, 4)}
 """Heads of the query, of key and value, widths of key and value."""

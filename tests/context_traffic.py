@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.config.context_algorithm import ContextAlgorithm
 
 Leaving = Counter[tuple[str, int]]
 """Bytes by kind of message (as ``wire.Wire.leaving``; tag 1 are keys and values, 2 gradients) and context rank."""

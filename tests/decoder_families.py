@@ -20,9 +20,11 @@ import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_npu.features.context_parallel import CONTEXT_PARALLEL, ContextParallelSection
-from ds_npu.features.feature import Build
-from ds_npu.features.parallel import PARALLEL, ParallelSection
+from ds_npu.config.context_parallel import ContextParallelSection
+from ds_npu.config.parallel import ParallelSection
+from ds_npu.features.build import Build
+from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
+from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 
-FOLDER = Path(__file__).parents[1] / "ds_npu" / "features" / "deepspeed_versions"
+FOLDER = Path(__file__).parents[1] / "ds_npu" / "config" / "deepspeed_versions"
 SECTIONS = {
     "zero_optimization": DeepSpeedZeroConfig,
     "bf16": DeepSpeedBF16Config,
@@ -64,7 +64,7 @@ READERS = (
     "DeepSpeedAutotuningConfig",
     "DeepSpeedFlopsProfilerConfig",
 )
-"""Code that reads what is no such section; ``ds_npu.features.deepspeed_readers`` says what it demands."""
+"""Code that reads what is no such section; ``ds_npu.config.deepspeed_readers`` says what it demands."""
 READ_ELSEWHERE = ("allgather_size", "data_parallel_size", "sequence_parallel_size", "vocabulary_size")
 BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 SCALARS: dict[Any, dict[str, Any]] = {

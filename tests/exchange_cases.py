@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_npu.parallel.context.exchange import Exchange, depart_to_heads, depart_to_tokens
-from ds_npu.parallel.context.heads import Heads, share_heads
+from ds_npu.parallel.context.ulysses import Exchange, depart_to_heads, depart_to_tokens
+from ds_npu.parallel.context.ulysses_heads import Heads, share_heads
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import tiny_models
 import torch
 
 from ds_npu.ops.operator import Operator
+
+ONE_RANK = SimpleNamespace(size=lambda *axes: 1)
+"""A topology without process groups."""
 
 KEYS = ("flash_attention", "rms_norm", "swiglu", "rotary", "cross_entropy")
 CALLED = {"flash_attention": "attention_forward"}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ds_npu.models.loading import meta_model
+from ds_npu.checkpoint.loading import meta_model
 from ds_npu.parallel.tensor.sharding import Sharding, mark, sharding_of, split
 
 SINGLE = "model.safetensors"

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from split_models import Pair
 from torch import nn
 
-from ds_npu.models.context_parallel import spread_sequence
+from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
+from ds_npu.features.context_parallel.sharded_sequences import spread_sequence
+from ds_npu.features.tensor_parallel.sharded_model import split_model
 from ds_npu.models.globs import plan_for
-from ds_npu.models.tensor_parallel import split_model
-from ds_npu.topology.context import ContextAlgorithm, algorithm_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -15,7 +15,7 @@ from ranks import run_on_ranks
 from tiny_models import FAMILIES
 from torch import nn
 
-from ds_npu.models.fused import FUSIONS, fuse
+from ds_npu.features.fused_ops.fused_model import FUSIONS, fuse
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.tensor.region import RegionInput
 from ds_npu.parallel.tensor.sharding import sharding_of

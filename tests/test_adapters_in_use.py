@@ -12,9 +12,9 @@ from adapted_models import ATTENTION, MLP, adapted, error, logits_of, loss_of, m
 from ranks import run_on_ranks
 from tiny_models import tiny
 
+from ds_npu.checkpoint.saving import save_pretrained, whole_state_dict
 from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import PlanError
-from ds_npu.models.saving import save_pretrained, whole_state_dict
 
 pytestmark = pytest.mark.slow
 

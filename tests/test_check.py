@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_npu.features.schema import reference
+from ds_npu.config.schema import reference
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {

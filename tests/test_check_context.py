@@ -10,9 +10,9 @@ import pytest
 import transformers
 
 from ds_npu.cli.main import main
-from ds_npu.config import ConfigError
-from ds_npu.features.model_file import attention_of
+from ds_npu.config.problems import ConfigError
 from ds_npu.models.plan import AttentionShape
+from ds_npu.planner.model_file import attention_of
 
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 

@@ -10,12 +10,12 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ds_npu.config import ConfigError, Problem
-from ds_npu.features.all import DsNpuConfig, planned_part, switched_on
-from ds_npu.features.batch import MICRO, STEPS, TRAIN, batch_of
-from ds_npu.features.check import check, load
-from ds_npu.features.reading import read
-from ds_npu.features.schema import leaves, section_schema
+from ds_npu.config.batch import MICRO, STEPS, TRAIN, batch_of
+from ds_npu.config.check import check, load
+from ds_npu.config.problems import ConfigError, Problem
+from ds_npu.config.reading import read
+from ds_npu.config.schema import leaves, section_schema
+from ds_npu.config.sections import DsNpuConfig, planned_part, switched_on
 
 LEAVES = dict(leaves(section_schema()))
 SECTIONS = [key for key, node in section_schema()["properties"].items() if "properties" in node]

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from ds_npu.cli import check as check_command
 from ds_npu.cli.main import main
-from ds_npu.config import ConfigError
+from ds_npu.config.check import check
+from ds_npu.config.loading import MOST_BYTES, MOST_HJSON_CHARACTERS, load
+from ds_npu.config.problems import ConfigError
 from ds_npu.engine.announcement import with_section
-from ds_npu.features.check import check
-from ds_npu.features.loading import MOST_BYTES, MOST_HJSON_CHARACTERS, load
 
 ROOT = Path(__file__).parents[1]
 VALID = {

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from context_rule import HEADS, Case, errors, own, reference
 from ranks import run_on_ranks
 
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
 from ds_npu.parallel.context.attention import context_attention, head_exchanges
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
-from ds_npu.parallel.context.exchange import depart_to_heads
-from ds_npu.parallel.context.tokens import split_evenly
-from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.parallel.context.load_balance import split_evenly
+from ds_npu.parallel.context.ulysses import depart_to_heads
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -16,9 +16,9 @@ from split_models import EXACT, agree, close, first_fast
 from spread_models import ALGORITHMS, LENGTH, Spread, algorithm, ends, packed, padded, padding, spread, step, tokens
 from torch.nn import functional
 
-from ds_npu.models.context_parallel import spread_sequence
+from ds_npu.features.context_parallel.sharded_sequences import spread_sequence
 from ds_npu.models.globs import plan_for
-from ds_npu.parallel.context.tokens import split_evenly
+from ds_npu.parallel.context.load_balance import split_evenly
 from ds_npu.parallel.tensor.shard_access import ShardAccessError, using_shards
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

@@ -13,10 +13,10 @@ from context_traffic import Leaving, Traffic, backward, forward
 from ranks import run_on_ranks
 from wire import Wire
 
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, FULL, Options, sliding
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
-from ds_npu.topology.context import ContextAlgorithm
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

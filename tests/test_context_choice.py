@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_npu.config import ConfigError
-from ds_npu.features import context_cost
-from ds_npu.features.context_choice import choose, communicators, described, estimated, refusals
-from ds_npu.features.context_cost import Layer, cost, impossible
-from ds_npu.features.context_parallel import ContextParallelSection, algorithms, choose_for, wrong_factors
+from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
+from ds_npu.config.context_parallel import ContextParallelSection, algorithms, wrong_factors
+from ds_npu.config.problems import ConfigError
 from ds_npu.models.plan import AttentionShape
-from ds_npu.parallel.context.ring import ring_steps
+from ds_npu.parallel.context.ring_schedule import ring_steps
 from ds_npu.parallel.tensor.sharding import near_even
-from ds_npu.topology.context import ContextAlgorithm, algorithm_of
+from ds_npu.planner import context_cost
+from ds_npu.planner.context_choice import choose, choose_for, communicators, described, estimated, refusals
+from ds_npu.planner.context_cost import Layer, cost, impossible
+from ds_npu.planner.machine import A2, A3, machine_of
 from ds_npu.topology.degrees import Degrees
-from ds_npu.topology.machine import A2, A3, machine_of
 
 LLAMA = AttentionShape(32, 8, 128, 128)
 MLA = AttentionShape(16, 16, 192, 128)

@@ -12,10 +12,11 @@ from ranks import run_on_ranks
 from spread_models import LENGTH, algorithm, ends, packed, padded, spread, tokens
 from torch import nn
 
-from ds_npu.features.context_parallel import CONTEXT_PARALLEL, ContextParallelSection
-from ds_npu.features.feature import Build
-from ds_npu.models.context.visibility import Asked
-from ds_npu.models.context_parallel import spread_sequence
+from ds_npu.config.context_parallel import ContextParallelSection
+from ds_npu.features.build import Build
+from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
+from ds_npu.features.context_parallel.sharded_sequences import spread_sequence
+from ds_npu.features.context_parallel.visibility import Asked
 from ds_npu.models.plan import ModelPlan
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
@@ -157,7 +158,7 @@ class Plain(nn.Module):
 
 def test_a_model_of_ones_own_is_told_what_to_do(monkeypatch):
     said = []
-    monkeypatch.setattr("ds_npu.features.context_parallel.warn_once", said.append)
+    monkeypatch.setattr("ds_npu.features.context_parallel.feature.warn_once", said.append)
     topology = SimpleNamespace(size=lambda axis: 4)
     CONTEXT_PARALLEL.apply(ContextParallelSection(), Build(topology, Plain()))
     assert len(said) == 1 and "context is 4, and Plain holds no model of transformers" in said[0]

@@ -8,18 +8,18 @@ import torch.distributed as dist
 from context_rule import HEADS
 from ranks import run_on_ranks
 
-from ds_npu.features.context_choice import described
-from ds_npu.features.context_cost import Layer, Pass, cost, shared_heads
-from ds_npu.features.context_parallel import ContextParallelSection, algorithms
+from ds_npu.config.context_parallel import ContextParallelSection, algorithms
 from ds_npu.models.plan import AttentionShape
 from ds_npu.ops.attention import CAUSAL, Options
 from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import context_axis
-from ds_npu.parallel.context.heads import share_heads
-from ds_npu.parallel.context.tokens import split_evenly
+from ds_npu.parallel.context.load_balance import split_evenly
+from ds_npu.parallel.context.ulysses_heads import share_heads
+from ds_npu.planner.context_choice import described
+from ds_npu.planner.context_cost import Layer, Pass, cost, shared_heads
+from ds_npu.planner.machine import A2
 from ds_npu.topology.degrees import Degrees
-from ds_npu.topology.machine import A2
 from ds_npu.topology.topology import Topology
 
 LENGTH, SAMPLES = 32, 2

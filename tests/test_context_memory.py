@@ -8,9 +8,9 @@ import torch.distributed as dist
 from context_memory import bytes_of, counted, needed, ring_needs
 from ranks import run_on_ranks
 
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, FULL
 from ds_npu.parallel.context.axis import context_axis
-from ds_npu.topology.context import ContextAlgorithm
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

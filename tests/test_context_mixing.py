@@ -10,8 +10,8 @@ import torch
 from spread_models import algorithm
 from torch import nn
 
+from ds_npu.features.context_parallel.sharded_sequences import spread_sequence, spreadable
 from ds_npu.models import kinds
-from ds_npu.models.context_parallel import spread_sequence, spreadable
 from ds_npu.models.globs import sketch_for
 from ds_npu.models.plan import PlanError
 

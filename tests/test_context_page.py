@@ -12,8 +12,8 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.parallel.context.tokens import split_evenly
-from ds_npu.topology.context import algorithm_of
+from ds_npu.config.context_algorithm import algorithm_of
+from ds_npu.parallel.context.load_balance import split_evenly
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "context_parallel.md"
 

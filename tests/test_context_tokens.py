@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, sliding
-from ds_npu.parallel.context.calls import block_calls, last_step, pairs
-from ds_npu.parallel.context.ring import ring_steps
-from ds_npu.parallel.context.tiles import tiles
-from ds_npu.parallel.context.tokens import split_documents, split_evenly
-from ds_npu.topology.context import ContextAlgorithm, algorithm_of
+from ds_npu.parallel.context.kernel_calls import block_calls, last_step, pairs
+from ds_npu.parallel.context.load_balance import split_documents, split_evenly
+from ds_npu.parallel.context.mask_tiles import tiles
+from ds_npu.parallel.context.ring_schedule import ring_steps
 
 MASKS = [FULL, CAUSAL, sliding(1), sliding(4), Mask(before=3, after=2), Mask(before=2), Mask(after=3)]
 

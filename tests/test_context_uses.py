@@ -17,9 +17,9 @@ from split_models import agree, close, everyones
 from spread_models import Spread, algorithm, padded, spread, step, tokens
 from trainer_runs import run_trainer
 
-from ds_npu.models.context_parallel import spread_sequence
+from ds_npu.features.context_parallel.sharded_sequences import spread_sequence
+from ds_npu.features.tensor_parallel.sharded_model import split_model
 from ds_npu.models.globs import plan_for
-from ds_npu.models.tensor_parallel import split_model
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -14,13 +14,13 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_npu.config import ConfigError
+from ds_npu.config import deepspeed_schema as reader
+from ds_npu.config.check import check
+from ds_npu.config.deepspeed_readers import DEMANDS, deepspeed_problems
+from ds_npu.config.deepspeed_schema import schema
+from ds_npu.config.deepspeed_validators import AFTER, BEFORE, COERCES
+from ds_npu.config.problems import ConfigError
 from ds_npu.engine.session import HCCL_DEFAULT_MIB, buffer_mib, world_size
-from ds_npu.features import deepspeed_schema as reader
-from ds_npu.features.check import check
-from ds_npu.features.deepspeed_readers import DEMANDS, deepspeed_problems
-from ds_npu.features.deepspeed_schema import schema
-from ds_npu.features.deepspeed_validators import AFTER, BEFORE, COERCES
 
 INSTALLED = version("deepspeed").split("+")[0]
 STRICTER = {

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_npu.cli.layout import progression
-from ds_npu.features.parallel import ParallelSection, fit
+from ds_npu.config.parallel import ParallelSection, fit
 from ds_npu.topology.degrees import AXES, DENSE, EXPERT, Degrees
 
 SIZE = st.sampled_from([1, 2, 3, 4])

@@ -14,7 +14,7 @@ import torch
 from ranks import run_on_ranks
 from torch import nn
 
-from ds_npu.config import ConfigError
+from ds_npu.config.problems import ConfigError
 from ds_npu.engine import session
 
 ROOT = Path(__file__).resolve().parents[1]

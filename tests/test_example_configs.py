@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_npu.features.check import check
+from ds_npu.config.check import check
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "configs"
 CONFIGS = [path for path in FOLDER.glob("*.json") if "optimizer" in json.loads(path.read_text())]

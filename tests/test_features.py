@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from torch import nn
 
-from ds_npu.config import ConfigError
-from ds_npu.features import check as checking
-from ds_npu.features.all import FEATURES, DsNpuConfig, apply_features
-from ds_npu.features.check import check
-from ds_npu.features.feature import Build, Feature, Slot
-from ds_npu.features.rules import broken_rules
+from ds_npu.config.check import check
+from ds_npu.config.problems import ConfigError
+from ds_npu.config.rules import broken_rules
+from ds_npu.config.sections import DsNpuConfig
+from ds_npu.features.build import Build, Slot
+from ds_npu.features.driver import FEATURES, apply_features, unmet
+from ds_npu.features.feature import Feature
 
 # Rules between keys, most of them of features that are not built yet: key paths, and the one that is named.
 RULES = [
@@ -101,11 +103,11 @@ def test_a_rule_about_a_doubtful_key_says_nothing():
 
 def test_a_machine_that_lacks_something_is_refused_where_it_matters(monkeypatch):
     unable = tuple(dataclasses.replace(feature, unmet=lambda value: ["no such kernel"]) for feature in FEATURES[:2])
-    monkeypatch.setattr(checking, "FEATURES", unable)
+    monkeypatch.setattr("ds_npu.features.driver.FEATURES", unable)
     config = {"train_batch_size": 8, "ds_npu": {}}
     check(config, 8)
     with pytest.raises(ConfigError) as caught:
-        check(config, 8, on_this_machine=True)
+        check(config, 8, unmet=unmet)
     assert [(problem.path, problem.accepted) for problem in caught.value.problems] == [
         (f"ds_npu.{feature.key}", "no such kernel") for feature in FEATURES[:2]
     ]
@@ -116,10 +118,10 @@ def test_features_fill_slots_and_a_slot_has_one_owner(monkeypatch):
         Feature(key, apply=lambda value, build, key=key: build.fill(Slot.ATTENTION, key, by=key))
         for key in ("swap", "moe")
     ]
-    build = Build(topology=None)
-    monkeypatch.setattr("ds_npu.features.all.FEATURES", filled[:1])
+    build = Build(topology=None, model=nn.Identity())
+    monkeypatch.setattr("ds_npu.features.driver.FEATURES", filled[:1])
     apply_features(DsNpuConfig(), build)
     assert build.slots == {Slot.ATTENTION: "swap"}
-    monkeypatch.setattr("ds_npu.features.all.FEATURES", filled[1:])
+    monkeypatch.setattr("ds_npu.features.driver.FEATURES", filled[1:])
     with pytest.raises(ValueError, match=r"ds_npu\.swap and ds_npu\.moe both set the attention"):
         apply_features(DsNpuConfig(), build)

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_npu.models.fused import fuse
+from ds_npu.config.roles import Role
+from ds_npu.features.fused_ops.fused_model import fuse
+from ds_npu.features.tensor_parallel.sharded_model import split_model
 from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.roles import Role
-from ds_npu.models.tensor_parallel import split_model
 from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

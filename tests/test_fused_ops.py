@@ -11,16 +11,18 @@ import tiny_models
 import torch
 import torch.distributed as dist
 import transformers
-from fused_cases import KEYS, counted, tiny
+from fused_cases import KEYS, ONE_RANK, counted, tiny
 from ranks import run_on_ranks
 from torch import nn
 
-from ds_npu.config import ConfigError
-from ds_npu.features import fused_ops
-from ds_npu.features.check import check
-from ds_npu.features.feature import Build
-from ds_npu.features.fused_ops import FUSED_OPS, OPERATORS, FusedOpsSection
-from ds_npu.models.fused import fuse
+from ds_npu.config.check import check
+from ds_npu.config.fused_ops import FusedOpsSection
+from ds_npu.config.problems import ConfigError
+from ds_npu.features.build import Build
+from ds_npu.features.driver import unmet
+from ds_npu.features.fused_ops import feature as fused_ops
+from ds_npu.features.fused_ops.feature import FUSED_OPS, OPERATORS
+from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import PlanError
 from ds_npu.ops.adamw import adamw_
@@ -52,7 +54,7 @@ def npu(monkeypatch):
 def fused(section, device_type, model=None):
     """Which operators a step calls of a model that was built with ``section``."""
     model = model or tiny("llama")
-    FUSED_OPS.apply(FusedOpsSection(**section), Build(None, model, {}, device_type))
+    FUSED_OPS.apply(FusedOpsSection(**section), Build(ONE_RANK, model, {}, device_type))
     with counted() as calls:
         model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None])
     return set(calls)
@@ -93,15 +95,15 @@ def test_each_kernel_is_checked_once_in_a_process(monkeypatch, npu):
     monkeypatch.setattr(Operator, "check", lambda self, device: checked.append((self.name, device)))
     fused({"adamw": False}, "npu")
     fused({}, "npu")
-    names = [operator.name for key in OPERATORS for operator in fused_ops._operators(key)]
+    names = [operator.name for key in OPERATORS for operator in OPERATORS[key]]
     assert sorted(checked) == sorted((name, "npu") for name in names)
 
 
 def test_a_model_that_has_them_needs_no_plan(said):
     model = tiny("llama")
-    FUSED_OPS.apply(FusedOpsSection(**EVERY), Build(None, model, {}, "cpu"))
+    FUSED_OPS.apply(FusedOpsSection(**EVERY), Build(ONE_RANK, model, {}, "cpu"))
     count = len(said)
-    build = Build(None, model, {}, "cpu")
+    build = Build(ONE_RANK, model, {}, "cpu")
     FUSED_OPS.apply(FusedOpsSection(**EVERY), build)
     assert len(said) == count and "plan" not in vars(build)
 
@@ -118,7 +120,7 @@ def machine(monkeypatch):
 
 def refusals(section):
     try:
-        check({"train_batch_size": 8, "ds_npu": {"fused_ops": section}}, 8, on_this_machine=True)
+        check({"train_batch_size": 8, "ds_npu": {"fused_ops": section}}, 8, unmet=unmet)
     except ConfigError as error:
         return [(problem.path, problem.accepted) for problem in error.problems]
     return []
@@ -145,14 +147,14 @@ def test_a_model_that_is_not_known(npu, said):
             self.weight = nn.Parameter(torch.ones(4, 4))
 
     model = nn.Sequential(Projection())
-    FUSED_OPS.apply(FusedOpsSection(), Build(None, model, {}, "npu"))
+    FUSED_OPS.apply(FusedOpsSection(), Build(ONE_RANK, model, {}, "npu"))
     assert len(said) == 1 and said[0].startswith("fused_ops: none in Sequential, whose modules are not known (0 ")
     with pytest.raises(PlanError):
-        FUSED_OPS.apply(FusedOpsSection(rms_norm=True), Build(None, model, {}, "cpu"))
+        FUSED_OPS.apply(FusedOpsSection(rms_norm=True), Build(ONE_RANK, model, {}, "cpu"))
 
 
 def test_adamw_false_is_pytorchs_operators(npu):
-    build = Build(None, nn.Identity(), {}, "cpu")
+    build = Build(ONE_RANK, nn.Identity(), {}, "cpu")
     FUSED_OPS.apply(FusedOpsSection(adamw=True), build)
     assert adamw_._on_npu != adamw_.reference
     FUSED_OPS.apply(FusedOpsSection(adamw=False), build)

@@ -30,7 +30,7 @@ from sharded_model import (
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import WeightRenaming
 
-from ds_npu.models.loading import load_checkpoint, meta_model
+from ds_npu.checkpoint.loading import load_checkpoint, meta_model
 from ds_npu.parallel.tensor.sharding import TENSOR_PARALLEL, Sharding, sharding_of
 
 FORMS = (save_single, save_in_files, save_pickled, save_pickled_in_files)
@@ -200,7 +200,7 @@ def test_a_name_that_only_an_old_one_of_another_weight_resembles(tmp_path, monke
     family = FAMILIES["llama"]
     save_single(family.make(), tmp_path)
     renaming = WeightRenaming("model.norm", "model.scale")
-    monkeypatch.setattr("ds_npu.models.conversion.get_model_conversion_mapping", lambda model: [renaming])
+    monkeypatch.setattr("ds_npu.checkpoint.conversion.get_model_conversion_mapping", lambda model: [renaming])
     model = sharded(family, tmp_path, 2, 0)
     load_checkpoint(model, tmp_path, 0)
     assert_parts(model, family.auto.from_pretrained(tmp_path), 0)

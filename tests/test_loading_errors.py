@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from sharded_model import FAMILIES, SINGLE, F, H, V, assert_parts, save_pickled, save_single, sharded, tensors_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ds_npu.models.checkpoint import CheckpointError, open_checkpoint
-from ds_npu.models.loading import load_checkpoint, meta_model
+from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
+from ds_npu.checkpoint.loading import load_checkpoint, meta_model
 from ds_npu.parallel.tensor.sharding import Sharding
 
 

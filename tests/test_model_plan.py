@@ -12,9 +12,9 @@ import torch
 from planned_models import GROUPED, SIZES, gpt2, llama, made, qwen2_5_vl
 from torch import nn
 
+from ds_npu.config.roles import ORDER, Role
 from ds_npu.models.hugging_face import plan_of
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
-from ds_npu.models.roles import ORDER, Role
 
 ATTENTION = {
     "self_attn": "attention",

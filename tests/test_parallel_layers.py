@@ -15,8 +15,8 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional
 
+from ds_npu.features.tensor_parallel.sharded_model import split_model
 from ds_npu.models.globs import plan_for
-from ds_npu.models.tensor_parallel import split_model
 from ds_npu.parallel.tensor.axis import tensor_axis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding

@@ -139,7 +139,7 @@ def disagreeing(config_path: str) -> None:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
-    from ds_npu.config import ConfigError
+    from ds_npu.config.problems import ConfigError
 
     rule.without_extension()
     os.environ["DS_NPU_CONFIG"] = config_path

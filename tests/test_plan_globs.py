@@ -7,11 +7,11 @@ import torch
 from planned_models import llama, made
 from torch import nn
 
+from ds_npu.config.roles import ORDERS, STRUCTURAL, Role
 from ds_npu.models.globs import plan_for
 from ds_npu.models.hugging_face import plan_of
 from ds_npu.models.names import abbreviated, matches
 from ds_npu.models.plan import AttentionShape, PlanError
-from ds_npu.models.roles import ORDERS, STRUCTURAL, Role
 
 ROLES = (
     "block, attention, query, key, value, query_key_value, attention_output, latent, latent_query, latent_key_value, "

@@ -8,10 +8,10 @@ import torch
 from planned_models import GROUPED, gpt2, llama, made, qwen2_5_vl
 from torch import nn
 
+from ds_npu.config.roles import Role
 from ds_npu.models.globs import plan_for
 from ds_npu.models.hugging_face import plan_of
 from ds_npu.models.plan import PlanError
-from ds_npu.models.roles import Role
 
 PREFIX = "base_model.model."
 

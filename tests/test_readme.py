@@ -16,7 +16,7 @@ from ds_npu.accelerator.environment import DEFAULTS
 from ds_npu.accelerator.npu_accelerator import EXPORTED_PREFIXES
 from ds_npu.capability.releases import CANN_OF_TORCH_NPU, PYTHON_OF_TORCH
 from ds_npu.cli.main import main
-from ds_npu.features.schema import reference
+from ds_npu.config.schema import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

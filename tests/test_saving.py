@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from sharded_model import FAMILIES, SINGLE, F, save_in_files, save_single, shard, sharded
 from transformers import AutoModelForCausalLM
 
-from ds_npu.models.checkpoint import ENTRIES, CheckpointError, open_checkpoint
-from ds_npu.models.loading import load_checkpoint, meta_model
-from ds_npu.models.saving import save_pretrained, whole_state_dict
+from ds_npu.checkpoint.files import ENTRIES, CheckpointError, open_checkpoint
+from ds_npu.checkpoint.loading import load_checkpoint, meta_model
+from ds_npu.checkpoint.saving import save_pretrained, whole_state_dict
 from ds_npu.parallel.tensor.sharding import Sharding
 
 pytestmark = pytest.mark.slow

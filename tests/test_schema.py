@@ -8,8 +8,8 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from ds_npu.features.all import DsNpuConfig, planned_part
-from ds_npu.features.schema import DIALECT, NOT_BUILT, accepted, file_schema, leaves, reference, section_schema
+from ds_npu.config.schema import DIALECT, NOT_BUILT, accepted, file_schema, leaves, reference, section_schema
+from ds_npu.config.sections import DsNpuConfig, planned_part
 
 TYPES = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list, "object": dict}
 KEYWORDS = {

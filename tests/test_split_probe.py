@@ -17,11 +17,11 @@ from ranks import run_on_ranks
 from split_orders import GLOBS, Fused, cases, made
 from torch import nn
 
-from ds_npu.models import split_probe
+from ds_npu.features.tensor_parallel import probe as split_probe
+from ds_npu.features.tensor_parallel.part_copy import Part
+from ds_npu.features.tensor_parallel.probe import probe
+from ds_npu.features.tensor_parallel.sharded_model import split_model
 from ds_npu.models.globs import plan_for
-from ds_npu.models.part_copy import Part
-from ds_npu.models.split_probe import probe
-from ds_npu.models.tensor_parallel import split_model
 from ds_npu.parallel.tensor.sharding import Sharding, sharding_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

@@ -15,8 +15,8 @@ from ranks import run_on_ranks
 from split_models import LENGTH, Pair, close, first_fast, pair
 from torch import nn
 
+from ds_npu.features.tensor_parallel.sharded_model import split_model
 from ds_npu.models.globs import plan_for
-from ds_npu.models.tensor_parallel import split_model
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.comm.pending import Pending
 from ds_npu.ops.matmul_collective import unmet
-from ds_npu.overlap.tensor_matmul import Fused, Piece, Pipelined, cut
 from ds_npu.parallel.tensor.axis import MatmulCollectives, OneAfterTheOther
+from ds_npu.parallel.tensor.overlapped_matmul import Fused, Piece, Pipelined, cut
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ NAMES = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_
 
 def messages(layers: int, family: str, parallel: dict[str, object]) -> Counter:
     """(collective, bytes of the whole) of a forward and a backward, each with how often it was sent."""
+    from ds_npu.features.tensor_parallel.sharded_model import split_model
     from ds_npu.models.globs import plan_for
-    from ds_npu.models.tensor_parallel import split_model
     from ds_npu.topology.degrees import Degrees
     from ds_npu.topology.topology import Topology
 

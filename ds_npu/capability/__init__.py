@@ -3,7 +3,6 @@
 Imports neither torch nor torch_npu until asked. Every answer that is "no" is a Lack: a reason and an advice.
 """
 
-from ds_npu.capability.lack import Lack
 from ds_npu.capability.releases import (
     Versions,
     cann_home,
@@ -31,6 +30,7 @@ from ds_npu.capability.runtime import (
     try_import,
 )
 from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
+from ds_npu.capability.unavailable import Lack
 
 __all__ = [
     "DEFAULTS_MARK",

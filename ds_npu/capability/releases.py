@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from ds_npu.capability.lack import SOURCE_CANN, Lack
+from ds_npu.capability.unavailable import SOURCE_CANN, Lack
 
 DRIVER_INFO = Path("/usr/local/Ascend/driver/version.info")
 

@@ -18,8 +18,8 @@ from typing import Any, cast
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ds_npu.capability.lack import SOURCE_CANN, Lack, use_cpu
 from ds_npu.capability.releases import installed_version
+from ds_npu.capability.unavailable import SOURCE_CANN, Lack, use_cpu
 
 DEV = Path("/dev")
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"

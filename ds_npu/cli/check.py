@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from ds_npu.cli.command import Command
-from ds_npu.cli.context import context_part
 from ds_npu.cli.layout import axes_table, grid_picture, zero_line
-from ds_npu.config import ConfigError, printable, shown
-from ds_npu.features.all import FEATURES, switched_on
-from ds_npu.features.batch import Batch
-from ds_npu.features.check import Checked, check, load
-from ds_npu.features.schema import leaves, section_schema
-from ds_npu.topology.machine import MACHINES
+from ds_npu.config.batch import Batch
+from ds_npu.config.check import Checked, check, load
+from ds_npu.config.problems import ConfigError, printable, shown
+from ds_npu.config.schema import leaves, section_schema
+from ds_npu.config.sections import PLANNED, switched_on
+from ds_npu.planner.context_report import context_part
+from ds_npu.planner.machine import MACHINES
 
 MOST = 2**40
 """Ranks, or tokens; how many ranks a world may have is checked with the config."""
@@ -81,8 +81,8 @@ def _features(checked: Checked) -> Iterator[str]:
     keys = dict(leaves(section_schema()))
     on = [f"  {path} = {value!r}: {keys[path]['description']}" for path, value in switched_on(checked.config)]
     yield from ("What is on", *(on or ["  nothing: every key is at its default"]))
-    planned = ", ".join(part for feature in FEATURES for part in feature.planned)
-    yield from ("Not built in this version", *textwrap.wrap(planned, 100, initial_indent="  ", subsequent_indent="  "))
+    planned = textwrap.wrap(", ".join(PLANNED), 100, initial_indent="  ", subsequent_indent="  ")
+    yield from ("Not built in this version", *planned)
 
 
 COMMAND = Command("check", "print the layout a config means for a world, or every mistake in it", _add_arguments, _run)

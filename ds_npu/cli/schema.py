@@ -6,7 +6,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from ds_npu.cli.command import Command
-from ds_npu.features.schema import DIALECT, file_schema, reference, section_schema
+from ds_npu.config.schema import DIALECT, file_schema, reference, section_schema
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

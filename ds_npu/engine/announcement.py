@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from ds_npu.features.loading import load, load_text
+from ds_npu.config.loading import load, load_text
 
 SECTION = "ds_npu"
 

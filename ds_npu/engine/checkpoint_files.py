@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from ds_npu.models.disk import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 
 UNFINISHED = ".unfinished"
 SHOWN = 4

@@ -29,18 +29,18 @@ from ds_npu.engine.lost_ranks import explain_lost_ranks
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
-from ds_npu.features.all import apply_features
-from ds_npu.features.feature import Build
+from ds_npu.features.build import Build
+from ds_npu.features.context_parallel.sharded_sequences import is_spread
+from ds_npu.features.driver import apply_features
+from ds_npu.features.tensor_parallel.shard_protection import protect_shards
+from ds_npu.features.tensor_parallel.sharded_model import split_of
 from ds_npu.log import logger
 from ds_npu.models.compiled import check_engine_may_compile
-from ds_npu.models.context_parallel import is_spread
-from ds_npu.models.shard_protection import protect_shards
-from ds_npu.models.tensor_parallel import split_of
 from ds_npu.parallel.tensor.shard_access import using_shards
+from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
-from ds_npu.zero_ext.lost_hooks import attach_hooks_again
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 

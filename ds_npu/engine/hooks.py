@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_npu.capability import ascend_hardware_present, torch_npu_importable
+from ds_npu.engine.after_deepspeed import take_over
 from ds_npu.engine.announcement import announced, with_section
-from ds_npu.engine.late import take_over
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.patches import FAILED
 

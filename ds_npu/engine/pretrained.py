@@ -10,13 +10,13 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_npu.checkpoint.loading import load_checkpoint, meta_model
+from ds_npu.config.loading import load
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.session import open_session
-from ds_npu.features.all import apply_features
-from ds_npu.features.feature import Build
-from ds_npu.features.loading import load
-from ds_npu.models.loading import load_checkpoint, meta_model
-from ds_npu.models.shard_protection import protect_shards
+from ds_npu.features.build import Build
+from ds_npu.features.driver import apply_features
+from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 
 
 def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any, **options: Any) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from ds_npu import capability
-from ds_npu.features.all import FEATURES, DsNpuConfig
+from ds_npu.config.sections import PLANNED, DsNpuConfig
+from ds_npu.features.driver import FEATURES
 
 # ds_report's own colours and columns (deepspeed/env_report.py).
 GREEN, YELLOW, END = "\033[92m", "\033[93m", "\033[0m"
@@ -69,15 +70,10 @@ def show_installed_operators() -> None:
 
 def feature_lacks() -> list[Feature]:
     """Each key of the section, and what it lacks: code, in this version, or something of this machine."""
-    defaults = dict(DsNpuConfig())
+    features = {feature.key: feature for feature in FEATURES}
     return [
-        (
-            feature.key,
-            ["not built in this version of ds_npu"]
-            if feature.key in feature.planned
-            else feature.unmet(defaults[feature.key]),
-        )
-        for feature in FEATURES
+        (key, ["not built in this version of ds_npu"] if key in PLANNED else features[key].unmet(default))
+        for key, default in DsNpuConfig()
     ]
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_npu.models.context_parallel import is_spread
+from ds_npu.features.context_parallel.sharded_sequences import is_spread
 from ds_npu.parallel.tensor.region import untraced
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology

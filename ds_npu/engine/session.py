@@ -9,9 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_npu.capability import hccl_options
-from ds_npu.features.all import DsNpuConfig
-from ds_npu.features.check import check
-from ds_npu.features.deepspeed_keys import value_at
+from ds_npu.config.check import check
+from ds_npu.config.deepspeed_keys import value_at
+from ds_npu.config.sections import DsNpuConfig
+from ds_npu.features.driver import unmet
 from ds_npu.log import warn_once
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import Topology
@@ -46,7 +47,7 @@ def world_size() -> int | None:
 
 def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:
     """Check ``config`` for this world and a PipelineModule of ``stages``; raises ConfigError with every reason."""
-    checked = check(config, world_size(), stages, on_this_machine=True)
+    checked = check(config, world_size(), stages, unmet)
     for warning in checked.warnings:
         warn_once(warning)
     return checked.config, checked.degrees

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_npu.models.disk import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 
 
 def _saving() -> Any:
     """Imported when it is needed: it imports transformers."""
-    return importlib.import_module("ds_npu.models.saving")
+    return importlib.import_module("ds_npu.checkpoint.saving")
 
 
 class WholeWeights:

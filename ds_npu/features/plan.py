@@ -1,18 +1,10 @@
-"""``ds_npu.plan``: which module of the user's model plays which part."""
+"""``ds_npu.plan``: what is wrong with the globs is said, whether anything needs the plan or not."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
-from ds_npu.features.feature import Build, Feature
-from ds_npu.models.roles import Role
-
-Name = Annotated[str, Field(min_length=1, description="a non-empty string")]
-# Strict would want a Role, which JSON does not have.
-Plan = dict[Name, Annotated[Role, Field(strict=False)]]
-"""From a glob over module names to a role."""
+from ds_npu.config.plan import Plan
+from ds_npu.features.build import Build
+from ds_npu.features.feature import Feature
 
 
 def _apply(plan: Plan, build: Build) -> None:

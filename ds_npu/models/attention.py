@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ds_npu.config.roles import Role
 from ds_npu.models import kinds
 from ds_npu.models.plan import AttentionShape
-from ds_npu.models.roles import Role
 
 Linears = Mapping[Role, list[nn.Module]]
 """The linears (and norms) of one attention or MLP, by role; an empty list where there are none."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from ds_npu.config.roles import ORDERS, PARENT, STRUCTURAL, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention import Linears, counted, wrong_heads, wrong_widths
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
-from ds_npu.models.roles import ORDERS, PARENT, STRUCTURAL, Role
 from ds_npu.models.tree import adapters
 
 UNKNOWN = "nothing says what it is"
@@ -174,11 +174,11 @@ def _wrong_sizes(modules: dict[str, nn.Module], plan: ModelPlan, linears: Mappin
 
 
 def _beside(name: str, plan: ModelPlan, draft: Draft) -> str:
-    """What the user's own plan makes of the other modules in the attention or MLP of ``name``: a likely cause."""
+    """Which modules in the attention or MLP of ``name`` the user wants replicated: the others may not fit without."""
     holder = plan.around(name, Role.ATTENTION, Role.MLP)
-    others = [each for each in plan.inside(holder) if each in draft.given - {name}] if holder else []
-    told = ", ".join(f"{each.rpartition('.')[2]} is {plan.roles[each]}" for each in others)
-    return f'; beside it, "plan" says that {told}' if told else ""
+    whole = [each for each in plan.inside(holder, Role.REPLICATED) if each in draft.given] if holder else []
+    named = ", ".join(each.rpartition(".")[2] for each in whole)
+    return f'; "plan" says that {named}, beside it, is {Role.REPLICATED}' if named else ""
 
 
 def _different_blocks(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:

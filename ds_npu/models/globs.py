@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from ds_npu.config.roles import STRUCTURAL, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.draft import Draft, finished, sketched
 from ds_npu.models.hugging_face import draft_of
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.roles import STRUCTURAL, Role
 
 NEAR = 3
 """Names that are suggested for one that does not exist."""

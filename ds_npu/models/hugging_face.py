@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from ds_npu.config.roles import ORDER, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention import configured
 from ds_npu.models.draft import Draft, finished
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.roles import ORDER, Role
 from ds_npu.models.tree import Tree
 
 IN_ATTENTION: dict[str, Role] = {

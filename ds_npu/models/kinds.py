@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from ds_npu.models.roles import Role
+from ds_npu.config.roles import Role
 
 NORM_ENDINGS = ("RMSNorm", "LayerNorm")
 CONV1D = "Conv1D"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ds_npu.config.roles import Role
 from ds_npu.models import names
-from ds_npu.models.roles import Role
 
 REGIONS = (Role.ATTENTION, Role.MLP, Role.MOE)
 

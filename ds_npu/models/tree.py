@@ -6,8 +6,8 @@ from functools import cached_property
 
 from torch import nn
 
+from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
-from ds_npu.models.roles import Role
 
 FACTORS = {
     "lora_A": Role.LORA_A,

@@ -14,11 +14,11 @@ from agreement import agree, rounded
 from attention_reference import attention
 from context_rule import HEADS, Case, own
 
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, FULL, Options, reference, sliding
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
-from ds_npu.parallel.context.calls import block_calls
-from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.parallel.context.kernel_calls import block_calls
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

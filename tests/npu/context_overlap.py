@@ -16,11 +16,11 @@ from context_cases import axes
 from ranks import run_on_ranks
 
 from ds_npu.comm.pending import Pending
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, Options
 from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.attention import context_attention
-from ds_npu.parallel.context.ring import Step
-from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.parallel.context.ring_schedule import Step
 
 RANKS = 4
 SHAPE = (1, 512, 4, 64)

@@ -11,7 +11,7 @@ from context_cases import CASES, DTYPES, FEW_CASES, MASKS, algorithms, axes, che
 from context_rule import Case
 from ranks import run_on_ranks
 
-from ds_npu.parallel.context.calls import Places
+from ds_npu.parallel.context.kernel_calls import Places
 
 RUNS = [(world, name) for world in (2, 4) for name in algorithms(world)]
 DROPOUT_P = 0.3

@@ -9,16 +9,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 import tiny_models
 import torch
-from fused_cases import CALLS, KEYS
+from fused_cases import CALLS, KEYS, ONE_RANK
 from ranks import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_npu.features import fused_ops
-from ds_npu.features.feature import Build
-from ds_npu.features.fused_ops import FUSED_OPS, FusedOpsSection
-from ds_npu.models.fused import fuse
+from ds_npu.config.fused_ops import FusedOpsSection
+from ds_npu.features.build import Build
+from ds_npu.features.fused_ops import feature as fused_ops
+from ds_npu.features.fused_ops.feature import FUSED_OPS
+from ds_npu.features.fused_ops.fused_model import fuse
+from ds_npu.features.tensor_parallel.sharded_model import split_model
 from ds_npu.models.globs import plan_for
-from ds_npu.models.tensor_parallel import split_model
 from ds_npu.ops.operator import Operator
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -69,7 +70,7 @@ def batch(number):
 def on_npu(family, section):
     """The model in bf16 as the feature makes it."""
     model = tiny_models.tiny(family, torch.bfloat16).npu()
-    FUSED_OPS.apply(FusedOpsSection(**section), Build(None, model, {}, "npu"))
+    FUSED_OPS.apply(FusedOpsSection(**section), Build(ONE_RANK, model, {}, "npu"))
     return model
 
 

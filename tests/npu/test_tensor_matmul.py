@@ -12,7 +12,7 @@ import torch_npu
 from agreement import agree, numbers
 from ranks import run_on_ranks
 
-from ds_npu.overlap.tensor_matmul import Fused, Pipelined
+from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS, INNER, OUTER = 6, 256, (8, 24)

@@ -12,11 +12,11 @@ import torch
 from ds_npu.ops.attention import Mask, Options
 from ds_npu.ops.attention.options import by_head, laid_out, sizes_of
 from ds_npu.parallel.context.axis import ContextAxis
-from ds_npu.parallel.context.blockwise import Origin, blockwise_attention
-from ds_npu.parallel.context.exchange import Exchange, InFlight, depart_to_heads, depart_to_tokens
-from ds_npu.parallel.context.heads import share_heads
-from ds_npu.parallel.context.tokens import Tokens, split_documents, split_evenly
-from ds_npu.parallel.context.work import Work
+from ds_npu.parallel.context.load_balance import Tokens, split_documents, split_evenly
+from ds_npu.parallel.context.local_attention import Work
+from ds_npu.parallel.context.ring_autograd import Origin, blockwise_attention
+from ds_npu.parallel.context.ulysses import Exchange, InFlight, depart_to_heads, depart_to_tokens
+from ds_npu.parallel.context.ulysses_heads import share_heads
 
 
 class Exchanges(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_npu.topology.context import ContextAlgorithm
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.topology.topology import Topology
 
 Parts = list[list[int]]

@@ -14,9 +14,9 @@ from ds_npu.comm.collectives import gather_parts, scatter_parts
 from ds_npu.comm.pending import Pending
 from ds_npu.ops.attention.document import wide
 from ds_npu.parallel.context.axis import Ring
-from ds_npu.parallel.context.calls import TOKEN_DIM
-from ds_npu.parallel.context.merge import Block, Part, summed
-from ds_npu.parallel.context.ring import Hop, Step, ring_steps
+from ds_npu.parallel.context.kernel_calls import TOKEN_DIM
+from ds_npu.parallel.context.online_softmax import Block, Part, summed
+from ds_npu.parallel.context.ring_schedule import Hop, Step, ring_steps
 
 
 class Route(Protocol):

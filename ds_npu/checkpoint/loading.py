@@ -1,0 +1,212 @@
+"""Weights of a Hugging Face checkpoint straight into a tensor-sharded model: each rank reads and keeps its part only.
+
+    model = meta_model(AutoModelForCausalLM, folder)    # no memory
+    ...                                                 # modules sharded in place, parameters marked
+    load_checkpoint(model, folder, tensor_rank)
+
+On the host, loading takes the model's own shards and nothing that grows with the checkpoint: files are mapped, and a
+weight that has to be converted is made whole alone, or one index of its dim 0 (an expert) at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.modeling_utils import set_zero3_state
+
+from ds_npu.checkpoint.conversion import Converter, Recipe, conversions
+from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
+from ds_npu.checkpoint.fit import check_fit
+from ds_npu.parallel.tensor.sharding import Sharding, sharding_of
+
+INITIALIZED = "_is_hf_initialized"
+"""Tensors and modules with this mark are left alone when transformers initialises a model."""
+GENERATION_CONFIG = "generation_config.json"
+
+
+def meta_model(auto_class: Any, folder: str | Path, dtype: Any = None, **options: Any) -> Any:
+    """The model of ``folder``'s config on the meta device, in eval mode, as ``auto_class.from_pretrained`` makes it.
+
+    ``auto_class`` is one of transformers' Auto classes or a model class. ``dtype`` is the config's where it is None or
+    "auto", and that of the checkpoint's first floating-point tensor where the config has none. ``options`` are those of
+    from_pretrained: values of the config, ``attn_implementation``, ``trust_remote_code``.
+    Raises CheckpointError for a quantized checkpoint.
+    """
+    folder = Path(folder)
+    config, rest = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    if vars(config).get("quantization_config") is not None:
+        raise CheckpointError(f"{folder}: the checkpoint is quantized; a sharded model loads full-precision weights")
+    if dtype in (None, "auto"):
+        stored = (each.dtype for each in open_checkpoint(folder).values() if each.is_floating_point())
+        dtype = config.dtype if config.dtype is not None else next(stored)
+    is_auto = not (isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel))
+    make = auto_class.from_config if is_auto else auto_class._from_config
+    if is_auto and "trust_remote_code" in options:
+        rest["trust_remote_code"] = options["trust_remote_code"]
+    # Under DeepSpeed's ZeRO-3, transformers would partition what is not there yet.
+    with torch.device("meta"), set_zero3_state():
+        model = make(config, dtype=dtype, **rest)
+    if model.can_generate() and (folder / GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def load_checkpoint(
+    model: Any,
+    folder: str | Path,
+    tensor_rank: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Give every parameter and persistent buffer of ``model`` its part of the weights in ``folder``.
+
+    ``model`` is a transformers model whose sharded parameters hold local shapes and carry their Sharding. What is on
+    the meta device becomes real on ``device``: in ``dtype`` where one is given, weights aside that the model keeps in
+    a dtype of their own. Marks stay, and so do parameters that are one object in several places. What is real already
+    keeps its object, dtype and device. Buffers that no checkpoint holds are computed as transformers computes them.
+
+    Raises CheckpointError with every name that is missing, left over or of another shape, before anything is changed.
+    """
+    folder = Path(folder)
+    tensors = open_checkpoint(folder)
+    weights = _weights(model)
+    found = conversions(model, weights, tensors)
+    converter = Converter({name: whole_shape(name, each, tensor_rank) for name, each in weights.items()}, model.config)
+    loaded = check_fit(model, folder, weights, found, converter, tensors)
+    fresh = _materialize(model, dtype, torch.device(device))
+    weights = _weights(model)
+    with torch.no_grad():
+        for recipe in found.recipes:
+            _fill(recipe, weights, converter, tensors, tensor_rank)
+    # transformers' save_pretrained reads it, and reverts what was done here.
+    model._weight_conversions = found.used
+    _initialize(model, fresh - {id(weights[name]) for name in loaded})
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers; one that stands in several places under each of its names."""
+    return {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
+
+
+def part_of(tensor: torch.Tensor) -> Sharding | None:
+    """How the whole weight is split of which ``tensor`` is this rank's part; None where it is whole (buffers are)."""
+    return sharding_of(tensor) if isinstance(tensor, nn.Parameter) else None
+
+
+def whole_shape(name: str, tensor: torch.Tensor, tensor_rank: int) -> torch.Size:
+    """The whole weight's shape; raises ValueError where the tensor does not hold what its Sharding says."""
+    sharding = part_of(tensor)
+    if sharding is None:
+        return tensor.shape
+    shape = list(tensor.shape)
+    if shape[sharding.dim] != sharding.length(tensor_rank):
+        raise ValueError(
+            f"{name} has the shape {tuple(shape)}, but by its sharding tensor rank {tensor_rank} holds "
+            f"{sharding.length(tensor_rank)} of {sharding.size} indices of dim {sharding.dim}"
+        )
+    shape[sharding.dim] = sharding.size
+    return torch.Size(shape)
+
+
+def _materialize(model: Any, dtype: torch.dtype | None, device: torch.device) -> set[int]:
+    """Put uninitialised memory in the place of what is on the meta device; return the new tensors' ids."""
+    main: torch.dtype = model.dtype
+    kept = model._get_dtype_plan(dtype or main)
+    stored = set(_weights(model))
+
+    def wanted_dtype(name: str, old: torch.Tensor) -> torch.dtype:
+        if name not in stored or not old.is_floating_point():
+            return old.dtype
+        own = (found for glob, found in kept.items() if re.search(glob.replace("*", ".*"), name))
+        return next(own, dtype if dtype and old.dtype == main else old.dtype)
+
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for leaf, old in held.items():
+                if old is None or not old.is_meta:
+                    continue
+                if id(old) not in made:
+                    name = f"{path}.{leaf}".removeprefix(".")
+                    made[id(old)] = old, _real(old, wanted_dtype(name, old), device)
+                held[leaf] = made[id(old)][1]
+    return {id(new) for _, new in made.values()}
+
+
+def _real(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    new = torch.empty_like(old, dtype=dtype, device=device, requires_grad=False)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))
+    # Sums over tensor ranks are hooks, which vars() lacks.
+    new._backward_hooks = old._backward_hooks
+    return new
+
+
+def _fill(
+    recipe: Recipe,
+    weights: Mapping[str, torch.Tensor],
+    converter: Converter,
+    tensors: Mapping[str, torch.Tensor],
+    tensor_rank: int,
+) -> None:
+    if not recipe.stacked:
+        for name, whole in converter.convert(recipe, tensors).items():
+            copy_part(weights[name], whole, part_of(weights[name]), tensor_rank)
+        return
+    # One expert at a time: whole, and again as its parts are joined, all experts would be twice the largest weight.
+    out = weights[recipe.target]
+    sharding = part_of(out)
+    indices: list[int] | range = range(len(out))
+    if sharding is not None and sharding.dim == 0:
+        indices = list(itertools.chain.from_iterable(range(*bounds) for bounds in sharding.ranges[tensor_rank]))
+        sharding = None
+    for held, index in zip(torch.split(out, 1), indices, strict=True):
+        copy_part(held, converter.convert(recipe.only(index), tensors)[recipe.target], sharding, tensor_rank)
+
+
+def copy_part(out: torch.Tensor, whole: torch.Tensor, sharding: Sharding | None, tensor_rank: int) -> None:
+    """Copy into ``out`` the part of ``whole`` that this rank holds, and read nothing else of it."""
+    if sharding is None:
+        out.copy_(whole)
+        return
+    begin = 0
+    for start, stop in sharding.ranges[tensor_rank]:
+        length = stop - start
+        out.narrow(sharding.dim, begin, length).copy_(whole.narrow(sharding.dim, start, length))
+        begin += length
+
+
+def _initialize(model: Any, empty: set[int]) -> None:
+    """Let transformers compute the tensors with the given ids, and nothing else.
+
+    They are buffers of no checkpoint (rotary frequencies), and what the model's class lets a checkpoint lack.
+    Raises CheckpointError where the model's ``_init_weights`` leaves one of them as it is.
+    """
+    computed: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        mine = {f"{path}.{leaf}".removeprefix("."): each for leaf, each in tensors.items() if id(each) in empty}
+        for each in tensors.values():
+            if each is not None and id(each) not in empty:
+                vars(each)[INITIALIZED] = True
+        vars(module)[INITIALIZED] = not mine
+        computed |= mine
+    # Each write raises a tensor's version; no module has to be known to see what was left out.
+    before = {name: (each, each._version) for name, each in computed.items()}
+    if computed:
+        model.initialize_weights()
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    left = [name for name, (each, version) in before.items() if now.get(name) is each and each._version == version]
+    if left:
+        raise CheckpointError(
+            f"{type(model).__name__} has tensors that are not in the checkpoint and that its _init_weights does not "
+            f"compute: {', '.join(left)}. What to do: make them on a real device, or save them in the checkpoint"
+        )

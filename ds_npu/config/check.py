@@ -1,0 +1,102 @@
+"""Checks a DeepSpeed config and its ``"ds_npu"`` section for a world of a given size: every mistake at once.
+
+Pure: no process group, no device, neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_npu.config.batch import Batch, batch_of
+from ds_npu.config.deepspeed_keys import conflicts, misspelt, zero_stage
+from ds_npu.config.deepspeed_readers import deepspeed_problems
+from ds_npu.config.loading import flaws, load
+from ds_npu.config.parallel import REPLICAS, UNDIVIDED, ParallelSection, fit
+from ds_npu.config.problems import ConfigError, Problem
+from ds_npu.config.reading import read
+from ds_npu.config.rules import broken_rules, not_built
+from ds_npu.config.sections import DsNpuConfig
+from ds_npu.topology.degrees import Degrees
+
+__all__ = ["Checked", "check", "load"]
+
+PIPELINES_REFUSE = "a deepspeed.PipelineModule trains with: DeepSpeed's pipelines refuse stages 2 and 3"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A config in which no mistake was found."""
+
+    config: DsNpuConfig
+    degrees: Degrees
+    """The grid of the world; without a world size, the smallest that fits."""
+    batch: Batch
+    zero_stage: int | None
+    """None where it is not known ("auto")."""
+    warnings: tuple[str, ...]
+
+
+def check(
+    ds_config: dict[str, Any],
+    world_size: int | None,
+    stages: int | None = None,
+    unmet: Callable[[DsNpuConfig], Iterable[Problem]] = lambda config: (),
+) -> Checked:
+    """Check ``ds_config`` for a world of ``world_size`` ranks (None: not known) and raise ConfigError if it is wrong.
+
+    ``stages`` is the number of stages of the model where it is a deepspeed.PipelineModule. ``unmet`` says
+    what the features that are on lack on this machine. A config without the section is DeepSpeed's matter: nothing is
+    checked.
+    """
+    if wrong := [*flaws(ds_config)]:
+        raise ConfigError(wrong)
+    warnings = misspelt(ds_config)
+    if "ds_npu" not in ds_config:
+        degrees, _ = fit(ParallelSection(), world_size)
+        return Checked(DsNpuConfig(), degrees, Batch(), zero_stage(ds_config), tuple(warnings))
+    reading = read(ds_config["ds_npu"])
+    config, doubtful = reading.config, reading.doubtful
+    degrees, misfits = fit(config.parallel, world_size)
+    uncertain = world_size is None or misfits or any(path.startswith("parallel.") for path in doubtful)
+    dp = None if uncertain else degrees.dp
+    batch, batch_problems = batch_of(ds_config, dp)
+    problems = [
+        *reading.problems,
+        *not_built(config),
+        *broken_rules(config, doubtful),
+        *misfits,
+        *_other_stages(config, stages, doubtful),
+        *_sharded_pipeline(ds_config, stages),
+        *conflicts(ds_config, config, dp, doubtful),
+        *deepspeed_problems(ds_config),
+        *batch_problems,
+        *unmet(config),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    warnings += _replicas(config.parallel, stages)
+    if config.parallel.pipeline > 1 and stages is None and zero_stage(ds_config) in (2, 3):
+        warnings.append(f"zero_optimization.stage is {zero_stage(ds_config)}: 0 and 1 are all that {PIPELINES_REFUSE}")
+    return Checked(config, degrees, batch, zero_stage(ds_config), tuple(warnings))
+
+
+def _other_stages(config: DsNpuConfig, stages: int | None, doubtful: frozenset[str]) -> Iterator[Problem]:
+    found = config.parallel.pipeline
+    if stages not in (None, found) and "parallel.pipeline" not in doubtful:
+        yield Problem("ds_npu.parallel.pipeline", found, f"{stages}, the stages of the deepspeed.PipelineModule")
+
+
+def _sharded_pipeline(ds_config: dict[str, Any], stages: int | None) -> Iterator[Problem]:
+    stage = zero_stage(ds_config)
+    if stages is not None and stage in (2, 3):
+        yield Problem("zero_optimization.stage", stage, f"0 or 1, all that {PIPELINES_REFUSE}")
+
+
+def _replicas(parallel: ParallelSection, stages: int | None) -> Iterator[str]:
+    for key, size in parallel:
+        if key in REPLICAS and size > 1 and not (key == "pipeline" and stages):
+            yield f"ds_npu.parallel.{key} is {size}: {REPLICAS[key]}"
+    if parallel.context > 1 and (parallel.pipeline > 1 or stages):
+        yield f"ds_npu.parallel.context is {parallel.context}: {UNDIVIDED}"

@@ -1,0 +1,84 @@
+"""DeepSpeed's own keys that ask for the same things as the section, or that cannot go with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from ds_npu.config.deepspeed_readers import value_of, zero_section
+from ds_npu.config.deepspeed_schema import is_auto, schema
+from ds_npu.config.problems import Problem, printable
+from ds_npu.config.reading import near_miss
+from ds_npu.config.sections import DsNpuConfig, switched_on
+
+SIZES = {"sequence_parallel_size": "context", "pipeline.stages": "pipeline"}
+"""DeepSpeed's keys that state the size of an axis, which must be the size in ``parallel``."""
+
+SECTION = "ds_npu"
+LIKE_THE_SECTION = (SECTION, "npu", "deepspeed_npu")
+MOST_UNKNOWN = 100
+"""Unknown top-level keys that are compared with known ones."""
+
+
+def value_at(ds_config: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path; None where it is missing, or "auto" (not known yet)."""
+    value: Any = ds_config
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return None if value == "auto" else value
+
+
+def zero_stage(ds_config: dict[str, Any]) -> int | None:
+    """The ZeRO stage that the config asks for; None where it is not known ("auto", or the section is wrong)."""
+    read = zero_section(ds_config)
+    is_known = not read.problems and not is_auto(value_of(ds_config, "zero_optimization.stage"))
+    return int(read.values["stage"]) if is_known else None
+
+
+def conflicts(
+    ds_config: dict[str, Any], config: DsNpuConfig, dp: int | None, doubtful: frozenset[str]
+) -> Iterator[Problem]:
+    """Contradictions between DeepSpeed's keys and the section; nothing is said about keys that are ``doubtful``."""
+    sizes = dict(config.parallel)
+    for key, axis in SIZES.items():
+        found = value_at(ds_config, key)
+        if found not in (None, sizes[axis]) and f"parallel.{axis}" not in doubtful:
+            yield Problem(key, found, f"the same as ds_npu.parallel.{axis}, which is {sizes[axis]}")
+    found = value_at(ds_config, "data_parallel_size")
+    if dp is not None and found not in (None, dp):
+        yield Problem("data_parallel_size", found, f"{dp}, what the degrees in ds_npu.parallel leave of the world")
+    yield from _other_engines(ds_config, config)
+    yield from _recomputed_twice(ds_config, config)
+
+
+def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
+    """DeepSpeed's AutoTP and AutoEP bring their own process groups."""
+    autotp = value_at(ds_config, "tensor_parallel.autotp_size")
+    if autotp not in (None, 0, 1):
+        accepted = "0 or 1 beside a ds_npu section (see ds_npu.parallel.tensor): AutoTP replaces its process groups"
+        yield Problem("tensor_parallel.autotp_size", autotp, accepted)
+    autoep, expert = value_at(ds_config, "expert_parallel.autoep_size"), config.parallel.expert
+    if value_at(ds_config, "expert_parallel.enabled") and (autoep not in (None, 1) or expert > 1):
+        accepted = f"1, with ds_npu.parallel.expert 1 (found {expert}): AutoEP makes its own process groups"
+        yield Problem("expert_parallel.autoep_size", autoep, accepted)
+
+
+def _recomputed_twice(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
+    theirs = value_at(ds_config, "activation_checkpointing")
+    ours = [path for path, _ in switched_on(config.recompute, "ds_npu.recompute.")]
+    if isinstance(theirs, dict) and any(theirs.values()) and ours:
+        accepted = f"nothing, or nothing at {', '.join(ours)}: both recompute activations"
+        yield Problem("activation_checkpointing", theirs, accepted)
+
+
+def misspelt(ds_config: dict[str, Any]) -> list[str]:
+    """Top-level keys that look like the section's name or like DeepSpeed's, and that it would ignore in silence."""
+    known = {*schema().top_level, *schema().removed, SECTION}
+    names = dict.fromkeys(LIKE_THE_SECTION, SECTION) | {key: key for key in sorted(known)}
+    warnings = []
+    for key in itertools.islice((str(key) for key in ds_config if key not in known), MOST_UNKNOWN):
+        for near in near_miss(key.lower(), names, cutoff=0.8):
+            hint = "the section is called 'ds_npu'" if names[near] == SECTION else f"did you mean {names[near]!r}?"
+            warnings.append(f"{printable(key)!r} is ignored: {hint}")
+    return warnings

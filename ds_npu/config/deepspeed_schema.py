@@ -1,0 +1,209 @@
+"""What DeepSpeed's closed sections accept, judged without DeepSpeed (which imports torch).
+
+``deepspeed_versions`` has a file for each supported version, written from its models by ``python
+tests/deepspeed_schema.py``; tests compare the installed version's file and its verdicts with DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from ds_npu.config.deepspeed_validators import AFTER, BEFORE, COERCES, Values, silent
+from ds_npu.config.problems import MOST_PROBLEMS, Problem
+from ds_npu.config.reading import near_miss
+from ds_npu.config.schema import accepted
+
+FOLDER = Path(__file__).with_name("deepspeed_versions")
+Node = dict[str, Any]
+
+SCALARS: dict[str, Any] = {
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "string": str,
+    "null": None,
+    "object": dict,
+}
+BOUNDS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
+MOST_NAMES = 12
+"""Keys of a section that a message lists."""
+TORCH_DTYPE = "a torch.dtype, which no file can hold: leave the key out"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What one version of DeepSpeed accepts."""
+
+    version: str
+    is_installed: bool
+    """Whether it is the installed one, which knows its keys; if not, the next older one, or the newest of all."""
+    top_level: tuple[str, ...]
+    """Keys that DeepSpeed reads."""
+    removed: dict[str, str]
+    """Top-level keys that older versions had, and what DeepSpeed says of them."""
+    removed_from_zero: dict[str, str]
+    sections: dict[str, Node]
+    """By path."""
+
+
+@dataclass
+class Read:
+    """A section as DeepSpeed reads it."""
+
+    values: Values = field(default_factory=dict)
+    """Those that are right, with the defaults of those that are left out; empty where there is no section."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+@functools.cache
+def schema() -> Schema:
+    """Of the installed DeepSpeed."""
+    known = {numbers(file.stem): file for file in FOLDER.glob("*.json")}
+    try:
+        installed = version("deepspeed").split("+")[0]
+    except PackageNotFoundError:
+        installed = ""
+    older = [each for each in known if each <= numbers(installed)]
+    file = known[max(older or known)]
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return Schema(
+        file.stem,
+        file.stem == installed,
+        tuple(found["top_level"]),
+        found["removed"],
+        found["removed_from_zero"],
+        found["sections"],
+    )
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``0.19.8`` as numbers that compare."""
+    return tuple(int(part) for part in text.split(".") if part.isdecimal())
+
+
+def read_section(node: Node, raw: Any, path: str) -> Read:
+    """The section at ``path`` as DeepSpeed's model reads it."""
+    if raw is None and COERCES in node["validators"]:
+        raw = {}
+    if not isinstance(raw, dict):
+        return Read({}, [Problem(path, raw, f"an object with some of the keys {_keys(node)}")])
+    read = Read(_defaults(node))
+    # "auto" is for the Trainer: DeepSpeed's base model drops it (runtime/config_utils.py).
+    given = {key: value for key, value in raw.items() if not is_auto(value)}
+    names = _names(node, given)
+    for key, value in given.items():
+        if key in names:
+            read.values[names[key]], wrong = _value(node, names[key], value, f"{path}.{key}")
+            read.problems += wrong
+        elif schema().is_installed:
+            read.problems.append(Problem(f"{path}.{key}", value, _unknown(str(key), node, path, len(read.problems))))
+    read.problems += _given_twice(node, names, given, path)
+    if not read.problems:
+        found = (each for name in node["validators"] for each in AFTER.get(name, silent)(read.values))
+        read.problems += [Problem(f"{path}.{key}", value, wanted) for key, value, wanted in found]
+    return read
+
+
+def is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _names(node: Node, given: Values) -> dict[str, str]:
+    """The model's name of each key that may be given; a field with another name goes by that one where both are."""
+    names = {}
+    for name, each in node["properties"].items():
+        alias = each.get("alias", name)
+        names[alias if alias in given else name] = name
+    return names
+
+
+def _defaults(node: Node) -> Values:
+    fields = node["properties"].items()
+    return {name: _defaults(each) if "properties" in each else each.get("default") for name, each in fields}
+
+
+def _unknown(key: str, node: Node, path: str, index: int) -> str:
+    """What is said of an unknown key after ``index`` other problems; of those that no message lists, little."""
+    known = [each.get("alias", name) for name, each in node["properties"].items()]
+    near = near_miss(key, known) if index < MOST_PROBLEMS else []
+    hint = f"did you mean {path}.{near[0]}?" if near else f"keys of {path}: {_keys(node)}"
+    return f"no such key in DeepSpeed {schema().version}; {hint}"
+
+
+def _keys(node: Node) -> str:
+    """Of a section, the first ones."""
+    names = [each.get("alias", name) for name, each in node["properties"].items()]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def _given_twice(node: Node, names: dict[str, str], given: Values, path: str) -> Iterator[Problem]:
+    """A deprecated key beside the one that took its place."""
+    keys = {names[key]: key for key in given if key in names}
+    for name, each in node["properties"].items():
+        new = each.get("replaced_by")
+        if name in keys and new in keys:
+            yield Problem(f"{path}.{name}", given[keys[name]], f"nothing: {path}.{keys[new]} takes its place")
+
+
+def _value(node: Node, name: str, raw: Any, path: str) -> tuple[Any, list[Problem]]:
+    """The value of a field as DeepSpeed reads it, and what is wrong with it."""
+    each, validators = node["properties"][name], node["validators"]
+    model = next((option for option in each.get("anyOf", [each]) if "properties" in option), None)
+    if model is not None:
+        if raw is None and model is not each:
+            return None, []
+        read = read_section(model, raw, path)
+        return read.values, read.problems
+    for validator in validators:
+        wanted, holds = BEFORE.get(validator, {}).get(name, ("", None))
+        if holds is not None and not holds(raw):
+            return None, [Problem(path, raw, wanted)]
+    if COERCES in validators and isinstance(raw, str):
+        raw = [raw]
+    try:
+        found = _adapter(json.dumps(each)).validate_python(raw)
+        return (found.value if isinstance(found, Enum) else found), []
+    except (ValidationError, OverflowError):
+        return None, [Problem(path, raw, TORCH_DTYPE if "instance" in each else accepted(each))]
+
+
+@functools.cache
+def _adapter(node: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_type(json.loads(node)))
+
+
+def _type(node: Node) -> Any:
+    """The Python type whose values pydantic accepts as it does for DeepSpeed's field: text for a number, and such."""
+    if "anyOf" in node:
+        return Union[tuple(_type(option) for option in node["anyOf"])]  # noqa: UP007
+    if "instance" in node:
+        return Annotated[Any, AfterValidator(_torch_dtype)]
+    if "enum" in node:
+        if node.get("type") == "integer":
+            return Enum("Choice", {f"value{each}": each for each in node["enum"]}, type=int)
+        return Literal[tuple(node["enum"])]
+    if node.get("type") == "array":
+        return list[_type(node["items"])]  # type: ignore[misc]
+    bounds = {BOUNDS[key]: node[key] for key in BOUNDS if key in node}
+    kind = Path if "format" in node else SCALARS[node["type"]] if "type" in node else Any
+    return Annotated[kind, Field(**bounds)] if bounds else kind
+
+
+def is_torch_dtype(value: Any) -> bool:
+    return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
+
+
+def _torch_dtype(value: Any) -> Any:
+    if not is_torch_dtype(value):
+        raise ValueError(TORCH_DTYPE)
+    return value

@@ -1,0 +1,24 @@
+"""``ds_npu.moe``: mixture-of-experts layers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ds_npu.config.section import AtLeastZero, Section
+
+
+class MoeSection(Section):
+    """How tokens reach their experts, and how the experts compute."""
+
+    dispatcher: Literal["alltoall", "allgather"] | None = None
+    """Send each token to its experts' ranks, or every token to every rank; left out: alltoall."""
+    tp_extends_ep: bool = False
+    """Spread whole experts over the tensor ranks too, in place of splitting each expert."""
+    grouped_matmul: bool | None = None
+    """Multiply all experts' tokens in one kernel."""
+    overlap: bool = False
+    """Run dispatch communication beside computation."""
+    zero_memory: Literal["none", "level0", "level1"] = "none"
+    """Recompute, in backward, nothing, the experts' inputs and activations (level0), or all they compute (level1)."""
+    placement_interval: AtLeastZero = 0
+    """Steps between two rearrangements of experts by their load; 0 never rearranges."""

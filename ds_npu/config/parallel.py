@@ -1,0 +1,83 @@
+"""``ds_npu.parallel``: how many ranks stand along each axis of the grid."""
+
+from __future__ import annotations
+
+import math
+
+from ds_npu.config.problems import Problem
+from ds_npu.config.section import MOST_RANKS, ContextRanks, Ranks, Section
+from ds_npu.topology.degrees import Degrees
+
+REPLICAS = {
+    "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
+    "expert": "ds_npu places no expert along it yet",
+    "expert_tensor": "ds_npu splits no expert along it yet",
+}
+"""What this version does not do with an axis of more than one rank."""
+UNDIVIDED = (
+    "a deepspeed.PipelineModule's sequences are not divided: the script must give each of its ranks other tokens, and "
+    "return each one's share of the loss; shares are added up"
+)
+"""What is said of a context axis where there are stages."""
+
+
+class ParallelSection(Section):
+    """Sizes of the axes; the data-parallel size is what the world leaves: world / (tensor * context * pipeline)."""
+
+    tensor: Ranks = 1
+    """Ranks that share each weight matrix (tensor parallelism)."""
+    sequence_parallel: bool = False
+    """Split the activations between tensor-parallel regions along the sequence, over the tensor ranks."""
+    context: ContextRanks = 1
+    """Ranks that share each sequence (context parallelism)."""
+    pipeline: Ranks = 1
+    """Pipeline ranks, each with some of the layers; equals the stages of a deepspeed.PipelineModule."""
+    expert: Ranks = 1
+    """Ranks over which the experts of a mixture-of-experts layer are spread."""
+    expert_tensor: Ranks = 1
+    """Ranks that share each expert's weight matrices."""
+    probe: bool = True
+    """Try at start, on a copy of each kind of block, whether tensor ranks compute what it does whole."""
+
+
+def fit(section: ParallelSection, world_size: int | None) -> tuple[Degrees, list[Problem]]:
+    """The grid of ``world_size`` ranks and what is wrong with it; where something is, the smallest grid that fits.
+
+    Without a world size it is the smallest grid, too.
+    """
+    dense = {"tensor": section.tensor, "context": section.context, "pipeline": section.pipeline}
+    expert = {"expert": section.expert, "expert_tensor": section.expert_tensor}
+    peers, experts = section.tensor * section.context, math.prod(expert.values())
+    smallest = _degrees(section, experts // math.gcd(experts, peers))
+    if world_size is None:
+        return smallest, []
+    if not 1 <= world_size <= MOST_RANKS:
+        return smallest, [Problem("world size", world_size, f"an integer >= 1 and <= {MOST_RANKS}")]
+    problems = []
+    if world_size % math.prod(dense.values()):
+        problems.append(_must_divide(dense, f"the world size {world_size}"))
+    stage, rest = divmod(world_size, section.pipeline)
+    if not rest and stage % experts:
+        problems.append(_must_divide(expert, f"the {stage} ranks of a pipeline stage (data * context * tensor)"))
+    return (smallest if problems else _degrees(section, stage // peers)), problems
+
+
+def _degrees(section: ParallelSection, dp: int) -> Degrees:
+    return Degrees(
+        pp=section.pipeline,
+        dp=dp,
+        cp=section.context,
+        tp=section.tensor,
+        ep=section.expert,
+        etp=section.expert_tensor,
+    )
+
+
+def _must_divide(factors: dict[str, int], what: str) -> Problem:
+    """One factor is named alone where the others are 1."""
+    product = math.prod(factors.values())
+    large = {key: factor for key, factor in factors.items() if factor > 1}
+    path = ", ".join(f"ds_npu.parallel.{key}" for key in large)
+    if len(large) == 1:
+        return Problem(path, product, f"a divisor of {what}")
+    return Problem(path, tuple(large.values()), f"sizes whose product, {product} here, divides {what}")

@@ -1,0 +1,42 @@
+"""``ds_npu.pipeline``: the order of a pipeline's forwards and backwards, and which layers stand where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ds_npu.config.problems import Problem
+from ds_npu.config.section import AtLeastOne, AtLeastZero, Section
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
+ScheduleFile = Annotated[str, Field(pattern=r"^.+\.csv$", description="a file name that ends in .csv")]
+
+ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2")
+TWO_STAGES = ("zb_v", "v_half", "v_min", "dualpipe_v")
+MOST_STAGES = dict.fromkeys(ONE_STAGE, 1) | dict.fromkeys(TWO_STAGES, 2)
+"""Model chunks that a rank holds in the schedules that fix it."""
+
+
+class PipelineSection(Section):
+    """How a pipeline of ``parallel.pipeline`` ranks works."""
+
+    schedule: Schedule | ScheduleFile | None = None
+    """A schedule by its name, or a file with one row of actions a rank; left out: 1f1b."""
+    virtual_stages: AtLeastOne = 1
+    """Parts of the model that each rank holds (interleaved schedules)."""
+    split: list[AtLeastZero] = Field(default=[])
+    """Layers of each stage, first to last; empty: as even as possible."""
+    noop_layers: list[AtLeastZero] = Field(default=[])
+    """Positions at which a layer that does nothing is counted, to make a division even."""
+    recompute: Literal["inline", "bubble"] = "inline"
+    """Recompute activations just before their backward, or earlier, where the rank would wait."""
+
+
+def too_many_stages(section: PipelineSection) -> Iterator[Problem]:
+    """``virtual_stages`` that the schedule has no place for."""
+    most = MOST_STAGES.get(section.schedule or "", section.virtual_stages)
+    if section.virtual_stages > most:
+        accepted = f"at most {most} with ds_npu.pipeline.schedule {section.schedule!r}"
+        yield Problem("ds_npu.pipeline.virtual_stages", section.virtual_stages, accepted)

@@ -1,0 +1,14 @@
+"""``ds_npu.plan``: which module of the user's model plays which part."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ds_npu.config.roles import Role
+
+Name = Annotated[str, Field(min_length=1, description="a non-empty string")]
+# Strict would want a Role, which JSON does not have.
+Plan = dict[Name, Annotated[Role, Field(strict=False)]]
+"""From a glob over module names to a role."""

@@ -1,0 +1,64 @@
+"""What is wrong with a config, as one error with a line for each mistake."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+MOST_CHARACTERS = 200
+"""Of a path or of a found value that a message shows; the middle of more is left out."""
+MOST_PROBLEMS = 50
+"""Problems that a message lists; more are counted."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a config: where, what stands there, and what would be accepted."""
+
+    path: str
+    """The full key path, as ``ds_npu.parallel.tensor``."""
+    found: Any
+    accepted: str
+
+    def __str__(self) -> str:
+        return f"{printable(self.path)}: found {shown(self.found)}; {self.accepted}"
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config, at once; ``of`` says which."""
+
+    def __init__(self, problems: list[Problem], of: str = "the DeepSpeed config") -> None:
+        self.problems = tuple(problems)
+        count = "1 mistake" if len(problems) == 1 else f"{len(problems):,} mistakes"
+        lines = [f"  {problem}" for problem in problems[:MOST_PROBLEMS]]
+        if len(problems) > MOST_PROBLEMS:
+            lines.append(f"  and {len(problems) - MOST_PROBLEMS:,} more")
+        super().__init__(f"{count} in {printable(of)}:\n" + "\n".join(lines))
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, shortened, with control characters and lone surrogates escaped."""
+    return "".join(each if each.isprintable() else _escaped(each) for each in shortened(text))
+
+
+def shown(value: Any) -> str:
+    """``value`` as JSON in ASCII, shortened; its type where JSON cannot say it."""
+    if isinstance(value, int) and value.bit_length() > 4 * MOST_CHARACTERS:
+        return f"an integer of {value.bit_length():,} bits"
+    try:
+        return shortened(json.dumps(value, default=repr))
+    except (TypeError, ValueError, RecursionError):
+        return f"an object of type {type(value).__name__}"
+
+
+def shortened(text: str) -> str:
+    """``text`` without its middle where it is long."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]} ... {text[-half:]} ({len(text):,} characters)"
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

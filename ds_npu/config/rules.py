@@ -1,0 +1,97 @@
+"""What the keys of the section demand of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ds_npu.config.context_parallel import wrong_factors
+from ds_npu.config.pipeline import too_many_stages
+from ds_npu.config.problems import Problem
+from ds_npu.config.sections import DsNpuConfig, planned_part, switched_on
+
+NEEDS_RANKS = {
+    "parallel.sequence_parallel": "tensor",
+    "tensor_overlap": "tensor",
+    "context_parallel": "context",
+    "pipeline": "pipeline",
+    "moe.placement_interval": "expert",
+}
+"""Keys (or whole sections) that mean something only where an axis of ``parallel`` has more than one rank."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A demand on the keys at ``reads``."""
+
+    reads: tuple[str, ...]
+    problems: Callable[[DsNpuConfig], Iterator[Problem]]
+
+
+def not_built(config: DsNpuConfig) -> Iterator[Problem]:
+    """Keys that ask for something this version cannot do yet."""
+    for path, value in switched_on(config):
+        if part := planned_part(path):
+            accepted = f"{part} is not built in this version of ds_npu yet: leave the key out"
+            yield Problem(f"ds_npu.{path}", value, accepted)
+
+
+def broken_rules(config: DsNpuConfig, doubtful: frozenset[str]) -> Iterator[Problem]:
+    """Keys that contradict each other; a rule that reads a ``doubtful`` key says nothing."""
+    for rule in RULES:
+        if doubtful.isdisjoint(rule.reads):
+            yield from rule.problems(config)
+
+
+def _axis_rule(key: str, axis: str) -> Rule:
+    def problems(config: DsNpuConfig) -> Iterator[Problem]:
+        if dict(config.parallel)[axis] == 1:
+            for path, value in switched_on(config):
+                if path == key or path.startswith(f"{key}."):
+                    yield Problem(f"ds_npu.{path}", value, f"only with ds_npu.parallel.{axis} > 1")
+
+    return Rule((f"parallel.{axis}",), problems)
+
+
+def _context(config: DsNpuConfig) -> Iterator[Problem]:
+    # A context axis of one rank is said by NEEDS_RANKS.
+    if config.parallel.context > 1:
+        yield from wrong_factors(config.context_parallel, config.parallel.context)
+
+
+def _own_attention(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.fused_ops.flash_attention is False and config.parallel.context > 1:
+        accepted = (
+            f"true or left out: with ds_npu.parallel.context {config.parallel.context} no rank has the whole sequence, "
+            "and only ds_npu's attention goes over it"
+        )
+        yield Problem("ds_npu.fused_ops.flash_attention", False, accepted)
+
+
+def _overlap(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.tensor_overlap != "none" and config.parallel.tensor > 1 and not config.parallel.sequence_parallel:
+        accepted = "'none', or ds_npu.parallel.sequence_parallel true: what overlaps are its gathers and scatters"
+        yield Problem("ds_npu.tensor_overlap", config.tensor_overlap, accepted)
+
+
+def _virtual_stages(config: DsNpuConfig) -> Iterator[Problem]:
+    return too_many_stages(config.pipeline)
+
+
+def _whole_experts(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.moe.tp_extends_ep and config.parallel.expert_tensor > 1:
+        accepted = f"false, or ds_npu.parallel.expert_tensor 1 in place of {config.parallel.expert_tensor}"
+        yield Problem("ds_npu.moe.tp_extends_ep", True, accepted)
+
+
+RULES = (
+    *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
+    Rule(
+        ("parallel.context", "context_parallel.algorithm", "context_parallel.ulysses", "context_parallel.window"),
+        _context,
+    ),
+    Rule(("parallel.context", "fused_ops.flash_attention"), _own_attention),
+    Rule(("parallel.tensor", "parallel.sequence_parallel", "tensor_overlap"), _overlap),
+    Rule(("pipeline.schedule", "pipeline.virtual_stages"), _virtual_stages),
+    Rule(("parallel.expert_tensor", "moe.tp_extends_ep"), _whole_experts),
+)

@@ -1,0 +1,94 @@
+"""The section as a JSON schema, in words, and as a table: all from the fields of ``DsNpuConfig``."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ds_npu.config.parallel import REPLICAS
+from ds_npu.config.sections import DsNpuConfig, planned_part
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+NOT_BUILT = "Not built in this version: refused unless off."
+
+
+def file_schema() -> dict[str, Any]:
+    """The JSON schema of a ds_config.json, for editors: DeepSpeed's own keys are left open."""
+    return {"$schema": DIALECT, "type": "object", "properties": {"ds_npu": section_schema()}}
+
+
+@functools.cache
+def section_schema() -> dict[str, Any]:
+    """The JSON schema of the section alone, with nothing left to look up elsewhere in it (no ``$ref``)."""
+    schema = DsNpuConfig.model_json_schema()
+    definitions = schema.pop("$defs")
+    inlined: dict[str, Any] = _inlined(schema, definitions)
+    for path, node in leaves(inlined):
+        if planned_part(path):
+            node["description"] += " " + NOT_BUILT
+    return inlined
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    """``node`` with every reference replaced by what it names, and without pydantic's titles."""
+    if isinstance(node, list):
+        return [_inlined(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        # The default beside the reference is dropped: it only repeats those of the section's keys.
+        node = definitions[node["$ref"].removeprefix("#/$defs/")]
+    return {key: _inlined(value, definitions) for key, value in node.items() if key != "title"}
+
+
+def leaves(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The keys that hold a value, as (path within the section, schema); sections are gone into."""
+    for key, node in schema["properties"].items():
+        if "properties" in node:
+            yield from leaves(node, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", node
+
+
+def accepted(node: dict[str, Any]) -> str:
+    """In words, the values that a schema accepts: ``an integer >= 1``."""
+    if "anyOf" in node:
+        return " or ".join(accepted(option) for option in node["anyOf"])
+    if "enum" in node:
+        return "one of " + ", ".join(repr(value) for value in node["enum"])
+    if "properties" in node:
+        return "an object with some of the keys " + ", ".join(node["properties"])
+    return _accepted_of_type(node)
+
+
+def _accepted_of_type(node: dict[str, Any]) -> str:
+    kind = node.get("type", "anything")
+    if kind in ("integer", "number"):
+        article = "an" if kind == "integer" else "a"
+        bounds = " and ".join(f"{sign} {node[key]}" for key, sign in BOUNDS.items() if key in node)
+        return " ".join([article, kind, *([bounds] if bounds else [])])
+    if kind == "array" and not node["items"]:
+        return "a list"
+    if kind == "object" and "additionalProperties" not in node:
+        return "an object"
+    if kind == "array":
+        return f"a list, each item {accepted(node['items'])}"
+    if kind == "object":
+        return f"an object, each value {accepted(node['additionalProperties'])}"
+    words = {"boolean": "true or false", "null": "null", "anything": "anything"}
+    return words.get(kind) or str(node.get("description", "a string"))
+
+
+def reference() -> str:
+    """The section's keys as a Markdown table, for the README."""
+    rows = ["| key | accepts | default | meaning | built |", "|---|---|---|---|---|"]
+    for path, node in leaves(section_schema()):
+        # DeepSpeed's own pipelines use the pipeline axis.
+        no_effect = path.removeprefix("parallel.") in REPLICAS and path != "parallel.pipeline"
+        built = "not yet" if planned_part(path) else "accepted, no effect yet" if no_effect else "yes"
+        meaning = node["description"].removesuffix(NOT_BUILT).rstrip()
+        rows.append(f"| `{path}` | {accepted(node)} | `{json.dumps(node['default'])}` | {meaning} | {built} |")
+    return "\n".join(rows) + "\n"

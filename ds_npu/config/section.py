@@ -1,0 +1,25 @@
+"""The base of every part of the ``"ds_npu"`` section, and the types of its numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_RANKS = 2**20
+"""Of a world, and so along an axis."""
+MOST_CONTEXT_RANKS = 2**10
+"""Estimating what every algorithm costs so many takes seconds."""
+
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+ContextRanks = Annotated[int, Field(ge=1, le=MOST_CONTEXT_RANKS)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+AtLeastZero = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A part of the section: typed, frozen, and closed (it refuses keys it does not know)."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )

@@ -1,0 +1,71 @@
+"""Every feature, in the order in which they are applied, and the one type of the ``"ds_npu"`` section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field
+
+from ds_npu.config.context_parallel import ContextParallelSection
+from ds_npu.config.fused_ops import FusedOpsSection
+from ds_npu.config.moe import MoeSection
+from ds_npu.config.optimizer_memory import OptimizerMemorySection
+from ds_npu.config.parallel import ParallelSection
+from ds_npu.config.pipeline import PipelineSection
+from ds_npu.config.plan import Plan
+from ds_npu.config.recompute import RecomputeSection
+from ds_npu.config.section import Section
+from ds_npu.config.swap import SwapSection
+from ds_npu.config.tensor_overlap import TensorOverlap
+
+PLANNED = (
+    "pipeline",
+    "moe",
+    "recompute",
+    "swap",
+    "optimizer_memory",
+    "chunked_loss",
+    "memory_report",
+    "deterministic",
+)
+"""Keys that are not built yet and hence refused; the name of a section stands for all of its keys."""
+
+
+class DsNpuConfig(Section):
+    """The "ds_npu" section of a DeepSpeed config: parallelism, operators and memory on Ascend NPUs."""
+
+    # A key that is a section is described by the section's docstring.
+
+    parallel: ParallelSection = ParallelSection()
+    plan: Plan = Field(default={})
+    """Roles of the model's modules, from a glob over their names to a role, where ds_npu cannot tell by itself."""
+    fused_ops: FusedOpsSection = FusedOpsSection()
+    tensor_overlap: TensorOverlap = "none"
+    """Overlap of tensor-parallel communication with its matrix multiplication: none, in pieces, or in one kernel."""
+    context_parallel: ContextParallelSection = ContextParallelSection()
+    pipeline: PipelineSection = PipelineSection()
+    moe: MoeSection = MoeSection()
+    recompute: RecomputeSection = RecomputeSection()
+    swap: SwapSection = SwapSection()
+    optimizer_memory: OptimizerMemorySection = OptimizerMemorySection()
+    chunked_loss: bool = False
+    """Compute logits and loss a piece of the sequence at a time, so that the full logits never exist."""
+    memory_report: bool = False
+    """Report what device memory is used for."""
+    deterministic: bool = False
+    """Use deterministic kernels and communication only, so that a run repeats bit for bit."""
+
+
+def switched_on(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys that ask for something, as (path within the section, value): neither false nor the default."""
+    for key, value in section:
+        if isinstance(value, Section):
+            yield from switched_on(value, f"{prefix}{key}.")
+        elif value is not False and value != type(section).model_fields[key].default:
+            yield f"{prefix}{key}", value
+
+
+def planned_part(path: str) -> str | None:
+    """What of the section is not built yet: the key at ``path``, the section that holds it, or None if it is built."""
+    return next((part for part in PLANNED if path == part or path.startswith(f"{part}.")), None)

@@ -1,0 +1,90 @@
+"""What takes something from one token of a sequence to another: in a model that is spread, attention alone.
+
+Judged by what modules are, not by their roles: context parallelism splits no weights, so it needs no plan of them. What
+is not known to work on each token by itself is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from ds_npu.config.roles import Role
+from ds_npu.models import kinds, names
+
+WITHIN_TOKENS = {"full_attention", "sliding_attention"}
+"""Kinds of layers (a config's ``layer_types``) in which only attention goes from token to token."""
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""transformers' registry, of which an attention whose function can be exchanged takes it."""
+NO_CLAIM = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
+"""Roles that do not say that a module works on each token by itself."""
+
+
+def check_settings(inner: Any) -> None:
+    """Raise ValueError for what the class and config of ``inner``, a model of transformers, say of its layers."""
+    mixing = list(_configured(inner))
+    if mixing:
+        raise ValueError(
+            f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be spread only "
+            "where nothing but full and sliding-window attention goes from token to token"
+        )
+
+
+def check_mixing(inner: Any, roles: Mapping[nn.Module, Role]) -> None:
+    """Raise ValueError, naming it, for anything but attention in ``inner`` that may go from token to token.
+
+    ``roles`` are what is known, or said by the user, of its modules.
+    """
+    who, decoder = f"ds_npu.parallel.context: {type(inner).__name__}", inner.get_decoder()
+    attentions = attentions_of(inner)
+    blocks = _blocks(decoder, attentions)
+    if not blocks:
+        raise ValueError(f"{who} has no stack of blocks with an attention in each that transformers can exchange")
+    for name, module in decoder.named_modules():
+        known = name in {"", *blocks, *attentions} or kinds.works_on_tokens(module)
+        if not known and roles.get(module, Role.REPLICATED) in NO_CLAIM:
+            raise ValueError(
+                f"{who} has {name} ({kinds.described(module)}), and nothing says that it works on each token by "
+                "itself; a sequence can be spread only where nothing but attention goes from token to token. What to "
+                "do: if this does not either, give it a role that says so (column, mlp, norm ...) in ds_npu.plan"
+            )
+
+
+def attentions_of(inner: Any) -> dict[str, nn.Module]:
+    """The attentions of ``inner`` that transformers can exchange, by their names in its decoder."""
+    return {name: each for name, each in inner.get_decoder().named_modules() if is_exchangeable(each)}
+
+
+def is_exchangeable(module: nn.Module) -> bool:
+    """Whether this is an attention of transformers that takes its function from the registry."""
+    forward = inspect.unwrap(type(module).forward)
+    takes = isinstance(forward, FunctionType) and INTERFACE in forward.__code__.co_names
+    return takes and "Attention" in type(module).__name__ and not kinds.own_shapes(module)
+
+
+def _configured(inner: Any) -> Iterator[str]:
+    """What the model's class and config say of it: the reasons that people know it by."""
+    settings = vars(inner.config.get_text_config())
+    found = sorted(set(settings.get("layer_types") or ()) - WITHIN_TOKENS)
+    if inner.config.is_encoder_decoder:
+        found.append("an encoder and a decoder")
+    if not found and inner._is_stateful:
+        found.append("layers with a state")
+    found += [name for name, each in inner.named_modules() if isinstance(each, nn.Conv1d)][:1]
+    yield from found
+    for key in ("layerdrop", "decoder_layerdrop"):
+        if settings.get(key):
+            yield f"{key} {settings[key]} (each rank would leave out other layers)"
+
+
+def _blocks(decoder: nn.Module, attentions: Mapping[str, nn.Module]) -> set[str]:
+    """The blocks of the one stack that holds all attentions, if there is an attention in each of them."""
+    blocks = {".".join(name.split(".")[:2]) for name in attentions}
+    stacks = {names.parent(name) for name in blocks}
+    lists = {name: each for name, each in decoder.named_children() if isinstance(each, nn.ModuleList)}
+    every = {f"{name}.{index}" for name in stacks & lists.keys() for index, _ in lists[name].named_children()}
+    return blocks if len(stacks) == 1 and every == blocks else set()

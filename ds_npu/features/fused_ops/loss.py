@@ -1,0 +1,84 @@
+"""The loss of a causal language model, its cross-entropy in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ds_npu.features.fused_ops.outcome import Outcome
+from ds_npu.features.fused_ops.probe import agree, laboratory, random
+from ds_npu.models import names
+from ds_npu.models.plan import ModelPlan
+from ds_npu.ops.cross_entropy import cross_entropy
+from ds_npu.parallel.tensor.region import untraced
+
+WORDS = 7
+IGNORED = -100
+"""Hugging Face's mark of tokens without a target."""
+
+
+def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
+    """Put ``ops.cross_entropy`` into the loss function of the model around the head of ``plan``."""
+    if plan.head is None:
+        return
+    found = ((name, model.get_submodule(name)) for name in names.ancestors(plan.head))
+    for name, owner in found:
+        if any("loss_function" in vars(kind) for kind in type(owner).__mro__):
+            yield Outcome(name, _fuse(owner) or "")
+            return
+    yield Outcome("", f"{type(model).__name__} has no loss_function: its loss is the script's")
+
+
+def _fuse(owner: Any) -> str | None:
+    """Why the loss of ``owner`` was left as it is."""
+    if "_loss_function" in vars(owner):
+        return "its loss_function has been set already (with tensor parallelism, to the vocabulary-parallel one)"
+    theirs = owner.loss_function
+    with laboratory() as generator:
+        logits = random(generator, 2, 5, WORDS)
+        labels = torch.randint(0, WORDS, (2, 5), generator=generator)
+        labels[0, 1] = IGNORED
+        asked: list[dict[str, Any]] = [
+            {"labels": labels},
+            {"labels": labels, "num_items_in_batch": torch.tensor(3)},
+            {"labels": None, "shift_labels": labels},
+        ]
+        for options in asked:
+            each = {"vocab_size": WORDS, **options}
+            if not agree(lambda x, e=each: theirs(logits=x, **e), lambda x, e=each: causal_lm_loss(x, **e), logits):
+                return f"{type(owner).__name__} computes another loss than transformers' ForCausalLMLoss"
+    owner.loss_function = causal_lm_loss
+    return None
+
+
+@untraced
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    shift_labels: torch.Tensor | None = None,
+    **_others: Any,
+) -> torch.Tensor:
+    """Mean over the tokens that count, or their sum divided by ``num_items_in_batch``, in float32.
+
+    ``logits`` [B, S, V]; ``labels`` [B, S], of which token s predicts number s + 1, or ``shift_labels`` [B, S], of
+    which it predicts number s. Raises ValueError where there are neither.
+    Source: transformers.loss.loss_utils.ForCausalLMLoss (5.23).
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("neither labels nor shift_labels were given")
+        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets_T = shift_labels.reshape(-1).to(logits.device)
+    total = cross_entropy(logits.reshape(-1, vocab_size), targets_T, ignore_index).sum()
+    if num_items_in_batch is None:
+        return total / (targets_T != ignore_index).sum()
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch

@@ -1,0 +1,161 @@
+"""Rotary position embedding of a model's queries and keys, in one kernel each.
+
+Attention modules of transformers call a function of their source file by its name (``apply_rotary_pos_emb``). Neither
+that file nor the class is changed: a module gets a forward of the same code, in which that name means ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.config.roles import Role
+from ds_npu.features.fused_ops.outcome import Outcome
+from ds_npu.features.fused_ops.probe import agree, laboratory, random
+from ds_npu.models.plan import ModelPlan
+from ds_npu.ops.rotary import rotary
+from ds_npu.parallel.tensor.region import innermost, replace_innermost
+
+PART_OF_NAME = "apply_rotary"
+Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [..., D] turned; members of a pair lie half of the width of cos apart, and what is beyond it stays."""
+    width = cos.shape[-1]
+    x = x.to(torch.promote_types(x.dtype, cos.dtype))
+    if width == x.shape[-1]:
+        return rotary(x, cos, sin)
+    return torch.cat((rotary(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+
+
+def neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [..., D] turned; members of a pair lie beside each other (GPT-J)."""
+    return rotary(x.to(torch.promote_types(x.dtype, cos.dtype)), cos, sin, True)
+
+
+def neighbours_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [..., D] turned; pairs lie beside each other, and in the result half of it apart (DeepSeek-V3).
+
+    The angles are those of the first half of cos and sin.
+    """
+    apart = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    first = cos.shape[-1] // 2
+    cos, sin = (torch.cat((each[..., :first], each[..., :first]), dim=-1) for each in (cos, sin))
+    return halves(apart, cos, sin)
+
+
+TURNS: tuple[Turn, ...] = (halves, neighbours_to_halves, neighbours)
+
+
+def both(turn: Turn, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
+    """Queries and keys turned by cos and sin [B, S, D], which get ``heads_dim``."""
+    cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+def plain_signature(turn: Turn) -> Callable[..., Pair]:
+    """``turn`` with the arguments of ``apply_rotary_pos_emb`` in transformers 5."""
+
+    def fused(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Pair:
+        return both(turn, q, k, cos, sin, unsqueeze_dim)
+
+    return fused
+
+
+def signature_with_positions(turn: Turn) -> Callable[..., Pair]:
+    """``turn`` with the arguments of ``apply_rotary_pos_emb_interleave``, whose positions are not used."""
+
+    def fused(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        position_ids: Any = None,
+        unsqueeze_dim: int = 1,
+    ) -> Pair:
+        return both(turn, q, k, cos, sin, unsqueeze_dim)
+
+    return fused
+
+
+SIGNATURES = {
+    tuple(inspect.signature(make(halves)).parameters): make for make in (plain_signature, signature_with_positions)
+}
+
+
+def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
+    """Put ``ops.rotary`` into every attention of ``plan`` whose function is shown to compute it."""
+    if not plan.named(Role.ROTARY):
+        return
+    # One function for all modules of a class.
+    fused = functools.cache(_fused)
+    for name in plan.named(Role.ATTENTION):
+        module = model.get_submodule(name)
+        theirs = innermost(module)
+        if not isinstance(theirs, types.MethodType) or theirs.__func__ is not type(module).forward:
+            yield Outcome(name, "it has been given a forward of its own already")
+            continue
+        ours = fused(theirs.__func__)
+        if isinstance(ours, types.FunctionType):
+            replace_innermost(module, types.MethodType(ours, module))
+        yield Outcome(name, ours if isinstance(ours, str) else "")
+
+
+def _fused(forward: types.FunctionType) -> types.FunctionType | str:
+    """``forward`` with our functions in place of those it calls, or why there is none."""
+    known = forward.__globals__
+    called = [name for name in forward.__code__.co_names if name.startswith(PART_OF_NAME) and name in known]
+    if not called:
+        return f"{forward.__qualname__} calls no {PART_OF_NAME}_pos_emb of its file"
+    ours: dict[str, Any] = {}
+    for name in called:
+        found = _equal(known[name])
+        if isinstance(found, str):
+            return f"{name} {found}"
+        ours[name] = found
+    made = types.FunctionType(
+        forward.__code__, {**known, **ours}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    functools.update_wrapper(made, forward)
+    return made
+
+
+def _equal(theirs: Any) -> Callable[..., Pair] | str:
+    """Our function that computes what ``theirs`` does, or why there is none."""
+    parameters = tuple(inspect.signature(theirs).parameters)
+    if parameters not in SIGNATURES:
+        return f"takes other arguments than are known: {', '.join(parameters)}"
+    with laboratory() as generator:
+        q_BNSD, k_BNSD = random(generator, 2, 4, 5, 8), random(generator, 2, 2, 5, 8)
+        q_BSND, k_BSND = (x.detach().transpose(1, 2).requires_grad_() for x in (q_BNSD, k_BNSD))
+        cos, sin = random(generator, 2, 5, 8), random(generator, 2, 5, 8)
+        for turn in TURNS:
+            ours = SIGNATURES[parameters](turn)
+            heads_second = agree(theirs, ours, q_BNSD, k_BNSD, cos, sin)
+            heads_third = agree(
+                functools.partial(theirs, unsqueeze_dim=2), functools.partial(ours, unsqueeze_dim=2),
+                q_BSND, k_BSND, cos, sin,
+            )  # fmt: skip
+            if heads_second and heads_third and _same_part(theirs, ours, (q_BNSD, k_BNSD, cos, sin)):
+                return ours
+    return "computes something else than a rotary embedding"
+
+
+def _same_part(theirs: Any, ours: Any, inputs: tuple[torch.Tensor, ...]) -> bool:
+    """Whether both do the same where cos and sin are narrower than the heads, or ``theirs`` refuses that."""
+    q, k, cos, sin = inputs
+    narrow = (q, k, cos[..., :4].detach(), sin[..., :4].detach())
+    try:
+        theirs(*narrow)
+    except RuntimeError:
+        return True
+    return agree(theirs, ours, *narrow)

@@ -1,0 +1,130 @@
+"""LoRA adapters (arXiv 2106.09685; PEFT's) of the layers of a model that is split over the tensor ranks.
+
+An adapter adds B A x to what its layer makes of x; A [r, K] makes r numbers of the K inputs, B [N, r] the N outputs:
+
+    beside                A                                         B
+    a column linear       whole; its r outputs enter the region     split as the layer, along its outputs
+    a latent projection   whole; its r outputs enter the region     whole, in the region
+    a row linear          split as the layer, along its inputs      whole, outside of the region
+    an embedding          whole, outside of regions                 whole, outside of regions
+
+So a region is entered and left by r numbers more for each token, and dropout before A is dropout outside of the region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ds_npu.comm.crossing import copy
+from ds_npu.config.roles import Role
+from ds_npu.features.tensor_parallel.role_shards import ROWS, Cut
+from ds_npu.models import names
+from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.tensor.axis import TensorAxis
+from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput, around
+
+FACTORS = (Role.LORA_A, Role.LORA_B)
+KNOWN = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
+"""Layers with an adapter whose computation is known; others (of quantised weights) have their own."""
+
+
+def with_adapter(name: str) -> str:
+    """The layer that PEFT has put around the layer ``name``, which computes both; ``name`` where there is none."""
+    layer, _, last = name.rpartition(".")
+    return layer if last == names.BASE_LAYER else name
+
+
+def adapted_layers(plan: ModelPlan) -> list[str]:
+    """The layers that have a LoRA adapter and are not just whole on each rank."""
+    return list(dict.fromkeys(layer for name in plan.named(*FACTORS) if (layer := plan.adapted(name)) is not None))
+
+
+def check_adapters(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError with every adapter that does more than add B A x."""
+    problems = []
+    for name in adapted_layers(plan):
+        layer = modules[with_adapter(name)]
+        kind = f"{type(layer).__module__}.{type(layer).__name__}"
+        variants = {type(each).__name__ for each in vars(layer).get("lora_variant", {}).values()}
+        if kind not in KNOWN:
+            problems.append(f"{name} ({plan.roles[name]}): {kind} is not known, only {' and '.join(KNOWN)}")
+        elif variants:
+            problems.append(f"{name} ({plan.roles[name]}): its adapter is the variant {', '.join(sorted(variants))}")
+    if problems:
+        more = f"\n  and {len(problems) - 8} more like these" if len(problems) > 8 else ""
+        listed = "\n  ".join(problems[:8])
+        raise ValueError(
+            f"adapters that cannot be split over tensor ranks:\n  {listed}{more}\n"
+            "Use plain LoRA (no variant of it, no quantised weights) for these layers, or ds_npu.parallel.tensor = 1"
+        )
+
+
+def cuts_of_factors(plan: ModelPlan, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """Of the factors that are cut as the layers they belong to: A along inputs, B along outputs."""
+    found = {}
+    for name in plan.named(*FACTORS):
+        layer = plan.adapted(name)
+        if layer is None or layer not in cuts or plan.roles[layer] is Role.EMBEDDING:
+            continue
+        if (plan.roles[name] is Role.LORA_A) == (plan.roles[layer] in ROWS):
+            found[name] = cuts[layer]
+    return found
+
+
+def second_factors(plan: ModelPlan, layer: str) -> list[str]:
+    """B of each adapter of ``layer``."""
+    return [name for name in plan.named(Role.LORA_B) if plan.adapted(name) == layer]
+
+
+def is_at_border(plan: ModelPlan, name: str) -> bool:
+    """Whether the factor ``name`` of a layer in a region computes outside of it."""
+    layer = plan.adapted(name)
+    if layer is None or plan.roles.get(name) not in FACTORS:
+        return False
+    return plan.roles[name] is Role.LORA_A or plan.roles[layer] in ROWS
+
+
+def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers) -> None:
+    """Let the adapters of ``layer``, which opens a region, take in a RegionInput by what A makes of it.
+
+    ``outside`` gives the random numbers for dropout on what is outside of the region.
+    """
+    for dropout in layer.get_submodule("lora_dropout").children():
+        around(dropout, partial(_before_the_region, outside))
+    for factor in layer.get_submodule("lora_A").children():
+        around(factor, partial(_narrow, factor, axis))
+
+
+def _before_the_region(outside: RandomNumbers, forward: Any, x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, RegionInput):
+        result: torch.Tensor = forward(x)
+        return result
+    with outside():
+        changed = forward(x.source)
+    return x if changed is x.source else RegionInput.of(changed, x.axis, x.shards)
+
+
+def _narrow(factor: nn.Module, axis: TensorAxis, forward: Any, x: torch.Tensor) -> torch.Tensor:
+    """A of hidden states, in the region."""
+    if isinstance(x, RegionInput):
+        return RegionInput.of(forward(x.source), x.axis, x.shards).entered()
+    # In the region already (MLA's norms come before): what comes back for A is a part of its gradient. With sequence
+    # parallelism that of every whole weight is summed.
+    weight = factor.get_parameter("weight")
+    return functional.linear(x, weight if axis.sequence_parallel else copy(weight, axis.group))
+
+
+def keep_padding(layer: nn.Module, base: nn.Module) -> None:
+    """Let the adapters of an embedding know the padding's number, before ``base`` has that of its own rows only."""
+    padding = vars(base)["padding_idx"]
+
+    def embed(ids: torch.Tensor, table: torch.Tensor, **_: Any) -> torch.Tensor:
+        return functional.embedding(ids, table, padding_idx=padding)
+
+    vars(layer)["_embed"] = embed

@@ -1,0 +1,335 @@
+"""Whether a model that is split computes what it computes whole: tried at start, on a copy of each kind of block.
+
+What a role says of a weight (which outputs are whose) cannot be read off its shape. So blocks are computed, forward and
+backward, on a few random hidden states: once whole, and once by all tensor ranks, which are threads of this process.
+Their weights are random (``part_copy``): whether a split is right depends on what the modules do with their weights'
+shapes, not on the numbers in them. Nothing of the model is used or changed, and no device and no communicator is.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ds_npu.comm.threads import ThreadGroup, run_in_threads
+from ds_npu.config.roles import ORDER, Role
+from ds_npu.features.tensor_parallel.part_copy import LARGE, Part
+from ds_npu.features.tensor_parallel.refusal import INSIDE, SPLIT
+from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.log import logger
+from ds_npu.models import kinds, names
+from ds_npu.models.hugging_face import is_hugging_face
+from ds_npu.models.plan import REGIONS, ModelPlan
+from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
+from ds_npu.parallel.tensor.sharding import sharding_of
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
+
+TOLERANCE = 1e-5
+"""Of the largest value: models compute parts of themselves in float32, even where all else is float64."""
+REFUSED = """\
+ds_npu.parallel.tensor: found {size}; split over so many ranks, {model} does not compute what it does whole:
+{faults}
+What to do: give these modules, in ds_npu.plan, roles that say in which order their weights hold what they hold; where
+none does, give the module around them the role replicated. (Found with random weights; ds_npu.parallel.probe false
+turns this check off.)"""
+OWN = "ds_npu."
+"""Begins the errors in which ds_npu refuses, in a forward, what a key of the section asks for."""
+FLOOR = 0.1
+"""Of the largest of all gradients: smaller ones may differ by as much as one of this size."""
+SAMPLES = 2
+LENGTH = 5
+"""Tokens of each sample, at least: with sequence parallelism their number does not divide by the ranks."""
+
+
+@dataclass
+class Probe:
+    """What was found."""
+
+    faults: list[str] = field(default_factory=list)
+    """What is not equal."""
+    unseen: list[str] = field(default_factory=list)
+    """What could not be computed, and why."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a model that can be called with nothing but hidden states."""
+
+    part: Part
+    width: int
+    """Of its hidden states."""
+    argument: str | None = None
+    """By which name they are given; None: by position."""
+
+    def call(self, model: nn.Module, x_BSH: torch.Tensor) -> torch.Tensor:
+        module = model.get_submodule(self.part.name)
+        out = module(x_BSH) if self.argument is None else module(**{self.argument: x_BSH})
+        return _first_tensor(out)
+
+
+def _first_tensor(out: Any) -> torch.Tensor:
+    found: torch.Tensor = next(each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor))
+    return found
+
+
+@dataclass
+class Outcome:
+    """What one rank computed."""
+
+    output: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    """Of the hidden states ("") and of the weights, by name."""
+    regions: list[tuple[str, torch.Tensor]]
+    """What blocks and regions returned, in the order in which they ended."""
+    shardings: dict[str, Any]
+
+
+class ThreadTopology(Topology):
+    """The topology of tensor ranks that are threads."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self.degrees = Degrees(tp=group.size())
+        self.global_rank = group.rank()
+        self._ranks = {}
+        self._groups = {tuple(range(group.size())): group}
+
+
+def check_split(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_parallel: bool) -> None:
+    """Raise ValueError, the same on every tensor rank, where ``model`` split by ``plan`` would compute something else.
+
+    One line in the log tells what could not be tried. Every tensor rank calls it at the same time.
+    """
+    size, group = topology.size("tp"), topology.group("tp")
+    mine = probe(model, plan, size, sequence_parallel)
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (mine.faults, mine.unseen), group=group)
+    faults: list[str] = next((faults for faults, _ in found if faults), [])
+    unseen = list(dict.fromkeys(each for _, rank in found for each in rank))
+    for refusal in (fault for fault in faults if fault.startswith(OWN)):
+        raise ValueError(refusal)
+    if faults:
+        raise ValueError(REFUSED.format(size=size, model=plan.model, faults="\n".join(faults)))
+    if unseen and topology.global_rank == 0:
+        logger().info("parallel.probe: not tried, so that the plan is trusted: %s", "; ".join(unseen))
+
+
+class _UnsplittableError(Exception):
+    """What cannot be split at all: splitting the model itself will say so."""
+
+
+def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool, large: int = LARGE) -> Probe:
+    """Compare one block of each kind, computed over ``size`` tensor ranks, with itself computed whole.
+
+    Weights of more than ``large`` numbers take no memory, and their gradients are not compared.
+    """
+    found = Probe()
+    blocks = _one_of_each_kind(model, plan)
+    decoder = _decoder(model, plan, tuple(blocks), large)
+    if decoder is not None and _looked(decoder, size, sequence_parallel, found):
+        blocks = []
+    for block in blocks:
+        if decoder is None and _looked(_alone(model, plan, block, large), size, sequence_parallel, found):
+            continue
+        for region in _regions(plan, block):
+            _looked(_alone(model, plan, region, large), size, False, found)
+    for region in _regions(plan, ""):
+        if plan.block(region) is None:
+            _looked(_alone(model, plan, region, large), size, False, found)
+    loose = [name for name in plan.named(*INSIDE) if plan.around(name, Role.BLOCK, *REGIONS) is None]
+    if loose:
+        found.unseen.append(f"{', '.join(map(names.generic, loose))}: in no block, attention or mlp")
+    return found
+
+
+def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
+    """The first of the blocks that have the same modules, of the same sizes, in the same roles, and are split."""
+    kinds_seen: dict[Any, str] = {}
+    for block in plan.blocks:
+        inside = plan.inside(block)
+        if any(plan.roles[name] in SPLIT for name in inside):
+            kind = tuple(_trait(model, plan, block, name) for name in inside)
+            kinds_seen.setdefault(kind, block)
+    return list(kinds_seen.values())
+
+
+def _trait(model: nn.Module, plan: ModelPlan, block: str, name: str) -> Any:
+    module = model.get_submodule(name)
+    sizes = tuple(kinds.own_shapes(module).items())
+    return name.removeprefix(block), type(module), plan.roles[name], plan.attentions.get(name), sizes
+
+
+def _decoder(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: int) -> Unit | None:
+    """The decoder of a Hugging Face model with some of its blocks; it knows what its blocks are called with."""
+    root: Any = next(filter(is_hugging_face, model.modules()), None)
+    decoder = None if root is None else root.get_decoder()
+    name = next((name for name, each in model.named_modules() if each is decoder), None)
+    if name is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):
+        return None
+    width = kinds.own_shapes(root.get_input_embeddings())["weight"][1]
+    return Unit(Part(model, plan, name, blocks, large), width, "inputs_embeds")
+
+
+def _alone(model: nn.Module, plan: ModelPlan, name: str, large: int) -> Unit:
+    """One block or region by itself."""
+    part = Part(model, plan, name, (name,) if name in plan.blocks else (), large)
+    return Unit(part, _width(model, plan, name))
+
+
+def _width(model: nn.Module, plan: ModelPlan, name: str) -> int:
+    """Of the hidden states that ``name`` takes: those of its first norm or projection."""
+    first = next(each for each in plan.inside(name) if kinds.own_shapes(model.get_submodule(each)))
+    module = model.get_submodule(first)
+    return kinds.sizes(module)[0] if kinds.is_linear(module) else next(iter(kinds.own_shapes(module).values()))[-1]
+
+
+def _regions(plan: ModelPlan, name: str) -> list[str]:
+    """The outermost regions in ``name``."""
+    return [each for each in plan.inside(name, *REGIONS) if plan.region(each) is None]
+
+
+def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> bool:
+    """Compare ``unit`` whole and split, and keep what was found; false where it could not be computed."""
+    length = max(LENGTH, size + 1)
+    x_BSH = torch.randn(
+        SAMPLES, length, unit.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64, device="cpu"
+    )
+    where = names.generic(unit.part.name) or unit.part.plan.model
+    try:
+        with _nothing_drawn():
+            (whole,) = run_in_threads(1, partial(_computed, unit, x_BSH, None))
+        if not whole.output.isfinite().all():
+            raise ArithmeticError("its results are not finite with random weights")
+    except Exception as error:  # Somebody's code, called with what it may not be made for.
+        found.unseen.append(f"{where}: {_said(error)}")
+        return False
+    try:
+        split = run_in_threads(size, partial(_computed, unit, x_BSH, sequence_parallel))
+    except _UnsplittableError:
+        return True
+    except Exception as error:
+        blocks = unit.part.blocks or (unit.part.name,)
+        refusal = isinstance(error, ValueError) and str(error).startswith(OWN)
+        found.faults.append(str(error) if refusal else _fault(unit, blocks, f"cannot be computed: {_said(error)}"))
+        return True
+    found.faults.extend(_differences(unit, whole, split))
+    return True
+
+
+@contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Leave the generators of random numbers on the host as they were; raises RuntimeError where they were not left."""
+    tensors, numbers = torch.random.get_rng_state(), random.getstate()
+    try:
+        yield
+        if not torch.random.get_rng_state().equal(tensors) or random.getstate() != numbers:
+            raise RuntimeError("it draws random numbers in evaluation, too")
+    finally:
+        torch.random.set_rng_state(tensors)
+        random.setstate(numbers)
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, group: ThreadGroup) -> Outcome:
+    """Forward and backward of a copy of ``unit``, which is whole where ``sequence_parallel`` is None."""
+    model = unit.part.copied()
+    if sequence_parallel is not None:
+        try:
+            split_model(model, unit.part.own_plan, ThreadTopology(group), sequence_parallel)
+        except ValueError as error:
+            raise _UnsplittableError from error
+    regions = _recorded(model, unit.part.own_plan)
+    x_BSH = x_BSH.clone().requires_grad_()
+    output = unit.call(model, x_BSH)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=output.dtype)
+    torch.autograd.backward(output, upstream)
+    weights = dict(model.named_parameters())
+    gradients = {"": x_BSH, **weights}
+    return Outcome(
+        output.detach(),
+        {name: each.grad for name, each in gradients.items() if each.grad is not None},
+        regions,
+        {name: sharding_of(each) for name, each in weights.items()},
+    )
+
+
+def _recorded(model: nn.Module, plan: ModelPlan) -> list[tuple[str, torch.Tensor]]:
+    """What the blocks and regions of ``model`` will return, in the order in which they end."""
+    regions: list[tuple[str, torch.Tensor]] = []
+
+    def keep(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        regions.append((name, _first_tensor(out).detach()))
+
+    for name in plan.named(Role.BLOCK, *REGIONS):
+        model.get_submodule(name).register_forward_hook(partial(keep, name))
+    return regions
+
+
+def _differences(unit: Unit, whole: Outcome, split: list[Outcome]) -> Iterator[str]:
+    """The first thing that differs; what follows from it is not told."""
+    for index, (name, expected) in enumerate(whole.regions):
+        gap = _gap([rank.regions[index][1] for rank in split], expected)
+        if gap > TOLERANCE:
+            yield _fault(unit, [name], f"its output differs by {gap:.1g} of its largest value")
+            return
+    everything = unit.part.blocks or (unit.part.name,)
+    gap = _gap([rank.output for rank in split], whole.output)
+    if gap > TOLERANCE:
+        yield _fault(unit, everything, f"their output differs by {gap:.1g} of its largest value")
+        return
+    # The gradient of a key's bias is 0, and so is that of a router whose experts are alike: what is found is rounding.
+    floor = FLOOR * max(float(each.abs().max()) for each in whole.gradients.values())
+    gaps = {name: _gradient_gap(name, expected, split, floor) for name, expected in whole.gradients.items()}
+    wrong = [name for name, gap in gaps.items() if gap > TOLERANCE]
+    if wrong:
+        of = ", ".join(names.generic(name) or "the hidden states" for name in wrong[:4])
+        regions = dict.fromkeys(unit.part.plan.region(names.parent(name)) for name in wrong if name)
+        yield _fault(unit, [each for each in regions if each] or everything, f"the gradient of {of} differs")
+
+
+def _gradient_gap(name: str, expected: torch.Tensor, split: list[Outcome], floor: float) -> float:
+    found = [rank.gradients[name] for rank in split if name in rank.gradients]
+    if len(found) < len(split):
+        return math.inf
+    sharding = split[0].shardings.get(name)
+    return _gap([sharding.assemble(found)] if sharding else found, expected, floor)
+
+
+def _gap(found: list[torch.Tensor], expected: torch.Tensor, floor: float = 0.0) -> float:
+    """How far what each rank found (or all of them, of a sequence each) is from ``expected``.
+
+    As a part of its largest value, or of ``floor`` where that is more.
+    """
+    if expected.dim() == 3 and found[0].shape != expected.shape:
+        found = [torch.cat(found, dim=SEQUENCE_DIM)[:, : expected.shape[SEQUENCE_DIM]]]
+    if any(each.shape != expected.shape for each in found):
+        return math.inf
+    largest = max(float(expected.abs().max()), floor)
+    return max(float((each - expected).abs().max()) for each in found) / (largest or 1.0)
+
+
+def _fault(unit: Unit, where: Iterable[str], what: str) -> str:
+    """What is wrong, and the roles that can be."""
+    model, plan = unit.part.model, unit.part.plan
+    lines = [f"  {', '.join(names.generic(name) for name in where)}: {what}"]
+    for name in (inner for each in where for inner in plan.inside(each)):
+        role = plan.roles[name]
+        is_whole = role is Role.REPLICATED and plan.of(names.parent(name)) is not role
+        if role in SPLIT or is_whole:
+            meaning = f", which means {ORDER[role]}" if role in ORDER else ""
+            lines.append(f"    {names.generic(name)} ({kinds.described(model.get_submodule(name))}): {role}{meaning}")
+    return "\n".join(dict.fromkeys(lines))

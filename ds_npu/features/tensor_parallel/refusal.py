@@ -1,0 +1,126 @@
+"""What cannot be split, and what a split model refuses, since it would do it with one rank's part of the weights."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.config.roles import PARENT, Role
+from ds_npu.models import kinds, names
+from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.tensor.axis import TensorAxis
+from ds_npu.parallel.tensor.sharding import sharding_of
+
+INSIDE = (
+    *(role for role, parent in PARENT.items() if parent in (Role.ATTENTION, Role.MLP)),
+    Role.EXPERTS,
+    Role.COLUMN,
+    Role.ROW,
+)
+SPLIT = (*INSIDE, Role.EMBEDDING, Role.HEAD)
+BIASES = {"alibi", "position_bias"}
+"""Parameters of attentions in transformers that are biases of all heads' scores."""
+SAVE = "save_pretrained"
+COPY = "__deepcopy__"
+
+
+def check_splittable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
+    """Raise ValueError for weights that are not there (ZeRO-3's zero.Init), or regions outside of sequence shards."""
+    split = {name: role for name, role in plan.roles.items() if role in SPLIT}
+    parameters = ((name, each) for name in split for each in model.get_submodule(name).parameters())
+    absent = list(dict.fromkeys(name for name, parameter in parameters if "ds_tensor" in vars(parameter)))
+    if absent:
+        raise ValueError(
+            f"{plan.model} was made under deepspeed.zero.Init: {absent[0]} and {len(absent) - 1} more modules to be "
+            "split over tensor ranks have spread their weights over the data ranks already. What to do: make the model "
+            "without zero.Init (for the Hugging Face Trainer, which enters it under ZeRO-3: before TrainingArguments), "
+            "or read a checkpoint part by part with ds_npu.engine.pretrained.from_pretrained"
+        )
+    _check_regions(model, plan)
+    outside = [f"{name} ({role})" for name, role in split.items() if role in INSIDE and plan.block(name) is None]
+    if axis.sequence_parallel and outside:
+        more = " ..." if len(outside) > 4 else ""
+        raise ValueError(
+            "ds_npu.parallel.sequence_parallel: found true; outside of blocks, where sequences are whole, "
+            f"{plan.model} splits {', '.join(outside[:4])}{more}. What to do: false, or give the modules around them "
+            "the role block in ds_npu.plan"
+        )
+
+
+def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
+    """Raise ValueError for regions with anything in them that cannot work on some of the heads or columns."""
+    for name in plan.named(Role.REPLICATED):
+        region, module = plan.around(name, Role.ATTENTION, Role.MLP), model.get_submodule(name)
+        if region is not None and not kinds.is_norm(module):
+            raise ValueError(
+                f"{plan.model}: {name} is {Role.REPLICATED} and stands in {region}, whose role is "
+                f"{plan.roles[region]}, where each tensor rank has heads or columns of its own. What to do: give "
+                f"{names.generic(region)} the role {Role.REPLICATED} in ds_npu.plan, which holds for all in it"
+            )
+    for name in plan.named(Role.ATTENTION):
+        module = model.get_submodule(name)
+        settings = vars(vars(module).get("config", model.__dict__.get("config", module)))
+        biased = BIASES & inspect.signature(module.forward).parameters.keys()
+        if biased and settings.get("alibi", True):
+            raise ValueError(
+                f"{plan.model}: {name} is given {min(biased)}, a bias of the scores of all heads (ALiBi), of which "
+                "each tensor rank would need that of its own heads. What to do: ds_npu.parallel.tensor = 1, or give "
+                f"{names.generic(name)} the role {Role.REPLICATED} in ds_npu.plan"
+            )
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Let ``model.save_pretrained`` take whole weights only, and ``copy.deepcopy(model)`` nothing."""
+    refuse_copies(model)
+    if SAVE in dir(type(model)):
+        model.__dict__[SAVE] = functools.partial(_save_whole, model, model.save_pretrained)
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Let ``copy.deepcopy(model)`` raise RuntimeError."""
+    model.__dict__[COPY] = functools.partial(_no_copy, model)
+
+
+def _no_copy(model: nn.Module, memory: dict[int, Any]) -> None:
+    # Forwards of single modules, which are closures, would still be those of the original's modules.
+    raise RuntimeError(
+        f"{type(model).__name__} is split over tensor or context ranks and cannot be copied: copy it before "
+        "deepspeed.initialize, and give the copy to an engine of its own"
+    )
+
+
+def _save_whole(
+    model: nn.Module,
+    save: Any,
+    folder: Any,
+    *args: Any,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    **more: Any,
+) -> Any:
+    given = dict(model.named_parameters()) if state_dict is None else state_dict
+    if not given and more.get("is_main_process", True):
+        raise RuntimeError(
+            f"save_pretrained({str(folder)!r}) was given no weights: global rank 0 alone holds the whole ones. "
+            "What to do: save on global rank 0 only (is_main_process; for the Trainer, save_on_each_node=False)"
+        )
+    for name, parameter in model.named_parameters():
+        sharding = sharding_of(parameter)
+        if sharding is not None and name in given and given[name].shape[sharding.dim] != sharding.size:
+            raise RuntimeError(
+                f"save_pretrained({str(folder)!r}) would write one tensor rank's part of {name}, "
+                f"{tuple(given[name].shape)} of {sharding.size} along dim {sharding.dim}, as if it were the whole. "
+                "What to do: call engine.save_pretrained(folder), on every rank; with accelerate, pass "
+                "state_dict=accelerator.get_state_dict(model), which every rank calls"
+            )
+    if state_dict is None:
+        return save(folder, *args, **more)
+    writer = importlib.import_module("ds_npu.checkpoint.saving").writer(model)
+    if writer is not model:
+        save = writer.save_pretrained
+    return save(folder, *args, state_dict=dict(state_dict), **more)

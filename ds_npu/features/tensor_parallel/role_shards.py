@@ -1,0 +1,182 @@
+"""Where the weights of a planned model are cut for the tensor ranks: arithmetic on sizes, no tensor is touched.
+
+Attention is cut between heads: query heads as evenly as they go; key and value heads with their query heads where tp
+divides their number. Elsewhere (fewer of them than ranks, or a number that does not divide) key and value weights stay
+whole on each rank, which computes what its query heads need.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ds_npu.config.roles import Role
+from ds_npu.models import names
+from ds_npu.models.plan import AttentionShape, ModelPlan
+from ds_npu.parallel.tensor.sharding import Ranges, Sharding, near_even
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The outputs (of a column linear) or inputs (of a row linear) that each tensor rank works on."""
+
+    size: int
+    """Of all of them."""
+    ranges: tuple[Ranges, ...]
+    """Of each rank."""
+    whole: bool = False
+    """The ranks' ranges overlap, so that every rank keeps the whole weight."""
+
+    def sharding(self, dim: int) -> Sharding | None:
+        """Of the weight's ``dim``; None where it stays whole."""
+        return None if self.whole else Sharding(dim, self.size, self.ranges)
+
+    def outputs(self, rank: int) -> Ranges | None:
+        """What ``rank`` computes with a whole weight."""
+        return self.ranges[rank] if self.whole else None
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """The heads of one attention that one tensor rank computes."""
+
+    queries: range
+    key_values: tuple[int, ...]
+    """One for each group of query heads, or, where groups would be uneven, one for each query head."""
+
+
+def local_heads(shape: AttentionShape, size: int) -> list[LocalHeads]:
+    """What each of ``size`` ranks computes; raises ValueError for fewer heads than ranks."""
+    group = shape.heads // shape.kv_heads
+    return [
+        LocalHeads(range(start, stop), _key_values(range(start, stop), group))
+        for start, stop in near_even(shape.heads, size, "heads")
+    ]
+
+
+def _key_values(queries: range, group: int) -> tuple[int, ...]:
+    each = [query // group for query in queries]
+    counts = {len(list(same)) for _, same in itertools.groupby(each)}
+    return tuple(dict.fromkeys(each)) if len(counts) == 1 else tuple(each)
+
+
+def _heads(count: int, size: int, width: int) -> tuple[Ranges, ...]:
+    return tuple(((start * width, stop * width),) for start, stop in near_even(count, size, "heads"))
+
+
+def _queries(outputs: int, shape: AttentionShape, size: int) -> Cut:
+    return Cut(outputs, _heads(shape.heads, size, outputs // shape.heads))
+
+
+def _key_value(outputs: int, shape: AttentionShape, size: int) -> Cut:
+    width = outputs // shape.kv_heads
+    if shape.kv_heads % size == 0:
+        return Cut(outputs, _heads(shape.kv_heads, size, width))
+    needed = [_joined(local.key_values, width) for local in local_heads(shape, size)]
+    return Cut(outputs, tuple(needed), whole=True)
+
+
+def _joined(heads: tuple[int, ...], width: int) -> Ranges:
+    """The ranges of ``heads``, neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for head in heads:
+        if ranges and ranges[-1][1] == head * width:
+            ranges[-1] = (ranges[-1][0], (head + 1) * width)
+        else:
+            ranges.append((head * width, (head + 1) * width))
+    return tuple(ranges)
+
+
+def _fused(outputs: int, shape: AttentionShape, size: int) -> Cut:
+    width = outputs // (shape.heads + 2 * shape.kv_heads)
+    parts = [
+        _queries(shape.heads * width, shape, size),
+        _key_value(shape.kv_heads * width, shape, size),
+        _key_value(shape.kv_heads * width, shape, size),
+    ]
+    whole = any(part.whole for part in parts)
+    return Cut(outputs, _side_by_side(parts), whole)
+
+
+def _side_by_side(parts: list[Cut]) -> tuple[Ranges, ...]:
+    starts = [0, *itertools.accumulate(part.size for part in parts)]
+    return tuple(
+        tuple(
+            (start + first, start + last)
+            for start, part in zip(starts, parts, strict=False)
+            for first, last in part.ranges[rank]
+        )
+        for rank in range(len(parts[0].ranges))
+    )
+
+
+def even(count: int, size: int, what: str = "columns") -> Cut:
+    """As evenly as it goes."""
+    return Cut(count, tuple((each,) for each in near_even(count, size, what)))
+
+
+def _words(count: int, size: int) -> Cut:
+    return even(count, size, "words")
+
+
+def halves(count: int, size: int) -> Cut:
+    """Each half as evenly as it goes: gate and up, one behind the other."""
+    return Cut(count, _side_by_side([even(count // 2, size)] * 2))
+
+
+ByHeads = Callable[[int, AttentionShape, int], Cut]
+
+BY_HEADS: dict[Role, ByHeads] = {
+    Role.QUERY: _queries,
+    Role.KEY: _key_value,
+    Role.VALUE: _key_value,
+    Role.QUERY_KEY_VALUE: _fused,
+    Role.LATENT_QUERY: _queries,
+    Role.LATENT_KEY_VALUE: _queries,
+    Role.ATTENTION_OUTPUT: _queries,
+}
+BY_WIDTH: dict[Role, Callable[[int, int], Cut]] = {
+    Role.GATE: even,
+    Role.UP: even,
+    Role.GATE_UP: halves,
+    Role.DOWN: even,
+    Role.COLUMN: even,
+    Role.ROW: even,
+    Role.HEAD: _words,
+    Role.EMBEDDING: _words,
+}
+ROWS = (Role.ATTENTION_OUTPUT, Role.DOWN, Role.ROW)
+"""Cut along their inputs; every other linear along its outputs."""
+
+
+def cuts_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dict[str, Cut]:
+    """The cut of every module of ``plan`` that is split over ``size`` tensor ranks.
+
+    ``widths`` are the outputs (of row linears: the inputs) of each. Raises ValueError with every module that cannot be.
+    """
+    cuts: dict[str, Cut] = {}
+    problems: dict[tuple[str, str], list[str]] = {}
+    for name, width in widths.items():
+        role = plan.roles[name]
+        try:
+            if role in BY_HEADS:
+                cuts[name] = BY_HEADS[role](width, _shape(plan, name), size)
+            else:
+                cuts[name] = BY_WIDTH[role](width, size)
+        except ValueError as error:
+            problems.setdefault((names.generic(name), f"({role}, {width} wide): {error}"), []).append(name)
+    if problems:
+        told = [f"  {names.abbreviated(like)} {why}" for (_, why), like in problems.items()]
+        raise ValueError(
+            f"ds_npu.parallel.tensor: found {size}; these modules of {plan.model} cannot be split over so many ranks:\n"
+            + "\n".join(told)
+        )
+    return cuts
+
+
+def _shape(plan: ModelPlan, name: str) -> AttentionShape:
+    owner = next((each for each in plan.attentions if name.startswith(f"{each}.")), None)
+    if owner is None:
+        raise ValueError("its heads are not known; give it the role column or row")
+    return plan.attentions[owner]

@@ -1,0 +1,27 @@
+"""``ds_npu.tensor_overlap``: tensor-parallel communication while the matrix multiplication runs."""
+
+from __future__ import annotations
+
+from ds_npu.config.tensor_overlap import TensorOverlap
+from ds_npu.features.build import Build, Slot
+from ds_npu.features.feature import Feature
+from ds_npu.ops import matmul_collective
+from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
+
+
+def _unmet(overlap: TensorOverlap) -> list[str]:
+    if overlap != "fused":
+        return []
+    lack = matmul_collective.lack()
+    return [f"its kernels are not available: {lack}"] if lack else []
+
+
+def _apply(overlap: TensorOverlap, build: Build) -> None:
+    if overlap == "none":
+        return
+    group = build.topology.group("tp")
+    pipelined = Pipelined(group)
+    build.fill(Slot.LINEAR, Fused(group, pipelined) if overlap == "fused" else pipelined, by="tensor_overlap")
+
+
+TENSOR_OVERLAP: Feature[TensorOverlap] = Feature("tensor_overlap", unmet=_unmet, apply=_apply)

@@ -1,0 +1,40 @@
+"""Which modules of a split model cannot work on a shard of the sequence, and are therefore given all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ds_npu.config.roles import Role
+from ds_npu.models import kinds, names
+from ds_npu.models.plan import ModelPlan
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+"""What has no forward of its own."""
+
+
+def need_whole_sequences(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The outermost modules in blocks of which nothing is split and that may go from token to token.
+
+    ``modules`` are all of the model's, by name. Such modules are ``replicated``, or have no weights and so no role.
+    """
+    free = [name for name in modules if plan.of(name) is None and plan.region(name) is None]
+    found = dict.fromkeys(_outermost(plan, modules, name) for name in (*plan.named(Role.REPLICATED), *free))
+    return [name for name in found if name is not None and not _works_on_shards(modules[name])]
+
+
+def _outermost(plan: ModelPlan, modules: Mapping[str, nn.Module], name: str) -> str | None:
+    """The outermost module around ``name`` in its block of which nothing is split; None outside of blocks."""
+    block = plan.block(name)
+    if block is None:
+        return None
+    in_block = [each for each in (name, *names.ancestors(name)) if each != block and names.is_inside(each, block)]
+    roles = ({plan.of(inner) for inner in (each, *plan.inside(each))} for each in in_block)
+    whole = [each for each, found in zip(in_block, roles, strict=True) if found <= {Role.REPLICATED, None}]
+    return next((each for each in reversed(whole) if not isinstance(modules[each], LISTS)), None)
+
+
+def _works_on_shards(module: nn.Module) -> bool:
+    """Whether all in ``module`` works on each token by itself. What has experts does not: its loss counts tokens."""
+    return all(kinds.works_on_tokens(each) and not kinds.is_sparse(each) for each in module.modules())

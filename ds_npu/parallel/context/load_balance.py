@@ -1,0 +1,167 @@
+"""Which tokens of a batch each context rank has, as data: ranges that every rank knows of every other.
+
+A causal mask gives late tokens more work than early ones. So each document is cut into 2 * ring chunks, of which ring
+rank r has number r and number 2 * ring - 1 - r (zigzag); the Ulysses ranks of a group share the tokens of a ring rank
+in order. Source: Zhu 2024, ring-flash-attention, zigzag; Llama 3, arXiv:2407.21783, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_npu.config.context_algorithm import ContextAlgorithm
+from ds_npu.parallel.tensor.sharding import near_even
+
+Pieces = tuple[range, ...]
+"""Ascending, disjoint ranges of tokens."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A batch of ``samples`` sequences of ``length`` tokens over the ring ranks; token s of sample b is number
+    b * length + s.
+
+    ``ring[r]`` are ring rank r's, as many of each sample. ``documents`` are what attention does not cross; a token in
+    none of them (padding) sees nothing. Where all samples of a batch are split alike and each is one document, the
+    batch is described by one sample of it (``samples`` 1, ``documents`` one).
+    """
+
+    samples: int
+    length: int
+    ulysses: int
+    ring: tuple[Pieces, ...]
+    documents: Pieces
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Plans are looked up by tokens in every layer, and there may be thousands of documents.
+        return hash((self.samples, self.length, self.ulysses, self.ring, self.documents))
+
+    @property
+    def total(self) -> int:
+        return self.samples * self.length
+
+    def count(self, rank: int) -> int:
+        """Tokens of each sample that context rank ``rank`` has."""
+        begin, end = self._cut(rank)
+        return end - begin
+
+    @functools.cached_property
+    def counts_of_ring(self) -> tuple[int, ...]:
+        """Tokens of each sample that each ring rank has, that is, its Ulysses group together."""
+        return tuple(sum(map(len, pieces)) // self.samples for pieces in self.ring)
+
+    def pieces(self, rank: int) -> Pieces:
+        """The tokens of context rank ``rank``."""
+        begin, end = self._cut(rank)
+        size = self.counts_of_ring[rank // self.ulysses]
+        wanted = [range(sample * size + begin, sample * size + end) for sample in range(self.samples)]
+        return tuple(_selected(self.ring[rank // self.ulysses], wanted))
+
+    def index(self, rank: int) -> torch.Tensor:
+        """Where in their sequence the tokens of context rank ``rank`` are: int64 [samples, tokens]."""
+        numbers = [torch.arange(piece.start, piece.stop) for piece in self.pieces(rank)]
+        return torch.cat(numbers).view(self.samples, -1) % self.length
+
+    def _cut(self, rank: int) -> tuple[int, int]:
+        ring_rank, inside = divmod(rank, self.ulysses)
+        return near_even(self.counts_of_ring[ring_rank], self.ulysses)[inside]
+
+
+def on_device(places: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What of the host is told to ``device``, which the host does not wait for."""
+    # To copy what is not pinned, torch_npu waits until the stream is done.
+    places = places if device.type == "cpu" else places.pin_memory()
+    return places.to(device, non_blocking=True)
+
+
+def split_evenly(length: int, algorithm: ContextAlgorithm, zigzag: bool = True) -> Tokens:
+    """The tokens of sequences of ``length`` without padding or packing; without ``zigzag`` each rank's are contiguous.
+
+    Raises ValueError for a sequence that is too short to give every rank some.
+    """
+    _must_suffice(length, algorithm)
+    if zigzag:
+        return split_documents(1, length, [range(length)], algorithm)
+    ring = tuple((range(begin, end),) for begin, end in near_even(length, algorithm.ring))
+    return Tokens(1, length, algorithm.ulysses, ring, (range(length),))
+
+
+@functools.lru_cache(maxsize=64)
+def _zigzag(documents: Pieces, ranks: int) -> tuple[Pieces, ...]:
+    """The ring ranks' tokens of one sample, whose every token is in one of the ``documents``."""
+    found: list[list[range]] = [[] for _ in range(ranks)]
+    turn = 0
+    for number, document in enumerate(documents):
+        share, rest = divmod(len(document), 2 * ranks)
+        sizes = [share] * (2 * ranks)
+        # Tokens that are left over go round, so that every rank has as many of a sample, whatever its documents.
+        for extra in range(rest):
+            rank, second = (turn + extra) % ranks, extra >= ranks
+            sizes[2 * ranks - 1 - rank if second ^ (number % 2 == 1) else rank] += 1
+        turn += rest
+        bounds = itertools.pairwise(itertools.accumulate(sizes, initial=document.start))
+        for chunk, (begin, end) in enumerate(bounds):
+            mine = found[min(chunk, 2 * ranks - 1 - chunk)]
+            if begin < end and mine and mine[-1].stop == begin:
+                mine[-1] = range(mine[-1].start, end)
+            elif begin < end:
+                mine.append(range(begin, end))
+    return tuple(tuple(pieces) for pieces in found)
+
+
+def split_documents(samples: int, length: int, documents: Sequence[range], algorithm: ContextAlgorithm) -> Tokens:
+    """The tokens of packed or padded sequences, each document's work shared by all ring ranks.
+
+    ``documents`` ascend and lie within one sample each (token s of sample b is number b * length + s); what is in none
+    of them is padding. Raises ValueError for a sequence that is too short, or documents that are not so.
+    """
+    _must_suffice(length, algorithm)
+    ring: list[list[range]] = [[] for _ in range(algorithm.ring)]
+    for sample, parts in enumerate(_by_sample(samples, length, documents)):
+        offset = sample * length
+        for pieces, found in zip(ring, _zigzag(parts, algorithm.ring), strict=True):
+            pieces += [range(offset + piece.start, offset + piece.stop) for piece in found]
+    return Tokens(samples, length, algorithm.ulysses, tuple(tuple(each) for each in ring), tuple(documents))
+
+
+def _by_sample(samples: int, length: int, documents: Sequence[range]) -> Iterator[Pieces]:
+    """Each sample cut into its documents and the padding between them, counted from its first token."""
+    inside = [bool(each) and each.start // length == (each.stop - 1) // length < samples for each in documents]
+    ascend = [one.stop <= other.start for one, other in itertools.pairwise((range(0), *documents))]
+    if not all(inside) or not all(ascend):
+        raise ValueError(
+            f"documents must ascend, each within one of {samples} samples of {length} tokens; found {list(documents)}"
+        )
+    for sample in range(samples):
+        mine = [each for each in documents if each.start // length == sample]
+        cuts = [sample * length, *itertools.chain(*((each.start, each.stop) for each in mine)), (sample + 1) * length]
+        yield tuple(range(a - cuts[0], b - cuts[0]) for a, b in itertools.pairwise(cuts) if a < b)
+
+
+def _must_suffice(length: int, algorithm: ContextAlgorithm) -> None:
+    if length < algorithm.fewest_tokens:
+        raise ValueError(
+            f"a sequence of {length} tokens is too short for {algorithm.size} ranks of ds_npu.parallel.context with "
+            f"algorithm {algorithm.name!r}: found {length}, at least {algorithm.fewest_tokens} are needed"
+        )
+
+
+def _selected(pieces: Pieces, wanted: Sequence[range]) -> Iterator[range]:
+    """Of the tokens of ``pieces``, counted through from 0, those that are ``wanted`` (ascending)."""
+    offset, targets = 0, list(wanted)
+    for piece in pieces:
+        for target in targets:
+            begin, end = max(target.start - offset, 0), min(target.stop - offset, len(piece))
+            if begin < end:
+                yield range(piece.start + begin, piece.start + end)
+        offset += len(piece)
+        targets = [target for target in targets if target.stop > offset]

@@ -1,0 +1,308 @@
+"""What attention costs a rank with each algorithm of context parallelism: an estimate, from sizes and a Machine.
+
+Pure: neither torch nor DeepSpeed. Letters: B samples of S tokens; u Ulysses ranks, r ring ranks, u * r context ranks,
+each with T = B S / (u r) tokens; n query heads and m key heads of a rank after the Ulysses exchange, D and V their
+widths; e bytes a number, w where sums are kept. A block is the keys and values of a ring rank: T u m (D + V) numbers.
+
+Kept simple: all of a Ulysses exchange counts as exposed, though some of it hides behind the projections; a causal mask
+is balanced and halves the work, a sliding window is taken for a whole one; links do not get in each other's way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+
+from ds_npu.config.context_algorithm import ContextAlgorithm
+from ds_npu.models.plan import AttentionShape
+from ds_npu.parallel.context.ring_schedule import Link, Step, ring_steps
+from ds_npu.planner.machine import Machine
+from ds_npu.topology.degrees import Degrees
+
+CAUSAL_ROWS = 0.75
+"""Of a rank's rows, what sees some of another's block in a zigzag ring: all of them, or the later half."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's attention to a micro batch of ``samples`` of ``length`` tokens; the heads are the whole model's."""
+
+    shape: AttentionShape
+    length: int
+    samples: int = 1
+    number_bytes: int = 2
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or a backward of one layer, of the rank that has most to do."""
+
+    near_bytes: float = 0.0
+    """Sent to ranks of the node."""
+    far_bytes: float = 0.0
+    """Sent to other nodes."""
+    messages: int = 0
+    """Messages and collectives."""
+    attention_s: float = 0.0
+    """The kernels, with what calling them costs."""
+    exposed_s: float = 0.0
+    """Communication that no attention hides."""
+    copy_s: float = 0.0
+    """Messages packed and unpacked, and results of blocks summed."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one layer costs a rank."""
+
+    forward: Pass
+    backward: Pass
+    kept_bytes: float
+    """Kept from forward to backward, of each layer, beside the rank's own queries, keys, values and result."""
+    working_bytes: float
+    """Buffers while the layer runs."""
+
+    @cached_property
+    def both(self) -> Pass:
+        return _sum((self.forward, self.backward))
+
+    @property
+    def seconds(self) -> float:
+        return self.both.attention_s + self.both.exposed_s + self.both.copy_s
+
+
+def impossible(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees) -> str | None:
+    """Why ``algorithm`` cannot do it; None where it can."""
+    fewest = layer.shape.heads // degrees.tp
+    if fewest < algorithm.ulysses:
+        return f"{algorithm.ulysses} Ulysses ranks need a query head each, and a tensor rank has {fewest}"
+    if layer.length < algorithm.fewest_tokens:
+        return f"a sequence of {layer.length} tokens is too short; at least {algorithm.fewest_tokens} are needed"
+    return None
+
+
+def cost(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees, machine: Machine) -> Cost:
+    """The cost of ``algorithm``, which must not be ``impossible``, on the tensor rank with most heads."""
+    rank = _Rank(layer, algorithm, degrees, machine)
+    route = _gather if algorithm.gather else _ring if algorithm.ring > 1 else _stay
+    forward = [rank.exchange(), rank.attention(), route(rank)]
+    backward = [rank.exchange_back(), rank.attention(backward=True), route(rank, backward=True)]
+    return Cost(_sum(forward), _sum(backward), rank.kept_bytes(), rank.working_bytes())
+
+
+def _sum(passes: Iterable[Pass]) -> Pass:
+    return Pass(*(sum(column) for column in zip(*map(astuple, passes), strict=True)))
+
+
+def shared_heads(shape: AttentionShape, tensor: int, ulysses: int) -> tuple[list[int], list[int]]:
+    """Query heads of each Ulysses rank, and the key heads that they need, of a tensor rank with most heads."""
+    short, longer = divmod(math.ceil(shape.heads / tensor), ulysses)
+    queries = [short + (rank < longer) for rank in range(ulysses)]
+    share, keys, begin = shape.heads // shape.kv_heads, [], 0
+    for count in queries:
+        keys.append((begin + count - 1) // share - begin // share + 1)
+        begin += count
+    return queries, keys
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank, its sizes and its speeds."""
+
+    layer: Layer
+    algorithm: ContextAlgorithm
+    degrees: Degrees
+    machine: Machine
+
+    @cached_property
+    def near(self) -> int:
+        return self.machine.near(self.degrees)
+
+    @cached_property
+    def heads(self) -> tuple[list[int], list[int]]:
+        """Query and key heads of each Ulysses rank."""
+        return shared_heads(self.layer.shape, self.degrees.tp, self.algorithm.ulysses)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """D and V."""
+        return self.layer.shape.head_dim, self.layer.shape.value_dim
+
+    @property
+    def tokens(self) -> float:
+        """T, of all samples."""
+        return self.layer.samples * self.layer.length / self.algorithm.size
+
+    @property
+    def wide(self) -> int:
+        return max(4, self.layer.number_bytes)
+
+    @property
+    def block(self) -> float:
+        """Numbers of a ring rank's keys and values."""
+        return self.tokens * self.algorithm.ulysses * max(self.heads[1]) * sum(self.widths)
+
+    @property
+    def again(self) -> list[int]:
+        """Widths of what backward needs again of the keys and values that came in forward."""
+        return {"none": [*self.widths], "half": [self.widths[1]], "full": []}[self.algorithm.kv_cache]
+
+    @property
+    def share_again(self) -> float:
+        """The same as a part of keys and values."""
+        return sum(self.again) / sum(self.widths)
+
+    def attention(self, backward: bool = False) -> Pass:
+        """2 products of B S^2 n / r scores with D and V forward (2 FLOPs each), 3 with D and 2 with V backward."""
+        layer, ring, (key, value) = self.layer, self.algorithm.ring, self.widths
+        scores = layer.samples * layer.length**2 / ring * max(self.heads[0]) / (2 if layer.causal else 1)
+        products = 3 * key + 2 * value if backward else key + value
+        # Gathered, the two chunks of a zigzag rank are a call each; a block of a ring is one.
+        calls = 1 + layer.causal if self.algorithm.gather else ring
+        return Pass(attention_s=2 * scores * products / self.machine.attention + calls * self.machine.call)
+
+    def exchange(self) -> Pass:
+        """Ulysses, forward: a rank sends each other one its heads of q, k and v, and gets its own tokens' result."""
+        (queries, keys), (key, value) = self.heads, self.widths
+        sent = _others(queries) * key + _others(keys) * (key + value) + _returned(queries) * value
+        return self._exchanged(sent, sum(queries) * (key + value) + sum(keys) * (key + value), 4)
+
+    def exchange_back(self) -> Pass:
+        """Ulysses, backward: the gradient of the result the one way, those of q, k and v the other."""
+        (queries, keys), (key, value) = self.heads, self.widths
+        again = self.again if self.algorithm.ring == 1 else []
+        sent = _others(queries) * value + _returned(queries) * key + _returned(keys) * (key + value)
+        copied = sum(queries) * (key + value) + sum(keys) * (key + value + sum(again))
+        return self._exchanged(sent + _others(keys) * sum(again), copied, 4 + len(again))
+
+    def _exchanged(self, sent: int, copied: int, messages: int) -> Pass:
+        """All-to-alls of ``sent`` numbers a token, of which ``copied`` are read and written to stand side by side."""
+        peers, number_bytes = self.algorithm.ulysses - 1, self.tokens * self.layer.number_bytes
+        if not peers:
+            return Pass()
+        near_peers = math.gcd(self.algorithm.ulysses, self.near) - 1
+        near = sent * number_bytes * near_peers / peers
+        far = sent * number_bytes - near
+        seconds = self.machine.seconds(near, near_peers, far) + messages * self.machine.message
+        return Pass(near, far, messages, exposed_s=seconds, copy_s=2 * copied * number_bytes / self.machine.memory)
+
+    def kept_bytes(self) -> float:
+        """Keys and values that came, as ``kv_cache`` says; of Ulysses', what is more than the rank's own."""
+        layer, ring, kept = self.layer, self.algorithm.ring, 1 - self.share_again
+        share = layer.shape.heads // layer.shape.kv_heads
+        own_heads = (sum(self.heads[0]) - 1) // share + 1
+        more = max(self.block - self.tokens * own_heads * sum(self.widths), 0.0)
+        return (more + (ring - 1) * self.block * kept if ring > 1 else more * kept) * layer.number_bytes
+
+    def working_bytes(self) -> float:
+        """Ulysses: what is sent of q, k and v, and what is fetched again. Ring: two blocks (three in a double ring) and
+        three sums of gradients. Gathered: all blocks, and their gradients twice."""
+        e, algorithm, (queries, keys) = self.layer.number_bytes, self.algorithm, map(sum, self.heads)
+        sent = self.tokens * (queries * self.widths[0] + keys * sum(self.widths)) if algorithm.ulysses > 1 else 0.0
+        blocks = e * self.share_again
+        if algorithm.gather:
+            blocks = algorithm.ring * (e + 2 * self.wide)
+        elif algorithm.ring > 1:
+            blocks = (2 if algorithm.window == 1 else 3) * e + 3 * self.wide
+        return sent * e + self.block * blocks
+
+
+def _others(heads: Sequence[int]) -> int:
+    """Heads of the other ranks, for the rank that has fewest itself: what it sends them of its tokens."""
+    return sum(heads) - min(heads)
+
+
+def _returned(heads: Sequence[int]) -> int:
+    """Heads that the rank with most of them sends back, counted for each other rank whose tokens they are of."""
+    return (len(heads) - 1) * max(heads)
+
+
+def _stay(rank: _Rank, backward: bool = False) -> Pass:
+    return Pass()
+
+
+def _gather(rank: _Rank, backward: bool = False) -> Pass:
+    """All-gather of a block, and in backward reduce-scatter of its gradient: within nodes what goes between them once.
+
+    Of r ranks, g of each node: r / g - 1 blocks to other nodes, then (g - 1) r / g to the node.
+    """
+    e, machine, ranks, near = rank.layer.number_bytes, rank.machine, rank.algorithm.ring, rank.near
+    again = rank.share_again if backward else 1.0
+    # Bytes of a block in each collective, and what is read and written to put all blocks in their places.
+    collectives = [rank.block * e * again] if again else []
+    copied = 2 * sum(collectives) * ranks
+    if backward:
+        collectives.append(rank.block * rank.wide)
+        copied += rank.block * (e + rank.wide) * ranks
+    far = sum(collectives) * (ranks // near - 1)
+    within = sum(collectives) * (near - 1) * (ranks // near)
+    seconds = machine.seconds(within, near - 1, 0) + machine.seconds(0, 0, far) + len(collectives) * machine.message
+    return Pass(within, far, len(collectives), exposed_s=seconds, copy_s=copied / machine.memory)
+
+
+def _ring(rank: _Rank, backward: bool = False) -> Pass:
+    """Blocks from rank to rank while attention to the one at hand is computed, gradients one step behind them.
+
+    After the first of r steps, results are summed in wide numbers: of out forward, of dq and the block's backward.
+    """
+    layer, algorithm, machine = rank.layer, rank.algorithm, rank.machine
+    steps = ring_steps(0, algorithm.ring, algorithm.inner)
+    moved = rank.block * layer.number_bytes * (rank.share_again if backward else 1.0)
+    summed = rank.block * rank.wide if backward else 0.0
+    sent = [*_sent(steps, moved, summed)]
+    far = sum(size for link, size in sent if _is_far(rank, link))
+
+    def seconds(link: Link, size: float) -> float:
+        within = machine.seconds(size, 1, 0)
+        return machine.message + (max(within, machine.seconds(0, 0, size)) if _is_far(rank, link) else within)
+
+    attention = rank.attention(backward).attention_s
+    waited = _waited(steps, attention / algorithm.ring, moved, summed, seconds)
+    e, w = layer.number_bytes, rank.wide
+    rows = rank.tokens * algorithm.ulysses * max(rank.heads[0]) * (CAUSAL_ROWS if layer.causal else 1)
+    added = rows * rank.widths[0] + rank.block if backward else rows * rank.widths[1]
+    # Read and written: a part, the same made wide, and the sum.
+    copies = (algorithm.ring - 1) * added * (e + 4 * w) / machine.memory
+    return Pass(sum(size for _, size in sent) - far, far, len(sent), exposed_s=waited, copy_s=copies)
+
+
+def _is_far(rank: _Rank, link: Link) -> bool:
+    """Whether a hop of some rank goes to another node."""
+    reach = rank.algorithm.ulysses * rank.algorithm.inner if link == "inner" else rank.algorithm.size
+    return rank.near % reach != 0
+
+
+def _sent(steps: Sequence[Step], moved: float, summed: float) -> Iterable[tuple[Link, float]]:
+    """Link and size of each message that is not empty."""
+    for step in steps:
+        if moved:
+            yield from ((hop.link, moved) for hop in step.hops)
+        if summed and step.gradient:
+            yield step.gradient.link, summed
+
+
+def _waited(
+    steps: Sequence[Step], step_s: float, moved: float, summed: float, seconds: Callable[[Link, float], float]
+) -> float:
+    """Seconds a rank waits, where all do the same at the same time; a link carries one message after the other."""
+    now, there, free = 0.0, {0: 0.0}, dict.fromkeys(("inner", "outer", "home"), 0.0)
+    coming, home = 0.0, [0.0]
+
+    def send(link: Link, size: float) -> float:
+        free[link] = max(now, free[link]) + seconds(link, size)
+        return free[link]
+
+    for step in steps:
+        now = max(now, there.get(step.source, 0.0))
+        if moved:
+            there |= {hop.received: send(hop.link, moved) for hop in step.hops}
+        now += step_s
+        if summed and step.adds:
+            now = max(now, coming)
+        if summed and step.gradient:
+            coming = send(step.gradient.link, summed)
+            home += [coming] * (step.gradient.received == 0)
+    return max(now, *home) - step_s * len(steps)

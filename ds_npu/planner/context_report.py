@@ -1,0 +1,92 @@
+"""The part of ``ds_npu check`` about context parallelism: the algorithm, and what each one is estimated to cost."""
+
+from __future__ import annotations
+
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ds_npu.config.check import Checked
+from ds_npu.config.context_algorithm import ContextAlgorithm
+from ds_npu.config.context_parallel import ContextParallelSection, algorithms
+from ds_npu.planner.context_choice import Candidate, choose, choose_for, described, estimated, refusals
+from ds_npu.planner.context_cost import Cost, Layer
+from ds_npu.planner.machine import MACHINES, Machine
+from ds_npu.planner.model_file import attention_of
+
+SHOWN = 12
+"""Candidates that are written out."""
+MIB = 2**20
+
+
+def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
+    """Nothing without a context axis. Raises ConfigError where the model's heads or the sequence leave no algorithm."""
+    degrees, section = checked.degrees, checked.config.context_parallel
+    if degrees.cp == 1:
+        return
+    left = algorithms(section, degrees.cp)
+    title = f"Context parallelism over {degrees.cp} ranks:"
+    wanted = {"--model PATH": arguments.model, "--sequence-length N": arguments.sequence_length}
+    if missing := [option for option, value in wanted.items() if value is None]:
+        known = f"{described(left[0])}, as given" if len(left) == 1 else "the algorithm is chosen by estimates"
+        yield from ("", f"{title} {known}; to see estimates, say {' and '.join(missing)}")
+        return
+    samples = checked.batch.micro or 1
+    layer = Layer(attention_of(arguments.model), arguments.sequence_length, samples, _number_bytes(ds_config))
+    machine = MACHINES[arguments.machine]
+    choice = choose_for(section, layer, degrees, machine)
+    how = f"chosen: {choice.reason}" if len(left) > 1 else "as given"
+    yield from ("", f"{title} {described(choice.algorithm)} ({how})", *_assumptions(layer, machine))
+    # All of them, whatever was given: that one is among them.
+    open_section = ContextParallelSection(kv_cache=section.kv_cache)
+    found = algorithms(open_section, degrees.cp)
+    every = choice if found == left else choose(estimated(found, layer, degrees, machine)) or choice
+    yield from _table([each for each in every.candidates if each.cost], choice.algorithm)
+    for refusal in refusals(every.candidates):
+        yield from textwrap.wrap(f"Not possible: {refusal}", 116, initial_indent="    ", subsequent_indent="      ")
+
+
+def _number_bytes(ds_config: dict[str, Any]) -> int:
+    """Of an activation; "auto" is taken for 16 bits."""
+    parts = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
+    return 2 if any(isinstance(part, dict) and part.get("enabled") for part in parts) else 4
+
+
+def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
+    speeds = [
+        f"{machine.node} ranks a node, {machine.port / 1e9:.0f} GB/s to all of them together",
+        f"{machine.link / 1e9:.0f} GB/s to one of them",
+        f"{machine.network / 1e9:.1f} GB/s to other nodes",
+        f"{machine.memory / 1e9:,.0f} GB/s of memory",
+        f"{machine.attention / 1e12:.0f} TFLOP/s in attention",
+        f"{machine.call * 1e6:.0f} us a kernel",
+        f"{machine.message * 1e6:.0f} us a message",
+    ]
+    size = "1 sample" if layer.samples == 1 else f"{layer.samples} samples"
+    text = (
+        f"Estimated, not measured: what one causal layer ({layer.shape}; {size} of {layer.length:,} tokens, "
+        f"{layer.number_bytes} bytes a number) costs a rank, forward and backward. "
+        f"Assumed of an {machine.name}: {', '.join(speeds)}."
+    )
+    yield from textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent="  ")
+
+
+def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator[str]:
+    """A row for each, the fastest first; of many, the first ones and the one that is taken."""
+    yield f"{'':<36}    total attention  exposed  copying   MiB to   MiB to               MiB      MiB"
+    yield f"{'':<36}       ms        ms  wait ms       ms the node   others messages     kept  buffers"
+    for index, each in enumerate(candidates):
+        if each.cost and (index < SHOWN or each.algorithm == taken):
+            mark = "*" if each.algorithm == taken else " "
+            yield f"  {mark} {each!s:<32}{_row(each.cost)}"
+    if len(candidates) > SHOWN:
+        yield f"    and {len(candidates) - SHOWN} that are slower"
+
+
+def _row(cost: Cost) -> str:
+    both = cost.both
+    milliseconds = [1e3 * seconds for seconds in (cost.seconds, both.attention_s, both.exposed_s, both.copy_s)]
+    times = "{:>9.2f}{:>10.2f}{:>9.2f}{:>9.2f}".format(*milliseconds)
+    sent = f"{both.near_bytes / MIB:>9,.0f}{both.far_bytes / MIB:>9,.0f}{both.messages:>9}"
+    return f"{times}{sent}{cost.kept_bytes / MIB:>9,.0f}{cost.working_bytes / MIB:>9,.0f}"

@@ -1,6 +1,6 @@
 """Runs a function on every rank of a small world: forkserver, one thread a rank, never longer than a deadline.
 
-The forkserver imports torch and DeepSpeed once; a world of ranks then starts in a fraction of a second.
+The forkserver imports what they need once (``preloaded``).
 """
 
 from __future__ import annotations
@@ -19,20 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEADLINE_S = 180.0
-PRELOAD = [
-    "ds_npu",
-    "torch",
-    "torch.distributed.device_mesh",
-    "torch.fx.experimental.symbolic_shapes",
-    "pydantic",
-    "hypothesis",
-    "pytest",
-    "deepspeed",
-    "ranks",
-    "tiny_models",
-]
 
-multiprocessing.set_forkserver_preload(PRELOAD)
+multiprocessing.set_forkserver_preload(["ds_npu", "hypothesis", "pytest", "deepspeed", "ranks", "preloaded"])
 
 
 @dataclass(frozen=True)

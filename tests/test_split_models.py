@@ -9,6 +9,8 @@ from ranks import run_on_ranks
 from split_models import LENGTH, agree, close, first_fast, pair
 from torch.nn import functional
 
+from ds_npu.parallel.tensor.shard_access import ShardAccessError, using_shards
+
 pytestmark = pytest.mark.slow
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
@@ -23,7 +25,10 @@ def whole_logits(family: str, sequence_parallel: bool) -> None:
         part = both.model(input_ids=tokens, labels=tokens)
         expected = both.plain(input_ids=tokens, labels=tokens)
         start, stop = 64 * both.topology.rank("tp") // 2, 64 * (both.topology.rank("tp") + 1) // 2
-        close(part.logits, expected.logits[..., start:stop], "part")
+        with pytest.raises(ShardAccessError, match="logits of 64 words"):
+            close(part.logits, expected.logits[..., start:stop])
+        with using_shards():
+            close(part.logits, expected.logits[..., start:stop], "part")
         close(part.loss, expected.loss, "loss in training")
         close(both.model(input_ids=tokens).logits, both.plain(input_ids=tokens).logits, "no labels")
         some = {"input_ids": tokens, "logits_to_keep": 3}

@@ -4,7 +4,7 @@
 
 Ranks on the CPU (gloo), one thread each. Times are those of two ranks on two cores: both do their part, then one of
 them does all of it while the other waits, forth and back in one run; a ratio is that of one cycle. What messages cost
-on the links of NPUs this does not say; tests/test_context_bytes.py holds their size to what an algorithm needs.
+on the links of NPUs this does not say; tests/ranks/test_context_bytes.py holds their size to what an algorithm needs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def name_of(algorithm: ContextAlgorithm) -> str:
 
 def from_tests(module: str) -> Any:
     """What the tests count with."""
-    sys.path.append(str(turns.ROOT / "tests"))
+    sys.path.append(str(turns.ROOT / "tests" / "support"))
     return importlib.import_module(module)
 
 

@@ -8,8 +8,9 @@ import sys
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
-sys.path.insert(0, os.path.dirname(__file__))
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "support"))
 
+import matrix
 from hypothesis import settings
 
 import ds_npu
@@ -18,3 +19,7 @@ assert ds_npu.__version__
 # The machines of CI are shared: how long an example takes says nothing.
 settings.register_profile("ds_npu", deadline=None)
 settings.load_profile("ds_npu")
+
+
+def pytest_report_header() -> str:
+    return matrix.header()

@@ -1,7 +1,7 @@
 """What DeepSpeed's closed sections accept, judged without DeepSpeed (which imports torch).
 
 ``deepspeed_versions`` has a file for each supported version, written from its models by ``python
-tests/deepspeed_schema.py``; tests compare the installed version's file and its verdicts with DeepSpeed's own.
+tests/support/deepspeed_schema.py``; tests compare the installed version's file and its verdicts with DeepSpeed's own.
 """
 
 from __future__ import annotations

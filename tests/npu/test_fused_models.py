@@ -1,10 +1,6 @@
 """Hugging Face models with every fused operator on an NPU: which kernels a training step runs, and what it computes."""
 
-import sys
 from collections import Counter
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 import tiny_models

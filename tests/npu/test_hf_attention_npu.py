@@ -1,15 +1,10 @@
 """Hugging Face models with ds_npu's attention on NPUs: one kernel for each layer and pass, no mask of the length."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch_npu
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from tiny_models import Float64, tiny
 
 from ds_npu.models.attention_function import use_attention

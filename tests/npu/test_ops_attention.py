@@ -1,15 +1,10 @@
 """Attention's kernel, through torch_npu: as near to float64 as PyTorch's own, in every layout and with every mask."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch_npu
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from attention_formula import attention_formula, hidden_by_band, hidden_by_documents
 
 from ds_npu.ops.attention import (

@@ -1,0 +1,102 @@
+"""An error that is another rank's end is followed by a sentence that says so, and any other error by none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_npu.engine.lost_ranks import explanation
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).parents[1] / "support" / "dying_script.py"
+GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:"
+ENDED = {
+    f"{GLOO}553] Connection closed by peer [127.0.0.1]:55983. This is typically caused by a remote worker crashing": (
+        "Connection closed by peer [127.0.0.1]:55983"
+    ),
+    f"{GLOO}537] Read error [::1]:11435: Connection reset by peer. This is typically": "Connection reset by peer",
+    f"{GLOO}300] writev: Broken pipe": "Broken pipe",
+    "failed to recv, got 0 bytes. Failed to recv, got 0 bytes. Connection was likely closed": "Failed to recv",
+    "simulated NPU 0 stopped: communicator group_name_0, rank 0: rank 1 (pid 7) has exited; this rank waits": (
+        "rank 1 (pid 7) has exited"
+    ),
+}
+WAITED = {
+    "[unbound_buffer.cc:89] Timed out waiting 60000ms for recv operation to complete": "Timed out waiting 60000ms",
+    "EI0002: The wait execution of the Notify register times out": "EI0002",
+}
+
+
+@pytest.mark.parametrize("text", ENDED)
+def test_a_rank_that_ended_is_named_as_the_cause(text, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    said = explanation(RuntimeError(text))
+    assert said.startswith("rank 3 of 8 stopped because another rank ended first")
+    assert ENDED[text] in said and "What to do: find the first error in the logs of the other ranks" in said
+
+
+@pytest.mark.parametrize("text", WAITED)
+def test_a_rank_that_is_late_is_another_matter(text):
+    said = explanation(RuntimeError(text))
+    assert WAITED[text] in said and "which one hangs" in said
+
+
+def test_a_cause_counts():
+    error = ValueError("in the script")
+    error.__cause__ = RuntimeError("Connection closed by peer [10.0.0.1]:1")
+    assert "another rank ended first" in explanation(error)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("size mismatch"), ConnectionResetError("Connection reset by peer"), KeyboardInterrupt()]
+)
+def test_other_errors_are_left_alone(error):
+    assert explanation(error) is None
+
+
+def test_the_error_itself_is_shown_first(tmp_path):
+    code = (
+        "import sys; from ds_npu.engine.lost_ranks import explain_lost_ranks\n"
+        "explain_lost_ranks(); explain_lost_ranks()\n"
+        "raise RuntimeError('Connection closed by peer [127.0.0.1]:5' if sys.argv[1] == 'lost' else 'mine')"
+    )
+    for word, extra in (("lost", 1), ("mine", 0)):
+        run = [sys.executable, "-c", code, word]
+        done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=ROOT, timeout=100)
+        lines = done.stderr.splitlines()
+        assert done.returncode == 1 and lines[0].startswith("Traceback")
+        assert lines[-1 - extra].startswith("RuntimeError: ")
+        assert sum("[ds_npu] ERROR: rank" in line for line in lines) == extra
+
+
+def ended(where: str, port: int, environ: dict[str, str]) -> str:
+    """What the survivor of two ranks has on its screen; the other is killed in ``where``."""
+    ranks = []
+    for rank in range(2):
+        mine = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        mine |= {"MASTER_PORT": f"{port}", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+        command = [sys.executable, str(SCRIPT), where]
+        ranks.append(
+            subprocess.Popen(
+                command, env=os.environ | environ | mine, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+            )
+        )
+    survivor, victim = (rank.communicate(timeout=200)[1].decode() for rank in ranks)
+    assert ranks[1].returncode == -signal.SIGKILL, victim
+    assert ranks[0].returncode == 1, survivor
+    return survivor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward", "step", "save"])
+def test_the_survivor_of_a_killed_rank(where):
+    places = ["forward", "backward", "step", "save"]
+    said = ended(where, 29760 + places.index(where), {"DS_ACCELERATOR": "cpu"}).splitlines()
+    assert said[-1].startswith("[ds_npu] ERROR: rank 0 of 2 stopped because another rank ended first")
+    assert any("RuntimeError: " in line for line in said[:-1])

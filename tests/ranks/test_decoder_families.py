@@ -1,0 +1,86 @@
+"""Each decoder of transformers, over tensor ranks, with sequence shards, and over context ranks: exact, or refused.
+
+The corners are families that differ, and those that were wrong once.
+"""
+
+from __future__ import annotations
+
+import decoder_families as families
+import pytest
+from matrix import matrix
+from ranks import run_on_ranks
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+SETTINGS = {"tensor": (2, False), "sequence": (2, True), "context": (1, False)}
+"""Tensor ranks, and whether activations are sharded between their regions."""
+OPT = {"model.decoder.layers.*.fc1": "column", "model.decoder.layers.*.fc2": "row"}
+BLOOM = {
+    "transformer.h.*.self_attention.query_key_value": "query_key_value",
+    "transformer.h.*.self_attention.dense": "attention_output",
+    "transformer.h.*.mlp": "mlp",
+    "transformer.h.*.mlp.dense_h_to_4h": "up",
+    "transformer.h.*.mlp.dense_4h_to_h": "down",
+}
+MPT = {
+    "transformer.blocks.*.attn": "attention",
+    "transformer.blocks.*.attn.Wqkv": "query_key_value",
+    "transformer.blocks.*.attn.out_proj": "attention_output",
+    "transformer.blocks.*.ffn": "mlp",
+    "transformer.blocks.*.ffn.up_proj": "up",
+    "transformer.blocks.*.ffn.down_proj": "down",
+}
+EXACT, STATE = "exact", "layers with a state"
+CASES: list[tuple[str, str, dict[str, str], str]] = [
+    # Nobody needs a tensor plan to spread a sequence.
+    ("olmo2", "context", {}, EXACT),
+    ("phi", "context", {}, EXACT),
+    ("gpt_neox", "context", {}, EXACT),
+    ("opt", "context", {}, EXACT),
+    ("stablelm", "context", {}, EXACT),
+    ("starcoder2", "context", {}, EXACT),
+    ("nemotron", "context", {}, EXACT),
+    # Makes a mask of a window of 0, which no layer uses.
+    ("qwen2_moe", "context", {}, EXACT),
+    # The reason comes first, not a list of roles.
+    ("mamba", "context", {}, f"refused: ds_npu.parallel.context: MambaForCausalLM has {STATE}"),
+    ("jamba", "context", {}, f"refused: ds_npu.parallel.context: JambaForCausalLM has {STATE}"),
+    ("rwkv", "context", {}, f"refused: ds_npu.parallel.context: RwkvForCausalLM has {STATE}"),
+    ("llama4", "context", {}, "refused: ds_npu.parallel.context: Llama4ForCausalLM has chunked_attention"),
+    ("minimax", "context", {}, "refused: ds_npu.parallel.context: MiniMaxForCausalLM has linear_attention"),
+    ("bloom", "context", {}, "refused: BloomForCausalLM computes its attention itself"),
+    ("doge", "context", {}, "refused: ds_npu.parallel.context: DogeForCausalLM has no stack of blocks"),
+    # Hidden states without a sequence dim, and biases for all heads.
+    ("opt", "tensor", OPT, EXACT),
+    ("opt", "sequence", OPT, "refused: ds_npu.parallel.sequence_parallel: found hidden states"),
+    ("hy_v3", "sequence", {}, "refused: ds_npu.parallel.sequence_parallel: found hidden states"),
+    ("bloom", "tensor", BLOOM, "refused: BloomForCausalLM: transformer.h.0.self_attention is given alibi"),
+    ("bloom", "sequence", BLOOM, "refused: BloomForCausalLM: transformer.h.0.self_attention is given alibi"),
+    ("mpt", "tensor", MPT, "refused: MptForCausalLM: transformer.blocks.0.attn is given position_bias"),
+]
+
+
+def hold(cases: list[tuple[str, str, dict[str, str], str]]) -> None:
+    wrong = []
+    for kind, setting, globs, expected in cases:
+        found = families.outcome(kind, *SETTINGS[setting], globs)
+        if not found.startswith(expected):
+            wrong.append((kind, setting, found))
+    assert not wrong, wrong
+
+
+def test_families_that_differ():
+    run_on_ranks(2, hold, CASES)
+
+
+def every_setting(kind: str) -> None:
+    found = {name: families.outcome(kind, *setting) for name, setting in SETTINGS.items()}
+    bad = {name: each for name, each in found.items() if not each.startswith((EXACT, "refused", "one process"))}
+    assert not bad, (kind, bad)
+
+
+@pytest.mark.slow
+@matrix("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, drawn=3)
+def test_every_family_is_exact_or_refused(kind):
+    if not families.is_buildable(kind):
+        pytest.skip("no tiny model of it can be made from the sizes that all families share")
+    run_on_ranks(2, every_setting, kind, deadline_s=600.0)

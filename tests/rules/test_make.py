@@ -1,0 +1,152 @@
+"""Makefile and .ci/run with programs that only pretend: what is done when, and what is said when one is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# bash is named by its path in the Makefile.
+PROGRAMS = ("cat", "find", "mkdir", "rm", "chmod", "touch", "tail", "tee", "grep", "mktemp", "dirname", "env", "bash")
+
+# Makes a .venv whose python writes down what it is asked to install, and fails while there is a file "no-network".
+PYTHON = """#!/bin/bash
+case "$*" in
+    "-m venv .venv")
+        mkdir -p .venv/bin
+        echo '#!/bin/bash
+        [ ! -e no-network ] || exit 1
+        echo "$*" >>installed' >.venv/bin/python
+        chmod +x .venv/bin/python;;
+esac
+"""
+
+
+class Checkout:
+    """A folder with the Makefile, on a machine with few programs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.programs = folder / "programs"
+        self.folder = folder / "checkout"
+        self.programs.mkdir(parents=True)
+        self.folder.mkdir()
+        for name in PROGRAMS:
+            (self.programs / name).symlink_to(shutil.which(name))
+        self.add("g++", "#!/bin/bash\n")
+        self.add("python3", PYTHON)
+        for name in ("Makefile", "pyproject.toml", "setup.py"):
+            shutil.copy(ROOT / name, self.folder)
+
+    def add(self, program: str, text: str) -> None:
+        (self.programs / program).write_text(text)
+        (self.programs / program).chmod(0o755)
+
+    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(self.programs), "HOME": str(self.folder)}
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    def make_env(self) -> subprocess.CompletedProcess[str]:
+        return self.run(shutil.which("make"), "env")
+
+    def installed(self) -> list[str]:
+        """What was installed since the last time this was asked."""
+        log = self.folder / "installed"
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+LACKS = {
+    "compiler": ("g++", None, "no C++ compiler: install g++"),
+    "python": ("python3", None, "there is no python3 on PATH"),
+    "old python": (
+        "python3",
+        '#!/bin/bash\ncase "$*" in *version_info*) exit 1;; --version) echo Python 3.8.1;; esac\n',
+        "Python 3.8.1 is older than 3.10",
+    ),
+    "venv": ("python3", '#!/bin/bash\ncase "$*" in *ensurepip*) exit 1;; esac\n', "no venv module"),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_what_is_missing_is_said(checkout, lack):
+    program, text, said = LACKS[lack]
+    (checkout.programs / program).unlink()
+    if text:
+        checkout.add(program, text)
+    done = checkout.make_env()
+    assert done.returncode != 0 and said in done.stderr, done.stderr
+    assert not (checkout.folder / ".venv").exists()
+
+
+def test_torch_comes_first_and_nothing_twice(checkout):
+    done = checkout.make_env()
+    assert done.returncode == 0, done.stderr
+    first, second, third = checkout.installed()
+    assert first.endswith("torch==2.13.0") and second.endswith("torch==2.13.0 deepspeed==0.19.8")
+    assert "--editable .[examples,test]" in third
+    assert checkout.make_env().returncode == 0
+    assert checkout.installed() == []
+
+
+def test_an_install_cut_short_is_begun_anew(checkout):
+    (checkout.folder / "no-network").touch()
+    assert checkout.make_env().returncode != 0
+    (checkout.folder / ".venv" / "half").touch()
+    (checkout.folder / "no-network").unlink()
+    assert checkout.make_env().returncode == 0
+    assert len(checkout.installed()) == 3 and not (checkout.folder / ".venv" / "half").exists()
+
+
+@pytest.mark.parametrize("name", ["Makefile", "pyproject.toml", "setup.py"])
+def test_a_changed_file_brings_the_environment_up_to_date(checkout, name):
+    checkout.make_env()
+    checkout.installed()
+    (checkout.folder / ".venv" / "kept").touch()
+    later = (checkout.folder / ".venv" / "complete").stat().st_mtime + 10
+    os.utime(checkout.folder / name, (later, later))
+    assert checkout.make_env().returncode == 0
+    assert len(checkout.installed()) == 3 and (checkout.folder / ".venv" / "kept").exists()
+
+
+def test_an_environment_of_another_folder_is_not_used(checkout):
+    checkout.make_env()
+    checkout.installed()
+    (checkout.folder / ".venv" / "theirs").touch()
+    checkout.folder = checkout.folder.rename(checkout.folder.with_name("moved"))
+    assert checkout.make_env().returncode == 0
+    assert len(checkout.installed()) == 3 and not (checkout.folder / ".venv" / "theirs").exists()
+
+
+def test_the_lock_of_a_killed_build_is_removed(checkout):
+    lock = checkout.folder / ".torch_extensions" / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    (lock.parent / "cpu_adam.so").touch()
+    assert checkout.run(shutil.which("make"), "unlock").returncode == 0
+    assert [path.name for path in lock.parent.iterdir()] == ["cpu_adam.so"]
+
+
+CLOSING = "=== 1 {} in 137.29s (0:02:17) ==="
+
+
+@pytest.mark.parametrize(("status", "word"), [(0, "passed"), (2, "failed")])
+def test_ci_ends_with_pytests_closing_line(checkout, status, word):
+    closing = CLOSING.format(word)
+    make = f'#!/bin/bash\necho "asked: $*"\necho "{closing}"\n'
+    checkout.add("make", make + (f"echo 'make: *** Error 1' >&2\nexit {status}\n" if status else ""))
+    done = checkout.run(ROOT / ".ci" / "run")
+    assert done.returncode == status
+    assert done.stdout.splitlines()[-1] == closing
+    assert done.stdout.startswith("asked: ") and done.stdout.splitlines()[0].split()[-1] == "test"

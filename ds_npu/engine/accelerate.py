@@ -6,7 +6,6 @@ With DeepSpeed it is the Hugging Face Trainer's way to data, too. Read in accele
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,11 +62,11 @@ def gather_for_metrics(original: Function) -> Function:
             return tree_map(of_data_ranks, gather(data))
 
         # What it then leaves out of the last batch, it counts in samples.
-        vars(self)["gather"] = gather_once
+        self.gather = gather_once
         try:
             return original(self, *args, **kwargs)
         finally:
-            del vars(self)["gather"]
+            del self.gather
 
     return gathered
 
@@ -76,8 +75,9 @@ def get_state_dict(original: Function) -> Function:
     @functools.wraps(original)
     def whole(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if self.distributed_type == "DEEPSPEED":
-            weights = importlib.import_module("ds_npu.engine.weights")
-            if isinstance(model, weights.WholeWeights) and model.is_split:
+            from ds_npu.engine.weights import WholeWeights
+
+            if isinstance(model, WholeWeights) and model.is_split:
                 return model.whole_state_dict()
         return original(self, model, *args, **kwargs)
 
@@ -86,15 +86,18 @@ def get_state_dict(original: Function) -> Function:
 
 def _degrees() -> Degrees | None:
     """The grid of this process's Accelerator, if its config has the section and some of its ranks share samples."""
-    state = importlib.import_module("accelerate.state")
-    plugin = state.AcceleratorState().deepspeed_plugin if state.is_initialized() else None
+    from accelerate.state import AcceleratorState, PartialState, is_initialized
+
+    plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
     # On the CPU accelerate may take each process for the only one, and then shares out nothing.
-    if plugin is None or not dist.is_initialized() or state.PartialState().backend is None:
+    if plugin is None or not dist.is_initialized() or PartialState().backend is None:
         return None
     config = with_section(plugin.deepspeed_config)
     if config is None:
         return None
-    _, degrees = importlib.import_module("ds_npu.engine.session").validate(config)
+    from ds_npu.engine.session import validate
+
+    _, degrees = validate(config)
     return degrees if degrees.dp < degrees.world_size else None
 
 
@@ -105,13 +108,14 @@ def _data_ranks_for_processes() -> Iterator[None]:
         yield
         return
     # The second is made of the first whenever it is asked for.
-    state = importlib.import_module("accelerate.state")
-    kept = [vars(kind()) for kind in (state.PartialState, state.AcceleratorState)]
-    before = [each["num_processes"] for each in kept]
-    for each in kept:
-        each["num_processes"] = degrees.dp
+    from accelerate.state import AcceleratorState, PartialState
+
+    states = [PartialState(), AcceleratorState()]
+    before = [each.num_processes for each in states]
+    for each in states:
+        each.num_processes = degrees.dp
     try:
         yield
     finally:
-        for each, count in zip(kept, before, strict=True):
-            each["num_processes"] = count
+        for each, count in zip(states, before, strict=True):
+            each.num_processes = count

@@ -6,7 +6,6 @@ every process: random states are read from it, and communicators are opened from
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -22,7 +21,10 @@ def use_own_device(arguments: Any = None) -> None:
     index, source = _own_index(arguments)
     accelerator = get_accelerator()
     if accelerator.device_name() == "npu":
-        importlib.import_module("ds_npu.accelerator.npu_accelerator").check_own_device(index, source)
+        # It imports torch_npu.
+        from ds_npu.accelerator.npu_accelerator import check_own_device
+
+        check_own_device(index, source)
     if index >= 0:
         accelerator.set_device(index)
 

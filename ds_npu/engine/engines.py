@@ -64,7 +64,8 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
         attach_hooks_again(model)
         if protect_shards(model, self.topology):
             # Optimizers of the client's own know what they are given.
-            vars(self)["_take_model_step"] = using_shards()(self._take_model_step)  # type: ignore[attr-defined]
+            engine: Any = self
+            engine._take_model_step = using_shards()(engine._take_model_step)
         if not is_pipeline:
             check_first_batch(model, self.topology)
         remove_gradient_buffers(model)
@@ -151,7 +152,7 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
 def _shard_over(group: Any, model: nn.Module) -> None:
     """ZeRO-3 shards each parameter over the group it carries, and else over the mpu's dp group, which lacks cp."""
     for parameter in model.parameters():
-        vars(parameter)["ds_zero_partition_process_group"] = group
+        parameter.ds_zero_partition_process_group = group  # type: ignore[attr-defined]
 
 
 def _replicated_weights(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -2,12 +2,14 @@
 
 Each takes the original and returns its replacement, which calls the original; without the section in the config, or
 without an NPU, the replacement does what the original does.
+
+DeepSpeed's scripts that have no section load this module and nothing else of the engine: what a section needs is
+imported where it is needed.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
 from collections.abc import Callable
@@ -24,13 +26,11 @@ from ds_npu.engine.patches import FAILED
 Function = Callable[..., Any]
 
 
-def _session() -> Any:
-    return importlib.import_module("ds_npu.engine.session")
-
-
 def npu_accelerator(original: type) -> type:
     """DeepSpeed imports its NPU accelerator only where it has chosen it."""
-    accelerator: type = importlib.import_module("ds_npu.accelerator.npu_accelerator").over(original)
+    from ds_npu.accelerator.npu_accelerator import over
+
+    accelerator = over(original)
     take_over(original, accelerator)
     return accelerator
 
@@ -40,7 +40,9 @@ def init_distributed(original: Function) -> Function:
     def checked_init_distributed(*args: Any, **kwargs: Any) -> Any:
         config = announced()
         if config is not None and not dist.is_initialized():
-            _session().validate(config)
+            from ds_npu.engine.session import validate
+
+            validate(config)
         return original(*args, **kwargs)
 
     return checked_init_distributed
@@ -55,11 +57,13 @@ def initialize(original: Function) -> Function:
         given = signature.bind(*args, **kwargs).arguments
         config = with_section(_config_in(given))
         if config is not None:
+            from ds_npu.engine.session import validate
+
             if FAILED:
                 raise RuntimeError("the config asks for ds_npu, which cannot run here:\n  " + "\n  ".join(FAILED))
             if given.get("mpu") is not None:
                 raise ValueError("initialize(mpu=...): found one, and a ds_npu section, which makes its own; pass none")
-            _session().validate(config, _stages(given.get("model")))
+            validate(config, _stages(given.get("model")))
         return original(*args, **kwargs)
 
     return checked_initialize
@@ -67,8 +71,9 @@ def initialize(original: Function) -> Function:
 
 def _refuse_idle_npus() -> None:
     """Raise RuntimeError where training would take the CPU although the machine has NPUs, which nobody asked for."""
-    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    if accelerator.device_name() != "cpu" or "DS_ACCELERATOR" in os.environ or not ascend_hardware_present():
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu" or "DS_ACCELERATOR" in os.environ or not ascend_hardware_present():
         return
     lack = torch_npu_importable()
     if lack is not None:
@@ -82,13 +87,14 @@ def _config_in(given: dict[str, Any]) -> Any:
     """The config where initialize() looks for it: its own arguments, else the parsed command line's."""
     config = given.get("config") or given.get("config_params")
     arguments = given.get("args")
-    return config if config is not None or arguments is None else vars(arguments).get("deepspeed_config")
+    return config if config is not None or arguments is None else getattr(arguments, "deepspeed_config", None)
 
 
 def _stages(model: Any) -> int | None:
     """The pipeline ranks of a PipelineModule (a DualPipeVModule has twice as many stages), None for another model."""
-    module = importlib.import_module("deepspeed.runtime.pipe.module")
-    return int(model.topology().get_dim("pipe")) if isinstance(model, module.PipelineModule) else None
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    return int(model.topology().get_dim("pipe")) if isinstance(model, PipelineModule) else None
 
 
 def deepspeed_config_init(original: Function) -> Function:
@@ -97,9 +103,12 @@ def deepspeed_config_init(original: Function) -> Function:
         found = with_section(config)
         self.ds_npu = None
         if found is not None and dist.is_initialized():
-            grids = importlib.import_module("deepspeed.runtime.pipe.topology")
-            stages = mpu.pipe_parallel_size if isinstance(mpu, grids.PipelineParallelGrid) else None
-            self.ds_npu = _session().open_session(found, stages)
+            from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+            from ds_npu.engine.session import open_session
+
+            stages = mpu.pipe_parallel_size if isinstance(mpu, PipelineParallelGrid) else None
+            self.ds_npu = open_session(found, stages)
             # Which axes split the model does not matter here: only the data axes are asked for.
             mpu, mesh_device = mpu_of(self.ds_npu.topology, WHOLE_ON_EACH_STAGE), None
         original(self, config, mpu, mesh_device)
@@ -110,8 +119,10 @@ def deepspeed_config_init(original: Function) -> Function:
 def engine_new(original: Function) -> Function:
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config_class")
-        if config is not None and vars(config).get("ds_npu") is not None:
-            cls = importlib.import_module("ds_npu.engine.engines").ENGINES.get(cls, cls)
+        if getattr(config, "ds_npu", None) is not None:
+            from ds_npu.engine.engines import ENGINES
+
+            cls = ENGINES.get(cls, cls)
         return original(cls)
 
     return new
@@ -125,7 +136,9 @@ def pipeline_grid(original: type) -> Function:
         config = announced()
         if config is None:
             return original(topology=topology, process_group=process_group)
-        return importlib.import_module("ds_npu.engine.grid").ContextGrid(config, topology, process_group)
+        from ds_npu.engine.grid import ContextGrid
+
+        return ContextGrid(config, topology, process_group)
 
     return grid
 
@@ -135,28 +148,36 @@ def zero_init(original: Function) -> Function:
     def init(self: Any, module: Any = None, data_parallel_group: Any = None, *args: Any, **kwargs: Any) -> None:
         config = with_section(kwargs.get("config_dict_or_path") or kwargs.get("config"))
         if config is not None and data_parallel_group is None and dist.is_initialized():
-            importlib.import_module("ds_npu.engine.device").use_own_device()
-            data_parallel_group = _session().open_session(config).topology.group("dp", "cp")
+            from ds_npu.engine.device import use_own_device
+            from ds_npu.engine.session import open_session
+
+            use_own_device()
+            data_parallel_group = open_session(config).topology.group("dp", "cp")
         original(self, module, data_parallel_group, *args, **kwargs)
 
     return init
 
 
 def installed_cann_path(original: Function) -> Function:
-    return functools.wraps(original)(importlib.import_module("ds_npu.engine.report").installed_cann_path)
+    from ds_npu.engine.report import installed_cann_path as ours
+
+    return functools.wraps(original)(ours)
 
 
 def report_main(original: Function) -> Function:
     @functools.wraps(original)
     def main(*args: Any, **kwargs: Any) -> None:
-        ours = importlib.import_module("ds_npu.engine.report")
-        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+        from deepspeed.accelerator import get_accelerator
+
+        from ds_npu.engine.report import feature_lacks, report, show_installed_operators
+
+        accelerator = get_accelerator()
         if accelerator.device_name() == "npu":
-            ours.show_installed_operators()
+            show_installed_operators()
             with accelerator.describing():
                 original(*args, **kwargs)
         else:
             original(*args, **kwargs)
-        ours.report(features=ours.feature_lacks())
+        report(features=feature_lacks())
 
     return main

@@ -34,9 +34,9 @@ def mpu_of(topology: Topology, model_axes: tuple[Axis, ...]) -> SimpleNamespace:
     """
     mpu = SimpleNamespace()
     for word, axes in {**AXES_OF, "model_parallel": model_axes}.items():
-        vars(mpu)[f"get_{word}_world_size"] = partial(topology.size, *axes)
-        vars(mpu)[f"get_{word}_rank"] = partial(topology.rank, *axes)
-        vars(mpu)[f"get_{word}_group"] = partial(topology.group, *axes)
-        vars(mpu)[f"get_{word}_group_ranks"] = partial(topology.ranks, *axes)
+        setattr(mpu, f"get_{word}_world_size", partial(topology.size, *axes))
+        setattr(mpu, f"get_{word}_rank", partial(topology.rank, *axes))
+        setattr(mpu, f"get_{word}_group", partial(topology.group, *axes))
+        setattr(mpu, f"get_{word}_group_ranks", partial(topology.ranks, *axes))
     mpu.get_tensor_model_parallel_src_rank = lambda: topology.ranks("tp")[0]
     return mpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
@@ -12,6 +11,7 @@ from typing import Any, TextIO
 from ds_npu import capability
 from ds_npu.config.sections import PLANNED, DsNpuConfig
 from ds_npu.features.driver import FEATURES
+from ds_npu.ops.all import report as operator_report
 
 # ds_report's own colours and columns (deepspeed/env_report.py).
 GREEN, YELLOW, END = "\033[92m", "\033[93m", "\033[0m"
@@ -62,8 +62,10 @@ def installed_operators(installed: Mapping[str, bool], built_for: str) -> dict[s
 
 def show_installed_operators() -> None:
     """Put ``installed_operators`` where ds_report reads it, which counts them for the accelerator it names only."""
-    report: Any = importlib.import_module("deepspeed.env_report")
-    versions: Any = importlib.import_module("deepspeed.git_version_info")
+    # Not at the top: this module is imported while DeepSpeed's report is.
+    from deepspeed import env_report as report
+    from deepspeed import git_version_info as versions
+
     report.installed_ops.update(installed_operators(report.installed_ops, report.accelerator_name))
     report.accelerator_name = versions.accelerator_name = "npu"
 
@@ -155,9 +157,8 @@ def _operator_lines() -> Iterator[str]:
 
 
 def _kernel_lines() -> Iterator[str]:
-    operators: Any = importlib.import_module("ds_npu.ops.all")
     said = capability.torch_npu_importable()
-    for name, reason in operators.report():
+    for name, reason in operator_report():
         yield from _answer(name, ["see NPUs above" if said and reason == str(said) else reason] if reason else [])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -16,11 +15,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-
-
-def _saving() -> Any:
-    """Imported when it is needed: it imports transformers."""
-    return importlib.import_module("ds_npu.checkpoint.saving")
 
 
 class WholeWeights:
@@ -49,8 +43,10 @@ class WholeWeights:
         model, tensor_group = self.module, self.topology.group("tp")
         gather = _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
         if all(self.topology.rank(axis) == 0 for axis in ("pp", "dp", "cp")):
-            weights: dict[str, torch.Tensor] = _saving().whole_state_dict(model, tensor_group, gather=gather)
-            return weights
+            # It imports transformers, which need not be installed.
+            from ds_npu.checkpoint.saving import whole_state_dict
+
+            return whole_state_dict(model, tensor_group, gather=gather)
         if gather is _gathered and self.topology.rank("pp") == 0:
             # ZeRO-3 gathers over dp x cp, whose other ranks take part and keep nothing.
             for parameter in {id(each): each for each in model.state_dict(keep_vars=True).values()}.values():
@@ -64,7 +60,9 @@ class WholeWeights:
 
         Raises RuntimeError on every rank where global rank 0 could not write; ``folder`` is then as it was.
         """
-        self._write(lambda weights: _saving().save_pretrained(self.module, Path(folder), weights), folder)
+        from ds_npu.checkpoint.saving import save_pretrained
+
+        self._write(lambda weights: save_pretrained(self.module, Path(folder), weights), folder)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -3,6 +3,7 @@
 #   make env      the environment              make check    linters and the fast tests
 #   make demo     train on 2 NPUs              make test     linters and all tests
 #   make bench    measure                      make clean    remove what make made
+#   make exhaustive   linters and every case of every test, hours
 #
 # PYTHON=python3.12 make env chooses the interpreter. Without NPUs in the machine, simulated ones take their place.
 
@@ -28,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: env demo check test bench clean lint fast whole unlock moved
+.PHONY: env demo check test exhaustive bench clean lint fast whole unlock moved
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -65,6 +66,9 @@ demo: $(STAMP) unlock
 	$(ON_NPUS) deepspeed --num_gpus 2 $(DEMO)
 
 check: lint fast
+
+exhaustive: export EXHAUSTIVE := 1
+exhaustive: lint whole
 
 test: lint whole
 

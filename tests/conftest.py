@@ -11,6 +11,7 @@ os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "support"))
 
 import matrix
+import pytest
 from hypothesis import settings
 
 import ds_npu
@@ -23,3 +24,11 @@ settings.load_profile("ds_npu")
 
 def pytest_report_header() -> str:
     return matrix.header()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if matrix.is_exhaustive() or any("[" in argument for argument in config.args):
+        return
+    left_out = matrix.left_out(items)
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]

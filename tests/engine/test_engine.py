@@ -124,6 +124,7 @@ def saved_and_resumed(stage: int, parallel: dict[str, int], folder: str) -> None
     assert trained(other, 2) == after
 
 
+@pytest.mark.matrix(corners=2, drawn=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(

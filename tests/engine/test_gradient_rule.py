@@ -72,6 +72,7 @@ def cases():
             yield pytest.param(world, dtype, id=f"{world} {dtype}", marks=() if quick else pytest.mark.slow)
 
 
+@pytest.mark.matrix(corners=3, drawn=2)
 @pytest.mark.parametrize(("world", "dtype"), list(cases()))
 def test_one_step_is_that_of_one_process(world, dtype):
     run_on_ranks(WORLDS[world][0], all_stages, dtype, WORLDS[world][1])

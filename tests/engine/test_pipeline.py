@@ -117,6 +117,7 @@ def cases():
                 yield pytest.param(parallel, dtype, stage, tied, id=title, marks=marks)
 
 
+@pytest.mark.matrix(corners=3, drawn=2)
 @pytest.mark.parametrize(("parallel", "dtype", "stage", "tied"), list(cases()))
 def test_one_batch_is_that_of_one_process(tmp_path, parallel, dtype, stage, tied):
     config = rule.config(stage, dtype, {**parallel, "pipeline": STAGES})

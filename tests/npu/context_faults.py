@@ -1,6 +1,6 @@
 """Faults planted in what context-parallel attention sends: prints, for each, whether wrong numbers were seen.
 
-ds_npu sim --chaos 1 --devices 4 -- env PYTHONPATH=.:tests python tests/npu/context_faults.py
+ds_npu sim --chaos 1 --devices 4 -- env PYTHONPATH=.:tests/support python tests/npu/context_faults.py
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def values_body(name: str) -> None:
                 check(axis, case, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), RUNS)
 def test_values(world, name):
     run_on_ranks(world, values_body, name, backend="hccl")
@@ -43,6 +44,7 @@ def dropout_body(name: str) -> None:
             check(axis, case, dtype, kept, DROPOUT_P)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), RUNS)
 def test_both_passes_drop_the_same_weights(world, name):
     run_on_ranks(world, dropout_body, name, backend="hccl")

@@ -34,6 +34,7 @@ def step(family: str, section: dict, stage: int) -> None:
     assert max(errors.gradient, errors.norm) <= bound and errors.loss <= 4e-3, (errors, bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "stage"),
     [("llama", "ring", 1), ("qwen3", "ulysses", 3), ("mistral", "allgather", 2), ("gpt2", "chosen", 0)],
@@ -65,6 +66,7 @@ def batches(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring", "ulysses"])
 def test_batches(name):
     run_on_ranks(2, batches, name, backend="hccl")
@@ -76,7 +78,7 @@ def run_by_accelerate(folder: Path, ranks: int, section: dict[str, object] | Non
     path = folder / "config.json"
     path.write_text(json.dumps(config if section is None else config | {"ds_npu": section}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    search = f"{SCRIPT.parents[2]}:{SCRIPT.parents[1]}"
+    search = f"{SCRIPT.parents[2]}:{SCRIPT.parents[1] / 'support'}"
     done = subprocess.run(
         [*command, str(SCRIPT), str(path), str(folder)],
         capture_output=True,

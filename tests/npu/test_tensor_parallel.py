@@ -32,11 +32,13 @@ def step(family: str, section: dict, stage: int, fused_calls: int, changes: dict
     assert len(calls) == fused_calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
 def test_a_step(family):
     run_on_ranks(2, step, family, {"parallel": {"tensor": 2}}, 1, 0, {}, backend="hccl", sets_device=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_with_sequence_parallelism(stage):
     run_on_ranks(2, step, "qwen3", SEQUENCE, stage, 0, {}, backend="hccl", sets_device=False)

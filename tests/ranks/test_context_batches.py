@@ -84,6 +84,7 @@ def every_case(family: str, chosen: str, names: tuple[str, ...]) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.matrix(corners=1, drawn=2)
 @pytest.mark.parametrize(("family", "chosen"), [("mistral", "ring"), *(("llama", name) for name in ALGORITHMS)])
 def test_loss_and_gradients_of_every_batch(family, chosen):
     run_on_ranks(4 if chosen in ("hybrid", "double ring") else 2, every_case, family, chosen, tuple(CASES))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import decoder_families as families
 import pytest
-from matrix import matrix
 from ranks import run_on_ranks
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -79,7 +78,8 @@ def every_setting(kind: str) -> None:
 
 
 @pytest.mark.slow
-@matrix("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, drawn=3)
+@pytest.mark.matrix(drawn=2)
+@pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_every_family_is_exact_or_refused(kind):
     if not families.is_buildable(kind):
         pytest.skip("no tiny model of it can be made from the sizes that all families share")

@@ -35,6 +35,7 @@ def on_npus(ranks: int, settings: tuple[str, ...] = (), seed: int | None = None)
     return json.loads(simulated.printed(done)[-1])
 
 
+@pytest.mark.matrix(corners=1, drawn=0)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_are_those_of_the_cpu(ranks):
@@ -47,6 +48,7 @@ def test_losses_are_those_of_the_cpu(ranks):
         assert losses[-1] < losses[0] - 0.2, setting
 
 
+@pytest.mark.matrix(corners=0, drawn=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_losses_are_the_same_for_every_order_of_the_streams(seed):

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from ranks import run_on_ranks
-from safetensors.torch import load_file
-from trainer_runs import run_trainer
+from trainer_runs import run_trainer, same, weights_in
 
 pytestmark = pytest.mark.slow
 
@@ -26,14 +25,6 @@ LR = 0.01
 
 def batches(count: int) -> list[torch.Tensor]:
     return list(tiny_models.tokens(2 * count, 9).split(2))
-
-
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # ---- accelerate, in float64 ----

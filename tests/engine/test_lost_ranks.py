@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from dying_ranks import ended
 
 from ds_npu.engine.lost_ranks import explanation
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).parents[1] / "support" / "dying_script.py"
 GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:"
 ENDED = {
     f"{GLOO}553] Connection closed by peer [127.0.0.1]:55983. This is typically caused by a remote worker crashing": (
@@ -73,24 +71,6 @@ def test_the_error_itself_is_shown_first(tmp_path):
         assert done.returncode == 1 and lines[0].startswith("Traceback")
         assert lines[-1 - extra].startswith("RuntimeError: ")
         assert sum("[ds_npu] ERROR: rank" in line for line in lines) == extra
-
-
-def ended(where: str, port: int, environ: dict[str, str]) -> str:
-    """What the survivor of two ranks has on its screen; the other is killed in ``where``."""
-    ranks = []
-    for rank in range(2):
-        mine = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        mine |= {"MASTER_PORT": f"{port}", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
-        command = [sys.executable, str(SCRIPT), where]
-        ranks.append(
-            subprocess.Popen(
-                command, env=os.environ | environ | mine, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-            )
-        )
-    survivor, victim = (rank.communicate(timeout=200)[1].decode() for rank in ranks)
-    assert ranks[1].returncode == -signal.SIGKILL, victim
-    assert ranks[0].returncode == 1, survivor
-    return survivor
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A ring's attention on NPUs whose streams are recorded, twice: the first opens the communicators.
 
-    ds_npu sim --devices 4 --trace FOLDER -- env PYTHONPATH=.:tests/support python tests/npu/context_overlap.py WINDOW [late]
+    ds_npu sim --devices 4 --trace FOLDER -- env PYTHONPATH=.:tests/support python \
+        tests/npu/context_overlap.py WINDOW [late]
 
 ``late``: each message is handed to its stream after what should hide it.
 """

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from test_clients_saving import same, weights_in
-from test_lost_ranks import ended
-from trainer_runs import run_trainer
+from dying_ranks import ended
+from trainer_runs import run_trainer, same, weights_in
 
 
 def test_the_trainer_saves_a_split_model(tmp_path):

@@ -6,7 +6,7 @@ import math
 from unittest import mock
 
 import pytest
-import test_tensor_parallel
+import tensor_parallel_rule
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -106,7 +106,7 @@ def engine_body(family, targets):
         return adapted(family, targets).to(dtype)
 
     with mock.patch.object(tiny_models, "tiny", model):
-        test_tensor_parallel.steps(family, 2, (0, 1, 2, 3), torch.float64, {})
+        tensor_parallel_rule.hold_to_one_process(family, 2, (0, 1, 2, 3), torch.float64, {})
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_a_script_that_sets_no_device(tmp_path, road, stage, degrees):
         "--deepspeed_config",
         str(config),
         timeout=400,
-        PYTHONPATH=str(SCRIPT.parents[1]),
+        PYTHONPATH=str(SCRIPT.parents[1] / "support"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DeepSpeed trains on" not in done.stderr

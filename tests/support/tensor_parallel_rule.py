@@ -12,6 +12,9 @@ import torch.distributed as dist
 from gradient_rule import ACCUMULATION, CLIP, LR, MICRO
 from torch import nn
 
+EXACT = 1e-12
+SINGLE = 1e-6
+"""ZeRO keeps its masters, and most of its norms, in float32, whatever the model."""
 LENGTH = 10
 """A length that neither 4 ranks nor 3 divide."""
 
@@ -127,3 +130,27 @@ def shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     box = [weights]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def hold_to_one_process(
+    family: str, tensor: int, stages: tuple[int, ...], dtype: torch.dtype, changes: dict[str, object]
+) -> None:
+    """Hold every stage, with and without sequence parallelism, to one process."""
+    rule.without_extension()
+    dp = dist.get_world_size() // tensor
+    expected = reference(family, dp, dtype=torch.float64, start=dtype, **changes)
+    bound = None
+    if dtype == torch.bfloat16:
+        single = reference(family, dp, dtype=dtype, start=dtype, **changes)
+        bound = 2 * rule.relative(single.gradients, expected.gradients)
+    for sequence_parallel in (False, True) if tensor > 1 else (False,):
+        section = {"parallel": {"tensor": tensor, "sequence_parallel": sequence_parallel}}
+        for stage in stages:
+            errors = engine_step(family, stage, dtype, section, expected, **changes)
+            where = (family, tensor, sequence_parallel, stage, errors, bound)
+            if bound is not None:
+                assert max(errors.gradient, errors.norm) <= bound and errors.loss <= 4e-3, where
+                continue
+            assert errors.loss <= EXACT and errors.gradient <= EXACT, where
+            loose = EXACT if stage == 0 else SINGLE
+            assert errors.norm <= loose and errors.weight <= loose, where

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 
 
@@ -35,3 +38,11 @@ def run_trainer(
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"said by {rank}.json").read_text()) for rank in range(ranks)]
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -83,7 +83,7 @@ def _accepted_of_type(node: dict[str, Any]) -> str:
 
 
 def reference() -> str:
-    """The section's keys as a Markdown table, for the README."""
+    """The section's keys as a Markdown table, for docs/keys.md."""
     rows = ["| key | accepts | default | meaning | built |", "|---|---|---|---|---|"]
     for path, node in leaves(section_schema()):
         # DeepSpeed's own pipelines use the pipeline axis.

@@ -1,26 +1,32 @@
-"""What README.md and docs/ say, held against the code: configs, commands with their output, tables, names of files."""
+"""README.md, docs/ and the other pages against the code: configs, commands, scripts, tables, links, names of files."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from ranks import run_on_ranks
 
 from ds_npu.accelerator.environment import DEFAULTS
 from ds_npu.accelerator.npu_accelerator import EXPORTED_PREFIXES
 from ds_npu.capability.releases import CANN_OF_TORCH_NPU, PYTHON_OF_TORCH
 from ds_npu.cli.main import main
 from ds_npu.config.schema import reference
+from ds_npu.parallel.tensor.sharding import sharding_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+TOP_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md")
+PAGES = sorted([*(ROOT / name for name in TOP_PAGES), *(ROOT / "docs").glob("*.md")])
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in PAGES}
+README_BYTES = 14 * 1024
 FOLDERS = ("accelerator", "benchmarks", "docs", "ds_npu", "examples", "ops", "tests", "zero_ext")
 
 
@@ -111,7 +117,7 @@ def test_there_is_something_to_check():
 
 
 def test_the_table_of_keys_is_the_codes():
-    _, rest = TEXTS["README.md"].split("<!-- keys: written by `ds_npu schema --markdown` -->\n")
+    _, rest = TEXTS["docs/keys.md"].split("<!-- keys: written by `ds_npu schema --markdown` -->\n")
     table, _ = rest.split("<!-- end of keys -->")
     assert table.strip() == reference().strip()
 
@@ -132,17 +138,24 @@ def test_the_tables_of_versions_are_the_codes():
 
 
 def test_the_variables_are_the_codes():
-    page = TEXTS["docs/npu.md"]
-    _, after = page.split("## Variables that ds_npu sets\n")
-    table, _ = after.split("ds_npu's own variables:")
+    _, after = TEXTS["docs/environment.md"].split("## Variables that ds_npu sets\n")
+    table, _ = after.split("\n## ")
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [name for name, _ in DEFAULTS]
-    _, after = page.split("or with one of these, which ds_npu adds:\n")
+    _, after = TEXTS["docs/npu.md"].split("or with one of these, which ds_npu adds:\n")
     assert re.findall(r"`(\w+)`", after.split("Other variables")[0]) == list(EXPORTED_PREFIXES)
+
+
+def test_every_variable_of_our_own_is_explained():
+    paths = [path for suffix in ("py", "pth", "cpp", "h") for path in (ROOT / "ds_npu").rglob(f"*.{suffix}")]
+    sources = [path.read_text() for path in paths]
+    read = set(re.findall(r"\bDS_NPU_[A-Z_]*[A-Z]\b", "".join(sources)))
+    assert {"DS_NPU_AUTOLOAD", "DS_NPU_CACHE"} < read
+    assert read - set(re.findall(r"`(DS_NPU_\w+)", TEXTS["docs/environment.md"])) == set()
 
 
 def named_files(text: str) -> list[str]:
     """Paths of this repository that a page names, in backquotes, in links or in commands."""
-    linked = re.findall(r"\]\(([^)#]+)\)", text)
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)[)#]", text)
     quoted = re.findall(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*", text)
     return [*linked, *(path.rstrip(".") for path in quoted)]
 
@@ -161,4 +174,69 @@ def test_a_lost_file_is_noticed():
 
 def test_every_test_file_stands_in_the_table():
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/test_*.py") if path.parent.name != "npu"}
-    assert own - set(named_files(TEXTS["README.md"])) == set()
+    assert own - set(named_files(TEXTS["docs/map.md"])) == set()
+
+
+LINK = re.compile(r"\]\(([^)#]*)#([^)]+)\)")
+
+
+def anchors(text: str) -> set[str]:
+    """What a link can name behind its #: the headings, as GitHub and GitLab spell them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_headings_that_are_linked_exist(page):
+    lost = []
+    for file, anchor in LINK.findall(TEXTS[page]):
+        target = ((ROOT / page).parent / file).resolve() if file else ROOT / page
+        if anchor not in anchors(target.read_text()):
+            lost.append((file, anchor))
+    assert lost == []
+
+
+def test_a_lost_heading_is_noticed():
+    assert anchors("# A `b`: c_d\ntext # no\n## E, f") == {"a-b-c_d", "e-f"}
+    assert LINK.findall("[a](b.md#c-d), [e](#f), [g](h.md)") == [("b.md", "c-d"), ("", "f")]
+
+
+def linked_pages(page: str) -> set[str]:
+    """The pages of this repository that ``page`` links to, as paths from the top."""
+    linked = re.findall(r"\]\(([^)#]+\.md)", TEXTS[page])
+    return {str(((ROOT / page).parent / link).resolve().relative_to(ROOT)) for link in linked}
+
+
+def test_every_page_is_one_click_from_the_index():
+    assert set(TEXTS) - linked_pages("docs/README.md") <= {"docs/README.md"}
+
+
+READ_ON = ("environment", "config", "keys", "errors", "models", "clients", "map", "README")
+
+
+def test_the_readme_is_short_and_leads_on():
+    assert (ROOT / "README.md").stat().st_size <= README_BYTES
+    wanted = {*(f"docs/{name}.md" for name in READ_ON), *TOP_PAGES} - {"README.md"}
+    assert wanted - linked_pages("README.md") == set()
+
+
+def first_run(folder: Path) -> None:
+    """On a rank: the config and the script of README.md, as a reader would copy them."""
+    os.chdir(folder)
+    config, script = (blocks(TEXTS["README.md"], language)[0] for language in ("json", "python"))
+    if dist.get_rank() == 0:
+        Path("ds_config.json").write_text(config)
+    dist.barrier()
+    names: dict[str, object] = {}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(script, "train.py", "exec"), names)
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", said.getvalue(), re.MULTILINE)]
+    assert any(sharding_of(weight) is not None for weight in names["model"].parameters())
+    assert names["loss"].item() < 3.0
+    assert len(losses) == (4 if dist.get_rank() == 0 else 0) and losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.slow
+def test_the_first_run_of_the_readme_trains(tmp_path):
+    run_on_ranks(2, first_run, tmp_path)

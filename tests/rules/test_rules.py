@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("accelerator", "ops", "zero_ext")
 PACKAGE = ("ds_npu", *LINKS)
 BESIDE = ("examples", "tests", "benchmarks")
-TOP = {*PACKAGE, *BESIDE, "docs", "setup.py", "pyproject.toml", "README.md", "Makefile", ".ci", ".gitignore"}
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+TOP = {*PACKAGE, *BESIDE, *PAGES, "docs", "setup.py", "pyproject.toml", "Makefile", ".ci", ".gitignore"}
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
@@ -339,7 +340,7 @@ def machine_paths(text: str) -> list[str]:
 
 
 def test_no_path_of_somebodys_machine():
-    texts = [ROOT / name for name in ("Makefile", ".ci/run", "README.md", "pyproject.toml", "setup.py")]
+    texts = [ROOT / name for name in ("Makefile", ".ci/run", *PAGES, "pyproject.toml", "setup.py")]
     texts += [path for name in (*EVERYWHERE, "docs") for path in (ROOT / name).rglob("*.*") if path.is_file()]
     readable = [path for path in texts if path.suffix in (".py", ".md", ".json", ".toml", ".pth", "")]
     found = {str(path.relative_to(ROOT)): machine_paths(path.read_text()) for path in readable}

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import gradient_rule as rule
 import pytest
 import torch.distributed as dist
 from ranks import run_on_ranks
@@ -223,6 +224,8 @@ def test_the_readme_is_short_and_leads_on():
 def first_run(folder: Path) -> None:
     """On a rank: the config and the script of README.md, as a reader would copy them."""
     os.chdir(folder)
+    # It takes a minute to compile, and the script does the same without.
+    rule.without_extension()
     config, script = (blocks(TEXTS["README.md"], language)[0] for language in ("json", "python"))
     if dist.get_rank() == 0:
         Path("ds_config.json").write_text(config)

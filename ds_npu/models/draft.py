@@ -66,7 +66,7 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     return plan
 
 
-def sketched(model: nn.Module, draft: Draft, problems: Iterable[str]) -> ModelPlan:
+def partial_plan(model: nn.Module, draft: Draft, problems: Iterable[str]) -> ModelPlan:
     """What ``draft`` knows, which need not be everything; raises PlanError with ``problems`` and what users misplaced.
 
     An attention whose linears contradict its heads counts as one of unknown heads.
@@ -133,7 +133,7 @@ def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
 
 
 def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
-    """What PEFT adds to a layer that is split, LoRA's factors of linears and embeddings aside."""
+    """What PEFT adds to a layer that is sharded, LoRA's factors of linears and embeddings aside."""
     for name, module in modules.items():
         layer = plan.adapted(name) if kinds.own_shapes(module) else None
         role = plan.of(layer) if layer else None

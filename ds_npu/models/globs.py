@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_npu.config.roles import STRUCTURAL, Role
 from ds_npu.models import kinds, names
-from ds_npu.models.draft import Draft, finished, sketched
+from ds_npu.models.draft import Draft, finished, partial_plan
 from ds_npu.models.hugging_face import draft_of
 from ds_npu.models.plan import ModelPlan
 
@@ -28,14 +28,14 @@ def plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
     return finished(model, draft, problems)
 
 
-def sketch_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
-    """What is known of ``model``, and what ``globs`` say, for who splits no weights and need not know every module.
+def partial_plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
+    """What is known of ``model``, and what ``globs`` say, for who shards no weights and need not know every module.
 
     Raises PlanError with what is wrong with ``globs``.
     """
     draft = draft_of(model)
     problems = [problem for glob, role in globs.items() for problem in _lay(draft, model, glob, role)]
-    return sketched(model, draft, problems)
+    return partial_plan(model, draft, problems)
 
 
 def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]:

@@ -49,7 +49,7 @@ POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 STYLES: dict[str, tuple[Role, ...]] = {
     "colwise": (Role.QUERY, Role.KEY, Role.VALUE, Role.LATENT_QUERY, Role.LATENT_KEY_VALUE, Role.GATE, Role.UP),
     "rowwise": (Role.ATTENTION_OUTPUT, Role.DOWN),
-    # transformers does not cut fused weights apart: it gathers what they give and splits it again.
+    # transformers does not shard the parts of fused weights by themselves: it gathers their outputs and shards those.
     "colwise_gather_output": (Role.QUERY_KEY_VALUE, Role.GATE_UP),
     "rowwise_split_input": (Role.ATTENTION_OUTPUT, Role.DOWN),
 }

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def own_shapes(module: nn.Module) -> dict[str, Shape]:
-    """The shapes of the parameters that ``module`` itself holds; of the whole ones where ZeRO 3 has split them."""
+    """The shapes of the parameters that ``module`` itself holds; of the whole ones where ZeRO-3 has sharded them."""
     # A parameter is used once: under the name of its first owner in this module.
     own = module.named_parameters(recurse=False)
     return {name: tuple(vars(parameter).get("ds_shape", parameter.shape)) for name, parameter in own}

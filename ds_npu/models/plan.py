@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ds_npu.config.roles import Role
 from ds_npu.models import names
 
-REGIONS = (Role.ATTENTION, Role.MLP, Role.MOE)
+SUBLAYERS = (Role.ATTENTION, Role.MLP, Role.MOE)
 
 
 class PlanError(ValueError):
@@ -77,7 +77,7 @@ class ModelPlan:
 
     def region(self, name: str) -> str | None:
         """The innermost attention, MLP or MoE around the module ``name``; None where it stands in none."""
-        return self.around(name, *REGIONS)
+        return self.around(name, *SUBLAYERS)
 
     def block(self, name: str) -> str | None:
         """The block around the module ``name``; None where it stands in none."""

@@ -1,4 +1,4 @@
-"""transformers' two functions of attention, for one model whose sequences are spread over the context ranks."""
+"""transformers' two functions of attention, for one model whose sequences are sharded over the context ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ds_npu.features.context_parallel.batch import Batch, Running, SplitMask, WholeBatch
-from ds_npu.features.context_parallel.values import EarlyValues
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, SequenceShardMask, ShardedBatch, UnshardedBatch
+from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.models import attention_mask as masks
 from ds_npu.models.attention_function import (
     Implementation,
@@ -24,11 +24,11 @@ from ds_npu.parallel.context.attention import context_attention
 _numbers = itertools.count()
 
 
-class SplitAttention:
-    """What the attention modules of one model call; ``running`` says of which batch their tokens are."""
+class SequenceShardAttention:
+    """What the attention modules of one model call; ``current`` says of which batch their tokens are."""
 
-    def __init__(self, running: Running, values: EarlyValues) -> None:
-        self.running, self.values = running, values
+    def __init__(self, current: CurrentBatch, values: ValueExchangeOverlap) -> None:
+        self.current, self.values = current, values
         self.name = f"ds_npu_context_{next(_numbers)}"
         self.waiting: dict[nn.Module, str] = {}
         """Attentions of the model, and their names, that have not called ``attend`` in the first forward yet."""
@@ -44,8 +44,8 @@ class SplitAttention:
         The documents that transformers has found in this rank's positions are not there: the batch has the real ones.
         Raises ValueError for what is no band, for it cannot be evaluated on a part of the sequence.
         """
-        batch = self.running.expected("an attention mask")
-        if isinstance(batch, WholeBatch):
+        batch = self.current.expected("an attention mask")
+        if isinstance(batch, UnshardedBatch):
             return masks.attention_mask(**asked)
         keys, offsets = asked["kv_length"], (asked.get("q_offset", 0), asked.get("kv_offset", 0))
         # Not compared with numbers on the device: those of a static cache.
@@ -53,14 +53,14 @@ class SplitAttention:
         if not here or asked["q_length"] != batch.count or keys not in (batch.count, batch.tokens.length):
             _refuse(f"a mask of {asked['q_length']} rows and {keys} keys at {offsets}", f"{batch.count} tokens alone")
         if batch.visibility.dense is not None:
-            return SplitMask(Mask(dense=batch.visibility.dense), batch)
+            return SequenceShardMask(Mask(dense=batch.visibility.dense), batch)
         pattern = masks.pattern_of(asked["mask_function"])
         may_leave_out = asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip", False)
         if pattern is None or (pattern.documents is None and not may_leave_out):
             _refuse(f"a mask made by {asked['mask_function'].__qualname__}", "full, causal and sliding-window masks")
         if pattern.is_empty:
-            return SplitMask(Mask(dense=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)), batch)
-        return SplitMask(_with_padding(Mask(pattern.before, pattern.after), batch), batch)
+            return SequenceShardMask(Mask(dense=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)), batch)
+        return SequenceShardMask(_with_padding(Mask(pattern.before, pattern.after), batch), batch)
 
     def attend(
         self,
@@ -73,8 +73,12 @@ class SplitAttention:
     ) -> tuple[torch.Tensor, None]:
         """The attention function (see ``attention_function``): [B, N, S, D] of this rank's tokens."""
         self.waiting.pop(module, None)
-        batch = attention_mask.batch if isinstance(attention_mask, SplitMask) else self.running.expected("attention")
-        if isinstance(batch, WholeBatch):
+        batch = (
+            attention_mask.batch
+            if isinstance(attention_mask, SequenceShardMask)
+            else self.current.expected("attention")
+        )
+        if isinstance(batch, UnshardedBatch):
             return attention_function(module, query, key, value, attention_mask, **asked)
         refuse_unknown(module, asked)
         who = type(module).__name__
@@ -84,7 +88,7 @@ class SplitAttention:
             _refuse(
                 f"{query.shape[2]} rows and {key.shape[2]} keys in {who}", f"{batch.count}, the tokens of this rank"
             )
-        own = isinstance(attention_mask, SplitMask)
+        own = isinstance(attention_mask, SequenceShardMask)
         mask = attention_mask.mask if own else _with_padding(mask_of_module(module, asked), batch)
         q, k, v = (x.transpose(1, 2) for x in in_autocast_dtype(query, key, value))
         options = Options("BSND", mask, asked.get("scaling"), asked.get("dropout") or 0.0)
@@ -100,7 +104,7 @@ class SplitAttention:
             )
 
 
-def _with_padding(band: Mask, batch: Batch) -> Mask:
+def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:
     """``band``, or, where padding has holes, a mask of the whole sequence."""
     padding, length = batch.visibility.padding, batch.tokens.length
     if batch.visibility.dense is not None:

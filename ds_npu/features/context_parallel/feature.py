@@ -8,7 +8,12 @@ from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ALGORITHM, ContextParallelSection, algorithms
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.features.build import Build
-from ds_npu.features.context_parallel.sharded_sequences import is_spread, outermost, spread_sequence, spreadable
+from ds_npu.features.context_parallel.sharded_sequences import (
+    has_sharded_sequences,
+    outermost_hugging_face_models,
+    shard_sequences,
+    shardable_model,
+)
 from ds_npu.features.feature import Feature
 from ds_npu.log import logger, warn_once
 from ds_npu.parallel.tensor.randomness import align_generators
@@ -23,19 +28,19 @@ WHOLE = (
 
 
 def _apply(section: ContextParallelSection, build: Build) -> None:
-    if not build.spreads_sequences:
+    if not build.shards_sequences:
         return
-    if is_spread(build.model):
+    if has_sharded_sequences(build.model):
         return
     topology = build.topology
-    if not outermost(build.model):
+    if not outermost_hugging_face_models(build.model):
         warn_once(WHOLE.format(size=topology.size("cp"), model=type(build.model).__name__))
         return
-    spreadable(build.model, build.sketch)
+    shardable_model(build.model, build.partial_plan)
     algorithm = _algorithm(section, build)
     # What scripts draw (the order of samples) must agree over ranks that share samples.
     align_generators(topology, build.device_type, "cp")
-    spread_sequence(build.model, build.sketch, topology, algorithm, build.device_type)
+    shard_sequences(build.model, build.partial_plan, topology, algorithm, build.device_type)
 
 
 def _algorithm(
@@ -45,7 +50,7 @@ def _algorithm(
 
     Raises ConfigError where no algorithm is for so many heads.
     """
-    degrees, plan = build.topology.degrees, build.sketch
+    degrees, plan = build.topology.degrees, build.partial_plan
     # The one with fewest heads limits a Ulysses exchange most.
     shape = min(plan.attentions.values(), key=lambda each: each.heads, default=None)
     found = algorithms(section, degrees.cp)

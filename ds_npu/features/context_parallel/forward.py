@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_npu.features.context_parallel.batch import Batch, Running, WholeBatch
 from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
-from ds_npu.features.context_parallel.visibility import KEYS, Asked
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch, UnshardedBatch
+from ds_npu.features.context_parallel.visibility import KEYS, BatchArguments
 from ds_npu.models.attention import setting
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import split_documents, split_evenly
@@ -29,7 +29,7 @@ REMEDY = "call the model without labels, or under model.eval(): they are whole t
 ROUTERS = "output_router_logits"
 
 
-class SplitForward:
+class SequenceShardForward:
     """What is put around the forward of ``model``.
 
     ``axis_of`` the samples and tokens of a batch is the axis that it is over; ``owns_positions`` says whether the model
@@ -39,13 +39,13 @@ class SplitForward:
     def __init__(
         self,
         model: Any,
-        running: Running,
+        current: CurrentBatch,
         axis_of: Callable[[int, int], ContextAxis],
         random_numbers: Callable[[], AbstractContextManager[Any]],
         loss: LossShare | None,
         owns_positions: bool,
     ) -> None:
-        self.model, self.running, self.axis_of, self.random_numbers = model, running, axis_of, random_numbers
+        self.model, self.current, self.axis_of, self.random_numbers = model, current, axis_of, random_numbers
         self.loss, self.owns_positions = loss, owns_positions
         self.signature = inspect.signature(model.forward)
 
@@ -57,13 +57,13 @@ class SplitForward:
         bound = self.signature.bind(*args, **kwargs).arguments
         given = {name: value for name, value in bound.items() if name not in self._collected} | kwargs
         if self._goes_on_with_a_cache(given):
-            with self.running.of(WholeBatch()):
+            with self.current.of(UnshardedBatch()):
                 return inner(**given)
-        batch, local = self.divided(given)
+        batch, local = self.shard_arguments(given)
         # What is trained on labels needs none of its logits whole, and they are large.
         labelled = any(given.get(name) is not None for name in LABELS)
         as_tuple = local.pop("return_dict", None) is False
-        with self.running.of(batch), self.random_numbers():
+        with self.current.of(batch), self.random_numbers():
             out = inner(**local)
         self._finish(out, batch, labelled, joins=not (labelled and self.model.training))
         return out.to_tuple() if as_tuple else out
@@ -84,7 +84,7 @@ class SplitForward:
             )
         return cached or (bool(given.get("use_cache")) and not torch.is_grad_enabled())
 
-    def divided(self, given: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
+    def shard_arguments(self, given: dict[str, Any]) -> tuple[ShardedBatch, dict[str, Any]]:
         """The batch that ``given`` is, and this rank's part of it; raises ValueError, naming it, for what has none."""
         shape = next((given[name].shape for name in EVERY_TOKEN if given.get(name) is not None), None)
         if shape is None:
@@ -94,7 +94,7 @@ class SplitForward:
         self._check(given, samples, length)
         shifted = self.loss is None or self.loss.shifted
         targets = Targets(given, shifted)
-        asked = Asked(samples, length, given, targets.tokens, targets.ignored, shifted)
+        asked = BatchArguments(samples, length, given, targets.tokens, targets.ignored, shifted)
         visibility = asked.visibility()
         tokens = (
             split_evenly(length, axis.algorithm)
@@ -104,7 +104,7 @@ class SplitForward:
         device = next(given[name].device for name in EVERY_TOKEN if given.get(name) is not None)
         positions = self._positions(given, length, device)
         routers = self._joins_routers(given)
-        batch = Batch(samples, tokens, axis, device, visibility, positions.max(), routers)
+        batch = ShardedBatch(samples, tokens, axis, device, visibility, positions.max(), routers)
         local = {name: value for name, value in given.items() if name not in KEYS}
         for name in EVERY_TOKEN:
             if given.get(name) is not None:
@@ -118,7 +118,7 @@ class SplitForward:
             local["attention_mask"] = mask
         return batch, local | self._labels(given, targets, batch)
 
-    def _labels(self, given: dict[str, Any], targets: Targets, batch: Batch) -> dict[str, Any]:
+    def _labels(self, given: dict[str, Any], targets: Targets, batch: ShardedBatch) -> dict[str, Any]:
         """This rank's targets, under every name that the model may look for; tells the loss what it is made of."""
         if self.loss is None or targets.tokens is None:
             return {}
@@ -163,7 +163,7 @@ class SplitForward:
                 "ds_npu.parallel.context"
             )
 
-    def _finish(self, out: Any, batch: Batch, labelled: bool, joins: bool) -> None:
+    def _finish(self, out: Any, batch: ShardedBatch, labelled: bool, joins: bool) -> None:
         """Make what is returned whole: the loss of a forward with labels, and, if it ``joins``, what is of tokens."""
         for name, value in list(out.items()):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -184,5 +184,5 @@ def _guarded(part: Any, name: str) -> Any:
     """Let nobody take what this rank returns of its tokens for that of all of them."""
     if not isinstance(part, torch.Tensor):
         return part
-    described = f"{name} of all tokens, in training on labels, are split over the ranks of ds_npu.parallel.context"
+    described = f"{name} of all tokens, in training on labels, are sharded over the ranks of ds_npu.parallel.context"
     return ShardCopy.of(part, Shard(described, REMEDY))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ds_npu.features.context_parallel.batch import Batch, Running
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch
 from ds_npu.parallel.tensor.region import around
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -23,12 +23,12 @@ def depends_on_length(rotary: nn.Module) -> bool:
     return any(isinstance(name, str) and any(kind in name for kind in BY_LENGTH) for name in names)
 
 
-def show_last_position(rotary: nn.Module, running: Running) -> None:
+def show_last_position(rotary: nn.Module, current: CurrentBatch) -> None:
     """Let ``rotary``, called with (x, position_ids), see the largest position of all ranks behind this rank's."""
 
     def turned(forward: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        batch = running.expected(f"a rotary embedding whose angles depend on the length, {type(rotary).__name__},")
-        if not isinstance(batch, Batch):
+        batch = current.expected(f"a rotary embedding whose angles depend on the length, {type(rotary).__name__},")
+        if not isinstance(batch, ShardedBatch):
             return forward(x, position_ids, *args, **kwargs)
         last = batch.last_position.expand(*position_ids.shape[:-1], 1)
         angles = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
@@ -37,14 +37,14 @@ def show_last_position(rotary: nn.Module, running: Running) -> None:
     around(rotary, turned)
 
 
-def join_router_logits(decoder: nn.Module, running: Running) -> None:
+def join_router_logits(decoder: nn.Module, current: CurrentBatch) -> None:
     """Let ``decoder`` return its routers' logits of all tokens: the loss of load balancing is a product of two means.
 
     Outside of its blocks, which activation checkpointing computes again.
     """
 
     def joined(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        out, batch = forward(*args, **kwargs), running.split
+        out, batch = forward(*args, **kwargs), current.sharded
         if batch is not None and isinstance(out, dict) and out.get(ROUTER_LOGITS) is not None:
             by_sample = (each.view(batch.samples, -1, each.shape[-1]) for each in out[ROUTER_LOGITS])
             out[ROUTER_LOGITS] = tuple(batch.join(each).flatten(0, 1) for each in by_sample)

@@ -1,4 +1,4 @@
-"""The loss of a Hugging Face model whose sequences are spread: each rank's share of it, by the tokens that count.
+"""The loss of a Hugging Face model whose sequences are sharded: each rank's share of it, by the tokens that count.
 
 A share is the sum over this rank's tokens divided by the number of the whole batch's, so shares add up to the loss of
 one process, however tokens, padding and documents fall.
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from ds_npu.comm.crossing import reduce
-from ds_npu.features.context_parallel.batch import Batch, Running
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch
 
 IGNORED = -100
 """transformers' mark of tokens without a target."""
@@ -54,7 +54,7 @@ class Targets:
         self.tokens: torch.Tensor | None = given.get("shift_labels")
         if self.tokens is None and given.get("labels") is not None:
             labels: torch.Tensor = given["labels"]
-            # Before it is split: the last token of a part predicts the first of another rank's.
+            # Before they are sharded: the last token of a shard predicts the first of another rank's.
             self.tokens = functional.pad(labels, (0, 1), value=self.ignored)[..., 1:] if shifted else labels
         self.count = given.get(COUNT)
         if self.tokens is not None and self.count is None:
@@ -64,8 +64,8 @@ class Targets:
 class LossShare:
     """Stands for the loss function of one model, which calls it in its forward, with whatever labels it has."""
 
-    def __init__(self, usual: Any, running: Running, shifted: bool) -> None:
-        self.usual, self.running, self.shifted = usual, running, shifted
+    def __init__(self, usual: Any, current: CurrentBatch, shifted: bool) -> None:
+        self.usual, self.current, self.shifted = usual, current, shifted
         self.asked: dict[str, Any] = {}
         self.share: torch.Tensor | None = None
         self.returned: torch.Tensor | None = None
@@ -76,14 +76,14 @@ class LossShare:
         self.asked, self.share, self.returned, self.calls = asked, None, None, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.running.split is None:
+        if self.current.sharded is None:
             return self.usual(*args, **kwargs)
         share: torch.Tensor = self.usual(*args, **{**kwargs, **self.asked})
         # The model may add to what it is given, in its place.
         self.calls, self.share, self.returned = self.calls + 1, share, share.clone()
         return self.returned
 
-    def whole(self, loss: torch.Tensor, batch: Batch, who: str) -> torch.Tensor:
+    def whole(self, loss: torch.Tensor, batch: ShardedBatch, who: str) -> torch.Tensor:
         """The loss of the whole batch, the same on every rank, of which each rank's gradients are its share.
 
         ``loss`` is what the model made of the share: with the routers' auxiliary loss, which is whole on each rank.

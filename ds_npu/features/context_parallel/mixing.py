@@ -1,6 +1,6 @@
-"""What takes something from one token of a sequence to another: in a model that is spread, attention alone.
+"""Token mixing: where sequences are sharded, only attention may take anything from one token to another.
 
-Judged by what modules are, not by their roles: context parallelism splits no weights, so it needs no plan of them. What
+Judged by what modules are, not by their roles: context parallelism shards no weights, so it needs no plan of them. What
 is not known to work on each token by itself is refused.
 """
 
@@ -29,7 +29,7 @@ def check_settings(inner: Any) -> None:
     mixing = list(_configured(inner))
     if mixing:
         raise ValueError(
-            f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be spread only "
+            f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be sharded only "
             "where nothing but full and sliding-window attention goes from token to token"
         )
 
@@ -49,7 +49,7 @@ def check_mixing(inner: Any, roles: Mapping[nn.Module, Role]) -> None:
         if not known and roles.get(module, Role.REPLICATED) in NO_CLAIM:
             raise ValueError(
                 f"{who} has {name} ({kinds.described(module)}), and nothing says that it works on each token by "
-                "itself; a sequence can be spread only where nothing but attention goes from token to token. What to "
+                "itself; a sequence can be sharded only where nothing but attention goes from token to token. What to "
                 "do: if this does not either, give it a role that says so (column, mlp, norm ...) in ds_npu.plan"
             )
 

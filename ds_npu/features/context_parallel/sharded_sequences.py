@@ -1,4 +1,4 @@
-"""Spreads the sequences of a Hugging Face model over the context ranks, in place: its script stays as it is.
+"""Shards the sequences of a Hugging Face model over the context ranks, in place: its script stays as it is.
 
 The model takes whole batches, the same on every context rank, and works on this rank's tokens of them; what it returns
 is whole again. No class is changed: the attention functions of this one model are exchanged, and some of its modules
@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
-from ds_npu.features.context_parallel.attention import SplitAttention
-from ds_npu.features.context_parallel.batch import Running
-from ds_npu.features.context_parallel.forward import SplitForward
+from ds_npu.features.context_parallel.attention import SequenceShardAttention
+from ds_npu.features.context_parallel.forward import SequenceShardForward
 from ds_npu.features.context_parallel.layers import depends_on_length, join_router_logits, show_last_position
 from ds_npu.features.context_parallel.loss import LossShare, shifts
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_settings
-from ds_npu.features.context_parallel.values import EarlyValues
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch
+from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.features.tensor_parallel.refusal import refuse_copies
 from ds_npu.models import names
 from ds_npu.models.attention_function import check_exchangeable, use_attention
@@ -38,17 +38,17 @@ from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import around
 from ds_npu.topology.topology import Topology
 
-SPREAD = "ds_npu_spread"
+SEQUENCES_SHARDED = "ds_npu_sequences_sharded"
 Choice = Callable[[int, int], ContextAlgorithm]
 """The algorithm for a batch of (samples, tokens of each)."""
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Whether the sequences of ``model``, with all that is around them, are spread already."""
-    return vars(model).get(SPREAD) is model
+def has_sharded_sequences(model: nn.Module) -> bool:
+    """Whether the sequences of ``model``, with all that is around them, are sharded already."""
+    return vars(model).get(SEQUENCES_SHARDED) is model
 
 
-def spread_sequence(
+def shard_sequences(
     model: nn.Module,
     plan: ModelPlan,
     topology: Topology,
@@ -60,40 +60,40 @@ def spread_sequence(
     ``algorithm`` is one, or chooses one at the first forward, in which all ranks of the world then take part. Raises
     ValueError, before anything is changed, for a model that does not only go from token to token by attention.
     """
-    inner = spreadable(model, plan)
+    inner = shardable_model(model, plan)
     shifted = shifts(inner)
-    running = Running()
-    values = EarlyValues(model, plan, topology, running)
-    attention = SplitAttention(running, values)
+    current = CurrentBatch()
+    values = ValueExchangeOverlap(model, plan, topology, current)
+    attention = SequenceShardAttention(current, values)
     attention.waiting = {module: name for name, module in attentions_of(inner).items()}
     use_attention(model, attention.implementation)
     axis_of = _axis(topology, algorithm)
     randomness = RegionRandomness(topology, device_type, "cp")
-    loss = None if shifted is None else LossShare(inner.loss_function, running, shifted)
+    loss = None if shifted is None else LossShare(inner.loss_function, current, shifted)
     if loss is not None:
         inner.loss_function = loss
     numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
-    join_router_logits(inner.get_decoder(), running)
-    around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(inner)))
+    join_router_logits(inner.get_decoder(), current)
+    around(inner, SequenceShardForward(inner, current, axis_of, numbers, loss, _owns_positions(inner)))
     around(inner, partial(_checked, attention))
     for rotary in list(filter(depends_on_length, inner.modules())):
-        show_last_position(rotary, running)
+        show_last_position(rotary, current)
     if inner is not model:
         _share_gradients(model, inner, topology.size("cp"))
-    vars(inner)[SPREAD] = vars(model)[SPREAD] = model
+    vars(inner)[SEQUENCES_SHARDED] = vars(model)[SEQUENCES_SHARDED] = model
     refuse_copies(model)
     refuse_compiling(model, "context")
 
 
-def spreadable(model: nn.Module, plan: ModelPlan) -> Any:
-    """The model of transformers that ``model`` is, or holds, whose sequences can be spread; raises ValueError."""
-    found, who = outermost(model), type(model).__name__
+def shardable_model(model: nn.Module, plan: ModelPlan) -> Any:
+    """The model of transformers that ``model`` is, or holds, whose sequences can be sharded; raises ValueError."""
+    found, who = outermost_hugging_face_models(model), type(model).__name__
     if len(found) != 1:
-        raise ValueError(f"{who} holds {len(found)} models of transformers; ds_npu.parallel.context spreads one")
+        raise ValueError(f"{who} holds {len(found)} models of transformers; ds_npu.parallel.context shards one")
     (inner,) = found
-    if SPREAD in vars(inner):
+    if SEQUENCES_SHARDED in vars(inner):
         raise ValueError(
-            f"the {type(inner).__name__} in {who} was spread as it stood in another model, and cannot be spread "
+            f"the {type(inner).__name__} in {who} was sharded as it stood in another model, and cannot be sharded "
             "again: make it anew, from its weights"
         )
     check_not_compiled(model, "context")
@@ -105,13 +105,13 @@ def spreadable(model: nn.Module, plan: ModelPlan) -> Any:
     return inner
 
 
-def _checked(attention: SplitAttention, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _checked(attention: SequenceShardAttention, forward: Any, *args: Any, **kwargs: Any) -> Any:
     out = forward(*args, **kwargs)
     attention.check_all_called()
     return out
 
 
-def outermost(model: nn.Module) -> list[Any]:
+def outermost_hugging_face_models(model: nn.Module) -> list[Any]:
     """The models of transformers in ``model`` that are in no other one."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():

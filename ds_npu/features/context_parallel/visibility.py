@@ -36,7 +36,7 @@ EVERYTHING = Visibility()
 
 
 @dataclass(frozen=True)
-class Asked:
+class BatchArguments:
     """A batch as the script gave it: ``samples`` sequences of ``length`` tokens, with what else says who sees whom."""
 
     samples: int
@@ -86,11 +86,11 @@ class Asked:
         begins = (rows[:, 1:] != rows[:, :-1] + 1).cpu()
         if not begins.any():
             return EVERYTHING
-        cuts = [(row.nonzero().flatten() + 1).tolist() for row in begins.expand(self.samples, -1)]
+        starts = [(row.nonzero().flatten() + 1).tolist() for row in begins.expand(self.samples, -1)]
         return Visibility(
             tuple(
                 range(sample * self.length + begin, sample * self.length + end)
-                for sample, inside in enumerate(cuts)
+                for sample, inside in enumerate(starts)
                 for begin, end in itertools.pairwise((0, *inside, self.length))
             )
         )

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.features.fused_ops.outcome import Outcome
-from ds_npu.features.fused_ops.probe import agree, laboratory, random
+from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random
+from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models import names
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
@@ -21,16 +21,16 @@ IGNORED = -100
 """Hugging Face's mark of tokens without a target."""
 
 
-def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
+def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Put ``ops.cross_entropy`` into the loss function of the model around the head of ``plan``."""
     if plan.head is None:
         return
     found = ((name, model.get_submodule(name)) for name in names.ancestors(plan.head))
     for name, owner in found:
         if any("loss_function" in vars(kind) for kind in type(owner).__mro__):
-            yield Outcome(name, _fuse(owner) or "")
+            yield FusionResult(name, _fuse(owner) or "")
             return
-    yield Outcome("", f"{type(model).__name__} has no loss_function: its loss is the script's")
+    yield FusionResult("", f"{type(model).__name__} has no loss_function: its loss is the script's")
 
 
 def _fuse(owner: Any) -> str | None:
@@ -38,7 +38,7 @@ def _fuse(owner: Any) -> str | None:
     if "_loss_function" in vars(owner):
         return "its loss_function has been set already (with tensor parallelism, to the vocabulary-parallel one)"
     theirs = owner.loss_function
-    with laboratory() as generator:
+    with isolated_on_cpu() as generator:
         logits = random(generator, 2, 5, WORDS)
         labels = torch.randint(0, WORDS, (2, 5), generator=generator)
         labels[0, 1] = IGNORED
@@ -49,7 +49,9 @@ def _fuse(owner: Any) -> str | None:
         ]
         for options in asked:
             each = {"vocab_size": WORDS, **options}
-            if not agree(lambda x, e=each: theirs(logits=x, **e), lambda x, e=each: causal_lm_loss(x, **e), logits):
+            if not computes_the_same(
+                lambda x, e=each: theirs(logits=x, **e), lambda x, e=each: causal_lm_loss(x, **e), logits
+            ):
                 return f"{type(owner).__name__} computes another loss than transformers' ForCausalLMLoss"
     owner.loss_function = causal_lm_loss
     return None

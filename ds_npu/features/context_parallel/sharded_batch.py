@@ -26,7 +26,7 @@ SEQUENCE_DIM = 1
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class ShardedBatch:
     """A batch of ``samples`` sequences, as this rank's layers need it."""
 
     samples: int
@@ -90,28 +90,28 @@ def _taken(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class SplitMask:
+class SequenceShardMask:
     """What a layer is given as its mask: what its rows see, and the batch it is of.
 
     A layer that is computed again in backward has them from here, whatever batch came since.
     """
 
     mask: Mask
-    batch: Batch
+    batch: ShardedBatch
 
 
-class WholeBatch:
+class UnshardedBatch:
     """In place of a Batch: every rank computes all tokens, as it would without context ranks."""
 
 
-class Running:
+class CurrentBatch:
     """Which batch the forward that is running is of."""
 
     def __init__(self) -> None:
-        self.batch: Batch | WholeBatch | None = None
+        self.batch: ShardedBatch | UnshardedBatch | None = None
 
     @contextmanager
-    def of(self, batch: Batch | WholeBatch) -> Iterator[None]:
+    def of(self, batch: ShardedBatch | UnshardedBatch) -> Iterator[None]:
         """Within it, ``batch`` is the one."""
         before, self.batch = self.batch, batch
         try:
@@ -120,15 +120,15 @@ class Running:
             self.batch = before
 
     @property
-    def split(self) -> Batch | None:
-        """The batch that is running, if it is split."""
-        return self.batch if isinstance(self.batch, Batch) else None
+    def sharded(self) -> ShardedBatch | None:
+        """The batch that is running, if its sequences are sharded."""
+        return self.batch if isinstance(self.batch, ShardedBatch) else None
 
-    def expected(self, who: str) -> Batch | WholeBatch:
+    def expected(self, who: str) -> ShardedBatch | UnshardedBatch:
         """The batch that is running; raises RuntimeError where ``who`` is computed outside of a forward."""
         if self.batch is None:
             raise RuntimeError(
-                f"{who} is computed outside of the forward of the model that ds_npu.parallel.context has spread over "
+                f"{who} is computed outside of the forward of the model that ds_npu.parallel.context has sharded over "
                 "its ranks, so it is not known which tokens it has: call the whole model, as engine(...)"
             )
         return self.batch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.context_parallel.batch import Running
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch
 from ds_npu.features.tensor_parallel.role_shards import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.attention import head_exchanges
@@ -17,15 +17,15 @@ from ds_npu.parallel.context.ulysses import InFlight, depart_to_heads
 from ds_npu.topology.topology import Topology
 
 
-class EarlyValues:
+class ValueExchangeOverlap:
     """Lets the values of each attention depart to its Ulysses ranks right behind their projection.
 
     Going back, their gradient is on its way while that of the turning is computed. Queries and keys are turned first,
     so they depart later. Only where values are what a linear made: not with one linear for all three, nor an adapter.
     """
 
-    def __init__(self, model: nn.Module, plan: ModelPlan, topology: Topology, running: Running) -> None:
-        self.running = running
+    def __init__(self, model: nn.Module, plan: ModelPlan, topology: Topology, current: CurrentBatch) -> None:
+        self.current = current
         self._departed: dict[nn.Module, InFlight] = {}
         self._changed: set[nn.Module] = set()
         self._waiting: dict[nn.Module, tuple[nn.Module, int, int]] = {}
@@ -54,7 +54,7 @@ class EarlyValues:
     def _depart(
         self, attention: nn.Module, heads: int, width: int, projection: nn.Module, _args: Any, out: torch.Tensor
     ) -> None:
-        batch = self.running.split
+        batch = self.current.sharded
         if batch is None or batch.axis.algorithm.ulysses == 1 or attention in self._changed:
             return
         hooks = vars(projection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,19 +15,18 @@ from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import KEYS, BatchArguments
 from ds_npu.models.attention import setting
+from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import split_documents, split_evenly
-from ds_npu.parallel.tensor.shard_access import Shard, ShardCopy
 
 EVERY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")
 """[B, S, ...], divided as they are."""
-LABELS = ("labels", "shift_labels")
 JOINED = ("logits", "last_hidden_state", "hidden_states")
 """[B, S, ...] of the output."""
 WHOLE = ("router_logits", "aux_loss")
 """Of the output, what is whole on each rank where the routers' logits are joined."""
-REMEDY = "call the model without labels, or under model.eval(): they are whole then"
 ROUTERS = "output_router_logits"
+RANKS = "the ranks of ds_npu.parallel.context"
 
 
 class SequenceShardForward:
@@ -61,7 +61,7 @@ class SequenceShardForward:
                 return inner(**given)
         batch, local = self.shard_arguments(given)
         # What is trained on labels needs none of its logits whole, and they are large.
-        labelled = any(given.get(name) is not None for name in LABELS)
+        labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         as_tuple = local.pop("return_dict", None) is False
         with self.current.of(batch), self.random_numbers():
             out = inner(**local)
@@ -124,7 +124,7 @@ class SequenceShardForward:
             return {}
         mine = batch.take(targets.tokens)
         self.loss.expect({COUNT: targets.count} | ({"shift_labels": mine} if self.loss.shifted else {}))
-        return {name: mine for name in LABELS if given.get(name) is not None}
+        return {name: mine for name in LABEL_ARGUMENTS if given.get(name) is not None}
 
     def _positions(self, given: dict[str, Any], length: int, device: torch.device) -> torch.Tensor:
         """[..., 1 or B, S]."""
@@ -142,7 +142,7 @@ class SequenceShardForward:
         return bool(setting(self.model.config.get_text_config(), ROUTERS) if asked is None else asked)
 
     def _check(self, given: dict[str, Any], samples: int, length: int) -> None:
-        sizes = {"position_ids": (1, samples)} | dict.fromkeys((*EVERY_TOKEN, *LABELS), (samples,))
+        sizes = {"position_ids": (1, samples)} | dict.fromkeys((*EVERY_TOKEN, *LABEL_ARGUMENTS), (samples,))
         for name, value in given.items():
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
             if not tensors or name in KEYS:
@@ -170,7 +170,8 @@ class SequenceShardForward:
             if name == "loss" and self.loss is not None and labelled:
                 out[name] = self.loss.whole(value, batch, self.who)
             elif name in JOINED and not joins:
-                out[name] = tree_map(lambda part, name=name: _guarded(part, name), value)
+                described = f"{name} of all tokens, in training on labels, are split over {RANKS}"
+                out[name] = tree_map(partial(guard_shard, described=described), value)
             elif name in JOINED:
                 out[name] = tuple(map(batch.join, value)) if isinstance(value, tuple) else batch.join(value)
             elif tensors and name not in JOINED and not (name in WHOLE and batch.joins_routers):
@@ -178,11 +179,3 @@ class SequenceShardForward:
                     f"{self.who} returns {name}, and how it is to be joined over the ranks of ds_npu.parallel.context "
                     "is not known"
                 )
-
-
-def _guarded(part: Any, name: str) -> Any:
-    """Let nobody take what this rank returns of its tokens for that of all of them."""
-    if not isinstance(part, torch.Tensor):
-        return part
-    described = f"{name} of all tokens, in training on labels, are sharded over the ranks of ds_npu.parallel.context"
-    return ShardCopy.of(part, Shard(described, REMEDY))

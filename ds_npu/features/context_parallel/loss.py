@@ -15,9 +15,8 @@ from torch.nn import functional
 
 from ds_npu.comm.crossing import reduce
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch
+from ds_npu.models.logits import IGNORED_LABEL
 
-IGNORED = -100
-"""transformers' mark of tokens without a target."""
 SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 """Of transformers' losses that are a mean over tokens: whether token s predicts number s + 1, or itself."""
 COUNT = "num_items_in_batch"
@@ -50,7 +49,7 @@ class Targets:
 
     def __init__(self, given: dict[str, Any], shifted: bool) -> None:
         """Of ``shift_labels``, or of ``labels``, in ``given``; ``shifted`` says whether these are of the next token."""
-        self.ignored: int = given.get("ignore_index", IGNORED)
+        self.ignored: int = given.get("ignore_index", IGNORED_LABEL)
         self.tokens: torch.Tensor | None = given.get("shift_labels")
         if self.tokens is None and given.get("labels") is not None:
             labels: torch.Tensor = given["labels"]

@@ -27,10 +27,10 @@ from ds_npu.features.context_parallel.loss import LossShare, shifts
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_settings
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
-from ds_npu.features.tensor_parallel.refusal import refuse_copies
 from ds_npu.models import names
 from ds_npu.models.attention_function import check_exchangeable, use_attention
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
+from ds_npu.models.copying import refuse_copies
 from ds_npu.models.hugging_face import POSITIONS, is_hugging_face
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.axis import ContextAxis, context_axis

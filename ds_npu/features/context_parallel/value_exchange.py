@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch
-from ds_npu.features.tensor_parallel.role_shards import local_heads
+from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.attention import head_exchanges
 from ds_npu.parallel.context.ulysses import InFlight, depart_to_heads

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ds_npu.models.attention_function import hidden_of
+from ds_npu.models.logits import IGNORED_LABEL
 
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 KEYS = ("attention_mask", *CUMULATIVE, "max_length_q", "max_length_k")
@@ -44,7 +45,7 @@ class BatchArguments:
     given: Mapping[str, Any]
     targets: torch.Tensor | None = None
     """[B, S]: what each token is to predict."""
-    ignored: int = -100
+    ignored: int = IGNORED_LABEL
     """The target of tokens that have none."""
     shifted: bool = True
     """Whether a token predicts the next one, so that the last of the padding before a sequence has a target."""

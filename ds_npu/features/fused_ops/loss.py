@@ -12,13 +12,12 @@ from torch.nn import functional
 from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random
 from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models import names
+from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
 from ds_npu.parallel.tensor.region import untraced
 
 WORDS = 7
-IGNORED = -100
-"""Hugging Face's mark of tokens without a target."""
 
 
 def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
@@ -41,7 +40,7 @@ def _fuse(owner: Any) -> str | None:
     with isolated_on_cpu() as generator:
         logits = random(generator, 2, 5, WORDS)
         labels = torch.randint(0, WORDS, (2, 5), generator=generator)
-        labels[0, 1] = IGNORED
+        labels[0, 1] = IGNORED_LABEL
         asked: list[dict[str, Any]] = [
             {"labels": labels},
             {"labels": labels, "num_items_in_batch": torch.tensor(3)},
@@ -63,7 +62,7 @@ def causal_lm_loss(
     labels: torch.Tensor | None,
     vocab_size: int,
     num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = IGNORED,
+    ignore_index: int = IGNORED_LABEL,
     shift_labels: torch.Tensor | None = None,
     **_others: Any,
 ) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_npu.config.roles import PARENT, Role
 from ds_npu.models import kinds, names
+from ds_npu.models.copying import refuse_copies
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.sharding import sharding_of
@@ -27,7 +28,6 @@ SHARDED_ROLES = (*SHARDED_IN_REGIONS, Role.EMBEDDING, Role.HEAD)
 BIASES = {"alibi", "position_bias"}
 """Parameters of attentions in transformers that are biases of all heads' scores."""
 SAVE = "save_pretrained"
-COPY = "__deepcopy__"
 
 
 def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
@@ -82,19 +82,6 @@ def refuse_saving_shards(model: nn.Module) -> None:
     refuse_copies(model)
     if SAVE in dir(type(model)):
         model.__dict__[SAVE] = functools.partial(_save_whole, model, model.save_pretrained)
-
-
-def refuse_copies(model: nn.Module) -> None:
-    """Let ``copy.deepcopy(model)`` raise RuntimeError."""
-    model.__dict__[COPY] = functools.partial(_no_copy, model)
-
-
-def _no_copy(model: nn.Module, memory: dict[int, Any]) -> None:
-    # Forwards of single modules, which are closures, would still be those of the original's modules.
-    raise RuntimeError(
-        f"{type(model).__name__} is split over tensor or context ranks and cannot be copied: copy it before "
-        "deepspeed.initialize, and give the copy to an engine of its own"
-    )
 
 
 def _save_whole(

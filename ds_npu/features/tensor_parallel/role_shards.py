@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ds_npu.config.roles import Role
 from ds_npu.models import names
+from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import AttentionShape, ModelPlan
 from ds_npu.parallel.tensor.sharding import Ranges, Sharding, near_even
 
@@ -35,30 +36,6 @@ class RoleShards:
     def outputs(self, rank: int) -> Ranges | None:
         """What ``rank`` computes with a whole weight."""
         return self.ranges[rank] if self.whole else None
-
-
-@dataclass(frozen=True)
-class LocalHeads:
-    """The heads of one attention that one tensor rank computes."""
-
-    queries: range
-    key_values: tuple[int, ...]
-    """One for each group of query heads, or, where groups would be uneven, one for each query head."""
-
-
-def local_heads(shape: AttentionShape, size: int) -> list[LocalHeads]:
-    """What each of ``size`` ranks computes; raises ValueError for fewer heads than ranks."""
-    group = shape.heads // shape.kv_heads
-    return [
-        LocalHeads(range(start, stop), _key_values(range(start, stop), group))
-        for start, stop in near_even(shape.heads, size, "heads")
-    ]
-
-
-def _key_values(queries: range, group: int) -> tuple[int, ...]:
-    each = [query // group for query in queries]
-    counts = {len(list(same)) for _, same in itertools.groupby(each)}
-    return tuple(dict.fromkeys(each)) if len(counts) == 1 else tuple(each)
 
 
 def _heads(count: int, size: int, width: int) -> tuple[Ranges, ...]:

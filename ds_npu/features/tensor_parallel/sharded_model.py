@@ -34,7 +34,6 @@ from ds_npu.features.tensor_parallel.role_shards import (
     ROW_ROLES,
     RoleShards,
     even_shards,
-    local_heads,
     paired_shards,
     role_shards_of,
 )
@@ -42,6 +41,7 @@ from ds_npu.features.tensor_parallel.vocabulary import local_axis, shard_logits
 from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import kinds, names
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
+from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding

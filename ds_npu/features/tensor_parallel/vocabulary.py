@@ -13,15 +13,12 @@ import torch
 from torch import nn
 
 from ds_npu.models.hugging_face import is_hugging_face
+from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
 from ds_npu.parallel.tensor.region import around
-from ds_npu.parallel.tensor.shard_access import Shard, ShardCopy
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
-
-LABELS = ("labels", "shift_labels")
-LOGITS_REMEDY = "call the model without labels, or under model.eval(): its logits are whole then"
 
 
 class ShardedLogits:
@@ -45,7 +42,7 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
 
     def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
-        state.keep_sharded = model.training and any(given.get(name) is not None for name in LABELS)
+        state.keep_sharded = model.training and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         try:
             out = forward(*args, **kwargs)
             return out if not state.keep_sharded else _with_guarded_logits(out, vocabulary)
@@ -67,11 +64,10 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
 
 
 def _with_guarded_logits(out: Any, vocabulary: Sharding) -> Any:
-    """Let nobody take this rank's logits for those of all words."""
-    if isinstance(out, dict) and isinstance(out.get("logits"), torch.Tensor):
+    if isinstance(out, dict) and "logits" in out:
         ranks = f"{len(vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
         described = f"logits of {vocabulary.size} words, in training on labels, are split over {ranks}"
-        out["logits"] = ShardCopy.of(out["logits"], Shard(described, LOGITS_REMEDY))
+        out["logits"] = guard_shard(out["logits"], described)
     return out
 
 

@@ -7,11 +7,13 @@ from typing import NoReturn
 
 from torch import nn
 
+from ds_npu.models.attributes import set_attribute
+
 
 def refuse_copies(model: nn.Module) -> None:
     """Make ``copy.deepcopy(model)`` raise RuntimeError."""
     # A copy's forwards, which are closures, would call the modules of the original.
-    model.__dict__["__deepcopy__"] = functools.partial(_no_copy, type(model).__name__)
+    set_attribute(model, "__deepcopy__", functools.partial(_no_copy, type(model).__name__))
 
 
 def _no_copy(model: str, memory: dict[int, object]) -> NoReturn:

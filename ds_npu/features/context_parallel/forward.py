@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import KEYS, BatchArguments
-from ds_npu.models.attention import setting
+from ds_npu.models.hf_model import setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import split_documents, split_evenly
@@ -139,7 +139,7 @@ class SequenceShardForward:
 
     def _joins_routers(self, given: dict[str, Any]) -> bool:
         asked = given.get(ROUTERS)
-        return bool(setting(self.model.config.get_text_config(), ROUTERS) if asked is None else asked)
+        return bool(setting(self.model.config.get_text_config(), ROUTERS, bool) if asked is None else asked)
 
     def _check(self, given: dict[str, Any], samples: int, length: int) -> None:
         sizes = {"position_ids": (1, samples)} | dict.fromkeys((*EVERY_TOKEN, *LABEL_ARGUMENTS), (samples,))

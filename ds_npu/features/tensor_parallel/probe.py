@@ -28,7 +28,7 @@ from ds_npu.features.tensor_parallel.refusal import SHARDED_IN_REGIONS, SHARDED_
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.log import logger
 from ds_npu.models import kinds, names
-from ds_npu.models.hugging_face import is_hugging_face
+from ds_npu.models.hf_model import is_hugging_face
 from ds_npu.models.plan import SUBLAYERS, ModelPlan
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 from ds_npu.parallel.tensor.sharding import sharding_of
@@ -195,7 +195,7 @@ def _width(model: nn.Module, plan: ModelPlan, name: str) -> int:
 
 def _regions(plan: ModelPlan, name: str) -> list[str]:
     """The outermost regions in ``name``."""
-    return [each for each in plan.inside(name, *SUBLAYERS) if plan.region(each) is None]
+    return [each for each in plan.inside(name, *SUBLAYERS) if plan.sublayer(each) is None]
 
 
 def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> bool:
@@ -297,7 +297,7 @@ def _differences(unit: Unit, whole: RankResult, sharded: list[RankResult]) -> It
     wrong = [name for name, gap in gaps.items() if gap > TOLERANCE]
     if wrong:
         of = ", ".join(names.generic(name) or "the hidden states" for name in wrong[:4])
-        regions = dict.fromkeys(unit.part.plan.region(names.parent(name)) for name in wrong if name)
+        regions = dict.fromkeys(unit.part.plan.sublayer(names.parent(name)) for name in wrong if name)
         yield _fault(unit, [each for each in regions if each] or everything, f"the gradient of {of} differs")
 
 

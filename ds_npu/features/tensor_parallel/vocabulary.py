@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.models.hugging_face import is_hugging_face
+from ds_npu.models.hf_model import is_hugging_face
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
@@ -60,7 +60,7 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
     def loss(*args: Any, **kwargs: Any) -> Any:
         return vocab_parallel(*args, **kwargs) if state.keep_sharded else usual(*args, **kwargs)
 
-    model.loss_function = loss  # type: ignore[assignment]
+    model.loss_function = loss
 
 
 def _with_guarded_logits(out: Any, vocabulary: Sharding) -> Any:

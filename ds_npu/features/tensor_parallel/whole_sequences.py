@@ -19,7 +19,7 @@ def need_whole_sequences(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> l
 
     ``modules`` are all of the model's, by name. Such modules are ``replicated``, or have no weights and so no role.
     """
-    free = [name for name in modules if plan.of(name) is None and plan.region(name) is None]
+    free = [name for name in modules if plan.of(name) is None and plan.sublayer(name) is None]
     found = dict.fromkeys(_outermost(plan, modules, name) for name in (*plan.named(Role.REPLICATED), *free))
     return [name for name in found if name is not None and not _works_on_shards(modules[name])]
 

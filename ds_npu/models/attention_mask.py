@@ -61,13 +61,11 @@ def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
     PackedMask, or, where neither can express it, transformers' tensor [B, 1, Sq, Sk], True where a key is seen.
     """
     pattern = pattern_of(arguments["mask_function"])
-    # transformers forbids to leave a mask out where it works on with it, and where documents need one.
-    may_leave_out = arguments.get("allow_is_causal_skip", True) or arguments.get("allow_is_bidirectional_skip", False)
     offsets = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
     # A static cache's offset is on the device, which the host does not wait for.
     if pattern is None or pattern.is_empty or isinstance(offsets[0], torch.Tensor):
         return _evaluated(arguments)
-    if not may_leave_out and pattern.documents is None:
+    if not may_leave_out(arguments) and pattern.documents is None:
         return _evaluated(arguments)
     rows, keys = arguments["q_length"], arguments["kv_length"]
     if pattern.documents is not None:
@@ -86,6 +84,12 @@ def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
         None if pattern.after is None else pattern.after - shift,
     )
     return None if (mask.before, mask.after) == (None, 0) else mask
+
+
+def may_leave_out(arguments: dict[str, Any]) -> bool:
+    """Whether the mask function may return None: transformers forbids it where it works on with the mask."""
+    causal, bidirectional = arguments.get("allow_is_causal_skip", True), arguments.get("allow_is_bidirectional_skip")
+    return bool(causal or bidirectional)
 
 
 def pattern_of(function: Callable[..., Any]) -> Pattern | None:

@@ -1,7 +1,7 @@
-"""One batch over the context ranks: which tokens are this rank's, and how what ranks make of theirs is joined.
+"""One batch sharded over the context ranks: which tokens are this rank's, and how results of all ranks are gathered.
 
-What goes in and what comes out is the same on every context rank. The gradients of what comes out are, too; those of
-weights, and of what goes in, belong to this rank's tokens, and add up.
+A model's inputs and outputs are the same on every context rank, and so are the gradients of its outputs. The gradients
+of its weights and inputs are those of this rank's tokens; their sum over the ranks is the whole gradient.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 from ds_npu.comm.crossing import collect
@@ -20,14 +20,12 @@ from ds_npu.features.context_parallel.visibility import Visibility
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import Tokens, on_device
-
-SEQUENCE_DIM = 1
-"""Of what comes in and goes out, [B, S, ...]."""
+from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedBatch:
-    """A batch of ``samples`` sequences, as this rank's layers need it."""
+    """A batch of ``samples`` sequences and this rank's shard of their tokens."""
 
     samples: int
     tokens: Tokens
@@ -35,27 +33,29 @@ class ShardedBatch:
     device: torch.device
     visibility: Visibility
     last_position: torch.Tensor
-    """The largest of all positions."""
-    joins_routers: bool = False
-    """Whether the loss has an auxiliary part that is made of the routers' logits of all tokens."""
+    """The largest position of the batch, on the device."""
+    gathers_routers: bool = False
+    """Whether the loss has an auxiliary part, which needs the router logits of all tokens."""
 
     @property
     def count(self) -> int:
-        """Tokens of each sample that this rank has."""
+        """How many tokens of each sample this rank holds."""
         return self.tokens.count(self.axis.rank)
 
     @property
-    def group(self) -> Any:
-        return self.axis.topology.group("cp")
+    def group(self) -> dist.ProcessGroup:
+        """The context ranks."""
+        group: dist.ProcessGroup = self.axis.topology.group("cp")
+        return group
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """Where in their sequence this rank's tokens are: int64 [B, tokens], [1, tokens] where samples are alike."""
+        """Indices in their sequences of this rank's tokens: int64 [B, tokens]; [1, tokens] where samples are alike."""
         return on_device(self.tokens.index(self.axis.rank), self.device)
 
     @cached_property
-    def places(self) -> torch.Tensor:
-        """Where the tokens of each sequence are among those of all ranks, each rank's padded to the longest."""
+    def gather_index(self) -> torch.Tensor:
+        """Where each token of a sequence stands in the gathered shards, each padded to the longest: int64 [B, S]."""
         longest = self.longest
         found = torch.empty(self.tokens.samples, self.tokens.length, dtype=torch.int64)
         for rank in range(self.axis.size):
@@ -65,24 +65,24 @@ class ShardedBatch:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sample that a rank has."""
+        """The most tokens of a sample that a rank holds."""
         return max(self.tokens.count(rank) for rank in range(self.axis.size))
 
-    def take(self, x: torch.Tensor, dim: int = SEQUENCE_DIM) -> torch.Tensor:
-        """This rank's tokens of ``x``, in which ``dim`` is the sequence and the dim before it the samples (or 1)."""
-        return _taken(x, dim, self.index)
+    def shard(self, x: torch.Tensor, dim: int = SEQUENCE_DIM) -> torch.Tensor:
+        """This rank's tokens of ``x``, whose ``dim`` is the sequence and the dim before it the samples (or 1)."""
+        return _selected(x, dim, self.index)
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] in natural order, the same on every rank, from each one's [B, its tokens, ...].
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All-gather ``x`` [B, this rank's tokens, ...] to [B, S, ...] in natural order, the same on every rank.
 
-        Its gradient is the same on every rank, too, and each takes its own part of it.
+        Backward: the gradient is the same on every rank, and each keeps the slice of its own tokens.
         """
         missing = self.longest - x.shape[SEQUENCE_DIM]
         padded = functional.pad(x, (*(0, 0) * (x.dim() - SEQUENCE_DIM - 1), 0, missing)) if missing else x
-        return _taken(collect(padded, SEQUENCE_DIM, self.group), SEQUENCE_DIM, self.places)
+        return _selected(collect(padded, SEQUENCE_DIM, self.group), SEQUENCE_DIM, self.gather_index)
 
 
-def _taken(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+def _selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     if len(index) == 1:
         return x.index_select(dim, index[0])
     shape = [1] * (dim - 1) + list(index.shape) + [1] * (x.dim() - dim - 1)
@@ -91,9 +91,9 @@ def _taken(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SequenceShardMask:
-    """What a layer is given as its mask: what its rows see, and the batch it is of.
+    """The mask that a layer is given, with its batch.
 
-    A layer that is computed again in backward has them from here, whatever batch came since.
+    A layer that is recomputed in backward reads the batch from here; the current batch may be a later one by then.
     """
 
     mask: Mask
@@ -101,18 +101,18 @@ class SequenceShardMask:
 
 
 class UnshardedBatch:
-    """In place of a Batch: every rank computes all tokens, as it would without context ranks."""
+    """A batch of which every context rank computes all tokens (generation with a cache)."""
 
 
 class CurrentBatch:
-    """Which batch the forward that is running is of."""
+    """The batch of the forward that is running."""
 
     def __init__(self) -> None:
         self.batch: ShardedBatch | UnshardedBatch | None = None
 
     @contextmanager
     def of(self, batch: ShardedBatch | UnshardedBatch) -> Iterator[None]:
-        """Within it, ``batch`` is the one."""
+        """Within this context, ``batch`` is the current one."""
         before, self.batch = self.batch, batch
         try:
             yield
@@ -121,11 +121,11 @@ class CurrentBatch:
 
     @property
     def sharded(self) -> ShardedBatch | None:
-        """The batch that is running, if its sequences are sharded."""
+        """The current batch if its sequences are sharded, else None."""
         return self.batch if isinstance(self.batch, ShardedBatch) else None
 
-    def expected(self, who: str) -> ShardedBatch | UnshardedBatch:
-        """The batch that is running; raises RuntimeError where ``who`` is computed outside of a forward."""
+    def require(self, who: str) -> ShardedBatch | UnshardedBatch:
+        """The current batch; raises RuntimeError where ``who`` is computed outside of a forward."""
         if self.batch is None:
             raise RuntimeError(
                 f"{who} is computed outside of the forward of the model that ds_npu.parallel.context has sharded over "

@@ -97,7 +97,7 @@ def count(args: argparse.Namespace) -> None:
     dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
     transformers: Any = importlib.import_module("transformers")
     plan_for = importlib.import_module("ds_npu.models.globs").plan_for
-    split_model = importlib.import_module("ds_npu.features.tensor_parallel.sharded_model").split_model
+    shard_model = importlib.import_module("ds_npu.features.tensor_parallel.sharded_model").shard_model
     topology: Any = importlib.import_module("ds_npu.topology.topology")
     degrees: Any = importlib.import_module("ds_npu.topology.degrees")
 
@@ -116,7 +116,7 @@ def count(args: argparse.Namespace) -> None:
         values = json.loads((MODELS / f"{args.model}.json").read_text()) | {"num_hidden_layers": layers}
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        split_model(model, plan_for(model, {}), world, sequence_parallel)
+        shard_model(model, plan_for(model, {}), world, sequence_parallel)
         tokens = torch.randint(0, 256, (args.batch, args.sequence))
         with Wire() as wire:
             model(input_ids=tokens, labels=tokens).loss.backward()

@@ -96,7 +96,7 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def part_of(tensor: torch.Tensor) -> Sharding | None:
-    """How the whole weight is split of which ``tensor`` is this rank's part; None where it is whole (buffers are)."""
+    """The Sharding of the whole weight of which ``tensor`` is a shard; None where it is whole (buffers are)."""
     return sharding_of(tensor) if isinstance(tensor, nn.Parameter) else None
 
 

@@ -30,10 +30,10 @@ from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.build import Build
-from ds_npu.features.context_parallel.sharded_sequences import is_spread
+from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.driver import apply_features
 from ds_npu.features.tensor_parallel.shard_protection import protect_shards
-from ds_npu.features.tensor_parallel.sharded_model import split_of
+from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
 from ds_npu.models.compiled import check_engine_may_compile
 from ds_npu.parallel.tensor.shard_access import using_shards
@@ -75,7 +75,7 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""
-        divides = {"tensor": self.topology.size("tp") > 1, "context": is_spread(self.module)}
+        divides = {"tensor": self.topology.size("tp") > 1, "context": has_sharded_sequences(self.module)}
         check_engine_may_compile(self.module, divides)
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
@@ -99,7 +99,7 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
             self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        split = split_of(self.module)
+        split = sharded_model_of(self.module)
         with gathered_as_one(split.fetched_together if split else ()):
             zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) and self.topology.size("cp") > 1:

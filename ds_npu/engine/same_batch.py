@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_npu.features.context_parallel.sharded_sequences import is_spread
+from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.parallel.tensor.region import untraced
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
@@ -22,7 +22,9 @@ def check_first_batch(model: nn.Module, topology: Topology) -> None:
 
     Context ranks share them if ds_npu divides the sequences; else the script gives each of them other tokens.
     """
-    axes: list[Axis] = [axis for axis in KEYS if topology.size(axis) > 1 and (axis == "tp" or is_spread(model))]
+    axes: list[Axis] = [
+        axis for axis in KEYS if topology.size(axis) > 1 and (axis == "tp" or has_sharded_sequences(model))
+    ]
     if not axes:
         return
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from ds_npu.models.globs import plan_for, sketch_for
+from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan
 from ds_npu.topology.topology import Topology
 
-PLANNED = "ds_npu_plan"
+PLAN_ATTRIBUTE = "ds_npu_plan"
 """The attribute of a model that is its plan."""
 
 
@@ -59,19 +59,19 @@ class Build:
         The model keeps its plan: once features have changed its modules, they no longer tell.
         """
         kept: dict[str, Any] = self.model.__dict__
-        if PLANNED not in kept:
-            kept[PLANNED] = plan_for(self.model, self.globs)
-        found: ModelPlan = kept[PLANNED]
+        if PLAN_ATTRIBUTE not in kept:
+            kept[PLAN_ATTRIBUTE] = plan_for(self.model, self.globs)
+        found: ModelPlan = kept[PLAN_ATTRIBUTE]
         return found
 
     @cached_property
-    def sketch(self) -> ModelPlan:
-        """The plan, or as much of it as is known: for who splits no weights. Raises PlanError for wrong globs."""
-        kept: ModelPlan | None = self.model.__dict__.get(PLANNED)
-        return sketch_for(self.model, self.globs) if kept is None else kept
+    def partial_plan(self) -> ModelPlan:
+        """The plan, or as much of it as is known: for who shards no weights. Raises PlanError for wrong globs."""
+        kept: ModelPlan | None = self.model.__dict__.get(PLAN_ATTRIBUTE)
+        return partial_plan_for(self.model, self.globs) if kept is None else kept
 
     @property
-    def spreads_sequences(self) -> bool:
+    def shards_sequences(self) -> bool:
         """Whether the model's attentions are to work on parts of its sequences."""
         return self.topology.size("cp") > 1 and not self.is_pipeline
 

@@ -10,7 +10,7 @@ from ds_npu.features.feature import Feature
 def _apply(plan: Plan, build: Build) -> None:
     if plan:
         # Whether anything needs it or not, what is wrong with it is said.
-        build.sketch  # noqa: B018
+        build.partial_plan  # noqa: B018
 
 
 PLAN: Feature[Plan] = Feature("plan", apply=_apply)

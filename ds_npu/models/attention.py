@@ -1,54 +1,51 @@
-"""How many heads an attention has and how wide they are, and which sizes its linears (and an MLP's) must have."""
+"""The number and width of an attention's heads, and the sizes that its linears, and those of an MLP, must have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds
+from ds_npu.models.attributes import attribute, attributes
+from ds_npu.models.hf_model import HuggingFaceConfig, setting
 from ds_npu.models.plan import AttentionShape
 
 Linears = Mapping[Role, list[nn.Module]]
 """The linears (and norms) of one attention or MLP, by role; an empty list where there are none."""
 
 
-def configured(attention: nn.Module, config: Any) -> AttentionShape | None:
-    """The heads of a Hugging Face attention, which knows its head width itself; its config knows their number.
+def configured(attention: nn.Module, config: HuggingFaceConfig) -> AttentionShape | None:
+    """The heads of a Hugging Face attention: their number from ``config``, their width from its own attributes.
 
     None where the config has no heads.
     """
-    own = vars(attention)
-    heads = setting(config, "num_attention_heads")
+    heads = setting(config, "num_attention_heads", int)
     if heads is None:
         return None
-    kv_heads = setting(config, "num_key_value_heads") or heads
+    kv_heads = setting(config, "num_key_value_heads", int) or heads
+    own = attributes(attention, int)
     if own.get("kv_lora_rank"):
         nope, rope, value = (own[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         return AttentionShape(heads, heads, nope + rope, value, nope)
-    width = own.get("head_dim") or setting(config, "head_dim") or setting(config, "hidden_size") // heads
+    hidden = setting(config, "hidden_size", int) or 0
+    width = own.get("head_dim") or setting(config, "head_dim", int) or hidden // heads
     return AttentionShape(heads, kv_heads, width, width)
 
 
-def setting(config: Any, name: str) -> Any:
-    """An entry of a Hugging Face config, some of which have other names for the usual ones; None where it has none."""
-    return vars(config).get(config.attribute_map.get(name, name))
-
-
 def counted(attention: nn.Module, linears: Linears) -> AttentionShape | None:
-    """The heads of somebody's own attention, from its attribute ``head_dim`` and the sizes of its linears.
+    """The heads of a user's own attention, from its attribute ``head_dim`` and the sizes of its linears.
 
-    With one linear for queries, keys and values its attribute ``num_heads`` is needed, too. None without them.
+    With one linear for queries, keys and values, its attribute ``num_heads`` is needed, too. None without these.
     """
-    width = vars(attention).get("head_dim")
-    if not isinstance(width, int) or width < 1:
+    width = attribute(attention, "head_dim", int)
+    if width is None or width < 1:
         return None
     rows = {role: kinds.sizes(found[0])[1] for role, found in linears.items() if found}
     if Role.QUERY_KEY_VALUE in rows:
-        heads = vars(attention).get("num_heads")
-        if not isinstance(heads, int):
+        heads = attribute(attention, "num_heads", int)
+        if heads is None:
             return None
         kv_heads = (rows[Role.QUERY_KEY_VALUE] // width - heads) // 2
         return AttentionShape(heads, max(kv_heads, 1), width, width)
@@ -59,7 +56,7 @@ def counted(attention: nn.Module, linears: Linears) -> AttentionShape | None:
 
 
 def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
-    """Linears of an attention that have other sizes than its heads ask for, and what is wrong."""
+    """Yield each linear or norm of an attention whose size contradicts ``shape``, and why."""
     outputs = {
         Role.QUERY: shape.heads * shape.head_dim,
         Role.KEY: shape.kv_heads * shape.head_dim,
@@ -83,7 +80,7 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
 
 
 def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
-    """A norm over all heads at once would need all of them on one rank."""
+    """A norm over all heads at once needs all of them on one rank."""
     latents = [kinds.sizes(each)[0] for role in (Role.LATENT_QUERY, Role.LATENT_KEY_VALUE) for each in linears[role]]
     for norm in linears[Role.HEAD_NORM]:
         found = {size for own in kinds.own_shapes(norm).values() for size in own}
@@ -93,7 +90,7 @@ def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.M
 
 
 def wrong_widths(linears: Linears) -> Iterator[tuple[nn.Module, str]]:
-    """Linears of an MLP whose sizes are not those of its down projection."""
+    """Yield each linear of an MLP whose outputs do not match the inputs of its down projection, and why."""
     for down in linears[Role.DOWN]:
         width = kinds.sizes(down)[0]
         for role, expected in ((Role.GATE, width), (Role.UP, width), (Role.GATE_UP, 2 * width)):

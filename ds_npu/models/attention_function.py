@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,13 +12,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_npu.models import attention_mask as masks
 from ds_npu.models.attention_mask import PackedMask
+from ds_npu.models.attributes import attribute, has_attribute, set_attribute
+from ds_npu.models.hf_model import (
+    config_of,
+    is_hugging_face,
+    is_pretrained_config,
+    settings,
+    transformers_module,
+)
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
 from ds_npu.parallel.tensor.region import untraced
 
 NAME = "ds_npu"
 """What the implementation is called in transformers' registries and in ``config._attn_implementation``."""
 
-REFUSED = {
+REFUSED_ARGUMENTS = {
     "softcap": "a soft cap of the scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -34,7 +40,7 @@ REFUSED = {
 
 
 class Implementation(NamedTuple):
-    """What a model is switched to: an entry of transformers' registries of attention and of mask functions."""
+    """An entry of transformers' registries of attention functions and of mask functions."""
 
     name: str
     attention: Callable[..., Any]
@@ -42,41 +48,37 @@ class Implementation(NamedTuple):
 
 
 def use_attention(model: nn.Module, implementation: Implementation | None = None) -> None:
-    """Make this one ``model`` (a transformers model, or what has some in it) compute its attention with ds_npu's.
+    """Make ``model``, which is or holds models of transformers, compute its attention with ``implementation``.
 
-    Or with another ``implementation``, whose functions are called as ``attention_function`` and ``attention_mask`` are.
-
-    The config is copied, for another model may have the same. Raises TypeError for a model that is not transformers',
-    ValueError, before anything is changed, for one whose attention is not exchangeable or cannot be computed.
+    None: ds_npu's, whose functions (``attention_function``, ``attention_mask``) show the signatures. The config is
+    copied, since another model may have the same one. Before anything is changed, raises TypeError for a model that
+    holds none of transformers, ValueError where transformers cannot exchange the attention or ds_npu not compute it.
     """
-    modeling = _modeling()
     check_exchangeable(model)
     name, attend, mask = implementation or Implementation(NAME, attention_function, masks.attention_mask)
-    modeling["ALL_ATTENTION_FUNCTIONS"].register(name, attend)
-    vars(importlib.import_module(masks.MASKING))["ALL_MASK_ATTENTION_FUNCTIONS"].register(name, mask)
-    copied: dict[int, Any] = {}
+    transformers_module("modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    transformers_module("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+    copied: dict[int, object] = {}
     for module in model.modules():
-        if isinstance(vars(module).get("config"), modeling["PreTrainedConfig"]):
-            config: Any = copy.deepcopy(module.config, copied)
+        shared = config_of(module)
+        if shared is not None and is_pretrained_config(shared):
+            config = copy.deepcopy(shared, copied)
             config._attn_implementation = name
-            module.config = config
-
-
-def _modeling() -> dict[str, Any]:
-    # Not imported for its own sake: without it in the process, no module is its.
-    return vars(sys.modules.get("transformers.modeling_utils", sys))
+            set_attribute(module, "config", config)
 
 
 def check_exchangeable(model: nn.Module) -> None:
     """Raise TypeError and ValueError as ``use_attention`` does."""
-    found: list[Any] = [each for each in model.modules() if isinstance(each, _modeling().get("PreTrainedModel", ()))]
+    found = list(filter(is_hugging_face, model.modules()))
     if not found:
         raise TypeError(f"{type(model).__name__} holds no model of transformers, so its attention is its own")
     for each in found:
         if not each._can_set_attn_implementation():
             raise ValueError(f"{type(each).__name__} computes its attention itself: transformers cannot exchange it")
-        if vars(each.config).get("attn_logit_softcapping") is not None:
-            raise ValueError(f"{type(each).__name__} has attn_logit_softcapping, {REFUSED['softcap']}: {_ADVICE}")
+        if settings(each.config).get("attn_logit_softcapping") is not None:
+            raise ValueError(
+                f"{type(each).__name__} has attn_logit_softcapping, {REFUSED_ARGUMENTS['softcap']}: {_ADVICE}"
+            )
     for parameter, _ in model.named_parameters():
         if parameter.endswith(".sinks"):
             raise ValueError(f"{type(model).__name__} has {parameter}, attention sinks: {_ADVICE}")
@@ -92,19 +94,19 @@ def attention_function(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | Mask | PackedMask | None = None,
-    **asked: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers asks for it: query [B, N, S, D], key and value with fewer heads; out [B, S, N, D].
+    """transformers' attention interface: query [B, N, S, D], key and value with fewer heads; out [B, S, N, D].
 
-    ``attention_mask`` is what ``attention_mask.attention_mask`` made, or a tensor of the user's: boolean, True where a
-    key is seen, or added to the scores, 0 or (nearly) -inf. A row that sees no key has the result 0 (transformers'
-    "sdpa": 0, too; its "eager": the mean of all values). Raises ValueError for what it cannot honour.
+    ``attention_mask``: what ``attention_mask.attention_mask`` made, or a tensor of the user's: boolean, True where a
+    key is seen, or added to the scores, 0 or (nearly) -inf. The result of a row that sees no key is 0 (as with
+    transformers' "sdpa"; its "eager" gives the mean of all values). Raises ValueError for arguments it cannot honour.
     """
-    refuse_unknown(module, asked)
+    refuse_unknown(module, arguments)
     query, key, value = in_autocast_dtype(query, key, value)
-    mask = _mask_of(module, query, key, attention_mask, asked)
-    dropout_p, scale = asked.get("dropout") or 0.0, asked.get("scaling")
-    # [B, S, N, D] is how the projections left them: no copy.
+    mask = _mask_of(module, query, key, attention_mask, arguments)
+    dropout_p, scale = arguments.get("dropout") or 0.0, arguments.get("scaling")
+    # No copy: projections write [B, S, N, D].
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(mask, Mask):
         return attention(q, k, v, Options("BSND", mask, scale, dropout_p))[0], None
@@ -119,17 +121,17 @@ def attention_function(
     return out.view(*q.shape[:2], *out.shape[1:]), None
 
 
-def refuse_unknown(module: nn.Module, asked: dict[str, Any]) -> None:
-    """Raise ValueError for arguments of ``module``'s call that ask for what no kernel here computes."""
-    for name, meaning in REFUSED.items():
-        if asked.get(name) is not None:
+def refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise ValueError where ``module`` calls attention with ``arguments`` that no kernel here computes."""
+    for name, meaning in REFUSED_ARGUMENTS.items():
+        if arguments.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, {meaning}, {_ADVICE}")
-    if asked.get("output_attentions"):
+    if arguments.get("output_attentions"):
         raise ValueError(f"{type(module).__name__} asks for output_attentions: its weights are never there, {_ADVICE}")
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """In autocast's dtype: torch's own attention is cast, too, and norms of query and key leave them in float32."""
+    """Cast to autocast's dtype, as torch's own attention does: norms leave queries and keys in float32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return list(tensors)
@@ -137,9 +139,9 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _mask_of(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, given: Any, asked: dict[str, Any]
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, given: Any, arguments: dict[str, Any]
 ) -> Mask | PackedMask:
-    ends = [asked.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    ends = [arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if isinstance(given, PackedMask):
         return given
     if isinstance(given, torch.Tensor):
@@ -148,7 +150,7 @@ def _mask_of(
                 f"{type(module).__name__} is given a mask and cu_seq_lens_q: either says which keys are seen"
             )
         return Mask(dense=hidden_of(given))
-    mask = given or mask_of_module(module, asked)
+    mask = given or mask_of_module(module, arguments)
     if ends[0] is None:
         return mask
     if query.shape[0] != 1 or ends[1] is None:
@@ -159,12 +161,12 @@ def _mask_of(
     return PackedMask(mask.packed(ends_of(ends[0]), ends_of(ends[1])))
 
 
-def mask_of_module(module: nn.Module, asked: dict[str, Any]) -> Mask:
-    """What no mask means: as far as the module is causal, rows the last of the keys."""
-    causal = asked.get("is_causal")
+def mask_of_module(module: nn.Module, arguments: dict[str, Any]) -> Mask:
+    """The Mask of a call without one: causal, with rows at the last keys, unless the module or call says otherwise."""
+    causal = arguments.get("is_causal")
     if causal is None:
-        causal = vars(module).get("is_causal", True)
-    window = asked.get("sliding_window")
+        causal = attribute(module, "is_causal", bool) if has_attribute(module, "is_causal") else True
+    window = arguments.get("sliding_window")
     if window is None:
         return CAUSAL if causal else FULL
     if not causal:
@@ -173,7 +175,7 @@ def mask_of_module(module: nn.Module, asked: dict[str, Any]) -> Mask:
 
 
 class _Once:
-    """What ``make`` makes of a tensor, made again only for another or a changed one: all layers are given the same."""
+    """Caches ``make(tensor)`` until the tensor changes or is gone: all layers of a model are given the same one."""
 
     def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
         self.make = make
@@ -192,7 +194,7 @@ def _hidden(seen: torch.Tensor) -> torch.Tensor:
     if seen.dtype == torch.bool:
         return ~seen
     hidden = seen <= torch.finfo(seen.dtype).min / 2
-    # The host waits, once for each mask: a bias taken for a mask would be silently wrong.
+    # The host waits for the device once for each mask: a bias taken for a mask would be silently wrong.
     if bool((seen.masked_fill(hidden, 0) != 0).any()):
         raise ValueError(
             f"a mask of {seen.dtype} with more than 0 and (nearly) -inf is a bias of the scores, {_ADVICE}"

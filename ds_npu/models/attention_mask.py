@@ -1,21 +1,21 @@
-"""What a Hugging Face model's attention may see, as data: transformers' mask functions read instead of evaluated.
+"""Masks of Hugging Face models as data: transformers' mask functions are recognised instead of evaluated.
 
-transformers (5.23, masking_utils) describes a mask by a function of (batch, head, row, key), put together from a few of
-its own. Where all of them are known here, the mask is a band, in documents if there are any, and takes no memory; any
-other function is evaluated, as for transformers' "sdpa".
+transformers (5.23, masking_utils) describes a mask by a function of (batch, head, row, key), a conjunction of a few of
+its own. Where all of these are known here, the mask is a band, within documents if there are any, and takes no memory;
+any other function is evaluated, as for transformers' "sdpa".
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from ds_npu.models.hf_model import transformers_module
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.tensor.region import untraced
 
@@ -24,7 +24,7 @@ MASKING = "transformers.masking_utils"
 
 @dataclass(frozen=True, eq=False)
 class PackedMask:
-    """``mask`` in documents of the tokens [B · S], of which ``rows`` and ``keys`` take part (indices; None: all).
+    """``mask`` within documents of the B · S tokens; indices ``rows`` and ``keys`` (None: all) say which take part.
 
     A row that takes no part sees no key: its result is 0.
     """
@@ -54,31 +54,29 @@ class Pattern:
 
 
 @untraced
-def attention_mask(**asked: Any) -> torch.Tensor | Mask | PackedMask | None:
-    """The mask function for ``ALL_MASK_ATTENTION_FUNCTIONS``, with transformers' own arguments (see its ``sdpa_mask``).
+def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
+    """The mask function for ``ALL_MASK_ATTENTION_FUNCTIONS``, with the arguments of transformers' ``sdpa_mask``.
 
-    None for a plain causal mask (its rows the last of its keys), else what ``attention_function`` is to apply: a Mask
-    or PackedMask, or, where none says it, transformers' tensor [B, 1, Sq, Sk], in which True is seen.
+    Returns what ``attention_function`` applies: None for a plain causal mask (rows at the last keys), a Mask or
+    PackedMask, or, where neither can express it, transformers' tensor [B, 1, Sq, Sk], True where a key is seen.
     """
-    pattern = pattern_of(asked["mask_function"])
-    # transformers forbids to leave a mask out where it goes on to work with it, and where documents make it necessary.
-    may_leave_out = asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip", False)
-    offsets = asked.get("q_offset", 0), asked.get("kv_offset", 0)
-    known = pattern is not None and not pattern.is_empty and (may_leave_out or pattern.documents is not None)
-    # A static cache's offset is on the device: it is not waited for.
-    if not known or isinstance(offsets[0], torch.Tensor):
-        return _evaluated(asked)
-    pattern = cast(Pattern, pattern)
-    rows, keys = asked["q_length"], asked["kv_length"]
+    pattern = pattern_of(arguments["mask_function"])
+    offsets = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
+    # A static cache's offset is on the device, which the host does not wait for.
+    if pattern is None or pattern.is_empty or isinstance(offsets[0], torch.Tensor):
+        return _evaluated(arguments)
+    if not may_leave_out(arguments) and pattern.documents is None:
+        return _evaluated(arguments)
+    rows, keys = arguments["q_length"], arguments["kv_length"]
     if pattern.documents is not None:
         return PackedMask(Mask(pattern.before, pattern.after).packed(_ends(pattern.documents)))
-    if asked["attention_mask"] is not None:
-        padding = _seen_keys(asked["attention_mask"], offsets[1], keys)
-        # From the device once for all layers, as transformers' own mask functions do.
+    if arguments["attention_mask"] is not None:
+        padding = _seen_keys(arguments["attention_mask"], offsets[1], keys)
+        # One copy from the device for all layers, as transformers' own mask functions make it.
         bounds = padding_bounds(padding)
         if any(bound != (0, keys) for bound in bounds):
             found = _padded(pattern, bounds, keys) if (rows, offsets[0]) == (keys, offsets[1]) else None
-            return _evaluated(asked) if found is None else found.on(padding.device)
+            return _evaluated(arguments) if found is None else found.on(padding.device)
     # The keys a row sees, counted from the last row and key.
     shift = keys - rows - (offsets[0] - offsets[1])
     mask = Mask(
@@ -88,8 +86,14 @@ def attention_mask(**asked: Any) -> torch.Tensor | Mask | PackedMask | None:
     return None if (mask.before, mask.after) == (None, 0) else mask
 
 
+def may_leave_out(arguments: dict[str, Any]) -> bool:
+    """Whether the mask function may return None: transformers forbids it where it works on with the mask."""
+    causal, bidirectional = arguments.get("allow_is_causal_skip", True), arguments.get("allow_is_bidirectional_skip")
+    return bool(causal or bidirectional)
+
+
 def pattern_of(function: Callable[..., Any]) -> Pattern | None:
-    """What transformers' mask function ``function`` says, None if it, or a part of it, is not known."""
+    """The Pattern of transformers' mask function ``function``; None if it, or a part of it, is not known."""
     before: list[int] = []
     after: list[int] = []
     documents = None
@@ -127,16 +131,18 @@ def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         yield function
 
 
-def _evaluated(asked: dict[str, Any]) -> torch.Tensor:
-    whole = {**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return cast(torch.Tensor, importlib.import_module(MASKING).sdpa_mask(**whole))
+def _evaluated(arguments: dict[str, Any]) -> torch.Tensor:
+    sdpa_mask: Callable[..., torch.Tensor] = transformers_module("masking_utils").sdpa_mask
+    whole = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(**whole)
 
 
 def _ends(documents: torch.Tensor) -> list[int]:
     """Where each document of [B, S] ends among the B · S tokens: on the host, where the kernel takes it."""
     last = torch.ones_like(documents, dtype=torch.bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
-    return cast(list[int], (last.flatten().nonzero().flatten() + 1).tolist())
+    ends: list[int] = (last.flatten().nonzero().flatten() + 1).tolist()
+    return ends
 
 
 def _seen_keys(attention_mask: torch.Tensor, offset: int, keys: int) -> torch.Tensor:
@@ -146,8 +152,10 @@ def _seen_keys(attention_mask: torch.Tensor, offset: int, keys: int) -> torch.Te
 
 
 def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
-    """The first key that is seen and that past the last, of each sample of [B, S]; (0, 0) if none is, and None if one
-    between them is not."""
+    """Of each sample of ``seen`` [B, S], its first seen key and the one past its last.
+
+    (0, 0) where none is seen; None where one between them is not.
+    """
     count = seen.sum(1)
     first = seen.int().argmax(1)
     past = seen.shape[1] - seen.flip(1).int().argmax(1)
@@ -156,8 +164,10 @@ def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
 
 
 def _padded(pattern: Pattern, bounds: list[tuple[int, int] | None], length: int) -> PackedMask | None:
-    """A document for each sample, of the keys that are not padding and the rows that see one; None where a band does
-    not say it."""
+    """A document for each sample, of its keys that are not padding and the rows that see one of them.
+
+    None where a band cannot express it.
+    """
     known = [bound for bound in bounds if bound is not None]
     band = (pattern.before, pattern.after)
     to_the_left = all(end in (0, length) for _, end in known)

@@ -1,4 +1,4 @@
-"""A plan in the making, and the checks that make it a plan."""
+"""A draft of a ModelPlan, and the checks that it passes to become one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ds_npu.models.attention import Linears, counted, wrong_heads, wrong_widths
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
 from ds_npu.models.tree import adapters
 
-UNKNOWN = "nothing says what it is"
-REMEDY = """\
+UNPLACED = "nothing says what it is"
+ROLE_REMEDY = """\
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {"plan": {"%s": "<role>"}}
 Roles: %s"""
@@ -35,26 +35,26 @@ Fault = tuple[str, str]
 
 @dataclass
 class Draft:
-    """What is known of a model so far, by module name."""
+    """The roles and heads found so far, by module name."""
 
     roles: dict[str, Role] = field(default_factory=dict)
     attentions: dict[str, AttentionShape] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    """Why a module was not placed."""
+    """Why a module has no role."""
     doubtful: set[str] = field(default_factory=set)
-    """What was given a role that does not exist: nothing more is said of it."""
+    """Modules that the user gave a role that does not exist; they are reported once."""
     given: set[str] = field(default_factory=set)
-    """What the user has given a role."""
+    """Modules that the user gave a role."""
 
 
 def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> ModelPlan:
-    """The plan that ``draft`` is; raises PlanError with ``problems`` and everything that is wrong with it."""
+    """The complete plan of ``draft``; raises PlanError with ``problems`` and everything else that is wrong with it."""
     modules = dict(model.named_modules())
     plan = _without_heads(modules, _adapted(model, draft.roles))
     misfits = dict(_misfits(modules, plan)) | dict(_foreign(modules, plan))
     silent = misfits.keys() | draft.doubtful
     missing = [name for name in modules if _missing(modules[name], plan.of(name)) and name not in silent]
-    unplaced = [(name, draft.notes.get(name, UNKNOWN)) for name in missing]
+    unplaced = [(name, draft.notes.get(name, UNPLACED)) for name in missing]
     linears = _linears(modules, plan, leave_out=misfits)
     plan = _with_heads(modules, plan, draft, linears)
     misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
@@ -66,8 +66,8 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     return plan
 
 
-def sketched(model: nn.Module, draft: Draft, problems: Iterable[str]) -> ModelPlan:
-    """What ``draft`` knows, which need not be everything; raises PlanError with ``problems`` and what users misplaced.
+def partial_plan(model: nn.Module, draft: Draft, problems: Iterable[str]) -> ModelPlan:
+    """The plan of ``draft`` with what is known; raises PlanError with ``problems`` and misfits among the user's roles.
 
     An attention whose linears contradict its heads counts as one of unknown heads.
     """
@@ -94,7 +94,7 @@ def _with_heads(
 
 
 def _adapted(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
-    """``roles`` with those of the LoRA factors: of a layer that is whole and in no region, so are they."""
+    """``roles`` with those of LoRA factors; the factors of a replicated layer are replicated."""
     factors = adapters(model)
     layers = {name: f"{name.rpartition('.lora_')[0]}.{names.BASE_LAYER}" for name in factors}
     whole = {name: Role.REPLICATED for name in factors if roles.get(layers[name]) is Role.REPLICATED}
@@ -133,7 +133,7 @@ def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
 
 
 def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
-    """What PEFT adds to a layer that is split, LoRA's factors of linears and embeddings aside."""
+    """Modules that PEFT adds to a sharded layer, except LoRA's factors of linears and embeddings."""
     for name, module in modules.items():
         layer = plan.adapted(name) if kinds.own_shapes(module) else None
         role = plan.of(layer) if layer else None
@@ -152,7 +152,7 @@ def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
 
 
 def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: Collection[str]) -> Mapping[str, Linears]:
-    """By attention and MLP, what is in it, by role."""
+    """The modules of each attention and MLP, by role."""
     found: defaultdict[str, defaultdict[Role, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
     for name, role in plan.roles.items():
         holder = plan.around(name, PARENT[role]) if role in PARENT else None
@@ -174,7 +174,7 @@ def _wrong_sizes(modules: dict[str, nn.Module], plan: ModelPlan, linears: Mappin
 
 
 def _beside(name: str, plan: ModelPlan, draft: Draft) -> str:
-    """Which modules in the attention or MLP of ``name`` the user wants replicated: the others may not fit without."""
+    """A note on modules beside ``name`` that the user made replicated: without them, the others may not fit."""
     holder = plan.around(name, Role.ATTENTION, Role.MLP)
     whole = [each for each in plan.inside(holder, Role.REPLICATED) if each in draft.given] if holder else []
     named = ", ".join(each.rpartition(".")[2] for each in whole)
@@ -195,7 +195,7 @@ def _different_blocks(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterato
 
 
 def _told(modules: dict[str, nn.Module], faults: Iterable[Fault]) -> Iterator[str]:
-    """The faults, those that differ in indices only as one."""
+    """A line for each fault; faults of modules that differ only in indices share one."""
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name, why in dict.fromkeys(faults):
         groups[names.generic(name), kinds.described(modules[name]), why].append(name)
@@ -207,4 +207,8 @@ def _remedy(plan: ModelPlan, unplaced: list[Fault]) -> str:
     if not unplaced:
         return ""
     accepted = ", ".join(Role) + f"\n{ORDERS}"
-    return REMEDY % (names.generic(names.plain(unplaced[0][0])) or "**", accepted) if plan.roles else NEEDED % accepted
+    return (
+        ROLE_REMEDY % (names.generic(names.plain(unplaced[0][0])) or "**", accepted)
+        if plan.roles
+        else NEEDED % accepted
+    )

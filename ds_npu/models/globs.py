@@ -1,4 +1,4 @@
-"""The plan of any model: what is known of it, and what the section's globs say on top."""
+"""The plan of any model: transformers' structure, where there is one, overridden by the globs of ``ds_npu.plan``."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from torch import nn
 
 from ds_npu.config.roles import STRUCTURAL, Role
 from ds_npu.models import kinds, names
-from ds_npu.models.draft import Draft, finished, sketched
+from ds_npu.models.draft import Draft, finished, partial_plan
 from ds_npu.models.hugging_face import draft_of
 from ds_npu.models.plan import ModelPlan
 
 NEAR = 3
-"""Names that are suggested for one that does not exist."""
+"""How many names are suggested for one that does not exist."""
 
 
 def plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
     """The plan of ``model``, for which ``globs`` (from a glob over module names to a role) decide, the last one first.
 
-    What they do not match keeps the role it has in the Hugging Face model that ``model`` is or holds. ``replicated``
-    also holds for everything inside of what it is given to. Raises PlanError with everything that is wrong.
+    Modules that no glob matches keep their role in the Hugging Face model that ``model`` is or holds. ``replicated``
+    also holds for everything inside of the module. Raises PlanError with everything that is wrong.
     """
     draft = draft_of(model)
     problems = [problem for glob, role in globs.items() for problem in _lay(draft, model, glob, role)]
     return finished(model, draft, problems)
 
 
-def sketch_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
-    """What is known of ``model``, and what ``globs`` say, for who splits no weights and need not know every module.
+def partial_plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
+    """The plan of ``model`` without roles for modules that nothing is known of: enough where no weights are sharded.
 
     Raises PlanError with what is wrong with ``globs``.
     """
     draft = draft_of(model)
     problems = [problem for glob, role in globs.items() for problem in _lay(draft, model, glob, role)]
-    return sketched(model, draft, problems)
+    return partial_plan(model, draft, problems)
 
 
 def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]:
-    """Give the role named ``value`` to what ``glob`` matches; tells what is wrong with them."""
+    """Give the role named ``value`` to the modules that ``glob`` matches; yield what is wrong with either."""
     matched = {name: module for name, module in model.named_modules() if names.matches(glob, name)}
     if not matched:
         yield f'"{glob}": matches no module{_near(model, glob)}'
@@ -61,7 +61,7 @@ def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]
 
 
 def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:
-    """The modules that get ``role``: of linears and the like those with parameters, other matches are by the way."""
+    """The matched modules that get ``role``: for a role of linears and norms, those that hold parameters."""
     for name, module in matched.items():
         if role is Role.REPLICATED:
             yield from (inner for inner, _ in module.named_modules(prefix=name))

@@ -1,7 +1,7 @@
-"""The plan of a Hugging Face model, from its structure, its config, and the tensor-parallel plan it comes with.
+"""The plan of a Hugging Face model, from its structure, its config and its own tensor-parallel plan.
 
-The attributes' names say what a module could be; sizes (``draft``) and that plan must not contradict. Where the order
-inside of a fused weight cannot be known from them, nothing is assumed.
+Attribute names say what a module may be; sizes (``draft``) and transformers' plan must not contradict them. Where these
+do not tell the order inside of a fused weight, nothing is assumed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import nn
 
@@ -17,6 +16,7 @@ from ds_npu.config.roles import ORDER, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention import configured
 from ds_npu.models.draft import Draft, finished
+from ds_npu.models.hf_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.tree import Tree
 
@@ -49,14 +49,14 @@ POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 STYLES: dict[str, tuple[Role, ...]] = {
     "colwise": (Role.QUERY, Role.KEY, Role.VALUE, Role.LATENT_QUERY, Role.LATENT_KEY_VALUE, Role.GATE, Role.UP),
     "rowwise": (Role.ATTENTION_OUTPUT, Role.DOWN),
-    # transformers does not cut fused weights apart: it gathers what they give and splits it again.
+    # transformers does not shard the parts of fused weights by themselves: it gathers their outputs and shards those.
     "colwise_gather_output": (Role.QUERY_KEY_VALUE, Role.GATE_UP),
     "rowwise_split_input": (Role.ATTENTION_OUTPUT, Role.DOWN),
 }
 """Roles that a linear of a style in transformers' ``base_model_tp_plan`` can have."""
 PACKED = "packed_colwise"
 """The style of experts' gate_up_proj in which all gates stand before all ups."""
-FUSED = "its weight holds several parts, whose order is not known"
+ORDER_UNKNOWN = "its weight holds several parts, whose order is not known"
 
 
 def plan_of(model: nn.Module) -> ModelPlan:
@@ -65,18 +65,12 @@ def plan_of(model: nn.Module) -> ModelPlan:
 
 
 def draft_of(model: nn.Module) -> Draft:
-    """What is known of the Hugging Face model that ``model`` is or holds; nothing where it is none."""
+    """The roles and heads of the Hugging Face model that ``model`` is or holds; an empty draft where there is none."""
     draft = Draft()
-    root: Any = next(filter(is_hugging_face, model.modules()), None)
+    root = hugging_face_model(model)
     if root is not None and not root.config.is_encoder_decoder:
         _Placing(Tree(model), root, draft).everything()
     return draft
-
-
-def is_hugging_face(module: nn.Module) -> bool:
-    """Whether ``module`` is one of transformers' models; transformers need not be installed to ask."""
-    bases = type(module).__mro__
-    return any(base.__module__.startswith("transformers.") and base.__name__ == "PreTrainedModel" for base in bases)
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class _Placing:
     """Places the modules of the Hugging Face model ``root``, which is somewhere in ``tree``, into ``draft``."""
 
     tree: Tree
-    root: Any
+    root: HuggingFaceModel
     draft: Draft
 
     @cached_property
@@ -93,7 +87,7 @@ class _Placing:
         return self.tree.find(self.root.get_decoder())
 
     @cached_property
-    def config(self) -> Any:
+    def config(self) -> HuggingFaceConfig:
         return self.root.config.get_text_config()
 
     def place(self, name: str, role: Role) -> None:
@@ -104,7 +98,7 @@ class _Placing:
 
     def style(self, name: str) -> str | None:
         """What transformers' plan says of a module or parameter of the language part."""
-        styles: dict[str, str] = self.config.base_model_tp_plan or {}
+        styles = self.config.base_model_tp_plan or {}
         return styles.get(names.generic(name.removeprefix(f"{self.decoder}.")))
 
     def everything(self) -> None:
@@ -216,14 +210,14 @@ class _Placing:
         if self.style(f"{name}.gate_up_proj") == PACKED and self.style(f"{name}.down_proj") == "rowwise":
             self.place(name, Role.EXPERTS)
         else:
-            self.refuse(name, f"{FUSED}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")
+            self.refuse(name, f"{ORDER_UNKNOWN}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")
 
     def linear(self, name: str, role: Role) -> None:
         style = self.style(name)
         # All of transformers' models with Conv1D (the first GPTs) have queries, then keys, then values in one.
         known = style is not None or kinds.output_dim(self.tree.module(name)) == 1
         if role in (Role.QUERY_KEY_VALUE, Role.GATE_UP) and not known:
-            self.refuse(name, f"{FUSED}; {role} means {ORDER[role]}")
+            self.refuse(name, f"{ORDER_UNKNOWN}; {role} means {ORDER[role]}")
         elif style in STYLES and role not in STYLES[style] and role not in (Role.COLUMN, Role.ROW):
             self.refuse(name, f"its name says {role}, but transformers splits it {style}")
         else:

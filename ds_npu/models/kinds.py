@@ -1,4 +1,4 @@
-"""What a module is by its class and its own parameters, and which roles it can have."""
+"""The kind of a module, by its class and its own parameters, and the roles that it can have."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import re
 from torch import nn
 
 from ds_npu.config.roles import Role
+from ds_npu.models.zero3 import unpartitioned_shape
 
 NORM_ENDINGS = ("RMSNorm", "LayerNorm")
 CONV1D = "Conv1D"
 """transformers' linear whose weight is [in, out]."""
 
-DENSE = re.compile("MLP|Mlp|FeedForward|FFN")
-SPARSE = re.compile("M[oO][eE]|Expert|Router|Gate$")
-"""In the names of transformers' classes for what stands behind attention in a block."""
+DENSE_CLASSES = re.compile("MLP|Mlp|FeedForward|FFN")
+SPARSE_CLASSES = re.compile("M[oO][eE]|Expert|Router|Gate$")
+"""In the class names of transformers' MLPs, and of what sends tokens to experts or holds them."""
 LINEAR = ("Linear", "Conv1D")
 OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
-"""Of torch's activations, those that may be over the sequence."""
+"""Activations of torch that may run over the sequence dim."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
 LORA = ("peft.tuners.lora.", "peft.tuners._buffer_dict", "peft.utils.other")
 
@@ -25,48 +26,48 @@ Shape = tuple[int, ...]
 
 
 def own_shapes(module: nn.Module) -> dict[str, Shape]:
-    """The shapes of the parameters that ``module`` itself holds; of the whole ones where ZeRO 3 has split them."""
+    """By name, the shapes of the parameters that ``module`` itself holds; the whole ones under ZeRO-3."""
     # A parameter is used once: under the name of its first owner in this module.
     own = module.named_parameters(recurse=False)
-    return {name: tuple(vars(parameter).get("ds_shape", parameter.shape)) for name, parameter in own}
+    return {name: unpartitioned_shape(parameter) for name, parameter in own}
 
 
 def described(module: nn.Module) -> str:
-    """A module in a message: ``Linear, weight [96, 32]``."""
+    """``module`` as messages name it: ``Linear, weight [96, 32]``."""
     shapes = [f"{name} {list(shape)}" for name, shape in own_shapes(module).items()]
     return ", ".join([type(module).__name__, *shapes])
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the class says that this is a norm."""
+    """Whether the class of ``module`` says that it is a norm."""
     return type(module).__name__.endswith(NORM_ENDINGS) or isinstance(module, nn.LayerNorm)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this has a weight matrix and is no table of embeddings."""
+    """Whether ``module`` has a weight of two dims and is no embedding."""
     return len(own_shapes(module).get("weight", ())) == 2 and not isinstance(module, nn.Embedding)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether this holds weights of several experts, each of them in one parameter; a convolution has a "weight"."""
+    """Whether ``module`` holds several experts in parameters of three dims, none of which is called weight."""
     shapes = own_shapes(module)
     return "weight" not in shapes and any(len(shape) == 3 for shape in shapes.values())
 
 
 def is_sparse(module: nn.Module) -> bool:
-    """Whether the class says that this sends tokens to experts, or holds them."""
-    return SPARSE.search(type(module).__name__) is not None
+    """Whether the class of ``module`` says that it routes tokens to experts or holds experts."""
+    return SPARSE_CLASSES.search(type(module).__name__) is not None
 
 
 def works_on_tokens(module: nn.Module) -> bool:
-    """Whether ``module``, apart from the modules in it, is known to work on each token by itself."""
+    """Whether ``module``, without its children, is known to compute each token from that token alone."""
     name, place = type(module).__name__, type(module).__module__
     dims = {len(shape) for shape in own_shapes(module).values()}
     if isinstance(module, (*CONTAINERS, nn.Identity, nn.Dropout, nn.Embedding)) or place.startswith(LORA):
         return True
     if place in ("torch.nn.modules.activation", "transformers.activations"):
         return not isinstance(module, OVER_A_DIM)
-    if is_norm(module) or DENSE.search(name):
+    if is_norm(module) or DENSE_CLASSES.search(name):
         return dims <= {1}
     if is_sparse(module) and (dims <= {1, 2} or is_experts(module)):
         return True
@@ -76,12 +77,12 @@ def works_on_tokens(module: nn.Module) -> bool:
 
 
 def output_dim(module: nn.Module) -> int:
-    """The dim of a linear's weight that is its output: 0, or 1 for transformers' Conv1D."""
+    """The dim of a linear's weight along which its outputs stand: 0, or 1 for transformers' Conv1D."""
     return 1 if type(module).__name__ == CONV1D else 0
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
-    """Input and output size of a linear."""
+    """(inputs, outputs) of a linear."""
     weight = own_shapes(module)["weight"]
     out = output_dim(module)
     return weight[1 - out], weight[out]

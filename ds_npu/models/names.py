@@ -1,4 +1,4 @@
-"""Module names: without what PEFT and torch.compile put between, with indices abbreviated, and matched by globs."""
+"""Module names: without PEFT's and torch.compile's wrappers, with indices abbreviated, and matched by globs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from fnmatch import fnmatchcase
 BASE_LAYER = "base_layer"
 """Where PEFT keeps the layer that an adapter is added to."""
 ORIGINAL = "original_module"
-COPIES = "modules_to_save"
-"""Where it keeps the layer that is trained as a whole, and the copies of it that are."""
+TRAINED_COPIES = "modules_to_save"
+"""Where PEFT keeps a layer that it trains as a whole: the original, and the copies that are trained."""
 COMPILED = "_orig_mod"
 """Where torch.compile keeps the module that it has compiled."""
 PEFT_PREFIX = "base_model.model."
-BETWEEN = re.compile(rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{COPIES}\.[^.]+|{COMPILED})(?=\.|$)|^(?:{COMPILED}(?:\.|$))+")
+WRAPPERS = re.compile(
+    rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{TRAINED_COPIES}\.[^.]+|{COMPILED})(?=\.|$)|^(?:{COMPILED}(?:\.|$))+"
+)
 
 
 def plain(name: str) -> str:
     """The name that a module has in the model without wrappers: ``base_model.model.a.base_layer`` is ``a``."""
-    return f"{BETWEEN.sub('', name)}.".removeprefix(PEFT_PREFIX)[:-1]
+    return f"{WRAPPERS.sub('', name)}.".removeprefix(PEFT_PREFIX)[:-1]
 
 
 def parent(name: str) -> str:
@@ -34,12 +36,12 @@ def owner(name: str) -> str:
 
 
 def is_copy(name: str) -> bool:
-    """Whether PEFT keeps this module in one place with another that is used instead of it."""
-    return name.endswith(f".{ORIGINAL}") or parent(name).endswith(f".{COPIES}")
+    """Whether ``name`` is an original that PEFT replaced by a trained copy, or such a copy."""
+    return name.endswith(f".{ORIGINAL}") or parent(name).endswith(f".{TRAINED_COPIES}")
 
 
 def ancestors(name: str) -> Iterable[str]:
-    """The names of the modules around ``name``, from the inside out, the model ("") included."""
+    """The names of the modules around ``name``, innermost first, the model ("") last."""
     while name:
         name = parent(name)
         yield name
@@ -51,12 +53,12 @@ def is_inside(name: str, other: str) -> bool:
 
 
 def generic(name: str) -> str:
-    """``name`` with a * for each index."""
+    """``name`` with * for each index."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def abbreviated(names: Collection[str]) -> str:
-    """Names that are the same up to their indices as one: ``layers.{0..31}.mlp``."""
+    """One text for names that differ only in indices: ``layers.{0..31}.mlp``."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(name.split(".") for name in names), strict=True)]
     if math.prod(map(len, columns)) == len(names):
         return ".".join(map(_joined, columns))

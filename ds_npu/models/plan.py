@@ -1,4 +1,4 @@
-"""The ModelPlan: what each module of a model is, as data."""
+"""The ModelPlan: the role of each module of a model, as data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from ds_npu.config.roles import Role
 from ds_npu.models import names
 
-REGIONS = (Role.ATTENTION, Role.MLP, Role.MOE)
+SUBLAYERS = (Role.ATTENTION, Role.MLP, Role.MOE)
+"""Parts of a block that each compute on hidden states and return them (Vaswani et al. 2017 call them so)."""
 
 
 class PlanError(ValueError):
-    """Everything that keeps a model from being planned, at once."""
+    """Every mistake that keeps a model from having a plan, at once."""
 
     def __init__(self, model: str, problems: Iterable[str], remedy: str = "") -> None:
         self.problems = tuple(problems)
@@ -44,12 +45,12 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What each module of one model is, by its name in ``named_modules``."""
+    """The role of each module of one model, by its name in ``named_modules``."""
 
     model: str
     """The model's class."""
     roles: Mapping[str, Role]
-    """Of every module that holds parameters itself, and of the structural ones, in the model's order."""
+    """Of each module that holds parameters itself and of the structural ones, in the model's order."""
     blocks: tuple[str, ...]
     """In the order in which they are executed."""
     attentions: Mapping[str, AttentionShape]
@@ -75,9 +76,9 @@ class ModelPlan:
         """The linear to the logits (of PEFT's copies the one that is trained); None where there is none."""
         return next(reversed(self.named(Role.HEAD)), None)
 
-    def region(self, name: str) -> str | None:
+    def sublayer(self, name: str) -> str | None:
         """The innermost attention, MLP or MoE around the module ``name``; None where it stands in none."""
-        return self.around(name, *REGIONS)
+        return self.around(name, *SUBLAYERS)
 
     def block(self, name: str) -> str | None:
         """The block around the module ``name``; None where it stands in none."""
@@ -100,14 +101,14 @@ class ModelPlan:
         return None if layer is None or names.is_inside(name, layer) else layer
 
     def picture(self) -> str:
-        """The plan as a table for people: modules that differ in indices only share a row."""
+        """The plan as a table for people; modules that differ only in indices share a row."""
         rows = [(names.abbreviated(group) or "(the model itself)", text) for text, group in _groups(self)]
         width = max((len(name) for name, _ in rows), default=0)
         return "\n".join([f"Plan of {self.model}", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
 def _groups(plan: ModelPlan) -> Iterator[tuple[str, list[str]]]:
-    """What is said of modules, and those of which it is said."""
+    """Each text of the table, and the modules in its row."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, role in plan.roles.items():
         whole = _all_replicated(plan, name) if role is Role.REPLICATED else None

@@ -9,7 +9,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
 
-FACTORS = {
+FACTOR_ATTRIBUTES = {
     "lora_A": Role.LORA_A,
     "lora_B": Role.LORA_B,
     "lora_embedding_A": Role.LORA_A,
@@ -25,9 +25,9 @@ def adapters(model: nn.Module) -> dict[str, Role]:
         inner = dict(module.named_children())
         if names.BASE_LAYER not in inner:
             continue
-        for attribute in FACTORS.keys() & inner.keys():
+        for attribute in FACTOR_ATTRIBUTES.keys() & inner.keys():
             factors = (f"{name}.{attribute}.{adapter}" for adapter, _ in inner[attribute].named_children())
-            found.update(dict.fromkeys((f"{name}.{attribute}", *factors), FACTORS[attribute]))
+            found.update(dict.fromkeys((f"{name}.{attribute}", *factors), FACTOR_ATTRIBUTES[attribute]))
     return {name: role for name, role in found.items() if kinds.own_shapes(model.get_submodule(name))}
 
 

@@ -1,4 +1,4 @@
-"""What cannot be spread over context ranks says so: models before training, batches before they are used."""
+"""What cannot be sharded over context ranks says so: models before training, batches before they are used."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import tiny_models
 import torch
 import transformers
 from ranks import run_on_ranks
-from spread_models import LENGTH, algorithm, ends, packed, padded, spread, tokens
+from sequence_sharded_models import LENGTH, algorithm, ends, packed, padded, sequence_sharded, tokens
 from torch import nn
 
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
-from ds_npu.features.context_parallel.sharded_sequences import spread_sequence
-from ds_npu.features.context_parallel.visibility import Asked
+from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
+from ds_npu.features.context_parallel.visibility import BatchArguments
 from ds_npu.models.plan import ModelPlan
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
@@ -27,7 +27,7 @@ def refused(model: nn.Module, said: str) -> None:
     # What is looked at first needs no groups of ranks.
     before = dict(vars(model))
     with pytest.raises(ValueError, match=said):
-        spread_sequence(model, ModelPlan("It", {}, (), {}), SimpleNamespace(), algorithm("ring", 2))
+        shard_sequences(model, ModelPlan("It", {}, (), {}), SimpleNamespace(), algorithm("ring", 2))
     assert vars(model) == before
 
 
@@ -40,7 +40,7 @@ MODELS = {
         lambda: transformers.Qwen3NextForCausalLM(
             transformers.Qwen3NextConfig(**LLAMA, layer_types=["linear_attention", "full_attention"])
         ),
-        "has linear_attention, model.layers.0.linear_attn.conv1d; a sequence can be spread only where",
+        "has linear_attention, model.layers.0.linear_attn.conv1d; a sequence can be sharded only where",
     ),
     "an encoder and a decoder": (
         lambda: transformers.BartForConditionalGeneration(
@@ -50,7 +50,7 @@ MODELS = {
     ),
     "two models": (
         lambda: nn.ModuleList(transformers.LlamaModel(transformers.LlamaConfig(**LLAMA)) for _ in range(2)),
-        "holds 2 models of transformers; ds_npu.parallel.context spreads one",
+        "holds 2 models of transformers; ds_npu.parallel.context shards one",
     ),
     "a soft cap": (
         lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**LLAMA)),
@@ -71,8 +71,8 @@ def test_a_loss_of_the_users_own_is_not_known():
     refused(model, "has the loss <function .*lambda.* give it no labels")
 
 
-def asked(**given: object) -> Asked:
-    return Asked(2, 6, given)
+def asked(**given: object) -> BatchArguments:
+    return BatchArguments(2, 6, given)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ BATCHES = {
 
 
 def wrong_batches() -> None:
-    both = spread("llama")
+    both = sequence_sharded("llama")
     for said, given in BATCHES.items():
         with pytest.raises(ValueError, match=said):
             both.model(**{"input_ids": tokens(), "labels": tokens() if "input_ids" not in given else None} | given)
@@ -132,7 +132,7 @@ def wrong_models() -> None:
     def own_mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs | {"attention_mask": torch.zeros(3, 1, 7, 7)}
 
-    both = spread("llama")
+    both = sequence_sharded("llama")
     handle = both.model.model.layers[0].self_attn.register_forward_pre_hook(own_mask, with_kwargs=True)
     with pytest.raises(ValueError, match=r"a mask \[3, 1, 7, 7\] that LlamaAttention made itself"):
         both.model(input_ids=tokens())
@@ -171,5 +171,5 @@ def test_padding_that_has_targets_is_seen():
     """Rows behind a sequence that count are told by a mask, those that do not by documents."""
     given = padded("right")
     for labels, documents in ((given["labels"], True), (given["input_ids"], False)):
-        found = Asked(3, LENGTH, given, labels).visibility()
+        found = BatchArguments(3, LENGTH, given, labels).visibility()
         assert (found.documents is not None) == documents == (found.padding is None)

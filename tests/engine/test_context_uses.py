@@ -1,4 +1,4 @@
-"""What users do with spread models: loaders, Trainers, adapters, dropout, checkpoints, no algorithm in the config."""
+"""What users do with sharded models: loaders, Trainers, adapters, dropout, checkpoints, no algorithm in the config."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from adapted_models import ATTENTION, adapted
 from ranks import run_on_ranks
-from split_models import agree, close, everyones
-from spread_models import Spread, algorithm, padded, spread, step, tokens
+from sequence_sharded_models import SequenceSharded, algorithm, padded, sequence_sharded, step, tokens
+from sharded_models import agree, close, everyones
 from trainer_runs import run_trainer
 
-from ds_npu.features.context_parallel.sharded_sequences import spread_sequence
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -100,7 +100,7 @@ def test_different_batches_are_refused():
 
 def dropped(tensor: int) -> None:
     """Hidden states of other tokens are dropped differently, those of the same tokens alike."""
-    both = spread("gpt2", "ulysses", tensor, embd_pdrop=0.5, resid_pdrop=0.5, attn_pdrop=0.5)
+    both = sequence_sharded("gpt2", "ulysses", tensor, embd_pdrop=0.5, resid_pdrop=0.5, attn_pdrop=0.5)
     topology, patterns = both.topology, []
     # Sizes that all ranks share.
     ids = tokens(2, 12)
@@ -128,7 +128,7 @@ def test_dropout_differs_over_context_ranks(tensor):
 
 def dropped_again() -> None:
     """A layer that is computed again drops the same: of its hidden states, and of its attention weights."""
-    both = spread("gpt2", "ring", embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3)
+    both = sequence_sharded("gpt2", "ring", embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3)
     found = []
     for checkpoints in (False, True):
         if checkpoints:
@@ -151,9 +151,9 @@ def adapters(tensor: int) -> None:
     topology = Topology(Degrees(cp=2, tp=tensor))
     plan = plan_for(model, {})
     if tensor > 1:
-        split_model(model, plan, topology, sequence_parallel=True)
-    spread_sequence(model, plan, topology, algorithm("ring", 2))
-    both = Spread(model, plain, topology)
+        shard_model(model, plan, topology, sequence_parallel=True)
+    shard_sequences(model, plan, topology, algorithm("ring", 2))
+    both = SequenceSharded(model, plain, topology)
     # "eager" gives a row of padding before a sample a mean.
     for kind in ("right", "none"):
         expected, found = step(both.plain, **padded(kind)), step(both.model, **padded(kind))
@@ -162,8 +162,8 @@ def adapters(tensor: int) -> None:
     if tensor > 1:
         return
     merged = both.model.merge_and_unload()
-    with pytest.raises(ValueError, match="was spread as it stood in another model"):
-        spread_sequence(merged, plan_for(merged, {}), topology, algorithm("ring", 2))
+    with pytest.raises(ValueError, match="was sharded as it stood in another model"):
+        shard_sequences(merged, plan_for(merged, {}), topology, algorithm("ring", 2))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -172,7 +172,7 @@ def test_lora_adapters(tensor):
 
 
 def prompted() -> None:
-    """PEFT's prompts stand before the sequence: weights outside of the model that is spread."""
+    """PEFT's prompts stand before the sequence: weights outside of the model that is sharded."""
     pairs = []
     for _ in range(2):
         model = tiny_models.tiny("llama")
@@ -181,8 +181,8 @@ def prompted() -> None:
         pairs.append(peft.get_peft_model(model, config).double().train())
     topology = Topology(Degrees(cp=2))
     plan = plan_for(pairs[0], {"prompt_encoder.**": "replicated"})
-    spread_sequence(pairs[0], plan, topology, algorithm("ring", 2))
-    both = Spread(*pairs, topology)
+    shard_sequences(pairs[0], plan, topology, algorithm("ring", 2))
+    both = SequenceSharded(*pairs, topology)
     close(step(both.model, **padded("right")), step(both.plain, **padded("right")))
     both.same_gradients()
 

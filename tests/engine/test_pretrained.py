@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from ranks import run_on_ranks
-from split_models import first_fast
+from sharded_models import first_fast
 from torch import nn
 from transformers import AutoModelForCausalLM
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocated import peak_bytes
+from loading_models import FAMILIES, SINGLE, F, save_in_files, save_single, shard, sharded
 from ranks import run_on_ranks
 from safetensors.torch import load_file
-from sharded_model import FAMILIES, SINGLE, F, save_in_files, save_single, shard, sharded
 from transformers import AutoModelForCausalLM
 
 from ds_npu.checkpoint.files import ENTRIES, CheckpointError, open_checkpoint

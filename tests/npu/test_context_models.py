@@ -1,4 +1,4 @@
-"""Models whose sequences are spread over simulated NPUs: a step of DeepSpeed's engine over HCCL, and other batches."""
+"""Models whose sequences are sharded over simulated NPUs: a step of DeepSpeed's engine over HCCL, and other batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import tensor_parallel_rule as tensor_rule
 import torch
 from ranks import run_on_ranks
-from spread_models import LENGTH, padded, spread
+from sequence_sharded_models import LENGTH, padded, sequence_sharded
 
 SCRIPT = Path(__file__).with_name("accelerate_script.py")
 SECTIONS = {
@@ -46,7 +46,7 @@ def test_a_step(family, name, stage):
 
 def batches(name: str) -> None:
     """Losses, logits and gradients of padded batches, packed ones and masks, in float32."""
-    both = spread("llama", name, device="npu", dtype=torch.float32)
+    both = sequence_sharded("llama", name, device="npu", dtype=torch.float32)
     both.plain.cpu()
     for kind in ("right", "left", "holes"):
         given = padded(kind)

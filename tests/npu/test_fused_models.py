@@ -14,7 +14,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.fused_ops import feature as fused_ops
 from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.fused_ops.fused_model import fuse
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.ops.operator import Operator
 from ds_npu.topology.degrees import Degrees
@@ -131,7 +131,7 @@ def test_losses_and_gradients_are_as_exact_as_pytorchs_in_bf16(family):
 def on_two_npus(sequence_parallel):
     model = tiny_models.tiny("llama", torch.bfloat16)
     plan = plan_for(model, {})
-    split_model(model, plan, Topology(Degrees(tp=2)), sequence_parallel)
+    shard_model(model, plan, Topology(Degrees(tp=2)), sequence_parallel)
     fuse(model, plan, KEYS)
     seen = counted(model.npu())
     for key in set(KEYS) - {"cross_entropy"}:

@@ -1,4 +1,4 @@
-"""Batches of every form through models whose sequences are spread: loss, gradients and logits of one process.
+"""Batches of every form through models whose sequences are sharded: loss, gradients and logits of one process.
 
 No engine here; in float64, against transformers' own attention.
 """
@@ -12,11 +12,23 @@ import torch
 import torch.distributed as dist
 import transformers
 from ranks import run_on_ranks
-from split_models import EXACT, agree, close, first_fast
-from spread_models import ALGORITHMS, LENGTH, Spread, algorithm, ends, packed, padded, padding, spread, step, tokens
+from sequence_sharded_models import (
+    ALGORITHMS,
+    LENGTH,
+    SequenceSharded,
+    algorithm,
+    ends,
+    packed,
+    padded,
+    padding,
+    sequence_sharded,
+    step,
+    tokens,
+)
+from sharded_models import EXACT, agree, close, first_fast
 from torch.nn import functional
 
-from ds_npu.features.context_parallel.sharded_sequences import spread_sequence
+from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.context.load_balance import split_evenly
 from ds_npu.parallel.tensor.shard_access import ShardAccessError, using_shards
@@ -71,7 +83,7 @@ def for_one_process(given: dict[str, object]) -> dict[str, object]:
 
 
 def every_case(family: str, chosen: str, names: tuple[str, ...]) -> None:
-    both = spread(family, chosen)
+    both = sequence_sharded(family, chosen)
     for name in names:
         given = CASES[name]()
         expected = step(both.plain, **for_one_process(given))
@@ -92,7 +104,7 @@ def test_loss_and_gradients_of_every_batch(family, chosen):
 
 def of_a_family(family: str, kinds: tuple[str, ...]) -> None:
     for tensor in (1, 2):
-        both = spread(family, "ulysses" if tensor == 2 else "ring", tensor, sequence_parallel=tensor == 2)
+        both = sequence_sharded(family, "ulysses" if tensor == 2 else "ring", tensor, sequence_parallel=tensor == 2)
         for kind in kinds:
             expected, found = step(both.plain, **CASES[kind]()), step(both.model, **CASES[kind]())
             close(found, expected, f"{kind}, tensor {tensor}")
@@ -106,7 +118,7 @@ def test_a_family(family):
 
 
 def outputs(family: str) -> None:
-    both = spread(family)
+    both = sequence_sharded(family)
     ids, rank = tokens(2), dist.get_rank()
     given = {"input_ids": ids, "output_hidden_states": True, "position_ids": packed(2)}
     with tiny_models.Float64():
@@ -151,7 +163,7 @@ class Headed(torch.nn.Module):
 
 
 def around_it(kind: str) -> None:
-    both = spread("llama", wrap=Headed)
+    both = sequence_sharded("llama", wrap=Headed)
     losses = []
     for model in (both.model, both.plain):
         with tiny_models.Float64():
@@ -167,7 +179,7 @@ def test_weights_outside_and_a_loss_of_the_users_own(kind):
 
 
 def generated(family: str) -> None:
-    both = spread(family)
+    both = sequence_sharded(family)
     texts, ids = [], tokens(2)
     # A batch of another length in between does not matter.
     step(both.model, input_ids=ids, labels=ids)
@@ -198,7 +210,7 @@ ROPES = {
 
 
 def rotary(kind: str) -> None:
-    both = spread("llama", "ulysses", max_position_embeddings=11, rope_parameters=ROPES[kind])
+    both = sequence_sharded("llama", "ulysses", max_position_embeddings=11, rope_parameters=ROPES[kind])
     angles = []
     for model in (both.model, both.plain):
         model.model.rotary_emb.register_forward_hook(lambda _, given, out: angles.append(out[0].shape[-2]))
@@ -232,8 +244,8 @@ def own_positions() -> None:
     model.load_state_dict(plain.state_dict())
     topology = Topology(Degrees(cp=2))
     mlps = {"model.decoder.layers.*.fc1": "replicated", "model.decoder.layers.*.fc2": "replicated"}
-    spread_sequence(model, plan_for(model, mlps), topology, algorithm("ring", 2))
-    both = Spread(model, plain, topology)
+    shard_sequences(model, plan_for(model, mlps), topology, algorithm("ring", 2))
+    both = SequenceSharded(model, plain, topology)
     with pytest.raises(ValueError, match="OPTForCausalLM numbers positions in a way of its own"):
         step(model, **padded("left"))
     given = padded("left")
@@ -249,7 +261,7 @@ def test_positions_that_a_model_makes_itself():
 
 
 def checkpointed(family: str, chosen: str, reentrant: bool) -> None:
-    both = spread(family, chosen)
+    both = sequence_sharded(family, chosen)
     batches = [CASES[name]() for name in ("padding left", "plain", "padding holes")]
     for model in (both.model, both.plain):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -283,7 +295,7 @@ def test_checkpointed_layers_have_their_batch_again(family, chosen, reentrant):
 
 def own_loss() -> None:
     """Where logits are whole, so is the gradient that comes to them."""
-    both = spread("gpt2", "ulysses")
+    both = sequence_sharded("gpt2", "ulysses")
     losses, types = [], tokens() % 7
     for model in (both.model, both.plain):
         with tiny_models.Float64():
@@ -306,7 +318,7 @@ def lengths_of_all_ranks() -> None:
         asked.append((samples, length))
         return algorithm("ring", 2)
 
-    both = spread("llama", choose)
+    both = sequence_sharded("llama", choose)
     for length in (9 + dist.get_rank() // 2, 14):
         ids = tokens(2, length)
         close(step(both.model, input_ids=ids, labels=ids), step(both.plain, input_ids=ids, labels=ids))

@@ -7,7 +7,7 @@ import tiny_models
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
-from spread_models import spread
+from sequence_sharded_models import sequence_sharded
 from wire import Memory
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def peak(name: str, folder: str) -> None:
     length = TOKENS * dist.get_world_size()
     # Of Ulysses' ranks each needs a key head of its own, or what they share is not divided.
     sizes = SIZES | ({"num_key_value_heads": 8} if name == "ulysses" else {})
-    model = spread("llama", name, max_position_embeddings=length, **sizes).model.to(torch.bfloat16)
+    model = sequence_sharded("llama", name, max_position_embeddings=length, **sizes).model.to(torch.bfloat16)
     ids = tiny_models.tokens(1, length)
     with Memory() as memory:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
-from spread_models import spread, step, tokens
+from sequence_sharded_models import sequence_sharded, step, tokens
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def events(pair, **given: object) -> list[str]:
 
 def departs_before_the_queries() -> None:
     ids = tokens(1, 16)
-    pair = spread("llama", "ulysses", num_hidden_layers=1, num_key_value_heads=2)
+    pair = sequence_sharded("llama", "ulysses", num_hidden_layers=1, num_key_value_heads=2)
     step(pair.model, input_ids=ids, labels=ids)
     found = events(pair, input_ids=ids, labels=ids)
     # 16 tokens of 1 key head and 2 query heads, and 8 tokens of all 4 heads of the result, each 8 wide.
@@ -61,7 +61,7 @@ def departs_before_the_queries() -> None:
 
 def same_with(family: str, changed: bool) -> None:
     ids = tokens()
-    pair = spread(family, "ulysses")
+    pair = sequence_sharded(family, "ulysses")
     if changed:
         for layer in pair.model.model.layers:
             doubled(layer.self_attn.v_proj)

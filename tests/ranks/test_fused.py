@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.config.roles import Role
 from ds_npu.features.fused_ops.fused_model import fuse
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.tensor.sharding import sharding_of
@@ -56,7 +56,7 @@ def on_two_ranks(sequence_parallel, fuse_first, families):
         plan = plan_for(model, {})
         if fuse_first:
             fuse(model, plan, KEYS)
-        split_model(model, plan, Topology(Degrees(tp=2)), sequence_parallel)
+        shard_model(model, plan, Topology(Degrees(tp=2)), sequence_parallel)
         if not fuse_first:
             said = fuse(model, plan, KEYS)
             assert any("cross_entropy is not in" in line and "vocabulary-parallel" in line for line in said)
@@ -126,7 +126,7 @@ def joined(model):
 def gates_beside_ups():
     model, whole = tiny("llama", mlp_bias=True), tiny("llama", mlp_bias=True)
     plan = plan_for(model, {})
-    split_model(model, plan, Topology(Degrees(tp=2)))
+    shard_model(model, plan, Topology(Degrees(tp=2)))
     for each in (model, whole):
         fuse(each, plan, ["swiglu"])
     assert (joined(model), joined(whole)) == (0, 1)

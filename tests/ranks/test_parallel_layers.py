@@ -15,7 +15,7 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.tensor.axis import tensor_axis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
@@ -241,7 +241,7 @@ def planned_body():
             loss.backward()
             for sequence_parallel in (False, True):
                 model = Own(*heads)
-                split_model(model, plan_for(model, {**GLOBS, **roles}), topology, sequence_parallel)
+                shard_model(model, plan_for(model, {**GLOBS, **roles}), topology, sequence_parallel)
                 found = model(*batch())
                 found.backward()
                 assert abs(found - loss) < 1e-12, (what, heads, sequence_parallel)
@@ -268,7 +268,7 @@ def refused_body():
         model = Own(**sizes)
         before = {name: each.shape for name, each in model.named_parameters()}
         with pytest.raises(ValueError, match="found 4; these modules of Own cannot be split") as caught:
-            split_model(model, plan_for(model, GLOBS), tensor_world())
+            shard_model(model, plan_for(model, GLOBS), tensor_world())
         assert said in str(caught.value), str(caught.value)
         assert {name: each.shape for name, each in model.named_parameters()} == before
 

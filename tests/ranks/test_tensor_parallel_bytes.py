@@ -19,14 +19,14 @@ NAMES = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_
 
 def messages(layers: int, family: str, parallel: dict[str, object]) -> Counter:
     """(collective, bytes of the whole) of a forward and a backward, each with how often it was sent."""
-    from ds_npu.features.tensor_parallel.sharded_model import split_model
+    from ds_npu.features.tensor_parallel.sharded_model import shard_model
     from ds_npu.models.globs import plan_for
     from ds_npu.topology.degrees import Degrees
     from ds_npu.topology.topology import Topology
 
     model = tiny_models.tiny(family, torch.float64, num_hidden_layers=layers)
     topology = Topology(Degrees(tp=2))
-    split_model(model, plan_for(model, {}), topology, **parallel)
+    shard_model(model, plan_for(model, {}), topology, **parallel)
     ids = tiny_models.tokens(B, S)
     wire = Wire()
     with tiny_models.Float64():

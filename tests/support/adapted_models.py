@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import Float64, tiny
 
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.degrees import Degrees
@@ -56,7 +56,7 @@ def logits_of(model, **options):
 
 def split(model, sequence_parallel=False):
     topology = Topology(Degrees(tp=dist.get_world_size()))
-    split_model(model, plan_for(model, {}), topology, sequence_parallel)
+    shard_model(model, plan_for(model, {}), topology, sequence_parallel)
     return model
 
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import tiny_models
 import torch
-from spread_models import algorithm
+from sequence_sharded_models import algorithm
 from torch import nn
 
-from ds_npu.features.context_parallel.sharded_sequences import spread_sequence, spreadable
+from ds_npu.features.context_parallel.sharded_sequences import shard_sequences, shardable_model
 from ds_npu.models import kinds
-from ds_npu.models.globs import sketch_for
+from ds_npu.models.globs import partial_plan_for
 from ds_npu.models.plan import PlanError
 
 
@@ -57,15 +57,15 @@ def test_a_stranger_is_refused(name, place):
     for globs in ({}, {f"{place}.stranger": "replicated"}):
         kept = dict(vars(model))
         with pytest.raises(ValueError, match=said):
-            plan = sketch_for(model, {} if not kinds.own_shapes(model.get_submodule(place).stranger) else globs)
-            spread_sequence(model, plan, SimpleNamespace(), algorithm("ring", 2))
+            plan = partial_plan_for(model, {} if not kinds.own_shapes(model.get_submodule(place).stranger) else globs)
+            shard_sequences(model, plan, SimpleNamespace(), algorithm("ring", 2))
         assert vars(model) == kept
 
 
 def test_a_role_says_that_a_stranger_stays_on_its_token():
     model = llama()
     model.model.layers[0].mlp.add_module("stranger", Weighted())
-    assert spreadable(model, sketch_for(model, {"model.layers.0.mlp.stranger": "column"})) is model
+    assert shardable_model(model, partial_plan_for(model, {"model.layers.0.mlp.stranger": "column"})) is model
 
 
 def test_an_attention_must_take_its_function_from_transformers():
@@ -73,16 +73,16 @@ def test_an_attention_must_take_its_function_from_transformers():
     own = type("OwnAttention", (type(model.model.layers[1].self_attn),), {"forward": lambda self, x, **_: (x, None)})
     model.model.layers[1].self_attn.__class__ = own
     with pytest.raises(ValueError, match="has no stack of blocks with an attention in each"):
-        spreadable(model, sketch_for(model, {}))
+        shardable_model(model, partial_plan_for(model, {}))
 
 
 def test_a_sketch_needs_nothing_but_right_globs():
     model = llama()
     model.model.layers[0].add_module("stranger", Weighted())
-    assert sketch_for(model, {}).attentions.keys() == {f"model.layers.{index}.self_attn" for index in range(2)}
+    assert partial_plan_for(model, {}).attentions.keys() == {f"model.layers.{index}.self_attn" for index in range(2)}
     for globs, said in (
         ({"model.layer.*": "block"}, "matches no module"),
         ({"model.norm": "column"}, "column is for a"),
     ):
         with pytest.raises(PlanError, match=said):
-            sketch_for(model, globs)
+            partial_plan_for(model, globs)

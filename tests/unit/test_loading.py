@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 from allocated import peak_bytes
-from safetensors.torch import load_file, save_file
-from sharded_model import (
+from loading_models import (
     EXPERTS,
     FAMILIES,
     SINGLE,
@@ -27,6 +26,7 @@ from sharded_model import (
     sharded,
     tensors_of,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import WeightRenaming
 

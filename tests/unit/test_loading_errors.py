@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading_models import FAMILIES, SINGLE, F, H, V, assert_parts, save_pickled, save_single, sharded, tensors_of
 from safetensors.torch import load_file, save_file
-from sharded_model import FAMILIES, SINGLE, F, H, V, assert_parts, save_pickled, save_single, sharded, tensors_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ds_npu.checkpoint.files import CheckpointError, open_checkpoint

@@ -202,10 +202,10 @@ def test_the_order_of_more_than_ten_blocks():
 def test_what_stands_around_a_module():
     plan = plan_of(models.deepseek_v3())
     shared = "model.layers.1.mlp.shared_experts"
-    assert plan.region(f"{shared}.gate_proj") == shared
-    assert plan.region(shared) == plan.region("model.layers.1.mlp.experts") == "model.layers.1.mlp"
-    assert plan.region("model.layers.2.self_attn.kv_b_proj") == "model.layers.2.self_attn"
-    assert plan.region("model.layers.1.mlp") is None and plan.region("lm_head") is None
+    assert plan.sublayer(f"{shared}.gate_proj") == shared
+    assert plan.sublayer(shared) == plan.sublayer("model.layers.1.mlp.experts") == "model.layers.1.mlp"
+    assert plan.sublayer("model.layers.2.self_attn.kv_b_proj") == "model.layers.2.self_attn"
+    assert plan.sublayer("model.layers.1.mlp") is None and plan.sublayer("lm_head") is None
     assert plan.block(f"{shared}.gate_proj") == "model.layers.1" and plan.block("model.norm") is None
     assert plan.around(f"{shared}.gate_proj", Role.MOE) == "model.layers.1.mlp"
     assert plan.inside("model.layers.1.mlp", Role.GATE, Role.ROUTER) == [

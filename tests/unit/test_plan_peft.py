@@ -58,7 +58,7 @@ def test_a_factor_knows_its_layer():
     for factor in ("lora_A", "lora_B"):
         name = f"{attention}.q_proj.{factor}.default"
         assert plan.adapted(name) == f"{attention}.q_proj.base_layer"
-        assert (plan.region(name), plan.block(name)) == (attention, f"{PREFIX}model.layers.1")
+        assert (plan.sublayer(name), plan.block(name)) == (attention, f"{PREFIX}model.layers.1")
     assert plan.adapted(f"{attention}.q_proj.base_layer") is None and plan.adapted(f"{attention}.k_proj") is None
     assert plan.head == f"{PREFIX}lm_head.base_layer" and plan.adapted(f"{PREFIX}lm_head.lora_A.default") == plan.head
 

@@ -1,4 +1,4 @@
-"""transformers' two functions of attention, for one model whose sequences are spread over the context ranks."""
+"""transformers' attention and mask functions, for one model whose sequences are sharded over the context ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ds_npu.features.context_parallel.batch import Batch, Running, SplitMask, WholeBatch
-from ds_npu.features.context_parallel.values import EarlyValues
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, SequenceShardMask, ShardedBatch, UnshardedBatch
+from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.models import attention_mask as masks
 from ds_npu.models.attention_function import (
     Implementation,
@@ -18,49 +18,56 @@ from ds_npu.models.attention_function import (
     mask_of_module,
     refuse_unknown,
 )
+from ds_npu.models.attention_mask import PackedMask
 from ds_npu.ops.attention import Mask, Options
 from ds_npu.parallel.context.attention import context_attention
 
 _numbers = itertools.count()
 
 
-class SplitAttention:
-    """What the attention modules of one model call; ``running`` says of which batch their tokens are."""
+class SequenceShardAttention:
+    """The attention and mask function of one model; ``current`` is the batch whose tokens they are given."""
 
-    def __init__(self, running: Running, values: EarlyValues) -> None:
-        self.running, self.values = running, values
+    def __init__(self, current: CurrentBatch, values: ValueExchangeOverlap) -> None:
+        self.current, self.values = current, values
         self.name = f"ds_npu_context_{next(_numbers)}"
-        self.waiting: dict[nn.Module, str] = {}
-        """Attentions of the model, and their names, that have not called ``attend`` in the first forward yet."""
+        self.not_called: dict[nn.Module, str] = {}
+        """Attentions of the model, with their names, that have not called ``attend`` since the first forward began."""
 
     @property
     def implementation(self) -> Implementation:
-        """For ``use_attention``."""
+        """The two functions, for ``use_attention``."""
         return Implementation(self.name, self.attend, self.mask)
 
-    def mask(self, **asked: Any) -> Any:
+    def mask(self, **arguments: Any) -> torch.Tensor | Mask | PackedMask | SequenceShardMask | None:
         """The mask function (see ``attention_mask.attention_mask``).
 
-        The documents that transformers has found in this rank's positions are not there: the batch has the real ones.
-        Raises ValueError for what is no band, for it cannot be evaluated on a part of the sequence.
+        Documents that transformers found in this rank's positions are ignored: the batch has those of whole sequences.
+        Raises ValueError for a mask that is no band, which cannot be evaluated on a shard of the sequence.
         """
-        batch = self.running.expected("an attention mask")
-        if isinstance(batch, WholeBatch):
-            return masks.attention_mask(**asked)
-        keys, offsets = asked["kv_length"], (asked.get("q_offset", 0), asked.get("kv_offset", 0))
-        # Not compared with numbers on the device: those of a static cache.
+        batch = self.current.require("an attention mask")
+        if isinstance(batch, UnshardedBatch):
+            return masks.attention_mask(**arguments)
+        keys, offsets = arguments["kv_length"], (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
+        # A static cache's offsets are on the device, which the host does not wait for.
         here = not any(isinstance(offset, torch.Tensor) for offset in offsets) and offsets == (0, 0)
-        if not here or asked["q_length"] != batch.count or keys not in (batch.count, batch.tokens.length):
-            _refuse(f"a mask of {asked['q_length']} rows and {keys} keys at {offsets}", f"{batch.count} tokens alone")
+        if not here or arguments["q_length"] != batch.count or keys not in (batch.count, batch.tokens.length):
+            _refuse(
+                f"a mask of {arguments['q_length']} rows and {keys} keys at {offsets}", f"{batch.count} tokens alone"
+            )
         if batch.visibility.dense is not None:
-            return SplitMask(Mask(dense=batch.visibility.dense), batch)
-        pattern = masks.pattern_of(asked["mask_function"])
-        may_leave_out = asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip", False)
+            return SequenceShardMask(Mask(dense=batch.visibility.dense), batch)
+        pattern = masks.pattern_of(arguments["mask_function"])
+        may_leave_out = arguments.get("allow_is_causal_skip", True) or arguments.get(
+            "allow_is_bidirectional_skip", False
+        )
         if pattern is None or (pattern.documents is None and not may_leave_out):
-            _refuse(f"a mask made by {asked['mask_function'].__qualname__}", "full, causal and sliding-window masks")
+            _refuse(
+                f"a mask made by {arguments['mask_function'].__qualname__}", "full, causal and sliding-window masks"
+            )
         if pattern.is_empty:
-            return SplitMask(Mask(dense=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)), batch)
-        return SplitMask(_with_padding(Mask(pattern.before, pattern.after), batch), batch)
+            return SequenceShardMask(Mask(dense=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)), batch)
+        return SequenceShardMask(_with_padding(Mask(pattern.before, pattern.after), batch), batch)
 
     def attend(
         self,
@@ -68,15 +75,19 @@ class SplitAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Any = None,
-        **asked: Any,
+        attention_mask: torch.Tensor | Mask | PackedMask | SequenceShardMask | None = None,
+        **arguments: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The attention function (see ``attention_function``): [B, N, S, D] of this rank's tokens."""
-        self.waiting.pop(module, None)
-        batch = attention_mask.batch if isinstance(attention_mask, SplitMask) else self.running.expected("attention")
-        if isinstance(batch, WholeBatch):
-            return attention_function(module, query, key, value, attention_mask, **asked)
-        refuse_unknown(module, asked)
+        """The attention function (see ``attention_function``) of this rank's tokens: [B, N, S / cp, D]."""
+        self.not_called.pop(module, None)
+        if isinstance(attention_mask, SequenceShardMask):
+            batch, given = attention_mask.batch, attention_mask.mask
+        else:
+            found = self.current.require("attention")
+            if isinstance(found, UnshardedBatch):
+                return attention_function(module, query, key, value, attention_mask, **arguments)
+            batch, given = found, None
+        refuse_unknown(module, arguments)
         who = type(module).__name__
         if isinstance(attention_mask, torch.Tensor):
             _refuse(f"a mask {list(attention_mask.shape)} that {who} made itself", "masks of transformers' functions")
@@ -84,24 +95,23 @@ class SplitAttention:
             _refuse(
                 f"{query.shape[2]} rows and {key.shape[2]} keys in {who}", f"{batch.count}, the tokens of this rank"
             )
-        own = isinstance(attention_mask, SplitMask)
-        mask = attention_mask.mask if own else _with_padding(mask_of_module(module, asked), batch)
+        mask = _with_padding(mask_of_module(module, arguments), batch) if given is None else given
         q, k, v = (x.transpose(1, 2) for x in in_autocast_dtype(query, key, value))
-        options = Options("BSND", mask, asked.get("scaling"), asked.get("dropout") or 0.0)
+        options = Options("BSND", mask, arguments.get("scaling"), arguments.get("dropout") or 0.0)
         return context_attention(q, k, self.values.of(module, v), batch.axis, options, batch.tokens), None
 
     def check_all_called(self) -> None:
-        """Raise ValueError where an attention has computed something of its own instead."""
-        if self.waiting:
-            name = next(iter(self.waiting.values()))
+        """Raise ValueError where an attention has not called ``attend``, but computed by itself."""
+        if self.not_called:
+            name = next(iter(self.not_called.values()))
             _refuse(
-                f"a forward in which {len(self.waiting)} attentions, as {name}, did not call transformers' function",
+                f"a forward in which {len(self.not_called)} attentions, as {name}, did not call transformers' function",
                 "sequences by the attentions that do",
             )
 
 
-def _with_padding(band: Mask, batch: Batch) -> Mask:
-    """``band``, or, where padding has holes, a mask of the whole sequence."""
+def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:
+    """``band`` and the padding: a mask of the whole sequence where no documents express the padding."""
     padding, length = batch.visibility.padding, batch.tokens.length
     if batch.visibility.dense is not None:
         return Mask(dense=batch.visibility.dense)

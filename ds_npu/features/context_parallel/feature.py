@@ -1,21 +1,25 @@
-"""``ds_npu.context_parallel``: the sequences of a build's model are divided over the context ranks."""
+"""``ds_npu.context_parallel``: shards the sequences of a build's model over the context ranks."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ALGORITHM, ContextParallelSection, algorithms
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.features.build import Build
-from ds_npu.features.context_parallel.sharded_sequences import is_spread, outermost, spread_sequence, spreadable
+from ds_npu.features.context_parallel.sharded_sequences import (
+    AlgorithmChooser,
+    has_sharded_sequences,
+    shard_sequences,
+    shardable_model,
+)
 from ds_npu.features.feature import Feature
 from ds_npu.log import logger, warn_once
+from ds_npu.models.hf_model import hugging_face_model
 from ds_npu.parallel.tensor.randomness import align_generators
 from ds_npu.planner.context_choice import choose_for, described
 from ds_npu.planner.context_cost import Layer
 
-WHOLE = (
+NOT_SHARDED = (
     "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. "
     "Give each context rank other tokens, compute attention by context_attention (ds_npu.parallel.context.attention), "
     "and return each rank's share of the loss; shares are added up"
@@ -23,30 +27,26 @@ WHOLE = (
 
 
 def _apply(section: ContextParallelSection, build: Build) -> None:
-    if not build.spreads_sequences:
-        return
-    if is_spread(build.model):
+    if not build.shards_sequences or has_sharded_sequences(build.model):
         return
     topology = build.topology
-    if not outermost(build.model):
-        warn_once(WHOLE.format(size=topology.size("cp"), model=type(build.model).__name__))
+    if hugging_face_model(build.model) is None:
+        warn_once(NOT_SHARDED.format(size=topology.size("cp"), model=type(build.model).__name__))
         return
-    spreadable(build.model, build.sketch)
+    shardable_model(build.model, build.partial_plan)
     algorithm = _algorithm(section, build)
     # What scripts draw (the order of samples) must agree over ranks that share samples.
     align_generators(topology, build.device_type, "cp")
-    spread_sequence(build.model, build.sketch, topology, algorithm, build.device_type)
+    shard_sequences(build.model, build.partial_plan, topology, algorithm, build.device_type)
 
 
-def _algorithm(
-    section: ContextParallelSection, build: Build
-) -> ContextAlgorithm | Callable[[int, int], ContextAlgorithm]:
-    """The one that ``section`` leaves, or what chooses it for the first batch: (samples, length) -> algorithm.
+def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorithm | AlgorithmChooser:
+    """The one algorithm that ``section`` leaves, or what chooses one for the first batch.
 
-    Raises ConfigError where no algorithm is for so many heads.
+    Raises ConfigError where no algorithm is possible with the model's number of heads.
     """
-    degrees, plan = build.topology.degrees, build.sketch
-    # The one with fewest heads limits a Ulysses exchange most.
+    degrees, plan = build.topology.degrees, build.partial_plan
+    # The attention with the fewest heads limits Ulysses most.
     shape = min(plan.attentions.values(), key=lambda each: each.heads, default=None)
     found = algorithms(section, degrees.cp)
     if shape is None:
@@ -55,13 +55,13 @@ def _algorithm(
         names = ", ".join(sorted({each.name for each in found}))
         accepted = f"keys that leave one of {names}: nothing says how many heads {plan.model} has"
         raise ConfigError([Problem(ALGORITHM, section.algorithm, accepted)])
-    # A sequence that is long enough for every algorithm.
+    # The shortest sequence that is long enough for every algorithm.
     choose_for(section, Layer(shape, 2 * degrees.cp), degrees)
     if len(found) == 1:
         return found[0]
 
     def chosen(samples: int, length: int) -> ContextAlgorithm:
-        # DeepSpeed has cast the model by now.
+        # Read here: by the first forward, DeepSpeed has cast the model.
         number_bytes = next(build.model.parameters()).element_size()
         choice = choose_for(section, Layer(shape, length, samples, number_bytes), degrees)
         sizes = f"{samples} x {length:,} tokens, {shape}, {degrees.cp} ranks"

@@ -1,51 +1,51 @@
-"""The forward of a Hugging Face model that is given whole batches and works on this rank's tokens of them."""
+"""The forward of a Hugging Face model that takes whole batches and computes this rank's tokens of them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_npu.features.context_parallel.batch import Batch, Running, WholeBatch
 from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
-from ds_npu.features.context_parallel.visibility import KEYS, Asked
-from ds_npu.models.attention import setting
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch, UnshardedBatch
+from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
+from ds_npu.models.hf_model import HuggingFaceModel, setting
+from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import split_documents, split_evenly
-from ds_npu.parallel.tensor.shard_access import Shard, ShardCopy
+from ds_npu.parallel.tensor.region import RandomNumbers
 
-EVERY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")
-"""[B, S, ...], divided as they are."""
-LABELS = ("labels", "shift_labels")
-JOINED = ("logits", "last_hidden_state", "hidden_states")
-"""[B, S, ...] of the output."""
-WHOLE = ("router_logits", "aux_loss")
-"""Of the output, what is whole on each rank where the routers' logits are joined."""
-REMEDY = "call the model without labels, or under model.eval(): they are whole then"
+OF_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
+"""Arguments [B, S, ...] of which each rank gets its tokens."""
+GATHERED = ("logits", "last_hidden_state", "hidden_states")
+"""Outputs [B, S, ...] that are gathered."""
+OF_ROUTERS = ("router_logits", "aux_loss")
+"""Outputs that are whole on each rank where the router logits are gathered."""
 ROUTERS = "output_router_logits"
+RANKS = "the ranks of ds_npu.parallel.context"
 
 
-class SplitForward:
-    """What is put around the forward of ``model``.
+class SequenceShardForward:
+    """Wraps the forward of ``model``: shards its arguments, runs it, and makes its outputs whole.
 
-    ``axis_of`` the samples and tokens of a batch is the axis that it is over; ``owns_positions`` says whether the model
-    makes positions of its own where it is given none.
+    ``axis_of``: from (samples, tokens of each) to the context axis of a batch. ``owns_positions``: whether the model
+    numbers positions in a way of its own where it is given none.
     """
 
     def __init__(
         self,
-        model: Any,
-        running: Running,
+        model: HuggingFaceModel,
+        current: CurrentBatch,
         axis_of: Callable[[int, int], ContextAxis],
-        random_numbers: Callable[[], AbstractContextManager[Any]],
+        random_numbers: RandomNumbers,
         loss: LossShare | None,
         owns_positions: bool,
     ) -> None:
-        self.model, self.running, self.axis_of, self.random_numbers = model, running, axis_of, random_numbers
+        self.model, self.current, self.axis_of, self.random_numbers = model, current, axis_of, random_numbers
         self.loss, self.owns_positions = loss, owns_positions
         self.signature = inspect.signature(model.forward)
 
@@ -53,29 +53,29 @@ class SplitForward:
     def who(self) -> str:
         return type(self.model).__name__
 
-    def __call__(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs).arguments
         given = {name: value for name, value in bound.items() if name not in self._collected} | kwargs
         if self._goes_on_with_a_cache(given):
-            with self.running.of(WholeBatch()):
+            with self.current.of(UnshardedBatch()):
                 return inner(**given)
-        batch, local = self.divided(given)
-        # What is trained on labels needs none of its logits whole, and they are large.
-        labelled = any(given.get(name) is not None for name in LABELS)
+        batch, local = self.shard_arguments(given)
+        # Training on labels needs no whole logits, which are large.
+        labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         as_tuple = local.pop("return_dict", None) is False
-        with self.running.of(batch), self.random_numbers():
+        with self.current.of(batch), self.random_numbers():
             out = inner(**local)
-        self._finish(out, batch, labelled, joins=not (labelled and self.model.training))
+        self._finish(out, batch, labelled, gathers=not (labelled and self.model.training))
         return out.to_tuple() if as_tuple else out
 
     @property
     def _collected(self) -> set[str]:
-        """Parameters that collect others."""
+        """Parameters of the forward that collect others (*args, **kwargs)."""
         several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         return {name for name, each in self.signature.parameters.items() if each.kind in several}
 
     def _goes_on_with_a_cache(self, given: dict[str, Any]) -> bool:
-        """Whether this is generation: tokens come one by one, so every rank computes them all."""
+        """Whether the call generates with a cache: tokens come one by one, so every rank computes all of them."""
         cached = given.get("past_key_values") is not None
         if cached and torch.is_grad_enabled():
             raise ValueError(
@@ -84,9 +84,9 @@ class SplitForward:
             )
         return cached or (bool(given.get("use_cache")) and not torch.is_grad_enabled())
 
-    def divided(self, given: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
-        """The batch that ``given`` is, and this rank's part of it; raises ValueError, naming it, for what has none."""
-        shape = next((given[name].shape for name in EVERY_TOKEN if given.get(name) is not None), None)
+    def shard_arguments(self, given: dict[str, Any]) -> tuple[ShardedBatch, dict[str, Any]]:
+        """The batch of the arguments ``given``, and this rank's arguments; raises ValueError for one without shards."""
+        shape = next((given[name].shape for name in OF_TOKENS if given.get(name) is not None), None)
         if shape is None:
             raise ValueError(f"{self.who} is given neither input_ids nor inputs_embeds")
         samples, length = int(shape[0]), int(shape[1])
@@ -94,40 +94,40 @@ class SplitForward:
         self._check(given, samples, length)
         shifted = self.loss is None or self.loss.shifted
         targets = Targets(given, shifted)
-        asked = Asked(samples, length, given, targets.tokens, targets.ignored, shifted)
-        visibility = asked.visibility()
+        arguments = BatchArguments(samples, length, given, targets.tokens, targets.ignored, shifted)
+        visibility = arguments.visibility()
         tokens = (
             split_evenly(length, axis.algorithm)
             if visibility.documents is None
             else split_documents(samples, length, visibility.documents, axis.algorithm)
         )
-        device = next(given[name].device for name in EVERY_TOKEN if given.get(name) is not None)
+        device = next(given[name].device for name in OF_TOKENS if given.get(name) is not None)
         positions = self._positions(given, length, device)
-        routers = self._joins_routers(given)
-        batch = Batch(samples, tokens, axis, device, visibility, positions.max(), routers)
-        local = {name: value for name, value in given.items() if name not in KEYS}
-        for name in EVERY_TOKEN:
+        routers = self._gathers_routers(given)
+        batch = ShardedBatch(samples, tokens, axis, device, visibility, positions.max(), routers)
+        local = {name: value for name, value in given.items() if name not in VISIBILITY_ARGUMENTS}
+        for name in OF_TOKENS:
             if given.get(name) is not None:
-                local[name] = batch.take(given[name])
-        local["position_ids"] = batch.take(positions, positions.dim() - 1)
+                local[name] = batch.shard(given[name])
+        local["position_ids"] = batch.shard(positions, positions.dim() - 1)
         if "use_cache" in self.signature.parameters:
             local["use_cache"] = False
         mask = given.get("attention_mask")
         if routers and mask is not None and mask.dim() == 2:
-            # The auxiliary loss leaves padding out.
+            # The auxiliary loss needs it to leave padding out.
             local["attention_mask"] = mask
         return batch, local | self._labels(given, targets, batch)
 
-    def _labels(self, given: dict[str, Any], targets: Targets, batch: Batch) -> dict[str, Any]:
-        """This rank's targets, under every name that the model may look for; tells the loss what it is made of."""
+    def _labels(self, given: dict[str, Any], targets: Targets, batch: ShardedBatch) -> dict[str, Any]:
+        """This rank's labels under every name that was given; passes them and their count to the loss function."""
         if self.loss is None or targets.tokens is None:
             return {}
-        mine = batch.take(targets.tokens)
+        mine = batch.shard(targets.tokens)
         self.loss.expect({COUNT: targets.count} | ({"shift_labels": mine} if self.loss.shifted else {}))
-        return {name: mine for name in LABELS if given.get(name) is not None}
+        return {name: mine for name in LABEL_ARGUMENTS if given.get(name) is not None}
 
     def _positions(self, given: dict[str, Any], length: int, device: torch.device) -> torch.Tensor:
-        """[..., 1 or B, S]."""
+        """Positions [..., 1 or B, S]."""
         positions: torch.Tensor | None = given.get("position_ids")
         if positions is None and self.owns_positions:
             raise ValueError(
@@ -137,15 +137,15 @@ class SplitForward:
             )
         return torch.arange(length, device=device)[None] if positions is None else positions
 
-    def _joins_routers(self, given: dict[str, Any]) -> bool:
-        asked = given.get(ROUTERS)
-        return bool(setting(self.model.config.get_text_config(), ROUTERS) if asked is None else asked)
+    def _gathers_routers(self, given: dict[str, Any]) -> bool:
+        wanted = given.get(ROUTERS)
+        return bool(setting(self.model.config.get_text_config(), ROUTERS, bool) if wanted is None else wanted)
 
     def _check(self, given: dict[str, Any], samples: int, length: int) -> None:
-        sizes = {"position_ids": (1, samples)} | dict.fromkeys((*EVERY_TOKEN, *LABELS), (samples,))
+        sizes = {"position_ids": (1, samples)} | dict.fromkeys((*OF_TOKENS, *LABEL_ARGUMENTS), (samples,))
         for name, value in given.items():
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-            if not tensors or name in KEYS:
+            if not tensors or name in VISIBILITY_ARGUMENTS:
                 continue
             if name not in sizes:
                 raise ValueError(
@@ -163,26 +163,19 @@ class SplitForward:
                 "ds_npu.parallel.context"
             )
 
-    def _finish(self, out: Any, batch: Batch, labelled: bool, joins: bool) -> None:
-        """Make what is returned whole: the loss of a forward with labels, and, if it ``joins``, what is of tokens."""
+    def _finish(self, out: MutableMapping[str, Any], batch: ShardedBatch, labelled: bool, gathers: bool) -> None:
+        """Make the loss of a forward with labels whole; gather outputs of tokens if ``gathers``, else guard them."""
         for name, value in list(out.items()):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if name == "loss" and self.loss is not None and labelled:
                 out[name] = self.loss.whole(value, batch, self.who)
-            elif name in JOINED and not joins:
-                out[name] = tree_map(lambda part, name=name: _guarded(part, name), value)
-            elif name in JOINED:
-                out[name] = tuple(map(batch.join, value)) if isinstance(value, tuple) else batch.join(value)
-            elif tensors and name not in JOINED and not (name in WHOLE and batch.joins_routers):
+            elif name in GATHERED and not gathers:
+                described = f"{name} of all tokens, in training on labels, are split over {RANKS}"
+                out[name] = tree_map(partial(guard_shard, described=described), value)
+            elif name in GATHERED:
+                out[name] = tuple(map(batch.gather, value)) if isinstance(value, tuple) else batch.gather(value)
+            elif tensors and name not in GATHERED and not (name in OF_ROUTERS and batch.gathers_routers):
                 raise ValueError(
                     f"{self.who} returns {name}, and how it is to be joined over the ranks of ds_npu.parallel.context "
                     "is not known"
                 )
-
-
-def _guarded(part: Any, name: str) -> Any:
-    """Let nobody take what this rank returns of its tokens for that of all of them."""
-    if not isinstance(part, torch.Tensor):
-        return part
-    described = f"{name} of all tokens, in training on labels, are split over the ranks of ds_npu.parallel.context"
-    return ShardCopy.of(part, Shard(described, REMEDY))

@@ -1,34 +1,38 @@
-"""What is made of the whole sequence beside attention: rotary angles that go with its length, the routers' logits."""
+"""Layers beside attention that need the whole sequence: rotary angles that depend on its length, and router logits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ds_npu.features.context_parallel.batch import Batch, Running
+from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch
+from ds_npu.models.attributes import attribute
 from ds_npu.parallel.tensor.region import around
 
+Forward = Callable[..., Any]
+
 BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on how long the sequence is."""
+"""Kinds of rotary embeddings whose angles depend on the length of the sequence."""
 ROUTER_LOGITS = "router_logits"
 
 
 def depends_on_length(rotary: nn.Module) -> bool:
-    """Whether the angles that ``rotary`` makes depend on the largest position that it is shown."""
-    kinds = vars(rotary).get("rope_type")
-    names = kinds.values() if isinstance(kinds, dict) else [kinds]
+    """Whether the angles that ``rotary`` computes depend on the largest of its position_ids."""
+    kind, kinds = attribute(rotary, "rope_type", str), attribute(rotary, "rope_type", dict)
+    names = (kinds or {}).values() if kind is None else [kind]
     return any(isinstance(name, str) and any(kind in name for kind in BY_LENGTH) for name in names)
 
 
-def show_last_position(rotary: nn.Module, running: Running) -> None:
-    """Let ``rotary``, called with (x, position_ids), see the largest position of all ranks behind this rank's."""
+def show_last_position(rotary: nn.Module, current: CurrentBatch) -> None:
+    """Append the batch's largest position to the position_ids of ``rotary``, and drop its angles from the result."""
 
-    def turned(forward: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        batch = running.expected(f"a rotary embedding whose angles depend on the length, {type(rotary).__name__},")
-        if not isinstance(batch, Batch):
+    def turned(forward: Forward, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        batch = current.require(f"a rotary embedding whose angles depend on the length, {type(rotary).__name__},")
+        if not isinstance(batch, ShardedBatch):
             return forward(x, position_ids, *args, **kwargs)
         last = batch.last_position.expand(*position_ids.shape[:-1], 1)
         angles = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
@@ -37,17 +41,17 @@ def show_last_position(rotary: nn.Module, running: Running) -> None:
     around(rotary, turned)
 
 
-def join_router_logits(decoder: nn.Module, running: Running) -> None:
-    """Let ``decoder`` return its routers' logits of all tokens: the loss of load balancing is a product of two means.
+def gather_router_logits(decoder: nn.Module, current: CurrentBatch) -> None:
+    """Make ``decoder`` return the router logits of all tokens: the load-balancing loss multiplies two means of them.
 
-    Outside of its blocks, which activation checkpointing computes again.
+    They are gathered outside of its blocks, which activation checkpointing recomputes.
     """
 
-    def joined(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        out, batch = forward(*args, **kwargs), running.split
+    def gathered(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        out, batch = forward(*args, **kwargs), current.sharded
         if batch is not None and isinstance(out, dict) and out.get(ROUTER_LOGITS) is not None:
             by_sample = (each.view(batch.samples, -1, each.shape[-1]) for each in out[ROUTER_LOGITS])
-            out[ROUTER_LOGITS] = tuple(batch.join(each).flatten(0, 1) for each in by_sample)
+            out[ROUTER_LOGITS] = tuple(batch.gather(each).flatten(0, 1) for each in by_sample)
         return out
 
-    around(decoder, joined)
+    around(decoder, gathered)

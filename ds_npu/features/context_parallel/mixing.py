@@ -1,7 +1,7 @@
-"""What takes something from one token of a sequence to another: in a model that is spread, attention alone.
+"""Token mixing: where sequences are sharded, only attention may take anything from one token to another.
 
-Judged by what modules are, not by their roles: context parallelism splits no weights, so it needs no plan of them. What
-is not known to work on each token by itself is refused.
+Modules are judged by what they are, not by their roles: context parallelism shards no weights, so it needs no plan of
+them. A module that is not known to compute each token by itself is refused.
 """
 
 from __future__ import annotations
@@ -9,35 +9,35 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from types import FunctionType
-from typing import Any
 
 from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
+from ds_npu.models.hf_model import HuggingFaceModel, settings
 
 WITHIN_TOKENS = {"full_attention", "sliding_attention"}
-"""Kinds of layers (a config's ``layer_types``) in which only attention goes from token to token."""
+"""Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""transformers' registry, of which an attention whose function can be exchanged takes it."""
-NO_CLAIM = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
-"""Roles that do not say that a module works on each token by itself."""
+"""transformers' registry, from which an attention whose function can be exchanged takes its function."""
+MAY_MIX = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
+"""Roles that do not say that a module computes each token by itself."""
 
 
-def check_settings(inner: Any) -> None:
-    """Raise ValueError for what the class and config of ``inner``, a model of transformers, say of its layers."""
+def check_settings(inner: HuggingFaceModel) -> None:
+    """Raise ValueError where the class or config of ``inner`` says that more than attention mixes tokens."""
     mixing = list(_configured(inner))
     if mixing:
         raise ValueError(
-            f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be spread only "
+            f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be sharded only "
             "where nothing but full and sliding-window attention goes from token to token"
         )
 
 
-def check_mixing(inner: Any, roles: Mapping[nn.Module, Role]) -> None:
-    """Raise ValueError, naming it, for anything but attention in ``inner`` that may go from token to token.
+def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> None:
+    """Raise ValueError, naming it, for a module of ``inner`` other than attention that may mix tokens.
 
-    ``roles`` are what is known, or said by the user, of its modules.
+    ``roles``: those that are known of its modules, or that the user gave them.
     """
     who, decoder = f"ds_npu.parallel.context: {type(inner).__name__}", inner.get_decoder()
     attentions = attentions_of(inner)
@@ -46,30 +46,30 @@ def check_mixing(inner: Any, roles: Mapping[nn.Module, Role]) -> None:
         raise ValueError(f"{who} has no stack of blocks with an attention in each that transformers can exchange")
     for name, module in decoder.named_modules():
         known = name in {"", *blocks, *attentions} or kinds.works_on_tokens(module)
-        if not known and roles.get(module, Role.REPLICATED) in NO_CLAIM:
+        if not known and roles.get(module, Role.REPLICATED) in MAY_MIX:
             raise ValueError(
                 f"{who} has {name} ({kinds.described(module)}), and nothing says that it works on each token by "
-                "itself; a sequence can be spread only where nothing but attention goes from token to token. What to "
+                "itself; a sequence can be sharded only where nothing but attention goes from token to token. What to "
                 "do: if this does not either, give it a role that says so (column, mlp, norm ...) in ds_npu.plan"
             )
 
 
-def attentions_of(inner: Any) -> dict[str, nn.Module]:
-    """The attentions of ``inner`` that transformers can exchange, by their names in its decoder."""
+def attentions_of(inner: HuggingFaceModel) -> dict[str, nn.Module]:
+    """By name in the decoder of ``inner``, the attentions whose function transformers can exchange."""
     return {name: each for name, each in inner.get_decoder().named_modules() if is_exchangeable(each)}
 
 
 def is_exchangeable(module: nn.Module) -> bool:
-    """Whether this is an attention of transformers that takes its function from the registry."""
+    """Whether ``module`` is an attention of transformers that takes its function from the registry."""
     forward = inspect.unwrap(type(module).forward)
     takes = isinstance(forward, FunctionType) and INTERFACE in forward.__code__.co_names
     return takes and "Attention" in type(module).__name__ and not kinds.own_shapes(module)
 
 
-def _configured(inner: Any) -> Iterator[str]:
-    """What the model's class and config say of it: the reasons that people know it by."""
-    settings = vars(inner.config.get_text_config())
-    found = sorted(set(settings.get("layer_types") or ()) - WITHIN_TOKENS)
+def _configured(inner: HuggingFaceModel) -> Iterator[str]:
+    """What the model's class and config tell of token mixing: the reasons that its users know."""
+    found_settings = settings(inner.config.get_text_config())
+    found = sorted(set(found_settings.get("layer_types") or ()) - WITHIN_TOKENS)
     if inner.config.is_encoder_decoder:
         found.append("an encoder and a decoder")
     if not found and inner._is_stateful:
@@ -77,12 +77,12 @@ def _configured(inner: Any) -> Iterator[str]:
     found += [name for name, each in inner.named_modules() if isinstance(each, nn.Conv1d)][:1]
     yield from found
     for key in ("layerdrop", "decoder_layerdrop"):
-        if settings.get(key):
-            yield f"{key} {settings[key]} (each rank would leave out other layers)"
+        if found_settings.get(key):
+            yield f"{key} {found_settings[key]} (each rank would leave out other layers)"
 
 
 def _blocks(decoder: nn.Module, attentions: Mapping[str, nn.Module]) -> set[str]:
-    """The blocks of the one stack that holds all attentions, if there is an attention in each of them."""
+    """The blocks of the one stack that holds all attentions; empty where a block of it has no attention."""
     blocks = {".".join(name.split(".")[:2]) for name in attentions}
     stacks = {names.parent(name) for name in blocks}
     lists = {name: each for name, each in decoder.named_children() if isinstance(each, nn.ModuleList)}

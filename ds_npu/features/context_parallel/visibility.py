@@ -1,8 +1,8 @@
-"""What the tokens of a batch see beside the band of their layer: read once from what a script passes to its model.
+"""Which keys the tokens of a batch see beside the band of their layer: read once from the arguments of a forward.
 
-A Hugging Face model is told of padding by an ``attention_mask`` [B, S], of packed documents by ``position_ids`` that
-start again or by ``cu_seq_lens_q``, and of anything else by a mask of four dims. The meaning is transformers'
-(masking_utils, 5.23), but that a row of padding sees nothing.
+A Hugging Face model takes padding as an ``attention_mask`` [B, S], packed documents as ``position_ids`` that restart
+or as ``cu_seq_lens_q``, and anything else as a mask of four dims. They mean what they mean in transformers
+(masking_utils, 5.23), except that a row of padding sees nothing.
 """
 
 from __future__ import annotations
@@ -15,42 +15,43 @@ from typing import Any
 import torch
 
 from ds_npu.models.attention_function import hidden_of
+from ds_npu.models.logits import IGNORED_LABEL
 
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
-KEYS = ("attention_mask", *CUMULATIVE, "max_length_q", "max_length_k")
-"""Arguments that are read here and go no further."""
+VISIBILITY_ARGUMENTS = ("attention_mask", *CUMULATIVE, "max_length_q", "max_length_k")
+"""Arguments that are read here and not passed on to the model."""
 
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """Either ``documents`` (ranges of b * S + s; None: each sample is one), or hidden keys, or a mask of the user's."""
+    """Documents (ranges of b * S + s; None: each sample is one), or padding, or a mask of the user's."""
 
     documents: tuple[range, ...] | None = None
     padding: torch.Tensor | None = None
-    """[B, S], True for keys that nobody sees, where no documents say it."""
+    """[B, S], True for keys that no row sees, where documents cannot express them."""
     dense: torch.Tensor | None = None
-    """[B or 1, N or 1, S, S], True where a row does not see a key; bands are in it."""
+    """[B or 1, N or 1, S, S], True where a row does not see a key; it includes the layer's band."""
 
 
 EVERYTHING = Visibility()
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A batch as the script gave it: ``samples`` sequences of ``length`` tokens, with what else says who sees whom."""
+class BatchArguments:
+    """A batch as the script gives it: ``samples`` sequences of ``length`` tokens, and the arguments of the forward."""
 
     samples: int
     length: int
     given: Mapping[str, Any]
     targets: torch.Tensor | None = None
-    """[B, S]: what each token is to predict."""
-    ignored: int = -100
-    """The target of tokens that have none."""
+    """[B, S]: the label that each token is to predict."""
+    ignored: int = IGNORED_LABEL
+    """The label of tokens without a target."""
     shifted: bool = True
-    """Whether a token predicts the next one, so that the last of the padding before a sequence has a target."""
+    """Whether a token predicts the next one: then the last token of padding on the left has a target."""
 
     def visibility(self) -> Visibility:
-        """Raises ValueError for what says it twice, or in a way that is not known."""
+        """The Visibility of the batch; raises ValueError for arguments that contradict each other or are not known."""
         mask, ends = self.given.get("attention_mask"), [self.given.get(name) for name in CUMULATIVE]
         if any(each is not None for each in ends):
             if mask is not None or any(each is None for each in ends):
@@ -67,7 +68,7 @@ class Asked:
         return self._padded(mask) if mask.dim() == 2 else Visibility(dense=self._whole(mask))
 
     def _cumulative(self, ends_q: Any, ends_k: Any) -> tuple[range, ...]:
-        # The host waits for the device, once a batch: which rank has which tokens depends on them.
+        # The host waits for the device, once a batch: the shards depend on the documents.
         found, keys = (each.tolist() for each in (ends_q, ends_k))
         if self.samples != 1 or found != keys or found[:1] != [0] or found[-1] != self.length:
             raise ValueError(
@@ -77,20 +78,20 @@ class Asked:
         return tuple(range(begin, end) for begin, end in itertools.pairwise(found) if end > begin)
 
     def _packed(self, positions: torch.Tensor | None) -> Visibility:
-        """Positions that do not rise by one begin a document."""
+        """A position that is not its predecessor plus one begins a document."""
         if positions is None or (positions.dim() == 3 and len(positions) != 4):
             return EVERYTHING
-        # Of Qwen2-VL's four rows of positions the first is the text's.
+        # Qwen2-VL has four rows of positions; the first is that of the text.
         rows = positions[0] if positions.dim() == 3 else positions
-        # As above, once a batch.
+        # The host waits, as above, once a batch.
         begins = (rows[:, 1:] != rows[:, :-1] + 1).cpu()
         if not begins.any():
             return EVERYTHING
-        cuts = [(row.nonzero().flatten() + 1).tolist() for row in begins.expand(self.samples, -1)]
+        starts = [(row.nonzero().flatten() + 1).tolist() for row in begins.expand(self.samples, -1)]
         return Visibility(
             tuple(
                 range(sample * self.length + begin, sample * self.length + end)
-                for sample, inside in enumerate(cuts)
+                for sample, inside in enumerate(starts)
                 for begin, end in itertools.pairwise((0, *inside, self.length))
             )
         )
@@ -99,7 +100,7 @@ class Asked:
         if mask.shape != (self.samples, self.length):
             raise ValueError(f"attention_mask: found {list(mask.shape)}; [{self.samples}, {self.length}] is accepted")
         counted = torch.zeros_like(mask) if self.targets is None else self.targets != self.ignored
-        # As above, once a batch.
+        # The host waits, as above, once a batch.
         seen, counted = torch.stack([mask != 0, counted != 0]).cpu()
         if seen.all():
             return EVERYTHING
@@ -109,7 +110,7 @@ class Asked:
             if not len(places):
                 continue
             first, past = int(places[0]), int(places[-1]) + 1
-            # A row of padding with a target counts: what it sees is then the mask's to say, not a document's.
+            # The loss counts a row of padding with a target, and the mask says what it sees, which documents cannot.
             counts = targets[past:].any() or (not self.shifted and targets[:first].any())
             if past - first != len(places) or counts:
                 return Visibility(padding=mask == 0)

@@ -46,8 +46,8 @@ def _unmet(section: FusedOpsSection) -> list[str]:
     # On the CPU every operator is there.
     if not asked or os.environ.get("DS_ACCELERATOR") == "cpu" or not capability.torch_npu_state().usable:
         return []
-    lacks = {key: next(filter(None, (operator.lack() for operator in OPERATORS[key])), None) for key in asked}
-    return [f"{key}: kernel not available: {lack}" for key, lack in lacks.items() if lack]
+    reasons = {key: next(filter(None, (operator.lack() for operator in OPERATORS[key])), None) for key in asked}
+    return [f"{key}: kernel not available: {reason}" for key, reason in reasons.items() if reason]
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def _apply(section: FusedOpsSection, build: Build) -> None:
     chosen = [key for key, value in values.items() if value or (on_npu and value is None)]
     refused = {key: reason for key in chosen if on_npu and (reason := _wrong(key, build.device_type))}
     said = [f"{key} is left as it is: {reason}" for key, reason in refused.items()]
-    elsewhere = (*NOT_IN_THE_MODEL, *(["flash_attention"] if build.spreads_sequences else []))
+    elsewhere = (*NOT_IN_THE_MODEL, *(["flash_attention"] if build.shards_sequences else []))
     wanted = [key for key in chosen if key not in refused and key not in elsewhere]
     if wanted:
         said += _fuse(wanted, build, must=any(values[key] for key in wanted))
@@ -78,7 +78,7 @@ def _apply(section: FusedOpsSection, build: Build) -> None:
 def _fuse(wanted: list[str], build: Build, must: bool) -> list[str]:
     """Raises PlanError for a model that is not known, if it ``must`` be."""
     if fused_keys(build.model).issuperset(wanted):
-        # A model that was split and filled before it came here: its modules are no longer those of a plan.
+        # A model that was sharded and fused before it came here: its modules are no longer those of a plan.
         return []
     try:
         plan = build.plan

@@ -13,19 +13,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from torch import nn
 
 from ds_npu.config.roles import Role
+from ds_npu.features.fused_ops.fusion_result import FusionResult, described
 from ds_npu.features.fused_ops.loss import fuse_loss
 from ds_npu.features.fused_ops.mlp import fuse_mlps
 from ds_npu.features.fused_ops.norm import fuse_norms
-from ds_npu.features.fused_ops.outcome import Outcome, described
 from ds_npu.features.fused_ops.rotary import fuse_rotary
 from ds_npu.models.attention_function import use_attention
 from ds_npu.models.plan import ModelPlan
 
-MARK = "ds_npu_fused_ops"
+FUSED_KEYS = "ds_npu_fused_ops"
 """The attribute of a model that says which operators it was given."""
 
 
-def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
+def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Let the transformers models in ``model`` compute their attention with ``ops.attention``."""
     attentions = plan.named(Role.ATTENTION)
     if not attentions:
@@ -37,10 +37,10 @@ def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
     else:
         reason = ""
     for name in attentions:
-        yield Outcome(name, reason)
+        yield FusionResult(name, reason)
 
 
-FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[Outcome]]] = {
+FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[FusionResult]]] = {
     "flash_attention": fuse_attention,
     "rms_norm": fuse_norms,
     "swiglu": fuse_mlps,
@@ -52,7 +52,7 @@ FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[Outcome]]] = {
 
 def fused_keys(model: nn.Module) -> set[str]:
     """The keys of what ``model`` was given already."""
-    keys: set[str] = vars(model).setdefault(MARK, set())
+    keys: set[str] = vars(model).setdefault(FUSED_KEYS, set())
     return keys
 
 

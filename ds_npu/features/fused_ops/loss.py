@@ -9,28 +9,27 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.features.fused_ops.outcome import Outcome
-from ds_npu.features.fused_ops.probe import agree, laboratory, random
+from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random
+from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models import names
+from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
 from ds_npu.parallel.tensor.region import untraced
 
 WORDS = 7
-IGNORED = -100
-"""Hugging Face's mark of tokens without a target."""
 
 
-def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
+def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Put ``ops.cross_entropy`` into the loss function of the model around the head of ``plan``."""
     if plan.head is None:
         return
     found = ((name, model.get_submodule(name)) for name in names.ancestors(plan.head))
     for name, owner in found:
         if any("loss_function" in vars(kind) for kind in type(owner).__mro__):
-            yield Outcome(name, _fuse(owner) or "")
+            yield FusionResult(name, _fuse(owner) or "")
             return
-    yield Outcome("", f"{type(model).__name__} has no loss_function: its loss is the script's")
+    yield FusionResult("", f"{type(model).__name__} has no loss_function: its loss is the script's")
 
 
 def _fuse(owner: Any) -> str | None:
@@ -38,10 +37,10 @@ def _fuse(owner: Any) -> str | None:
     if "_loss_function" in vars(owner):
         return "its loss_function has been set already (with tensor parallelism, to the vocabulary-parallel one)"
     theirs = owner.loss_function
-    with laboratory() as generator:
+    with isolated_on_cpu() as generator:
         logits = random(generator, 2, 5, WORDS)
         labels = torch.randint(0, WORDS, (2, 5), generator=generator)
-        labels[0, 1] = IGNORED
+        labels[0, 1] = IGNORED_LABEL
         asked: list[dict[str, Any]] = [
             {"labels": labels},
             {"labels": labels, "num_items_in_batch": torch.tensor(3)},
@@ -49,7 +48,9 @@ def _fuse(owner: Any) -> str | None:
         ]
         for options in asked:
             each = {"vocab_size": WORDS, **options}
-            if not agree(lambda x, e=each: theirs(logits=x, **e), lambda x, e=each: causal_lm_loss(x, **e), logits):
+            if not computes_the_same(
+                lambda x, e=each: theirs(logits=x, **e), lambda x, e=each: causal_lm_loss(x, **e), logits
+            ):
                 return f"{type(owner).__name__} computes another loss than transformers' ForCausalLMLoss"
     owner.loss_function = causal_lm_loss
     return None
@@ -61,7 +62,7 @@ def causal_lm_loss(
     labels: torch.Tensor | None,
     vocab_size: int,
     num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = IGNORED,
+    ignore_index: int = IGNORED_LABEL,
     shift_labels: torch.Tensor | None = None,
     **_others: Any,
 ) -> torch.Tensor:

@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.fused_ops.outcome import Outcome
-from ds_npu.features.fused_ops.probe import agree, double, laboratory, own_forward, random
+from ds_npu.features.fused_ops.equivalence import (
+    computes_the_same,
+    forward_of_copy,
+    isolated_on_cpu,
+    own_forward,
+    random,
+)
+from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.swiglu import swiglu
 from ds_npu.parallel.tensor.linear import stacked_outputs
@@ -21,12 +27,12 @@ K, N = 6, 10
 """Sizes of the MLPs that are probed."""
 
 
-def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
+def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Put ``ops.swiglu`` into every MLP, and all experts, of ``plan`` that are shown to compute it."""
     for name in plan.named(Role.MLP):
-        yield Outcome(name, _fuse(model.get_submodule(name), _linears(plan, name)) or "")
+        yield FusionResult(name, _fuse(model.get_submodule(name), _linears(plan, name)) or "")
     for name in plan.named(Role.EXPERTS):
-        yield Outcome(name, _fuse_experts(model.get_submodule(name)) or "")
+        yield FusionResult(name, _fuse_experts(model.get_submodule(name)) or "")
 
 
 def _linears(plan: ModelPlan, mlp: str) -> dict[Role, str]:
@@ -49,11 +55,11 @@ def _fuse(module: nn.Module, linears: dict[Role, str]) -> str | None:
         return "it has no gate"
     if reason := own_forward(module):
         return reason
-    with laboratory() as generator:
+    with isolated_on_cpu() as generator:
         small: dict[str, nn.Module] = {name: nn.Linear(*size).double() for name, size in sizes.items()}
-        theirs = double(module, {}, small)
+        theirs = forward_of_copy(module, {}, small)
         mine = functools.partial(ours.func, theirs.__self__, *ours.args[1:])  # type: ignore[attr-defined]
-        if not agree(theirs, mine, random(generator, 2, 3, K)):
+        if not computes_the_same(theirs, mine, random(generator, 2, 3, K)):
             return f"{type(module).__name__} computes something else than SwiGLU"
     replace_innermost(module, ours)
     return None
@@ -89,8 +95,8 @@ def _fuse_experts(module: nn.Module) -> str | None:
             "each expert is computed by itself: choose set_experts_implementation('grouped_mm') or 'batched_mm', "
             "which compute all at once"
         )
-    with laboratory() as generator:
-        if not agree(functools.partial(methods[GATE_METHOD], module), swiglu, random(generator, 3, 2 * N)):
+    with isolated_on_cpu() as generator:
+        if not computes_the_same(functools.partial(methods[GATE_METHOD], module), swiglu, random(generator, 3, 2 * N)):
             return f"{type(module).__name__} computes something else than SwiGLU"
     vars(module)[GATE_METHOD] = swiglu
     return None

@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.fused_ops.outcome import Outcome
-from ds_npu.features.fused_ops.probe import agree, double, laboratory, own_forward, random
+from ds_npu.features.fused_ops.equivalence import (
+    computes_the_same,
+    forward_of_copy,
+    isolated_on_cpu,
+    own_forward,
+    random,
+)
+from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models import kinds
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rms_norm import rms_norm
@@ -22,10 +28,10 @@ OFFSETS = (0.0, 1.0)
 """What is added to the weight: nothing, or Gemma's 1."""
 
 
-def fuse_norms(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
+def fuse_norms(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Put ``ops.rms_norm`` into every norm of ``plan`` that is shown to compute it."""
     for name in plan.named(*NORMS):
-        yield Outcome(name, _fuse(model.get_submodule(name)) or "")
+        yield FusionResult(name, _fuse(model.get_submodule(name)) or "")
 
 
 def _fuse(module: nn.Module) -> str | None:
@@ -37,15 +43,15 @@ def _fuse(module: nn.Module) -> str | None:
         return reason
     if not _epsilons(module):
         return f"{type(module).__name__} has no number that could be its eps"
-    with laboratory() as generator:
+    with isolated_on_cpu() as generator:
         weight = nn.Parameter(random(generator, *shapes["weight"]).detach())
         x = random(generator, 2, 3, *shapes["weight"])
-        theirs = double(module, {"weight": weight}, {})
+        theirs = forward_of_copy(module, {"weight": weight}, {})
         for eps in _epsilons(module):
             # Rows around the root of eps, which show what it is, and rows far above it.
             inputs = (x.detach() * torch.tensor([3 * eps**0.5, 1.0], dtype=x.dtype).view(2, 1, 1)).requires_grad_()
             for offset in OFFSETS:
-                if agree(theirs, lambda x, e=eps, o=offset: rms_norm(x, weight, e, o), inputs):
+                if computes_the_same(theirs, lambda x, e=eps, o=offset: rms_norm(x, weight, e, o), inputs):
                     widens = _widens(theirs, x, weight)
                     replace_innermost(module, functools.partial(forward, module, eps, offset, widens))
                     return None

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.fused_ops.outcome import Outcome
-from ds_npu.features.fused_ops.probe import agree, laboratory, random
+from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random
+from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rotary import rotary
 from ds_npu.parallel.tensor.region import innermost, replace_innermost
@@ -27,7 +27,7 @@ Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [..., D] turned; members of a pair lie half of the width of cos apart, and what is beyond it stays."""
     width = cos.shape[-1]
     x = x.to(torch.promote_types(x.dtype, cos.dtype))
@@ -36,12 +36,12 @@ def halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((rotary(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
-def neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turn_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [..., D] turned; members of a pair lie beside each other (GPT-J)."""
     return rotary(x.to(torch.promote_types(x.dtype, cos.dtype)), cos, sin, True)
 
 
-def neighbours_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turn_neighbours_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [..., D] turned; pairs lie beside each other, and in the result half of it apart (DeepSeek-V3).
 
     The angles are those of the first half of cos and sin.
@@ -49,10 +49,10 @@ def neighbours_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
     apart = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
     first = cos.shape[-1] // 2
     cos, sin = (torch.cat((each[..., :first], each[..., :first]), dim=-1) for each in (cos, sin))
-    return halves(apart, cos, sin)
+    return turn_halves(apart, cos, sin)
 
 
-TURNS: tuple[Turn, ...] = (halves, neighbours_to_halves, neighbours)
+TURNS: tuple[Turn, ...] = (turn_halves, turn_neighbours_to_halves, turn_neighbours)
 
 
 def both(turn: Turn, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
@@ -87,11 +87,11 @@ def signature_with_positions(turn: Turn) -> Callable[..., Pair]:
 
 
 SIGNATURES = {
-    tuple(inspect.signature(make(halves)).parameters): make for make in (plain_signature, signature_with_positions)
+    tuple(inspect.signature(make(turn_halves)).parameters): make for make in (plain_signature, signature_with_positions)
 }
 
 
-def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
+def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Put ``ops.rotary`` into every attention of ``plan`` whose function is shown to compute it."""
     if not plan.named(Role.ROTARY):
         return
@@ -101,12 +101,12 @@ def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[Outcome]:
         module = model.get_submodule(name)
         theirs = innermost(module)
         if not isinstance(theirs, types.MethodType) or theirs.__func__ is not type(module).forward:
-            yield Outcome(name, "it has been given a forward of its own already")
+            yield FusionResult(name, "it has been given a forward of its own already")
             continue
         ours = fused(theirs.__func__)
         if isinstance(ours, types.FunctionType):
             replace_innermost(module, types.MethodType(ours, module))
-        yield Outcome(name, ours if isinstance(ours, str) else "")
+        yield FusionResult(name, ours if isinstance(ours, str) else "")
 
 
 def _fused(forward: types.FunctionType) -> types.FunctionType | str:
@@ -134,14 +134,14 @@ def _equal(theirs: Any) -> Callable[..., Pair] | str:
     parameters = tuple(inspect.signature(theirs).parameters)
     if parameters not in SIGNATURES:
         return f"takes other arguments than are known: {', '.join(parameters)}"
-    with laboratory() as generator:
+    with isolated_on_cpu() as generator:
         q_BNSD, k_BNSD = random(generator, 2, 4, 5, 8), random(generator, 2, 2, 5, 8)
         q_BSND, k_BSND = (x.detach().transpose(1, 2).requires_grad_() for x in (q_BNSD, k_BNSD))
         cos, sin = random(generator, 2, 5, 8), random(generator, 2, 5, 8)
         for turn in TURNS:
             ours = SIGNATURES[parameters](turn)
-            heads_second = agree(theirs, ours, q_BNSD, k_BNSD, cos, sin)
-            heads_third = agree(
+            heads_second = computes_the_same(theirs, ours, q_BNSD, k_BNSD, cos, sin)
+            heads_third = computes_the_same(
                 functools.partial(theirs, unsqueeze_dim=2), functools.partial(ours, unsqueeze_dim=2),
                 q_BSND, k_BSND, cos, sin,
             )  # fmt: skip
@@ -158,4 +158,4 @@ def _same_part(theirs: Any, ours: Any, inputs: tuple[torch.Tensor, ...]) -> bool
         theirs(*narrow)
     except RuntimeError:
         return True
-    return agree(theirs, ours, *narrow)
+    return computes_the_same(theirs, ours, *narrow)

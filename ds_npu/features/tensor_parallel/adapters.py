@@ -1,11 +1,11 @@
-"""LoRA adapters (arXiv 2106.09685; PEFT's) of the layers of a model that is split over the tensor ranks.
+"""LoRA adapters (arXiv 2106.09685; PEFT's) of the layers of a model that is sharded over the tensor ranks.
 
 An adapter adds B A x to what its layer makes of x; A [r, K] makes r numbers of the K inputs, B [N, r] the N outputs:
 
     beside                A                                         B
-    a column linear       whole; its r outputs enter the region     split as the layer, along its outputs
+    a column linear       whole; its r outputs enter the region   sharded as the layer, along its outputs
     a latent projection   whole; its r outputs enter the region     whole, in the region
-    a row linear          split as the layer, along its inputs      whole, outside of the region
+    a row linear        sharded as the layer, along its inputs      whole, outside of the region
     an embedding          whole, outside of regions                 whole, outside of regions
 
 So a region is entered and left by r numbers more for each token, and dropout before A is dropout outside of the region.
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from ds_npu.comm.crossing import copy
 from ds_npu.config.roles import Role
-from ds_npu.features.tensor_parallel.role_shards import ROWS, Cut
+from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES, RoleShards
 from ds_npu.models import names
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.tensor.axis import TensorAxis
@@ -65,15 +65,15 @@ def check_adapters(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> None:
         )
 
 
-def cuts_of_factors(plan: ModelPlan, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """Of the factors that are cut as the layers they belong to: A along inputs, B along outputs."""
+def factor_shards_of(plan: ModelPlan, shards: Mapping[str, RoleShards]) -> dict[str, RoleShards]:
+    """Of the factors that are sharded as the layers they belong to: A along inputs, B along outputs."""
     found = {}
     for name in plan.named(*FACTORS):
         layer = plan.adapted(name)
-        if layer is None or layer not in cuts or plan.roles[layer] is Role.EMBEDDING:
+        if layer is None or layer not in shards or plan.roles[layer] is Role.EMBEDDING:
             continue
-        if (plan.roles[name] is Role.LORA_A) == (plan.roles[layer] in ROWS):
-            found[name] = cuts[layer]
+        if (plan.roles[name] is Role.LORA_A) == (plan.roles[layer] in ROW_ROLES):
+            found[name] = shards[layer]
     return found
 
 
@@ -87,7 +87,7 @@ def is_at_border(plan: ModelPlan, name: str) -> bool:
     layer = plan.adapted(name)
     if layer is None or plan.roles.get(name) not in FACTORS:
         return False
-    return plan.roles[name] is Role.LORA_A or plan.roles[layer] in ROWS
+    return plan.roles[name] is Role.LORA_A or plan.roles[layer] in ROW_ROLES
 
 
 def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers) -> None:

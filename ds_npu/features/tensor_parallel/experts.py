@@ -22,8 +22,8 @@ from ds_npu.parallel.tensor.sharding import Sharding, keep_part
 TOKEN_DIM = 0
 
 
-def split_experts(module: nn.Module, gate_up: Sharding, down: Sharding, axis: TensorAxis) -> None:
-    """Split ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I] of ``module`` along I.
+def shard_experts(module: nn.Module, gate_up: Sharding, down: Sharding, axis: TensorAxis) -> None:
+    """Shard ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I] of ``module`` along I.
 
     Its forward takes tokens [T, H], the experts [T, k] of each and their weights [T, k].
     """

@@ -1,8 +1,8 @@
-"""Whether a model that is split computes what it computes whole: tried at start, on a copy of each kind of block.
+"""Whether a model that is sharded computes what it computes whole: tried at start, on a copy of each kind of block.
 
 What a role says of a weight (which outputs are whose) cannot be read off its shape. So blocks are computed, forward and
 backward, on a few random hidden states: once whole, and once by all tensor ranks, which are threads of this process.
-Their weights are random (``part_copy``): whether a split is right depends on what the modules do with their weights'
+Their weights are random (``part_copy``): whether a sharding is right depends on what the modules do with their weights'
 shapes, not on the numbers in them. Nothing of the model is used or changed, and no device and no communicator is.
 """
 
@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.roles import ORDER, Role
 from ds_npu.features.tensor_parallel.part_copy import LARGE, Part
-from ds_npu.features.tensor_parallel.refusal import INSIDE, SPLIT
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.tensor_parallel.refusal import SHARDED_IN_REGIONS, SHARDED_ROLES
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.log import logger
 from ds_npu.models import kinds, names
-from ds_npu.models.hugging_face import is_hugging_face
-from ds_npu.models.plan import REGIONS, ModelPlan
+from ds_npu.models.hf_model import is_hugging_face
+from ds_npu.models.plan import SUBLAYERS, ModelPlan
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.degrees import Degrees
@@ -84,7 +84,7 @@ def _first_tensor(out: Any) -> torch.Tensor:
 
 
 @dataclass
-class Outcome:
+class RankResult:
     """What one rank computed."""
 
     output: torch.Tensor
@@ -105,8 +105,8 @@ class ThreadTopology(Topology):
         self._groups = {tuple(range(group.size())): group}
 
 
-def check_split(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_parallel: bool) -> None:
-    """Raise ValueError, the same on every tensor rank, where ``model`` split by ``plan`` would compute something else.
+def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_parallel: bool) -> None:
+    """Raise the same ValueError on every tensor rank where ``model`` sharded by ``plan`` computes something else.
 
     One line in the log tells what could not be tried. Every tensor rank calls it at the same time.
     """
@@ -124,8 +124,8 @@ def check_split(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_
         logger().info("parallel.probe: not tried, so that the plan is trusted: %s", "; ".join(unseen))
 
 
-class _UnsplittableError(Exception):
-    """What cannot be split at all: splitting the model itself will say so."""
+class _UnshardableError(Exception):
+    """What cannot be sharded at all: sharding the model itself will say so."""
 
 
 def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool, large: int = LARGE) -> Probe:
@@ -146,18 +146,18 @@ def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool,
     for region in _regions(plan, ""):
         if plan.block(region) is None:
             _looked(_alone(model, plan, region, large), size, False, found)
-    loose = [name for name in plan.named(*INSIDE) if plan.around(name, Role.BLOCK, *REGIONS) is None]
+    loose = [name for name in plan.named(*SHARDED_IN_REGIONS) if plan.around(name, Role.BLOCK, *SUBLAYERS) is None]
     if loose:
         found.unseen.append(f"{', '.join(map(names.generic, loose))}: in no block, attention or mlp")
     return found
 
 
 def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """The first of the blocks that have the same modules, of the same sizes, in the same roles, and are split."""
+    """The first of the blocks that have the same modules, of the same sizes, in the same roles, and are sharded."""
     kinds_seen: dict[Any, str] = {}
     for block in plan.blocks:
         inside = plan.inside(block)
-        if any(plan.roles[name] in SPLIT for name in inside):
+        if any(plan.roles[name] in SHARDED_ROLES for name in inside):
             kind = tuple(_trait(model, plan, block, name) for name in inside)
             kinds_seen.setdefault(kind, block)
     return list(kinds_seen.values())
@@ -195,11 +195,11 @@ def _width(model: nn.Module, plan: ModelPlan, name: str) -> int:
 
 def _regions(plan: ModelPlan, name: str) -> list[str]:
     """The outermost regions in ``name``."""
-    return [each for each in plan.inside(name, *REGIONS) if plan.region(each) is None]
+    return [each for each in plan.inside(name, *SUBLAYERS) if plan.sublayer(each) is None]
 
 
 def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> bool:
-    """Compare ``unit`` whole and split, and keep what was found; false where it could not be computed."""
+    """Compare ``unit`` whole and sharded, and keep what was found; false where it could not be computed."""
     length = max(LENGTH, size + 1)
     x_BSH = torch.randn(
         SAMPLES, length, unit.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64, device="cpu"
@@ -214,15 +214,15 @@ def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> boo
         found.unseen.append(f"{where}: {_said(error)}")
         return False
     try:
-        split = run_in_threads(size, partial(_computed, unit, x_BSH, sequence_parallel))
-    except _UnsplittableError:
+        sharded = run_in_threads(size, partial(_computed, unit, x_BSH, sequence_parallel))
+    except _UnshardableError:
         return True
     except Exception as error:
         blocks = unit.part.blocks or (unit.part.name,)
         refusal = isinstance(error, ValueError) and str(error).startswith(OWN)
         found.faults.append(str(error) if refusal else _fault(unit, blocks, f"cannot be computed: {_said(error)}"))
         return True
-    found.faults.extend(_differences(unit, whole, split))
+    found.faults.extend(_differences(unit, whole, sharded))
     return True
 
 
@@ -244,14 +244,14 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, group: ThreadGroup) -> Outcome:
+def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, group: ThreadGroup) -> RankResult:
     """Forward and backward of a copy of ``unit``, which is whole where ``sequence_parallel`` is None."""
     model = unit.part.copied()
     if sequence_parallel is not None:
         try:
-            split_model(model, unit.part.own_plan, ThreadTopology(group), sequence_parallel)
+            shard_model(model, unit.part.own_plan, ThreadTopology(group), sequence_parallel)
         except ValueError as error:
-            raise _UnsplittableError from error
+            raise _UnshardableError from error
     regions = _recorded(model, unit.part.own_plan)
     x_BSH = x_BSH.clone().requires_grad_()
     output = unit.call(model, x_BSH)
@@ -259,7 +259,7 @@ def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, g
     torch.autograd.backward(output, upstream)
     weights = dict(model.named_parameters())
     gradients = {"": x_BSH, **weights}
-    return Outcome(
+    return RankResult(
         output.detach(),
         {name: each.grad for name, each in gradients.items() if each.grad is not None},
         regions,
@@ -274,38 +274,38 @@ def _recorded(model: nn.Module, plan: ModelPlan) -> list[tuple[str, torch.Tensor
     def keep(name: str, module: nn.Module, args: Any, out: Any) -> None:
         regions.append((name, _first_tensor(out).detach()))
 
-    for name in plan.named(Role.BLOCK, *REGIONS):
+    for name in plan.named(Role.BLOCK, *SUBLAYERS):
         model.get_submodule(name).register_forward_hook(partial(keep, name))
     return regions
 
 
-def _differences(unit: Unit, whole: Outcome, split: list[Outcome]) -> Iterator[str]:
+def _differences(unit: Unit, whole: RankResult, sharded: list[RankResult]) -> Iterator[str]:
     """The first thing that differs; what follows from it is not told."""
     for index, (name, expected) in enumerate(whole.regions):
-        gap = _gap([rank.regions[index][1] for rank in split], expected)
+        gap = _gap([rank.regions[index][1] for rank in sharded], expected)
         if gap > TOLERANCE:
             yield _fault(unit, [name], f"its output differs by {gap:.1g} of its largest value")
             return
     everything = unit.part.blocks or (unit.part.name,)
-    gap = _gap([rank.output for rank in split], whole.output)
+    gap = _gap([rank.output for rank in sharded], whole.output)
     if gap > TOLERANCE:
         yield _fault(unit, everything, f"their output differs by {gap:.1g} of its largest value")
         return
     # The gradient of a key's bias is 0, and so is that of a router whose experts are alike: what is found is rounding.
     floor = FLOOR * max(float(each.abs().max()) for each in whole.gradients.values())
-    gaps = {name: _gradient_gap(name, expected, split, floor) for name, expected in whole.gradients.items()}
+    gaps = {name: _gradient_gap(name, expected, sharded, floor) for name, expected in whole.gradients.items()}
     wrong = [name for name, gap in gaps.items() if gap > TOLERANCE]
     if wrong:
         of = ", ".join(names.generic(name) or "the hidden states" for name in wrong[:4])
-        regions = dict.fromkeys(unit.part.plan.region(names.parent(name)) for name in wrong if name)
+        regions = dict.fromkeys(unit.part.plan.sublayer(names.parent(name)) for name in wrong if name)
         yield _fault(unit, [each for each in regions if each] or everything, f"the gradient of {of} differs")
 
 
-def _gradient_gap(name: str, expected: torch.Tensor, split: list[Outcome], floor: float) -> float:
-    found = [rank.gradients[name] for rank in split if name in rank.gradients]
-    if len(found) < len(split):
+def _gradient_gap(name: str, expected: torch.Tensor, sharded: list[RankResult], floor: float) -> float:
+    found = [rank.gradients[name] for rank in sharded if name in rank.gradients]
+    if len(found) < len(sharded):
         return math.inf
-    sharding = split[0].shardings.get(name)
+    sharding = sharded[0].shardings.get(name)
     return _gap([sharding.assemble(found)] if sharding else found, expected, floor)
 
 
@@ -329,7 +329,7 @@ def _fault(unit: Unit, where: Iterable[str], what: str) -> str:
     for name in (inner for each in where for inner in plan.inside(each)):
         role = plan.roles[name]
         is_whole = role is Role.REPLICATED and plan.of(names.parent(name)) is not role
-        if role in SPLIT or is_whole:
+        if role in SHARDED_ROLES or is_whole:
             meaning = f", which means {ORDER[role]}" if role in ORDER else ""
             lines.append(f"    {names.generic(name)} ({kinds.described(model.get_submodule(name))}): {role}{meaning}")
     return "\n".join(dict.fromkeys(lines))

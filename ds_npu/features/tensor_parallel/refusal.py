@@ -1,4 +1,4 @@
-"""What cannot be split, and what a split model refuses, since it would do it with one rank's part of the weights."""
+"""Models that cannot be sharded over tensor ranks, and calls that a sharded model refuses."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from torch import nn
 
 from ds_npu.config.roles import PARENT, Role
 from ds_npu.models import kinds, names
+from ds_npu.models.copying import refuse_copies
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.sharding import sharding_of
 
-INSIDE = (
+SHARDED_IN_REGIONS = (
     *(role for role, parent in PARENT.items() if parent in (Role.ATTENTION, Role.MLP)),
     Role.EXPERTS,
     Role.COLUMN,
     Role.ROW,
 )
-SPLIT = (*INSIDE, Role.EMBEDDING, Role.HEAD)
+SHARDED_ROLES = (*SHARDED_IN_REGIONS, Role.EMBEDDING, Role.HEAD)
 BIASES = {"alibi", "position_bias"}
 """Parameters of attentions in transformers that are biases of all heads' scores."""
 SAVE = "save_pretrained"
-COPY = "__deepcopy__"
 
 
-def check_splittable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
+def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
     """Raise ValueError for weights that are not there (ZeRO-3's zero.Init), or regions outside of sequence shards."""
-    split = {name: role for name, role in plan.roles.items() if role in SPLIT}
-    parameters = ((name, each) for name in split for each in model.get_submodule(name).parameters())
+    sharded = {name: role for name, role in plan.roles.items() if role in SHARDED_ROLES}
+    parameters = ((name, each) for name in sharded for each in model.get_submodule(name).parameters())
     absent = list(dict.fromkeys(name for name, parameter in parameters if "ds_tensor" in vars(parameter)))
     if absent:
         raise ValueError(
             f"{plan.model} was made under deepspeed.zero.Init: {absent[0]} and {len(absent) - 1} more modules to be "
-            "split over tensor ranks have spread their weights over the data ranks already. What to do: make the model "
+            "split over tensor ranks hold shards over the data ranks already. What to do: make the model "
             "without zero.Init (for the Hugging Face Trainer, which enters it under ZeRO-3: before TrainingArguments), "
             "or read a checkpoint part by part with ds_npu.engine.pretrained.from_pretrained"
         )
     _check_regions(model, plan)
-    outside = [f"{name} ({role})" for name, role in split.items() if role in INSIDE and plan.block(name) is None]
+    outside = [
+        f"{name} ({role})" for name, role in sharded.items() if role in SHARDED_IN_REGIONS and plan.block(name) is None
+    ]
     if axis.sequence_parallel and outside:
         more = " ..." if len(outside) > 4 else ""
         raise ValueError(
@@ -75,24 +77,11 @@ def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
             )
 
 
-def refuse_parts(model: nn.Module) -> None:
+def refuse_saving_shards(model: nn.Module) -> None:
     """Let ``model.save_pretrained`` take whole weights only, and ``copy.deepcopy(model)`` nothing."""
     refuse_copies(model)
     if SAVE in dir(type(model)):
         model.__dict__[SAVE] = functools.partial(_save_whole, model, model.save_pretrained)
-
-
-def refuse_copies(model: nn.Module) -> None:
-    """Let ``copy.deepcopy(model)`` raise RuntimeError."""
-    model.__dict__[COPY] = functools.partial(_no_copy, model)
-
-
-def _no_copy(model: nn.Module, memory: dict[int, Any]) -> None:
-    # Forwards of single modules, which are closures, would still be those of the original's modules.
-    raise RuntimeError(
-        f"{type(model).__name__} is split over tensor or context ranks and cannot be copied: copy it before "
-        "deepspeed.initialize, and give the copy to an engine of its own"
-    )
 
 
 def _save_whole(

@@ -1,6 +1,6 @@
-"""Where the weights of a planned model are cut for the tensor ranks: arithmetic on sizes, no tensor is touched.
+"""Where the weights of a planned model are sharded over the tensor ranks: arithmetic on sizes, no tensor is touched.
 
-Attention is cut between heads: query heads as evenly as they go; key and value heads with their query heads where tp
+Attention is sharded by heads: query heads as evenly as they go; key and value heads with their query heads where tp
 divides their number. Elsewhere (fewer of them than ranks, or a number that does not divide) key and value weights stay
 whole on each rank, which computes what its query heads need.
 """
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from ds_npu.config.roles import Role
 from ds_npu.models import names
+from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import AttentionShape, ModelPlan
 from ds_npu.parallel.tensor.sharding import Ranges, Sharding, near_even
 
 
 @dataclass(frozen=True)
-class Cut:
+class RoleShards:
     """The outputs (of a column linear) or inputs (of a row linear) that each tensor rank works on."""
 
     size: int
@@ -37,44 +38,20 @@ class Cut:
         return self.ranges[rank] if self.whole else None
 
 
-@dataclass(frozen=True)
-class LocalHeads:
-    """The heads of one attention that one tensor rank computes."""
-
-    queries: range
-    key_values: tuple[int, ...]
-    """One for each group of query heads, or, where groups would be uneven, one for each query head."""
-
-
-def local_heads(shape: AttentionShape, size: int) -> list[LocalHeads]:
-    """What each of ``size`` ranks computes; raises ValueError for fewer heads than ranks."""
-    group = shape.heads // shape.kv_heads
-    return [
-        LocalHeads(range(start, stop), _key_values(range(start, stop), group))
-        for start, stop in near_even(shape.heads, size, "heads")
-    ]
-
-
-def _key_values(queries: range, group: int) -> tuple[int, ...]:
-    each = [query // group for query in queries]
-    counts = {len(list(same)) for _, same in itertools.groupby(each)}
-    return tuple(dict.fromkeys(each)) if len(counts) == 1 else tuple(each)
-
-
 def _heads(count: int, size: int, width: int) -> tuple[Ranges, ...]:
     return tuple(((start * width, stop * width),) for start, stop in near_even(count, size, "heads"))
 
 
-def _queries(outputs: int, shape: AttentionShape, size: int) -> Cut:
-    return Cut(outputs, _heads(shape.heads, size, outputs // shape.heads))
+def _queries(outputs: int, shape: AttentionShape, size: int) -> RoleShards:
+    return RoleShards(outputs, _heads(shape.heads, size, outputs // shape.heads))
 
 
-def _key_value(outputs: int, shape: AttentionShape, size: int) -> Cut:
+def _key_value(outputs: int, shape: AttentionShape, size: int) -> RoleShards:
     width = outputs // shape.kv_heads
     if shape.kv_heads % size == 0:
-        return Cut(outputs, _heads(shape.kv_heads, size, width))
+        return RoleShards(outputs, _heads(shape.kv_heads, size, width))
     needed = [_joined(local.key_values, width) for local in local_heads(shape, size)]
-    return Cut(outputs, tuple(needed), whole=True)
+    return RoleShards(outputs, tuple(needed), whole=True)
 
 
 def _joined(heads: tuple[int, ...], width: int) -> Ranges:
@@ -88,7 +65,7 @@ def _joined(heads: tuple[int, ...], width: int) -> Ranges:
     return tuple(ranges)
 
 
-def _fused(outputs: int, shape: AttentionShape, size: int) -> Cut:
+def _fused(outputs: int, shape: AttentionShape, size: int) -> RoleShards:
     width = outputs // (shape.heads + 2 * shape.kv_heads)
     parts = [
         _queries(shape.heads * width, shape, size),
@@ -96,10 +73,10 @@ def _fused(outputs: int, shape: AttentionShape, size: int) -> Cut:
         _key_value(shape.kv_heads * width, shape, size),
     ]
     whole = any(part.whole for part in parts)
-    return Cut(outputs, _side_by_side(parts), whole)
+    return RoleShards(outputs, _side_by_side(parts), whole)
 
 
-def _side_by_side(parts: list[Cut]) -> tuple[Ranges, ...]:
+def _side_by_side(parts: list[RoleShards]) -> tuple[Ranges, ...]:
     starts = [0, *itertools.accumulate(part.size for part in parts)]
     return tuple(
         tuple(
@@ -111,21 +88,21 @@ def _side_by_side(parts: list[Cut]) -> tuple[Ranges, ...]:
     )
 
 
-def even(count: int, size: int, what: str = "columns") -> Cut:
+def even_shards(count: int, size: int, what: str = "columns") -> RoleShards:
     """As evenly as it goes."""
-    return Cut(count, tuple((each,) for each in near_even(count, size, what)))
+    return RoleShards(count, tuple((each,) for each in near_even(count, size, what)))
 
 
-def _words(count: int, size: int) -> Cut:
-    return even(count, size, "words")
+def _words(count: int, size: int) -> RoleShards:
+    return even_shards(count, size, "words")
 
 
-def halves(count: int, size: int) -> Cut:
+def paired_shards(count: int, size: int) -> RoleShards:
     """Each half as evenly as it goes: gate and up, one behind the other."""
-    return Cut(count, _side_by_side([even(count // 2, size)] * 2))
+    return RoleShards(count, _side_by_side([even_shards(count // 2, size)] * 2))
 
 
-ByHeads = Callable[[int, AttentionShape, int], Cut]
+ByHeads = Callable[[int, AttentionShape, int], RoleShards]
 
 BY_HEADS: dict[Role, ByHeads] = {
     Role.QUERY: _queries,
@@ -136,34 +113,34 @@ BY_HEADS: dict[Role, ByHeads] = {
     Role.LATENT_KEY_VALUE: _queries,
     Role.ATTENTION_OUTPUT: _queries,
 }
-BY_WIDTH: dict[Role, Callable[[int, int], Cut]] = {
-    Role.GATE: even,
-    Role.UP: even,
-    Role.GATE_UP: halves,
-    Role.DOWN: even,
-    Role.COLUMN: even,
-    Role.ROW: even,
+BY_WIDTH: dict[Role, Callable[[int, int], RoleShards]] = {
+    Role.GATE: even_shards,
+    Role.UP: even_shards,
+    Role.GATE_UP: paired_shards,
+    Role.DOWN: even_shards,
+    Role.COLUMN: even_shards,
+    Role.ROW: even_shards,
     Role.HEAD: _words,
     Role.EMBEDDING: _words,
 }
-ROWS = (Role.ATTENTION_OUTPUT, Role.DOWN, Role.ROW)
-"""Cut along their inputs; every other linear along its outputs."""
+ROW_ROLES = (Role.ATTENTION_OUTPUT, Role.DOWN, Role.ROW)
+"""Sharded along their inputs; every other linear along its outputs."""
 
 
-def cuts_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dict[str, Cut]:
-    """The cut of every module of ``plan`` that is split over ``size`` tensor ranks.
+def role_shards_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dict[str, RoleShards]:
+    """The shards of every module of ``plan`` that is sharded over ``size`` tensor ranks.
 
     ``widths`` are the outputs (of row linears: the inputs) of each. Raises ValueError with every module that cannot be.
     """
-    cuts: dict[str, Cut] = {}
+    shards: dict[str, RoleShards] = {}
     problems: dict[tuple[str, str], list[str]] = {}
     for name, width in widths.items():
         role = plan.roles[name]
         try:
             if role in BY_HEADS:
-                cuts[name] = BY_HEADS[role](width, _shape(plan, name), size)
+                shards[name] = BY_HEADS[role](width, _shape(plan, name), size)
             else:
-                cuts[name] = BY_WIDTH[role](width, size)
+                shards[name] = BY_WIDTH[role](width, size)
         except ValueError as error:
             problems.setdefault((names.generic(name), f"({role}, {width} wide): {error}"), []).append(name)
     if problems:
@@ -172,7 +149,7 @@ def cuts_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dict[str, 
             f"ds_npu.parallel.tensor: found {size}; these modules of {plan.model} cannot be split over so many ranks:\n"
             + "\n".join(told)
         )
-    return cuts
+    return shards
 
 
 def _shape(plan: ModelPlan, name: str) -> AttentionShape:

@@ -1,4 +1,4 @@
-"""Lets nobody take one tensor rank's shard of a split model's weight for the whole of it."""
+"""Lets nobody take one tensor rank's shard of a sharded model's weight for the whole of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_npu.features.tensor_parallel.sharded_model import SPLIT
+from ds_npu.features.tensor_parallel.sharded_model import SHARDED_ATTRIBUTE
 from ds_npu.models import names
 from ds_npu.parallel.tensor.region import around
 from ds_npu.parallel.tensor.shard_access import ShardedParameter, WeightShard, in_forward, protect
@@ -15,12 +15,12 @@ from ds_npu.topology.topology import Topology
 
 
 def protect_shards(model: nn.Module, topology: Topology) -> bool:
-    """Protect the shards of ``model``, if ds_npu has split it; whether there are any.
+    """Protect the shards of ``model``, if ds_npu has sharded it; whether there are any.
 
     A model that is made of parallel layers knows its own, which are not protected. Whoever reads a sharded weight as a
     module's attribute within a forward of ``model`` gets the whole.
     """
-    if SPLIT in vars(model):
+    if SHARDED_ATTRIBUTE in vars(model):
         for name, parameter in model.named_parameters():
             sharding = sharding_of(parameter)
             if sharding is not None:

@@ -1,4 +1,4 @@
-"""Splits a user's model over the tensor ranks, in place, as its ModelPlan says which module is what.
+"""Shards a user's model over the tensor ranks, in place, as its ModelPlan says which module is what.
 
 Modules keep their names and parameters stay the objects they were, so an optimizer that holds them already goes on
 holding them. No class is changed: projections are replaced by parallel ones, and some modules of this one model get a
@@ -20,21 +20,28 @@ from ds_npu.config.roles import Role
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
     check_adapters,
-    cuts_of_factors,
     enter_by_factors,
+    factor_shards_of,
     is_at_border,
     keep_padding,
     second_factors,
     with_adapter,
 )
-from ds_npu.features.tensor_parallel.experts import show_all_tokens, split_experts
+from ds_npu.features.tensor_parallel.experts import shard_experts, show_all_tokens
 from ds_npu.features.tensor_parallel.latent import make_latent
-from ds_npu.features.tensor_parallel.refusal import check_splittable, refuse_parts
-from ds_npu.features.tensor_parallel.role_shards import ROWS, Cut, cuts_of, even, halves, local_heads
-from ds_npu.features.tensor_parallel.vocabulary import local_axis, split_loss
+from ds_npu.features.tensor_parallel.refusal import check_shardable, refuse_saving_shards
+from ds_npu.features.tensor_parallel.role_shards import (
+    ROW_ROLES,
+    RoleShards,
+    even_shards,
+    paired_shards,
+    role_shards_of,
+)
+from ds_npu.features.tensor_parallel.vocabulary import local_axis, shard_logits
 from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import kinds, names
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
+from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
@@ -54,8 +61,8 @@ from ds_npu.parallel.tensor.region import (
 from ds_npu.parallel.tensor.sharding import keep_part, sharding_of
 from ds_npu.topology.topology import Topology
 
-REGIONS = (Role.ATTENTION, Role.MLP)
-COLUMNS = (
+REGION_ROLES = (Role.ATTENTION, Role.MLP)
+COLUMN_ROLES = (
     Role.QUERY,
     Role.KEY,
     Role.VALUE,
@@ -67,49 +74,49 @@ COLUMNS = (
     Role.GATE_UP,
     Role.COLUMN,
 )
-SPLIT = "ds_npu_split"
+SHARDED_ATTRIBUTE = "ds_npu_sharded_model"
 TOGETHER = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
 """Roles whose linears a module calls with the same hidden states."""
 
 
 @dataclass(frozen=True)
-class SplitModel:
+class ShardedModel:
     """What was done to a model."""
 
     fetched_together: list[nn.Module]
     """Modules whose weights are used by one another's forward, so that ZeRO-3 has to gather them at once."""
 
 
-def split_model(
+def shard_model(
     model: nn.Module,
     plan: ModelPlan,
     topology: Topology,
     sequence_parallel: bool = False,
     collectives: MatmulCollectives | None = None,
     device_type: str = "cpu",
-) -> SplitModel:
-    """Split ``model`` over the tensor ranks of ``topology``; on ``device_type`` it will draw its random numbers.
+) -> ShardedModel:
+    """Shard ``model`` over the tensor ranks of ``topology``; on ``device_type`` it will draw its random numbers.
 
-    Raises ValueError, before anything is changed, naming every module that cannot be split over so many ranks.
+    Raises ValueError, before anything is changed, naming every module that cannot be sharded over so many ranks.
     """
     check_not_compiled(model, "tensor")
     axis = tensor_axis(topology, sequence_parallel, collectives)
-    split = _Splitting(model, plan, axis, topology, RegionRandomness(topology, device_type)).run()
-    model.__dict__[SPLIT] = split
-    refuse_parts(model)
+    sharded = _ModelSharder(model, plan, axis, topology, RegionRandomness(topology, device_type)).run()
+    model.__dict__[SHARDED_ATTRIBUTE] = sharded
+    refuse_saving_shards(model)
     refuse_compiling(model, "tensor")
-    return split
+    return sharded
 
 
-def split_of(model: nn.Module) -> SplitModel | None:
+def sharded_model_of(model: nn.Module) -> ShardedModel | None:
     """What was done to ``model``; None where nothing was. Of a model made of parallel layers nothing needs to be."""
-    done: SplitModel | None = vars(model).get(SPLIT)
+    done: ShardedModel | None = vars(model).get(SHARDED_ATTRIBUTE)
     own = done is None and any(sharding_of(parameter) is not None for parameter in model.parameters())
-    return SplitModel([]) if own else done
+    return ShardedModel([]) if own else done
 
 
-class _Splitting:
-    """One model being split."""
+class _ModelSharder:
+    """Shards one model."""
 
     def __init__(
         self, model: nn.Module, plan: ModelPlan, axis: TensorAxis, topology: Topology, randomness: RegionRandomness
@@ -118,22 +125,22 @@ class _Splitting:
         self.shards = SequenceShards(axis)
         self.modules = dict(model.named_modules())
 
-    def run(self) -> SplitModel:
-        check_splittable(self.model, self.plan, self.axis)
-        cuts = cuts_of(self.plan, self._widths(), self.axis.size)
+    def run(self) -> ShardedModel:
+        check_shardable(self.model, self.plan, self.axis)
+        shards = role_shards_of(self.plan, self._widths(), self.axis.size)
         check_adapters(self.plan, self.modules)
         experts = self._experts()
         self._let_adapters_know()
-        for name, cut in {**cuts_of_factors(self.plan, cuts), **cuts}.items():
-            self._split(name, cut)
+        for name, each in {**factor_shards_of(self.plan, shards), **shards}.items():
+            self._shard(name, each)
         for name, (gate_up, down) in experts.items():
-            split_experts(self.modules[name], gate_up.sharding(1), down.sharding(2), self.axis)  # type: ignore[arg-type]
+            shard_experts(self.modules[name], gate_up.sharding(1), down.sharding(2), self.axis)  # type: ignore[arg-type]
         for name in self.plan.named(Role.LATENT):
             make_latent(self.modules[name])
         for name in self.plan.attentions:
             self._localise(name)
         self._sum_partial_gradients()
-        return SplitModel(self._regions())
+        return ShardedModel(self._regions())
 
     def _of(self, *roles: Role) -> Iterator[tuple[str, nn.Module]]:
         return ((name, self.modules[name]) for role in roles for name in self.plan.named(role))
@@ -141,32 +148,32 @@ class _Splitting:
     def _widths(self) -> dict[str, int]:
         """The outputs of each column linear, the inputs of each row linear, the words of embeddings and heads."""
         widths = {}
-        for name, module in self._of(*COLUMNS, *ROWS, Role.EMBEDDING, Role.HEAD):
+        for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD):
             weight = module.get_parameter("weight")
-            widths[name] = weight.shape[_dim(module, self.plan.roles[name] not in ROWS)]
+            widths[name] = weight.shape[_dim(module, self.plan.roles[name] not in ROW_ROLES)]
         return widths
 
-    def _experts(self) -> dict[str, tuple[Cut, Cut]]:
-        """Where experts are cut: (gate and up, down)."""
+    def _experts(self) -> dict[str, tuple[RoleShards, RoleShards]]:
+        """The shards of experts: (gate and up, down)."""
         found = {}
         for name, module in self._of(Role.EXPERTS):
             width = module.get_parameter("down_proj").shape[2]
-            found[name] = halves(2 * width, self.axis.size), even(width, self.axis.size)
+            found[name] = paired_shards(2 * width, self.axis.size), even_shards(width, self.axis.size)
         return found
 
-    def _split(self, name: str, cut: Cut) -> None:
+    def _shard(self, name: str, shards: RoleShards) -> None:
         layer, module = self.plan.adapted(name) or name, self.modules[name]
         role = self.plan.roles[layer]
         if role is Role.EMBEDDING:
             VocabParallelEmbedding.adopt(module, self.topology)
             return
-        is_row = role in ROWS
+        is_row = role in ROW_ROLES
         weight, bias = module.get_parameter("weight"), _bias(module)
-        form = Form(kinds.output_dim(module) == 1, cut.outputs(self.axis.rank))
-        if not cut.whole:
-            keep_part(weight, cut.sharding(_dim(module, not is_row)), self.axis.rank)  # type: ignore[arg-type]
+        form = Form(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank))
+        if not shards.whole:
+            keep_part(weight, shards.sharding(_dim(module, not is_row)), self.axis.rank)  # type: ignore[arg-type]
             if bias is not None and not is_row:
-                keep_part(bias, cut.sharding(0), self.axis.rank)  # type: ignore[arg-type]
+                keep_part(bias, shards.sharding(0), self.axis.rank)  # type: ignore[arg-type]
         if is_row:
             self._put(name, RowLinear(weight, bias, self.axis, form))
             self._expect_sequences(name)
@@ -174,9 +181,9 @@ class _Splitting:
             self._put(name, ColumnLinear(weight, bias, local_axis(self.axis), form, inside=False))
             if name == layer:
                 heads = [self.modules[each] for each in (name, *second_factors(self.plan, name))]
-                split_loss(self.modules[names.owner(name)], heads, cut.sharding(0), self.topology)  # type: ignore[arg-type]
+                shard_logits(self.modules[names.owner(name)], heads, shards.sharding(0), self.topology)  # type: ignore[arg-type]
         else:
-            inside = self.plan.around(name, *REGIONS) is not None
+            inside = self.plan.around(name, *REGION_ROLES) is not None
             self._put(name, ColumnLinear(weight, bias, self.axis, form, inside))
             if not inside:
                 self._expect_sequences(name)
@@ -196,7 +203,7 @@ class _Splitting:
             around, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
             if role is Role.EMBEDDING:
                 keep_padding(around, base)
-            elif role in (Role.LATENT, *COLUMNS) and self.plan.around(name, *REGIONS) is not None:
+            elif role in (Role.LATENT, *COLUMN_ROLES) and self.plan.around(name, *REGION_ROLES) is not None:
                 enter_by_factors(around, self.axis, self._outside)
 
     def _put(self, name: str, module: nn.Module) -> None:
@@ -240,11 +247,11 @@ class _Splitting:
             return False
         if self.axis.sequence_parallel and self.plan.block(module) is not None:
             return True
-        at_border = self.plan.roles.get(module) in (Role.LATENT, *ROWS) or is_at_border(self.plan, module)
-        return self.plan.around(module, *REGIONS) is not None and not at_border
+        at_border = self.plan.roles.get(module) in (Role.LATENT, *ROW_ROLES) or is_at_border(self.plan, module)
+        return self.plan.around(module, *REGION_ROLES) is not None and not at_border
 
     def _regions(self) -> list[nn.Module]:
-        regions = list(self._of(*REGIONS))
+        regions = list(self._of(*REGION_ROLES))
         blocks = [self.modules[name] for name in self.plan.blocks]
         sequence = self.axis.sequence_parallel
         for name, module in regions:
@@ -285,7 +292,7 @@ class _Splitting:
         return {"random_numbers": self.randomness.region}
 
     def _rows(self, name: str) -> list[nn.Module]:
-        return [self.modules[with_adapter(each)] for each in self.plan.inside(name, *ROWS)]
+        return [self.modules[with_adapter(each)] for each in self.plan.inside(name, *ROW_ROLES)]
 
     @property
     def _outside(self) -> RandomNumbers:

@@ -12,8 +12,8 @@ from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
 def _unmet(overlap: TensorOverlap) -> list[str]:
     if overlap != "fused":
         return []
-    lack = matmul_collective.lack()
-    return [f"its kernels are not available: {lack}"] if lack else []
+    reason = matmul_collective.lack()
+    return [f"its kernels are not available: {reason}"] if reason else []
 
 
 def _apply(overlap: TensorOverlap, build: Build) -> None:

@@ -12,45 +12,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.models.hugging_face import is_hugging_face
+from ds_npu.models.hf_model import is_hugging_face
+from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
 from ds_npu.parallel.tensor.region import around
-from ds_npu.parallel.tensor.shard_access import Shard, ShardCopy
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
 
-LABELS = ("labels", "shift_labels")
-LOGITS_REMEDY = "call the model without labels, or under model.eval(): its logits are whole then"
 
-
-class SplitLogits:
-    """Whether, in the forward that is running, logits stay split over the tensor ranks."""
+class ShardedLogits:
+    """Whether, in the forward that is running, logits stay sharded over the tensor ranks."""
 
     def __init__(self) -> None:
-        self.split = False
+        self.keep_sharded = False
 
 
-def split_loss(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Sharding, topology: Topology) -> None:
-    """Let ``model``, a Hugging Face causal language model, compute its loss from split logits, the sum of ``heads``.
+def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Sharding, topology: Topology) -> None:
+    """Let ``model``, a Hugging Face causal language model, compute its loss from sharded logits, the sum of ``heads``.
 
     It does so where it is trained on labels; its output's ``logits`` are then this rank's part. A model of another kind
     gets whole logits.
     """
-    state, group = SplitLogits(), topology.group("tp")
+    state, group = ShardedLogits(), topology.group("tp")
 
     def logits(forward: Any, x: torch.Tensor) -> torch.Tensor:
         local: torch.Tensor = forward(x)
-        return local if state.split else gather_vocabulary(local, vocabulary, group)
+        return local if state.keep_sharded else gather_vocabulary(local, vocabulary, group)
 
     def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
-        state.split = model.training and any(given.get(name) is not None for name in LABELS)
+        state.keep_sharded = model.training and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         try:
             out = forward(*args, **kwargs)
-            return out if not state.split else _with_guarded_logits(out, vocabulary)
+            return out if not state.keep_sharded else _with_guarded_logits(out, vocabulary)
         finally:
-            state.split = False
+            state.keep_sharded = False
 
     for head in heads:
         around(head, logits)
@@ -61,17 +58,16 @@ def split_loss(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shardin
     vocab_parallel, usual = VocabParallelLoss(topology, vocabulary), _loss_function(model)
 
     def loss(*args: Any, **kwargs: Any) -> Any:
-        return vocab_parallel(*args, **kwargs) if state.split else usual(*args, **kwargs)
+        return vocab_parallel(*args, **kwargs) if state.keep_sharded else usual(*args, **kwargs)
 
-    model.loss_function = loss  # type: ignore[assignment]
+    model.loss_function = loss
 
 
 def _with_guarded_logits(out: Any, vocabulary: Sharding) -> Any:
-    """Let nobody take this rank's logits for those of all words."""
-    if isinstance(out, dict) and isinstance(out.get("logits"), torch.Tensor):
+    if isinstance(out, dict) and "logits" in out:
         ranks = f"{len(vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
         described = f"logits of {vocabulary.size} words, in training on labels, are split over {ranks}"
-        out["logits"] = ShardCopy.of(out["logits"], Shard(described, LOGITS_REMEDY))
+        out["logits"] = guard_shard(out["logits"], described)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a split model cannot work on a shard of the sequence, and are therefore given all of it."""
+"""Which modules of a sharded model cannot work on a shard of the sequence, and are therefore given all of it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def need_whole_sequences(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The outermost modules in blocks of which nothing is split and that may go from token to token.
+    """The outermost modules in blocks of which nothing is sharded and that may go from token to token.
 
     ``modules`` are all of the model's, by name. Such modules are ``replicated``, or have no weights and so no role.
     """
-    free = [name for name in modules if plan.of(name) is None and plan.region(name) is None]
+    free = [name for name in modules if plan.of(name) is None and plan.sublayer(name) is None]
     found = dict.fromkeys(_outermost(plan, modules, name) for name in (*plan.named(Role.REPLICATED), *free))
     return [name for name in found if name is not None and not _works_on_shards(modules[name])]
 
 
 def _outermost(plan: ModelPlan, modules: Mapping[str, nn.Module], name: str) -> str | None:
-    """The outermost module around ``name`` in its block of which nothing is split; None outside of blocks."""
+    """The outermost module around ``name`` in its block of which nothing is sharded; None outside of blocks."""
     block = plan.block(name)
     if block is None:
         return None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -59,7 +59,7 @@ def pair(family: str, sequence_parallel: bool = False, dtype: torch.dtype = torc
     """Split over all ranks of this world."""
     topology = Topology(Degrees(tp=dist.get_world_size()))
     model = tiny_models.tiny(family, dtype, **changes)
-    split_model(model, plan_for(model, {}), topology, sequence_parallel)
+    shard_model(model, plan_for(model, {}), topology, sequence_parallel)
     return Pair(model, tiny_models.tiny(family, dtype, **changes), topology)
 
 

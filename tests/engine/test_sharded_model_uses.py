@@ -12,10 +12,10 @@ import tiny_models
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
-from split_models import LENGTH, Pair, close, first_fast, pair
+from sharded_models import LENGTH, Pair, close, first_fast, pair
 from torch import nn
 
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -122,7 +122,7 @@ def thawed(sequence_parallel: bool) -> None:
     """A layer frozen while the model is split, and trained later on."""
     topology = Topology(Degrees(tp=dist.get_world_size()))
     model = tiny_models.tiny("llama").requires_grad_(False)
-    split_model(model, plan_for(model, {}), topology, sequence_parallel)
+    shard_model(model, plan_for(model, {}), topology, sequence_parallel)
     model.requires_grad_(True)
     both = Pair(model, tiny_models.tiny("llama"), topology)
     for each in (both.model, both.plain):

@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 import torch
 from ranks import run_on_ranks
-from split_models import LENGTH, agree, close, first_fast, pair
+from sharded_models import LENGTH, agree, close, first_fast, pair
 from torch.nn import functional
 
 from ds_npu.parallel.tensor.shard_access import ShardAccessError, using_shards

@@ -14,13 +14,13 @@ import pytest
 import tiny_models
 import torch
 from ranks import run_on_ranks
-from split_orders import GLOBS, Fused, cases, made
 from torch import nn
+from weight_orders import GLOBS, Fused, cases, made
 
-from ds_npu.features.tensor_parallel import probe as split_probe
+from ds_npu.features.tensor_parallel import probe as sharding_probe
 from ds_npu.features.tensor_parallel.part_copy import Part
 from ds_npu.features.tensor_parallel.probe import probe
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.tensor.sharding import Sharding, sharding_of
 from ds_npu.topology.degrees import Degrees
@@ -77,7 +77,7 @@ def test_adapters_pass():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "o_proj", "gate_proj", "down_proj"], lora_dropout=0.1)
     model = peft.get_peft_model(tiny_models.tiny("qwen3", torch.float32), config)
-    for sequence_parallel, large in itertools.product((False, True), (EVERYTHING_LARGE, split_probe.LARGE)):
+    for sequence_parallel, large in itertools.product((False, True), (EVERYTHING_LARGE, sharding_probe.LARGE)):
         passes(model, {}, 2, sequence_parallel, large=large)
 
 
@@ -104,7 +104,7 @@ def test_weights_that_are_interleaved_by_head_are_refused(family):
         f"**.{attention}.query_key_value": "query_key_value",
         f"**.{attention}.dense": "attention_output",
     }
-    for size, large in itertools.product((2, 4), (EVERYTHING_LARGE, split_probe.LARGE)):
+    for size, large in itertools.product((2, 4), (EVERYTHING_LARGE, sharding_probe.LARGE)):
         found = probed(model, globs, size, large=large)
         assert found.unseen == [] and len(found.faults) == 1
         assert f"{attention}.query_key_value (" in found.faults[0] and INTERLEAVED in found.faults[0]
@@ -240,7 +240,7 @@ def from_initialize() -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    split_probe.logger().addHandler(handler)
+    sharding_probe.logger().addHandler(handler)
     awkward = nn.Sequential(nn.Embedding(16, 16), Awkward(True))
     beside = {f"1{glob[1:]}": role for glob, role in AWKWARD.items()}
     initialize(awkward, {"0": "embedding", **beside})
@@ -251,7 +251,7 @@ def from_initialize() -> None:
     )
     # One rank finds something that the other one does not.
     if dist.get_rank() == 1:
-        split_probe.probe = lambda *_: split_probe.Probe(["  found by rank 1"])
+        sharding_probe.probe = lambda *_: sharding_probe.Probe(["  found by rank 1"])
     assert "found by rank 1" in refused_by_all(own("qkv"), OWN)
 
 
@@ -281,7 +281,7 @@ def is_exact(kind: type, order: str, globs: dict[str, str], topology: Topology) 
     whole, model = made(kind, order), made(kind, order)
     expected = whole(ids)
     expected.backward()
-    split_model(model, plan_for(model, globs), topology)
+    shard_model(model, plan_for(model, globs), topology)
     try:
         loss = model(ids)
         loss.backward()
@@ -299,7 +299,7 @@ def accepted_is_exact(count: int, seed: int) -> None:
         model = made(kind, order)
         try:
             plan = plan_for(model, globs)
-            split_model(made(kind, order), plan, topology)
+            shard_model(made(kind, order), plan, topology)
         except ValueError:  # Refused without a probe.
             continue
         found = probe(model, plan, 2, False)

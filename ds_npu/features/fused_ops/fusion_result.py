@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ds_npu.models import names
 
 
-class Outcome(NamedTuple):
+class FusionResult(NamedTuple):
     """One module that an operator was to be put into."""
 
     module: str
@@ -17,7 +17,7 @@ class Outcome(NamedTuple):
     """Why it was left as it is; empty where the operator is in it now."""
 
 
-def described(operator: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
+def described(operator: str, outcomes: Sequence[FusionResult]) -> Iterator[str]:
     """A line for each thing that is to be said, modules that differ in indices only together."""
     by_reason: dict[str, list[str]] = {}
     for outcome in outcomes:

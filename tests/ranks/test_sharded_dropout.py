@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 from ranks import run_on_ranks
-from split_models import LENGTH, agree, close, everyones, first_fast, pair
+from sharded_models import LENGTH, agree, close, everyones, first_fast, pair
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode

@@ -1,7 +1,7 @@
 """Whether a part of a user's model computes what an operator does: both are run on small random numbers.
 
 Everything happens on the CPU in float64, on copies with random weights, so that it holds for weights that are not there
-yet (on the meta device, or split by ZeRO-3), and so that no weight, no random generator and no device is disturbed.
+yet (on the meta device, or sharded by ZeRO-3), and so that no weight, no random generator and no device is disturbed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 
 @contextmanager
-def laboratory() -> Iterator[torch.Generator]:
+def isolated_on_cpu() -> Iterator[torch.Generator]:
     """Where probes run, whatever the user has set; yields a source of random numbers."""
     plain = torch.autocast("cpu", enabled=False)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad(), plain:
@@ -36,7 +36,7 @@ def random(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").requires_grad_()
 
 
-def agree(theirs: Callable[..., Any], ours: Callable[..., Any], *inputs: Any) -> bool:
+def computes_the_same(theirs: Callable[..., Any], ours: Callable[..., Any], *inputs: Any) -> bool:
     """Whether both give the same results, and gradients of the inputs that want one; false where ``theirs`` raises."""
     try:
         expected = _outcome(theirs, inputs)
@@ -71,7 +71,7 @@ def own_forward(module: nn.Module) -> str | None:
     return None if arguments == 1 else f"its forward takes {arguments} arguments, where the operator takes one"
 
 
-def double(
+def forward_of_copy(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], children: Mapping[str, nn.Module]
 ) -> Callable[[torch.Tensor], Any]:
     """The forward of ``module``'s class on a copy in training with other ``parameters`` and ``children``."""

@@ -1,4 +1,4 @@
-"""Tiny models whose sequences are spread over context ranks, without an engine, and the same in one process.
+"""Tiny models whose sequences are sharded over context ranks, without an engine, and the same in one process.
 
 Context ranks' gradients are added up, as the engine does.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import tiny_models
 import torch
 import torch.distributed as dist
-from split_models import Pair
+from sharded_models import Pair
 from torch import nn
 
 from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
-from ds_npu.features.context_parallel.sharded_sequences import spread_sequence
-from ds_npu.features.tensor_parallel.sharded_model import split_model
+from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
+from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -34,8 +34,8 @@ def algorithm(name: str, context: int) -> ContextAlgorithm:
 
 
 @dataclass(frozen=True)
-class Spread(Pair):
-    """A model that is spread, and the plain one that it was."""
+class SequenceSharded(Pair):
+    """A model that is sharded, and the plain one that it was."""
 
     def gradients(self) -> dict[str, torch.Tensor]:
         found = {}
@@ -55,7 +55,7 @@ class Spread(Pair):
         super().same_gradients()
 
 
-def spread(
+def sequence_sharded(
     family: str,
     chosen: str | Callable[[int, int], ContextAlgorithm] = "ring",
     tensor: int = 1,
@@ -63,7 +63,7 @@ def spread(
     wrap: Callable[[nn.Module], nn.Module] | None = None,
     device: str = "cpu",
     **changes: object,
-) -> Spread:
+) -> SequenceSharded:
     """Over all ranks of this world, ``tensor`` of which share weights; the plain model's attention is transformers'."""
     context = dist.get_world_size() // tensor
     topology = Topology(Degrees(cp=context, tp=tensor))
@@ -74,9 +74,9 @@ def spread(
         model, plain = wrap(model), wrap(plain)
     plan = plan_for(model, {} if wrap is None else dict.fromkeys(("prompt", "head"), "replicated"))
     if tensor > 1:
-        split_model(model, plan, topology, sequence_parallel)
-    spread_sequence(model, plan, topology, algorithm(chosen, context) if isinstance(chosen, str) else chosen)
-    return Spread(model, plain, topology)
+        shard_model(model, plan, topology, sequence_parallel)
+    shard_sequences(model, plan, topology, algorithm(chosen, context) if isinstance(chosen, str) else chosen)
+    return SequenceSharded(model, plain, topology)
 
 
 def tokens(samples: int = 3, length: int = LENGTH) -> torch.Tensor:

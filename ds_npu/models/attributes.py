@@ -1,0 +1,40 @@
+"""Attributes that a foreign object (a module, tensor or config) holds itself: read with their type, set past its class.
+
+``nn.Module.__setattr__`` would register a module that is set as a child, and ``__getattr__`` finds what a class holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def _held(owner: object) -> dict[str, Any]:
+    return vars(owner)
+
+
+def attribute(owner: object, name: str, kind: type[T]) -> T | None:
+    """The attribute ``name`` that ``owner`` holds itself, if it is a ``kind``; else None."""
+    found = _held(owner).get(name)
+    return found if isinstance(found, kind) else None
+
+
+def attributes(owner: object, kind: type[T]) -> dict[str, T]:
+    """By name, every attribute that ``owner`` holds itself and that is a ``kind``."""
+    return {name: value for name, value in _held(owner).items() if isinstance(value, kind)}
+
+
+def has_attribute(owner: object, name: str) -> bool:
+    """Whether ``owner`` itself, and not only its class, has the attribute ``name``."""
+    return name in _held(owner)
+
+
+def set_attribute(owner: object, name: str, value: object) -> None:
+    """Set the attribute ``name`` of this one ``owner``; a module that is set does not become its child."""
+    _held(owner)[name] = value
+
+
+def copy_attributes(source: object, target: object) -> None:
+    """Give ``target`` every attribute that ``source`` holds itself."""
+    _held(target).update(_held(source))

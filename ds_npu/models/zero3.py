@@ -1,0 +1,19 @@
+"""What DeepSpeed's ZeRO-3 writes on a parameter that it has partitioned over the data ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ds_npu.models.attributes import attribute, has_attribute
+
+
+def unpartitioned_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape that ``parameter`` has when ZeRO-3 has gathered it; while it is partitioned, it holds nothing."""
+    shape: tuple[int, ...] | None = attribute(parameter, "ds_shape", tuple)
+    return tuple(parameter.shape if shape is None else shape)
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` was made under ``deepspeed.zero.Init``."""
+    return has_attribute(parameter, "ds_tensor")

@@ -15,7 +15,7 @@ from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
 from ds_npu.features.context_parallel.visibility import KEYS, Asked
 from ds_npu.models.attention import setting
 from ds_npu.parallel.context.axis import ContextAxis
-from ds_npu.parallel.context.load_balance import split_documents, split_evenly
+from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
 from ds_npu.parallel.tensor.shard_access import Shard, ShardCopy
 
 EVERY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")
@@ -97,9 +97,9 @@ class SplitForward:
         asked = Asked(samples, length, given, targets.tokens, targets.ignored, shifted)
         visibility = asked.visibility()
         tokens = (
-            split_evenly(length, axis.algorithm)
+            shard_evenly(length, axis.algorithm)
             if visibility.documents is None
-            else split_documents(samples, length, visibility.documents, axis.algorithm)
+            else shard_documents(samples, length, visibility.documents, axis.algorithm)
         )
         device = next(given[name].device for name in EVERY_TOKEN if given.get(name) is not None)
         positions = self._positions(given, length, device)

@@ -12,8 +12,8 @@ from ds_npu.config.roles import Role
 from ds_npu.features.context_parallel.batch import Running
 from ds_npu.features.tensor_parallel.role_shards import local_heads
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.context.attention import head_exchanges
-from ds_npu.parallel.context.ulysses import InFlight, depart_to_heads
+from ds_npu.parallel.context.attention import ulysses_plan
+from ds_npu.parallel.context.ulysses import PostedTensor, post_to_heads
 from ds_npu.topology.topology import Topology
 
 
@@ -26,7 +26,7 @@ class EarlyValues:
 
     def __init__(self, model: nn.Module, plan: ModelPlan, topology: Topology, running: Running) -> None:
         self.running = running
-        self._departed: dict[nn.Module, InFlight] = {}
+        self._departed: dict[nn.Module, PostedTensor] = {}
         self._changed: set[nn.Module] = set()
         self._waiting: dict[nn.Module, tuple[nn.Module, int, int]] = {}
         """Attentions that have not been called yet: projection, query heads of this rank, width of a value."""
@@ -37,7 +37,7 @@ class EarlyValues:
                 heads = len(local_heads(shape, topology.size("tp"))[topology.rank("tp")].queries)
                 self._waiting[model.get_submodule(attention)] = model.get_submodule(name), heads, shape.value_dim
 
-    def of(self, attention: nn.Module, value_BSND: torch.Tensor) -> torch.Tensor | InFlight:
+    def of(self, attention: nn.Module, value_BSND: torch.Tensor) -> torch.Tensor | PostedTensor:
         """What has departed of ``attention``, if that is ``value_BSND``, else this itself."""
         if attention in self._waiting:
             projection, heads, width = self._waiting.pop(attention)
@@ -48,7 +48,7 @@ class EarlyValues:
             return flight or value_BSND
         # Something changes values behind their projection. In vain this once: every rank began it, and none will again.
         self._changed.add(attention)
-        flight.arrive()
+        flight.wait()
         return value_BSND
 
     def _depart(
@@ -62,8 +62,8 @@ class EarlyValues:
             # torch calls these for what a module returns, which nobody would use.
             return
         values = torch.unflatten(out, -1, (-1, width))
-        exchange = head_exchanges(batch.axis, heads, values.shape[2], batch.tokens).key
-        self._departed[attention] = depart_to_heads(values, exchange)
+        exchange = ulysses_plan(batch.axis, heads, values.shape[2], batch.tokens).key
+        self._departed[attention] = post_to_heads(values, exchange)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import split_of
 from ds_npu.log import logger
 from ds_npu.models.compiled import check_engine_may_compile
-from ds_npu.parallel.tensor.shard_access import using_shards
+from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
@@ -64,7 +64,7 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
         attach_hooks_again(model)
         if protect_shards(model, self.topology):
             # Optimizers of the client's own know what they are given.
-            vars(self)["_take_model_step"] = using_shards()(self._take_model_step)  # type: ignore[attr-defined]
+            vars(self)["_take_model_step"] = allow_shard_access()(self._take_model_step)  # type: ignore[attr-defined]
         if not is_pipeline:
             check_first_batch(model, self.topology)
         remove_gradient_buffers(model)

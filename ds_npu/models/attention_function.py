@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ds_npu.models import attention_mask as masks
 from ds_npu.models.attention_mask import PackedMask
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
-from ds_npu.parallel.tensor.region import untraced
+from ds_npu.parallel.forward_wraps import disable_tracing
 
 NAME = "ds_npu"
 """What the implementation is called in transformers' registries and in ``config._attn_implementation``."""
@@ -85,7 +85,7 @@ def check_exchangeable(model: nn.Module) -> None:
 _ADVICE = 'which ds_npu\'s attention cannot do; leave it with attn_implementation="eager", and sequences whole'
 
 
-@untraced
+@disable_tracing
 def attention_function(
     module: nn.Module,
     query: torch.Tensor,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ds_npu.features.context_parallel.batch import Batch, Running
-from ds_npu.parallel.tensor.region import around
+from ds_npu.parallel.forward_wraps import wrap_forward
 
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on how long the sequence is."""
@@ -34,7 +34,7 @@ def show_last_position(rotary: nn.Module, running: Running) -> None:
         angles = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
         return tree_map(lambda each: each[..., :-1, :], angles)
 
-    around(rotary, turned)
+    wrap_forward(rotary, turned)
 
 
 def join_router_logits(decoder: nn.Module, running: Running) -> None:
@@ -50,4 +50,4 @@ def join_router_logits(decoder: nn.Module, running: Running) -> None:
             out[ROUTER_LOGITS] = tuple(batch.join(each).flatten(0, 1) for each in by_sample)
         return out
 
-    around(decoder, joined)
+    wrap_forward(decoder, joined)

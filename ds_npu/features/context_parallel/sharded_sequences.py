@@ -34,8 +34,8 @@ from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.hugging_face import POSITIONS, is_hugging_face
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
+from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
-from ds_npu.parallel.tensor.region import around
 from ds_npu.topology.topology import Topology
 
 SPREAD = "ds_npu_spread"
@@ -74,8 +74,8 @@ def spread_sequence(
         inner.loss_function = loss
     numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
     join_router_logits(inner.get_decoder(), running)
-    around(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(inner)))
-    around(inner, partial(_checked, attention))
+    wrap_forward(inner, SplitForward(inner, running, axis_of, numbers, loss, _owns_positions(inner)))
+    wrap_forward(inner, partial(_checked, attention))
     for rotary in list(filter(depends_on_length, inner.modules())):
         show_last_position(rotary, running)
     if inner is not model:
@@ -157,8 +157,8 @@ def _share_gradients(model: nn.Module, inner: nn.Module, size: int) -> None:
     def collecting(forward: Any, *args: Any, **kwargs: Any) -> Any:
         return _with_gradients(forward(*args, **kwargs), size, type(inner).__name__)
 
-    around(model, sharing)
-    around(inner, collecting)
+    wrap_forward(model, sharing)
+    wrap_forward(inner, collecting)
 
 
 def _with_gradients(out: Any, factor: float, who: str) -> Any:

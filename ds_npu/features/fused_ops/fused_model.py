@@ -21,7 +21,7 @@ from ds_npu.features.fused_ops.rotary import fuse_rotary
 from ds_npu.models.attention_function import use_attention
 from ds_npu.models.plan import ModelPlan
 
-MARK = "ds_npu_fused_ops"
+FUSED_OPS_ATTRIBUTE = "ds_npu_fused_ops"
 """The attribute of a model that says which operators it was given."""
 
 
@@ -52,7 +52,7 @@ FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[Outcome]]] = {
 
 def fused_keys(model: nn.Module) -> set[str]:
     """The keys of what ``model`` was given already."""
-    keys: set[str] = vars(model).setdefault(MARK, set())
+    keys: set[str] = vars(model).setdefault(FUSED_OPS_ATTRIBUTE, set())
     return keys
 
 

@@ -36,22 +36,22 @@ from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import kinds, names
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
-from ds_npu.parallel.tensor.linear import ColumnLinear, Form, RowLinear, project_together
+from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, WeightLayout, project_together
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import (
     RandomNumbers,
     SequenceShards,
-    around,
     check_sequences,
     join_hidden_states,
     make_region,
-    make_sequence,
-    make_whole,
+    run_on_whole_sequences,
+    shard_sequences,
 )
-from ds_npu.parallel.tensor.sharding import keep_part, sharding_of
+from ds_npu.parallel.tensor.sharding import keep_shard, sharding_of
 from ds_npu.topology.topology import Topology
 
 REGIONS = (Role.ATTENTION, Role.MLP)
@@ -162,11 +162,11 @@ class _Splitting:
             return
         is_row = role in ROWS
         weight, bias = module.get_parameter("weight"), _bias(module)
-        form = Form(kinds.output_dim(module) == 1, cut.outputs(self.axis.rank))
+        form = WeightLayout(kinds.output_dim(module) == 1, cut.outputs(self.axis.rank))
         if not cut.whole:
-            keep_part(weight, cut.sharding(_dim(module, not is_row)), self.axis.rank)  # type: ignore[arg-type]
+            keep_shard(weight, cut.sharding(_dim(module, not is_row)), self.axis.rank)  # type: ignore[arg-type]
             if bias is not None and not is_row:
-                keep_part(bias, cut.sharding(0), self.axis.rank)  # type: ignore[arg-type]
+                keep_shard(bias, cut.sharding(0), self.axis.rank)  # type: ignore[arg-type]
         if is_row:
             self._put(name, RowLinear(weight, bias, self.axis, form))
             self._expect_sequences(name)
@@ -189,7 +189,7 @@ class _Splitting:
             return forward(x)
 
         if self.axis.sequence_parallel:
-            around(self.modules[name], checked)
+            wrap_forward(self.modules[name], checked)
 
     def _let_adapters_know(self) -> None:
         for name in adapted_layers(self.plan):
@@ -262,11 +262,11 @@ class _Splitting:
             make_region(module, self.axis, self.shards if sequence else None, **numbers)
         if sequence and blocks:
             # With sequence parallelism nothing in a block is the same on two ranks.
-            make_sequence(blocks, self.shards, **self._random_numbers(*blocks))
+            shard_sequences(blocks, self.shards, **self._random_numbers(*blocks))
             join_hidden_states(self.model, len(blocks), self.shards)
             for each in map(self.modules.__getitem__, self._whole):
                 numbers = {"random_numbers": self.randomness.outside} if any(map(drops, each.modules())) else {}
-                make_whole(each, self.shards, **numbers)
+                run_on_whole_sequences(each, self.shards, **numbers)
             for _, router in self._of(Role.ROUTER):
                 if self._counts_tokens:
                     show_all_tokens(router, self.shards)

@@ -32,7 +32,7 @@ from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import context_axis
 from ds_npu.parallel.context.kernel_calls import block_calls
-from ds_npu.parallel.context.load_balance import Tokens, split_documents, split_evenly
+from ds_npu.parallel.context.load_balance import Tokens, shard_documents, shard_evenly
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -89,8 +89,8 @@ def print_work(total: int) -> None:
     """Deviation from equal: of all steps together, and of the step but the first where it is largest."""
     for size in (2, 4, 8, 16):
         algorithm = ContextAlgorithm(1, size)
-        packed = split_documents(1, total, documents_of(total, random.Random(size)), algorithm)
-        for name, tokens in (("causal", split_evenly(total, algorithm)), ("packed", packed)):
+        packed = shard_documents(1, total, documents_of(total, random.Random(size)), algorithm)
+        for name, tokens in (("causal", shard_evenly(total, algorithm)), ("packed", packed)):
             work = [[flops(tokens, rank, (rank - step) % size) for rank in range(size)] for step in range(size)]
             of_ranks = [sum(steps) for steps in zip(*work, strict=True)]
             later = max(_deviation(ranks) for ranks in work[1:])

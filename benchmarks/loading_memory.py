@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
-from ds_npu.parallel.tensor.sharding import mark, split
+from ds_npu.parallel.tensor.sharding import mark_sharded, shard_sections
 
 H, F, V, EXPERTS = 1024, 2816, 16384, 4
 SIZES = {
@@ -54,13 +54,15 @@ SPLITS = {
 def shard(model: nn.Module, ranks: int, rank: int) -> None:
     """Leave of each weight what one rank holds; the modules stay, and could not be run."""
     for name, old in list(model.named_parameters()):
-        found = next((split(dim, sizes, ranks) for end, (dim, sizes) in SPLITS.items() if re.search(end, name)), None)
+        found = next(
+            (shard_sections(dim, sizes, ranks) for end, (dim, sizes) in SPLITS.items() if re.search(end, name)), None
+        )
         if found is None:
             continue
         shape = list(old.shape)
         shape[found.dim] = found.length(rank)
         new = nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"))
-        mark(new, found)
+        mark_sharded(new, found)
         path, leaf = name.rsplit(".", 1)
         setattr(model.get_submodule(path), leaf, new)
 

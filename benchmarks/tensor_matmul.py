@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import turns
 
-from ds_npu.parallel.tensor.axis import MatmulCollectives, OneAfterTheOther
+from ds_npu.parallel.tensor.axis import MatmulCollectives, SerialCollectives
 from ds_npu.parallel.tensor.overlapped_matmul import Pipelined
 
 PLAIN = "one collective"
@@ -70,8 +70,8 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     group = dist.group.WORLD
     variants: dict[str, MatmulCollectives] = {
-        PLAIN: OneAfterTheOther(group),
-        f"{PLAIN} again": OneAfterTheOther(group),
+        PLAIN: SerialCollectives(group),
+        f"{PLAIN} again": SerialCollectives(group),
     }
     variants |= {f"{count} pieces": Pipelined(group, count, latency_bytes=1) for count in args.pieces}
     for batch, sequence in ((1, 2048), (4, 512)):

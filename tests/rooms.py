@@ -78,7 +78,7 @@ MODULES = {
     "models.loading": "checkpoint.loading",
     "models.saving": "checkpoint.saving",
     "overlap.tensor_matmul": "parallel.tensor.overlapped_matmul",
-    "parallel.context.blockwise": "parallel.context.ring_autograd",
+    "parallel.context.blockwise": "parallel.context.blockwise_attention",
     "parallel.context.calls": "parallel.context.kernel_calls",
     "parallel.context.exchange": "parallel.context.ulysses",
     "parallel.context.heads": "parallel.context.ulysses_heads",

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_npu.parallel.tensor.direct_linear import direct_weights, is_plain, use_direct_gradient
-from ds_npu.parallel.tensor.weight_gradient import MARK, Buffer, GradientBuffer
+from ds_npu.parallel.tensor.weight_gradient import GRADIENT_BUFFER, Buffer, GradientBuffer
 
 KEY = "ds_npu.fused_ops.matmul_accumulate"
 
@@ -53,7 +53,7 @@ def install_gradient_buffers(engine: Any) -> list[str]:
 def remove_gradient_buffers(model: nn.Module) -> None:
     """Forget the buffers of an engine that ``model`` had before; its weights have ordinary gradients again."""
     for parameter in model.parameters():
-        vars(parameter).pop(MARK, None)
+        GRADIENT_BUFFER.remove(parameter)
 
 
 def _why_not(engine: Any) -> str | None:

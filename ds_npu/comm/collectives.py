@@ -1,4 +1,4 @@
-"""Collectives over a group of ranks, issued at once and waited for later: raw tensors, no gradients.
+"""Asynchronous collectives over a group of ranks, which the caller waits for: plain tensors, no gradients.
 
 A group is a ``torch.distributed`` process group of this rank, or None for the world. In a group of one rank nothing is
 copied or sent: the result is the tensor that was given.
@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from ds_npu.comm.pending import Pending
 
-# torch 2.13 deprecates the second names, torch 2.12 lacks the first.
-_gather_into = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
-_scatter_into = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
+# torch 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, torch 2.12 has no others.
+_names = vars(dist)
+_gather_into = _names.get("all_gather_single", dist.all_gather_into_tensor)
+_scatter_into = _names.get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
-    """The sum of every rank's ``x`` (contiguous), in its place."""
+    """Sum every rank's ``x`` in place. Raises ValueError where it is not contiguous."""
     if not x.is_contiguous():
         raise ValueError(f"all_reduce works in place and needs a contiguous tensor; found strides {x.stride()}")
     if dist.get_world_size(group) == 1:
@@ -26,22 +27,22 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torc
 
 
 def gather_parts(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
-    """Every rank's ``x``, one behind the other in ``parts`` [ranks, *x.shape], which is contiguous."""
+    """Gather every rank's ``x`` into ``parts`` [ranks, *x.shape], which is contiguous."""
     work = _gather_into(parts.flatten(0, 1), x.contiguous(), group=group, async_op=True)
     return Pending(parts, work)
 
 
 def scatter_parts(mine: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
-    """The sum of every rank's ``parts[r]`` on rank r, in ``mine``; both contiguous, ``parts`` [ranks, *mine.shape]."""
+    """Sum every rank's ``parts[r]`` into ``mine`` of rank r; both contiguous, ``parts`` [ranks, *mine.shape]."""
     work = _scatter_into(mine, parts.flatten(0, 1), group=group, async_op=True)
     return Pending(mine, work)
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
-    """Every rank's ``x`` (all of one shape), concatenated along ``dim`` in the order of the ranks.
+    """Concatenate every rank's ``x`` (all of one shape) along ``dim``, in the order of the ranks.
 
-    The ranks' parts arrive one behind the other. That is already the result where all dims before ``dim`` are 1;
-    elsewhere ``wait`` copies once.
+    The parts are received one behind the other. That is the result where all dims before ``dim`` are 1; elsewhere
+    ``wait`` copies once.
     """
     size = dist.get_world_size(group)
     if size == 1:
@@ -52,10 +53,10 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pe
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
-    """The sum of every rank's ``x``, of which each rank gets its part of ``dim``, in the order of the ranks.
+    """Sum every rank's ``x``; each rank gets its part of ``dim``, in the order of the ranks.
 
-    ``x`` is copied once first where a dim before ``dim`` is not 1 (a rank's part has to be contiguous). Raises
-    ValueError where ``dim`` cannot be split evenly.
+    ``x`` is copied once before where a dim before ``dim`` is not 1 (a rank's part has to be contiguous). Raises
+    ValueError where the ranks do not divide ``dim``.
     """
     size = dist.get_world_size(group)
     if size == 1:

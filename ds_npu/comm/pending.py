@@ -1,9 +1,9 @@
-"""A collective in flight, and what becomes of its result."""
+"""The result of a collective in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -13,13 +13,19 @@ def identity(value: T) -> T:
     return value
 
 
+class Work(Protocol):
+    """A collective in flight, as ``torch.distributed`` returns it, or several as one."""
+
+    def wait(self) -> object: ...
+
+
 class Pending(Generic[T]):
-    """A value that is there once ``work`` (anything with ``wait()``; None: nothing to wait for) is done, then finished.
+    """A value that is complete once ``work`` (None: nothing to wait for) is done and ``finish`` has been applied to it.
 
     Until then nobody may read or write it.
     """
 
-    def __init__(self, value: T, work: Any | None, finish: Callable[[T], T] = identity) -> None:
+    def __init__(self, value: T, work: Work | None, finish: Callable[[T], T] = identity) -> None:
         self._value = value
         self._work = work
         self._finish = finish

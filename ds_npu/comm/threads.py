@@ -1,6 +1,6 @@
 """Ranks that are threads of this process: collectives over them need no communicator, no device and no other process.
 
-For computing, on one rank and with small tensors on the host, what several ranks will do together.
+They compute, on one rank and with small tensors on the host, what several ranks will compute together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ThreadGroup(dist.ProcessGroup):
     Arguments are those of ``torch.distributed.ProcessGroup``, whose methods torch calls by these names.
     """
 
-    def __init__(self, rank: int, barrier: threading.Barrier, given: list[Any]) -> None:
+    def __init__(self, rank: int, barrier: threading.Barrier, given: list[torch.Tensor]) -> None:
         super().__init__(rank, len(given))  # type: ignore[call-arg]
         self._rank, self._barrier, self._given = rank, barrier, given
 
@@ -43,31 +43,33 @@ class ThreadGroup(dist.ProcessGroup):
         return self._write(out, mine, lambda given: torch.cat([each.flatten() for each in given]))
 
     def reduce_scatter_single(self, out: torch.Tensor, mine: torch.Tensor, options: Any = None) -> Any:
-        start = self._rank * out.numel()
-        return self._write(out, mine, lambda given: sum(each.flatten().narrow(0, start, out.numel()) for each in given))
+        start, zero = self._rank * out.numel(), out.new_zeros(())
+        return self._write(
+            out, mine, lambda given: sum((each.flatten().narrow(0, start, out.numel()) for each in given), zero)
+        )
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     """Their names in torch 2.12."""
 
-    def _write(self, out: torch.Tensor, mine: torch.Tensor, read: Any) -> _Done:
-        """Write into ``out`` what ``read`` makes of every rank's ``mine``."""
+    def _write(self, out: torch.Tensor, mine: torch.Tensor, read: Read) -> _Done:
+        """Write ``read`` of every rank's ``mine`` into ``out``."""
         with torch.no_grad():
             self._given[self._rank] = mine
             self._barrier.wait(TIMEOUT_SECONDS)
             result = read(self._given)
-            # Nobody overwrites what another one still reads.
+            # Nobody overwrites a tensor that another thread still reads.
             self._barrier.wait(TIMEOUT_SECONDS)
             out.copy_(result.view_as(out))
         return _Done()
 
 
 def run_in_threads(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """What ``work`` returns on each of ``size`` ranks, in their order; raises what the first of them to fail raised.
+    """Run ``work`` on each of ``size`` ranks; returns their results in order, raises what the first to fail raised.
 
     A new thread has torch's settings as they are by default: gradients on, no autocast, no default device.
     """
-    barrier, given = threading.Barrier(size), [None] * size
+    barrier, given = threading.Barrier(size), [torch.empty(0)] * size
     results: dict[int, T] = {}
     errors: list[Exception] = []
 

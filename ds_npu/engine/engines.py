@@ -36,7 +36,7 @@ from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
 from ds_npu.models.compiled import check_engine_may_compile
-from ds_npu.parallel.tensor.shard_access import using_shards
+from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
@@ -65,7 +65,7 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
         if protect_shards(model, self.topology):
             # Optimizers of the client's own know what they are given.
             engine: Any = self
-            engine._take_model_step = using_shards()(engine._take_model_step)
+            engine._take_model_step = allow_shard_access()(engine._take_model_step)
         if not is_pipeline:
             check_first_batch(model, self.topology)
         remove_gradient_buffers(model)

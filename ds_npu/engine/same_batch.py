@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
-from ds_npu.parallel.tensor.region import untraced
+from ds_npu.parallel.forward_wraps import disable_tracing
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 
@@ -28,7 +28,7 @@ def check_first_batch(model: nn.Module, topology: Topology) -> None:
     if not axes:
         return
 
-    @untraced
+    @disable_tracing
     def check(module: nn.Module, args: Any, kwargs: Any) -> None:
         handle.remove()
         mine = [_described(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

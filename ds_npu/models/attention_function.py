@@ -21,7 +21,7 @@ from ds_npu.models.hf_model import (
     transformers_module,
 )
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
-from ds_npu.parallel.tensor.region import untraced
+from ds_npu.parallel.forward_wraps import disable_tracing
 
 NAME = "ds_npu"
 """What the implementation is called in transformers' registries and in ``config._attn_implementation``."""
@@ -87,7 +87,7 @@ def check_exchangeable(model: nn.Module) -> None:
 _ADVICE = 'which ds_npu\'s attention cannot do; leave it with attn_implementation="eager", and sequences whole'
 
 
-@untraced
+@disable_tracing
 def attention_function(
     module: nn.Module,
     query: torch.Tensor,

@@ -17,7 +17,7 @@ import torch
 
 from ds_npu.models.hf_model import transformers_module
 from ds_npu.ops.attention import Mask
-from ds_npu.parallel.tensor.region import untraced
+from ds_npu.parallel.forward_wraps import disable_tracing
 
 MASKING = "transformers.masking_utils"
 
@@ -53,7 +53,7 @@ class Pattern:
         return self.before is not None and self.after is not None and self.before + self.after < 0
 
 
-@untraced
+@disable_tracing
 def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
     """The mask function for ``ALL_MASK_ATTENTION_FUNCTIONS``, with the arguments of transformers' ``sdpa_mask``.
 

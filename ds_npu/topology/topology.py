@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +16,19 @@ ALONE = "ds_npu_alone"
 GROUPS: tuple[tuple[Axis, ...], ...] = (("dp", "cp"), ("dp",), ("cp",), ("tp",), ("pp",), ("pp", "tp"))
 """The groups DeepSpeed asks for, in the order in which every rank makes them."""
 
-BufferMib = Callable[[tuple[Axis, ...]], Any]
-"""Backend options of the communicator over the given axes, or None for the backend's own."""
+BackendOptions = Callable[[tuple[Axis, ...]], c10d.Backend.Options | None]
+"""From the axes of a communicator to its backend options (with the size of its buffer); None: the backend's own."""
+
+GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup | None]
+"""From the global ranks of a group to the group; None for a group of one other rank."""
 
 
-def _alone(options: Any, backend_options: Any) -> Any:
+def _alone(
+    options: c10d._DistributedBackendOptions, backend_options: c10d.Backend.Options | None
+) -> c10d.FakeProcessGroup:
     """torch's FakeProcessGroup copies inputs to outputs; with one rank that is what each collective means."""
     # torch's type stub leaves the third argument out.
-    make: Any = c10d.FakeProcessGroup._create_internal
+    make: Callable[..., c10d.FakeProcessGroup] = c10d.FakeProcessGroup._create_internal
     return make(options.group_rank, options.group_size, backend_options)
 
 
@@ -35,15 +39,15 @@ def _register_alone() -> None:
 
 
 class Topology:
-    """The one object that says which ranks work together on what. It is passed, never fetched.
+    """Which ranks work together along which axes, with their process groups. It is passed, never fetched.
 
-    Made by every rank of an initialised world at the same time, since process groups are made together. Groups
-    with the same ranks are one group; an axis of size 1 opens no communicator.
+    Every rank of an initialised world makes it at the same time, since process groups are made together. Axes with the
+    same ranks have one group; an axis of size 1 opens no communicator.
 
     Raises ValueError where the degrees do not fill the world.
     """
 
-    def __init__(self, degrees: Degrees, options: BufferMib = lambda axes: None) -> None:
+    def __init__(self, degrees: Degrees, options: BackendOptions = lambda axes: None) -> None:
         if degrees.world_size != dist.get_world_size():
             raise ValueError(
                 f"the degrees {degrees} make a world of {degrees.world_size} ranks; this one has "
@@ -55,35 +59,39 @@ class Topology:
         self.place = degrees.place(self.global_rank)
         self._options = options
         self._ranks: dict[tuple[Axis, ...], list[int]] = {}
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(degrees.world_size)): dist.group.WORLD}
-        self._further: dict[str, dict[tuple[int, ...], Any]] = {}
+        self._groups: GroupsByRanks = {tuple(range(degrees.world_size)): dist.group.WORLD}
+        self._own: dict[str, GroupsByRanks] = {}
         for axes in GROUPS:
             for ranks in map(tuple, degrees.groups(*axes)):
                 if ranks not in self._groups:
-                    self._groups[ranks] = self._opened(ranks, axes, "x".join(axes))
+                    self._groups[ranks] = self._open(ranks, axes, "x".join(axes))
 
-    def _opened(self, ranks: tuple[int, ...], axes: tuple[Axis, ...], name: str) -> Any:
-        """The group of ``ranks``; every rank opens it. Of a group of one rank, others have nothing."""
+    def _open(self, ranks: tuple[int, ...], axes: tuple[Axis, ...], name: str) -> dist.ProcessGroup | None:
+        """The group of ``ranks``, which every rank of the world opens; a group of one rank is None on the others."""
+        group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
-            return dist.new_group(list(ranks), pg_options=self._options(axes), group_desc=name)
-        if self.global_rank in ranks:
-            return dist.new_group(list(ranks), backend=ALONE, use_local_synchronization=True)
-        return None
+            group = dist.new_group(list(ranks), pg_options=self._options(axes), group_desc=name)
+        elif self.global_rank in ranks:
+            group = dist.new_group(list(ranks), backend=ALONE, use_local_synchronization=True)
+        return group
 
-    def within(self, axis: Axis, parts: Sequence[Sequence[int]], name: str, own: bool = False) -> Any:
-        """The process group of this rank's part of ``axis``, which is cut into ``parts``: lists of ranks along it.
+    def within(self, axis: Axis, parts: Sequence[Sequence[int]], name: str, own: bool = False) -> dist.ProcessGroup:
+        """The process group of this rank's part of ``axis``; ``parts`` are lists of ranks along it.
 
-        Every rank of the world calls it at the same time. Where a group with the same ranks is open already it is
-        that one, unless the part is to have its ``own`` communicator, one for each ``name``.
+        Every rank of the world calls it at the same time. A group of the same ranks that is open already is used again,
+        unless the part is to have its ``own`` communicator, one for each ``name``. Raises ValueError where no part has
+        this rank.
         """
-        mine = None
+        mine: dist.ProcessGroup | None = None
         for peers in self.degrees.groups(axis):
             for part in parts:
                 ranks = tuple(peers[rank] for rank in part)
-                known = self._further.setdefault(name, {}) if own else self._groups
+                known = self._own.setdefault(name, {}) if own else self._groups
                 if ranks not in known:
-                    known[ranks] = self._opened(ranks, (axis,), f"{axis} {name}")
+                    known[ranks] = self._open(ranks, (axis,), f"{axis} {name}")
                 mine = known[ranks] if self.global_rank in ranks else mine
+        if mine is None:
+            raise ValueError(f"rank {self.rank(axis)} along {axis} is in none of {parts}")
         return mine
 
     def ranks(self, *axes: Axis) -> list[int]:
@@ -92,9 +100,11 @@ class Topology:
             self._ranks[axes] = next(ranks for ranks in self.degrees.groups(*axes) if self.global_rank in ranks)
         return self._ranks[axes]
 
-    def group(self, *axes: Axis) -> Any:
+    def group(self, *axes: Axis) -> dist.ProcessGroup:
         """This rank's process group along ``axes``; one of ``GROUPS``."""
-        return self._groups[tuple(self.ranks(*axes))]
+        group = self._groups[tuple(self.ranks(*axes))]
+        assert group is not None, "this rank is in it"
+        return group
 
     def size(self, *axes: Axis) -> int:
         return len(self.ranks(*axes))

@@ -23,9 +23,9 @@ from ds_npu.parallel.tensor.shard_access import (
     ShardCopy,
     ShardedParameter,
     WeightShard,
+    allow_shard_access,
     local_shard,
     protect,
-    using_shards,
 )
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.parallel.tensor.whole_weight import whole_weight
@@ -63,7 +63,7 @@ def test_what_knows_shards_computes_with_them():
     parameter.grad = torch.ones(3, COLUMNS)
     torch.optim.SGD([parameter], lr=1.0).step()
     assert torch.equal(local_shard(parameter), torch.arange(12.0).view(3, COLUMNS) - 1)
-    with using_shards():
+    with allow_shard_access():
         assert type(parameter * 2) is torch.Tensor
     assert type(local_shard(parameter)) is torch.Tensor
 
@@ -79,7 +79,7 @@ def test_copies_stay_shards_and_are_not_written():
         for write in (lambda held=held: torch.save(held, io.BytesIO()), held.data_ptr, held.numpy):
             with pytest.raises(ShardAccessError):
                 write()
-    with torch.no_grad(), using_shards():
+    with torch.no_grad(), allow_shard_access():
         head.weight.zero_()
     head.load_state_dict(kept)
     assert torch.equal(local_shard(head.weight), torch.arange(12.0).view(3, COLUMNS))

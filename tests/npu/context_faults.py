@@ -25,13 +25,13 @@ PRIVATE_USE = 20
 
 KEYS = transfer.KEYS_AND_VALUES
 Coming = Pending[torch.Tensor]
-Exchange = Callable[[Ring, Hop, torch.Tensor, torch.Tensor, int], Coming]
+SendReceive = Callable[[Ring, Hop, torch.Tensor, torch.Tensor, int], Coming]
 
 
-def unwaited(of: Callable[[Hop, int], bool]) -> Callable[[Exchange], Exchange]:
+def unwaited(of: Callable[[Hop, int], bool]) -> Callable[[SendReceive], SendReceive]:
     """What comes is read before it is there."""
 
-    def plant(right: Exchange) -> Exchange:
+    def plant(right: SendReceive) -> SendReceive:
         def wrong(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor, tag: int) -> Coming:
             pending = right(ring, hop, flat, empty, tag)
             return Pending(empty, None) if of(hop, tag) else pending
@@ -41,7 +41,7 @@ def unwaited(of: Callable[[Hop, int], bool]) -> Callable[[Exchange], Exchange]:
     return plant
 
 
-def overwritten(right: Exchange) -> Exchange:
+def overwritten(right: SendReceive) -> SendReceive:
     """What is sent is changed before it has gone."""
 
     def wrong(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor, tag: int) -> Coming:
@@ -52,7 +52,7 @@ def overwritten(right: Exchange) -> Exchange:
     return wrong
 
 
-def freed(right: Exchange) -> Exchange:
+def freed(right: SendReceive) -> SendReceive:
     """What is sent is freed before it has gone, and its memory is given to others."""
 
     def wrong(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor, tag: int) -> Coming:
@@ -80,8 +80,8 @@ def no_wait(self: Pending[torch.Tensor]) -> torch.Tensor:
     return self._finish(self._value)
 
 
-def in_ring(plant: Callable[[Exchange], Exchange]) -> tuple[str, AbstractContextManager[object]]:
-    return "double ring", mock.patch.object(transfer, "exchange", plant(transfer.exchange))
+def in_ring(plant: Callable[[SendReceive], SendReceive]) -> tuple[str, AbstractContextManager[object]]:
+    return "double ring", mock.patch.object(transfer, "send_receive", plant(transfer.send_receive))
 
 
 FAULTS: dict[str, tuple[str, AbstractContextManager[object]]] = {

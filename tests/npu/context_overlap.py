@@ -29,13 +29,13 @@ SHAPE = (1, 512, 4, 64)
 
 
 def late_blocks(self: transfer.RingRoute, own: transfer.Block) -> Iterator[tuple[Step, transfer.Block]]:
-    held = {self.ring.rank: Pending(transfer.flattened(own), None)}
+    held = {self.ring.rank: Pending(transfer.flatten_block(own), None)}
     for step in self.steps:
         flat = held.pop(step.source).wait()
-        yield step, transfer.unflattened(flat, own, self.counts[step.source])
+        yield step, transfer.unflatten_block(flat, own, self.counts[step.source])
         for hop in step.hops:
             empty = torch.empty_like(flat)
-            held[hop.received] = transfer.exchange(self.ring, hop, flat, empty, transfer.KEYS_AND_VALUES)
+            held[hop.received] = transfer.send_receive(self.ring, hop, flat, empty, transfer.KEYS_AND_VALUES)
 
 
 def body(window: int, late: bool) -> None:

@@ -11,7 +11,7 @@ from context_cases import CASES, DTYPES, FEW_CASES, MASKS, algorithms, axes, che
 from context_rule import Case
 from ranks import run_on_ranks
 
-from ds_npu.parallel.context.kernel_calls import Places
+from ds_npu.parallel.context.kernel_calls import RangeSelection
 
 RUNS = [(world, name) for world in (2, 4) for name in algorithms(world)]
 DROPOUT_P = 0.3
@@ -52,11 +52,11 @@ def test_both_passes_drop_the_same_weights(world, name):
 
 def test_the_host_does_not_wait_for_the_stream_when_it_hands_over_places():
     one = torch.ones(1 << 22, device="npu")
-    Places([range(1), range(2, 3)]).index(one.device)
+    RangeSelection([range(1), range(2, 3)]).index(one.device)
     torch.npu.synchronize()
     for _ in range(40):
         one = one + one
     done = torch.npu.current_stream().record_event()
-    found = Places([range(2), range(5, 8)]).index(one.device)
+    found = RangeSelection([range(2), range(5, 8)]).index(one.device)
     assert not done.query()
     assert found.cpu().tolist() == [0, 1, 5, 6, 7]

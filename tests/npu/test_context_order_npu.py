@@ -28,14 +28,14 @@ def all_send_first(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor
         dist.isend(flat, ring.ranks[hop.to], group=ring.group),
         dist.irecv(empty, ring.ranks[hop.origin], group=ring.group),
     ]
-    return Pending(empty, transfer._Both(works, flat))
+    return Pending(empty, transfer.SendReceive(works, flat))
 
 
 def body(window: int, send_first: bool) -> None:
     """Of the window only some steps are made, after which gradients go home across the ring."""
     (axis,) = axes(ContextAlgorithm(ring=dist.get_world_size(), window=window))
     length = 4 * axis.size
-    with mock.patch.object(transfer, "exchange", all_send_first if send_first else transfer.exchange):
+    with mock.patch.object(transfer, "send_receive", all_send_first if send_first else transfer.send_receive):
         for case in (Case("gqa", CAUSAL, length=length), Case("mha", sliding(2), length=length)):
             check(axis, case, torch.bfloat16)
 

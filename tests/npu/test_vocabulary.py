@@ -16,7 +16,7 @@ from ds_npu.parallel.tensor import cross_entropy
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.randomness import RegionRandomness
-from ds_npu.parallel.tensor.sharding import sharding_of, split
+from ds_npu.parallel.tensor.sharding import shard_sections, sharding_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,7 +43,7 @@ def moved_body() -> None:
     before = embedding.weight
     embedding.to("npu").bfloat16()
     assert embedding.weight is before
-    assert sharding_of(embedding.weight) == split(0, [13], 2)
+    assert sharding_of(embedding.weight) == shard_sections(0, [13], 2)
 
 
 def test_a_split_weight_stays_split_on_its_way_to_the_npu():
@@ -100,7 +100,7 @@ def no_wait_body() -> None:
     topology = tensor_world()
     numbers = RegionRandomness(topology, "npu")
     embedding = VocabParallelEmbedding(13, 8, topology).to("npu")
-    loss_function = VocabParallelLoss(topology, split(0, [13], 2))
+    loss_function = VocabParallelLoss(topology, shard_sections(0, [13], 2))
     ids = torch.randint(0, 13, (4, 9)).npu()
 
     def step() -> None:

@@ -17,10 +17,10 @@ from ranks import run_on_ranks
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
-from ds_npu.parallel.context.attention import context_attention, head_exchanges
+from ds_npu.parallel.context.attention import context_attention, ulysses_plan
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
-from ds_npu.parallel.context.load_balance import split_evenly
-from ds_npu.parallel.context.ulysses import depart_to_heads
+from ds_npu.parallel.context.load_balance import shard_evenly
+from ds_npu.parallel.context.ulysses import post_to_heads
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -191,10 +191,10 @@ def departs_early() -> None:
     expected = reference(case)
     axis = context_axis(Topology(Degrees(cp=2)), ContextAlgorithm(2))
     tokens = case.tokens(axis.algorithm)
-    exchanges = head_exchanges(axis, 8, 2, tokens)
+    plan = ulysses_plan(axis, 8, 2, tokens)
     leaves = [own(x, tokens, axis.rank).requires_grad_() for x in (q, k, v)]
-    kinds = (exchanges.query, exchanges.key, exchanges.key)
-    gone = [depart_to_heads(x, exchange) for x, exchange in zip(leaves, kinds, strict=True)]
+    kinds = (plan.query, plan.key, plan.key)
+    gone = [post_to_heads(x, exchange) for x, exchange in zip(leaves, kinds, strict=True)]
     out = context_attention(*gone, axis, Options(mask=CAUSAL), tokens)
     found = [out, *torch.autograd.grad(out, leaves, own(dout, tokens, axis.rank))]
     for one, other in zip(found, expected, strict=True):
@@ -216,9 +216,12 @@ def refuses() -> None:
         (lambda: context_attention(x, x, x, heads), "1 query heads .* ds_npu.context_parallel.ulysses"),
         (lambda: context_attention(x[:, :1], x[:, :1], x[:, :1], ring), "found 2, at least 4 are needed"),
         (lambda: context_attention(x, x, x, ring, dense_in_part), r"the whole \[..., 16, 16\]"),
-        (lambda: context_attention(x, x, x, ring, tokens=split_evenly(18, ring.algorithm)), "has 9 tokens"),
+        (lambda: context_attention(x, x, x, ring, tokens=shard_evenly(18, ring.algorithm)), "has 9 tokens"),
         (lambda: context_attention(x[0], x[0], x[0], ring, Options("TND", packed)), "has 6 tokens"),
-        (lambda: context_attention(x, x, x, ring, tokens=split_evenly(16, heads.algorithm)), "split over 1 x 2 ranks"),
+        (
+            lambda: context_attention(x, x, x, ring, tokens=shard_evenly(16, heads.algorithm)),
+            "sharded over 1 x 2",
+        ),
         (lambda: context_attention(x, x[:, :4], x[:, :4], ring), "found q .* and k"),
         (lambda: context_axis(topology, ContextAlgorithm(4)), "for 4 context ranks; ds_npu.parallel.context is 2"),
     ]:

@@ -30,8 +30,8 @@ from torch.nn import functional
 
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.models.globs import plan_for
-from ds_npu.parallel.context.load_balance import split_evenly
-from ds_npu.parallel.tensor.shard_access import ShardAccessError, using_shards
+from ds_npu.parallel.context.load_balance import shard_evenly
+from ds_npu.parallel.tensor.shard_access import ShardAccessError, allow_shard_access
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -131,11 +131,11 @@ def outputs(family: str) -> None:
         close(found[0], expected[0], "tuple")
         assert type(found) is tuple
         whole = both.plain(input_ids=ids).logits
-        index = split_evenly(LENGTH, algorithm("ring", 2)).index(rank)
+        index = shard_evenly(LENGTH, algorithm("ring", 2)).index(rank)
         trained = both.model(input_ids=ids, labels=ids).logits
         with pytest.raises(ShardAccessError, match="logits of all tokens"):
             close(trained, whole[:, index[0]])
-        with using_shards():
+        with allow_shard_access():
             close(trained, whole[:, index[0]], "what is trained on labels")
         both.model.eval()
         close(both.model(input_ids=ids, labels=ids).logits, whole, "evaluation")

@@ -14,7 +14,7 @@ from ds_npu.ops.attention import CAUSAL, Options
 from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import context_axis
-from ds_npu.parallel.context.load_balance import split_evenly
+from ds_npu.parallel.context.load_balance import shard_evenly
 from ds_npu.parallel.context.ulysses_heads import share_heads
 from ds_npu.planner.context_choice import described
 from ds_npu.planner.context_cost import Layer, Pass, cost, shared_heads
@@ -31,7 +31,7 @@ class Counted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.bytes = self.messages = 0
         self.wrap(patch, dist, "all_to_all_single", self.exchanged)
-        self.wrap(patch, transfer, "exchange", lambda ring, hop, flat, *rest: flat.nbytes)
+        self.wrap(patch, transfer, "send_receive", lambda ring, hop, flat, *rest: flat.nbytes)
         self.wrap(patch, transfer, "gather_parts", lambda parts, x, group: x.nbytes * (len(parts) - 1))
         self.wrap(patch, transfer, "scatter_parts", lambda mine, parts, group: mine.nbytes * (len(parts) - 1))
 
@@ -63,7 +63,7 @@ def counted_is_estimated(size: int, dtype: torch.dtype) -> None:
         count = Counted(patch)
         for kv_cache in ("none", "half", "full"):
             for algorithm in algorithms(ContextParallelSection(kv_cache=kv_cache), size):
-                axis, tokens = context_axis(topology, algorithm), split_evenly(LENGTH, algorithm)
+                axis, tokens = context_axis(topology, algorithm), shard_evenly(LENGTH, algorithm)
                 for name, (heads, key_heads, width, value_width) in HEADS.items():
                     shapes = [(heads, width), (key_heads, width), (key_heads, value_width)]
                     q, k, v = (

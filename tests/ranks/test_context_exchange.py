@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_npu.comm.pending import Pending
-from ds_npu.parallel.context.ulysses import Exchange, depart_to_heads, depart_to_tokens
+from ds_npu.parallel.context.ulysses import UlyssesAllToAll, post_to_heads, post_to_tokens
 from ds_npu.parallel.context.ulysses_heads import share_heads
 
 WORLD_SIZES = (2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)))
@@ -47,7 +47,7 @@ def test_every_query_head_is_one_ranks_and_finds_its_key(drawn):
     for rank, (queries, keys) in enumerate(zip(heads.queries, heads.keys, strict=True)):
         used = [head * kv_heads // query_heads for head in queries]
         assert set(keys) == set(used)
-        repeated = heads.repeated(rank)
+        repeated = heads.key_head_indices(rank)
         shares = {used.count(key) for key in keys}
         assert (repeated is None) == (len(shares) == 1)
         if repeated is not None:
@@ -63,7 +63,7 @@ def test_heads_by_hand():
     assert uneven.queries == uneven.keys == (range(3), range(3, 5), range(5, 7))
     crossing = share_heads(6, 3, 2)
     assert crossing.keys == (range(2), range(1, 3))
-    assert [crossing.repeated(rank) for rank in range(2)] == [(0, 0, 1), (0, 1, 1)]
+    assert [crossing.key_head_indices(rank) for rank in range(2)] == [(0, 0, 1), (0, 1, 1)]
 
 
 def test_what_cannot_be_shared_is_refused():
@@ -103,7 +103,7 @@ def test_values(world_size):
 def sums_body() -> None:
     """Heads that several ranks had: 256 and three ones are 260 in bfloat16, if they are not rounded after each."""
     ranks = dist.get_world_size()
-    exchange = Exchange(dist.group.WORLD, dist.get_rank(), (2,) * ranks, (range(2),) * ranks)
+    exchange = UlyssesAllToAll(dist.group.WORLD, dist.get_rank(), (2,) * ranks, (range(2),) * ranks)
     for dtype, unit in ((torch.bfloat16, 256.0), (torch.float16, 2048.0), (torch.float64, 2.0**53)):
         given_ = unit if exchange.rank == 0 else 1.0
         found = exchange.to_tokens(torch.full((2, 2 * ranks, 2, 3), given_, dtype=dtype)).wait()
@@ -172,7 +172,7 @@ def graphs_body() -> None:
         assert all(map(torch.equal, torch.autograd.grad(found, twice, grad, retain_graph=retain), wanted))
 
     unused = [x.clone().requires_grad_() for x in inputs]
-    q, *_ = [depart_to_heads(x, exchange).arrive() for x, exchange in zip(unused, exchanges, strict=True)]
+    q, *_ = [post_to_heads(x, exchange).wait() for x, exchange in zip(unused, exchanges, strict=True)]
     (q * q).sum().backward()
     assert torch.equal(unused[0].grad, 2 * inputs[0])
     assert unused[1].grad is None and unused[2].grad is None
@@ -197,9 +197,9 @@ class NoneOnFirst(torch.autograd.Function):
 
 def none_body() -> None:
     """The other ranks' gradients come back all the same: nobody waits for a rank that has none."""
-    exchange = Exchange(dist.group.WORLD, dist.get_rank(), (2, 1), (range(2), range(2, 3)))
+    exchange = UlyssesAllToAll(dist.group.WORLD, dist.get_rank(), (2, 1), (range(2), range(2, 3)))
     x = torch.ones(1, exchange.counts[exchange.rank], 3, 2, requires_grad=True)
-    NoneOnFirst.apply(depart_to_heads(x, exchange).arrive()).backward()
+    NoneOnFirst.apply(post_to_heads(x, exchange).wait()).backward()
     assert x.grad[:, :, :2].eq(0).all()
     assert x.grad[:, :, 2:].eq(1).all()
 
@@ -209,19 +209,19 @@ def test_a_gradient_that_is_none():
 
 
 def refusals_body() -> None:
-    exchange = Exchange(dist.group.WORLD, dist.get_rank(), (3, 2), (range(2), range(2, 3)))
+    exchange = UlyssesAllToAll(dist.group.WORLD, dist.get_rank(), (3, 2), (range(2), range(2, 3)))
     with pytest.raises(
         ValueError, match=rf"rank {exchange.rank} of a .* 2 exchanges \[B, {3 - exchange.rank} tokens, 3 "
     ):
         exchange.to_heads(torch.ones(1, 4, 3, 2))
     with pytest.raises(ValueError, match=r"5 tokens, . heads, D\]; found \(1, 5, 3, 2\)"):
         exchange.to_tokens(torch.ones(1, 5, 3, 2))
-    flying = depart_to_heads(torch.ones(1, 3 - exchange.rank, 3, 2), exchange)
-    flying.arrive()
-    with pytest.raises(RuntimeError, match="arrive was called before"):
-        flying.arrive()
+    flying = post_to_heads(torch.ones(1, 3 - exchange.rank, 3, 2), exchange)
+    flying.wait()
+    with pytest.raises(RuntimeError, match="wait was called before"):
+        flying.wait()
     x = torch.ones(1, 3 - exchange.rank, 3, 2, requires_grad=True)
-    arrived = depart_to_heads(x, exchange).arrive()
+    arrived = post_to_heads(x, exchange).wait()
     (grad,) = torch.autograd.grad((arrived * arrived).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
@@ -232,10 +232,10 @@ def test_what_cannot_be_done_is_refused():
 
 
 def test_a_rank_alone_gets_its_own_tensor():
-    exchange = Exchange(None, 0, (3,), (range(4),))
+    exchange = UlyssesAllToAll(None, 0, (3,), (range(4),))
     x = torch.ones(2, 3, 4, 5, requires_grad=True)
     assert exchange.to_heads(x).wait() is x and exchange.to_tokens(x).wait() is x
-    assert depart_to_heads(x, exchange).arrive() is x and depart_to_tokens(x, exchange).arrive() is x
+    assert post_to_heads(x, exchange).wait() is x and post_to_tokens(x, exchange).wait() is x
 
 
 # ---- what is sent, copied and kept ----
@@ -290,19 +290,19 @@ def kept_body() -> None:
     exchange = case.exchanges[0]
     gc.disable()
     x = mine_of(case.whole()[0], exchange).requires_grad_()
-    flying = depart_to_heads(x * 1, exchange)
-    arrived = flying.arrive()
+    flying = post_to_heads(x * 1, exchange)
+    arrived = flying.wait()
     total = arrived.sum()
-    buffer, air, ticket = (weakref.ref(each) for each in (arrived.untyped_storage(), flying._air, flying))
+    storage, buffer, posted = (weakref.ref(each) for each in (arrived.untyped_storage(), flying._buffer, flying))
     del arrived, flying
     # gloo's thread may hold a message for a moment after it was received.
     deadline = time.monotonic() + 10
-    while buffer() is not None and time.monotonic() < deadline:
+    while storage() is not None and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert [each() is None for each in (buffer, air, ticket)] == [True, False, True]
+    assert [each() is None for each in (storage, buffer, posted)] == [True, False, True]
     total.backward()
     del total
-    assert air() is None
+    assert buffer() is None
     gc.enable()
 
 
@@ -314,7 +314,7 @@ def test_nothing_is_kept():
 
 
 @dataclass(frozen=True)
-class Recorded(Exchange):
+class Recorded(UlyssesAllToAll):
     """Writes down when it sends and when it waits."""
 
     name: str
@@ -357,10 +357,10 @@ def order_body(checkpointed: bool) -> None:
 
     def attend(x: torch.Tensor) -> torch.Tensor:
         flying = [
-            depart_to_heads(layer(x).unflatten(2, (4, 4)), exchange)
+            post_to_heads(layer(x).unflatten(2, (4, 4)), exchange)
             for layer, exchange in zip(layers.values(), exchanges, strict=True)
         ]
-        return attention(*[each.arrive() for each in flying], None)
+        return attention(*[each.wait() for each in flying], None)
 
     x = torch.ones(1, case.counts[0], 8, requires_grad=True)
     forward = ["q_proj", "send q", "k_proj", "send k", "v_proj", "send v", "wait q", "wait k", "wait v"]

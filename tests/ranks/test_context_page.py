@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.config.context_algorithm import algorithm_of
-from ds_npu.parallel.context.load_balance import split_evenly
+from ds_npu.parallel.context.load_balance import shard_evenly
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "context_parallel.md"
 
@@ -23,7 +23,7 @@ def test_the_picture_of_tokens():
     assert [name for name, _ in rows] == ["token", "ulysses", "ring", "allgather", "hybrid"]
     for name, shown in rows[1:]:
         algorithm = algorithm_of(name, 4, ulysses=2 if name == "hybrid" else None)
-        tokens = split_evenly(16, algorithm)
+        tokens = shard_evenly(16, algorithm)
         owners = {int(token): rank for rank in range(4) for token in tokens.index(rank)[0]}
         assert [int(rank) for rank in shown.split()] == [owners[token] for token in range(16)], name
 

@@ -70,7 +70,7 @@ class Parallel(nn.Module):
         x = self.embed(ids)
         if self.shards:
             x = self.shards.shard(x)
-            x = x + self.narrow(functional.gelu(self.shards.cut(self.wide(self.norm(x)))))
+            x = x + self.narrow(functional.gelu(self.shards.unpad(self.wide(self.norm(x)))))
             x = self.shards.collect(x)
         else:
             x = x + self.narrow(functional.gelu(self.wide(self.norm(x))))

@@ -9,7 +9,7 @@ from ranks import run_on_ranks
 from sharded_models import LENGTH, agree, close, first_fast, pair
 from torch.nn import functional
 
-from ds_npu.parallel.tensor.shard_access import ShardAccessError, using_shards
+from ds_npu.parallel.tensor.shard_access import ShardAccessError, allow_shard_access
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def whole_logits(family: str, sequence_parallel: bool) -> None:
         start, stop = 64 * both.topology.rank("tp") // 2, 64 * (both.topology.rank("tp") + 1) // 2
         with pytest.raises(ShardAccessError, match="logits of 64 words"):
             close(part.logits, expected.logits[..., start:stop])
-        with using_shards():
+        with allow_shard_access():
             close(part.logits, expected.logits[..., start:stop], "part")
         close(part.loss, expected.loss, "loss in training")
         close(both.model(input_ids=tokens).logits, both.plain(input_ids=tokens).logits, "no labels")

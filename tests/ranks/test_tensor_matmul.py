@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.comm.pending import Pending
 from ds_npu.ops.matmul_collective import unmet
-from ds_npu.parallel.tensor.axis import MatmulCollectives, OneAfterTheOther
-from ds_npu.parallel.tensor.overlapped_matmul import Fused, Piece, Pipelined, cut
+from ds_npu.parallel.tensor.axis import MatmulCollectives, SerialCollectives
+from ds_npu.parallel.tensor.overlapped_matmul import Fused, Piece, Pipelined, shard_pieces
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ class Calls(TorchDispatchMode):
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 12))
 def test_pieces_are_every_row_of_every_entry_once(batch, rows, count):
-    pieces = cut(batch, rows, count)
+    pieces = shard_pieces(batch, rows, count)
     seen = torch.zeros(batch, rows, dtype=torch.int64)
     for piece in pieces:
         assert piece.shard(seen).numel() > 0
@@ -88,10 +88,10 @@ def test_pieces_are_every_row_of_every_entry_once(batch, rows, count):
 
 
 def test_entries_are_pieces_where_there_are_about_as_many():
-    assert cut(4, 10, 4) == [Piece(slice(entry, entry + 1), slice(0, 10)) for entry in range(4)]
-    assert cut(1, 10, 2) == [Piece(slice(0, 1), slice(0, 5)), Piece(slice(0, 1), slice(5, 10))]
-    assert len(cut(16, 10, 4)) == len(cut(2, 10, 8)) / 2 == 4
-    assert len(cut(4, 10, 1)) == 1
+    assert shard_pieces(4, 10, 4) == [Piece(slice(entry, entry + 1), slice(0, 10)) for entry in range(4)]
+    assert shard_pieces(1, 10, 2) == [Piece(slice(0, 1), slice(0, 5)), Piece(slice(0, 1), slice(5, 10))]
+    assert len(shard_pieces(16, 10, 4)) == len(shard_pieces(2, 10, 8)) / 2 == 4
+    assert len(shard_pieces(4, 10, 1)) == 1
 
 
 def counts_body() -> None:
@@ -207,7 +207,7 @@ def both(collectives: MatmulCollectives, batch: int, rows: int) -> None:
 def bytes_body() -> None:
     for batch, rows in itertools.product((1, 3), (1, 5, 8)):
         sent = []
-        for collectives in (OneAfterTheOther(dist.group.WORLD), *map(in_pieces, (1, 2, 3, 8))):
+        for collectives in (SerialCollectives(dist.group.WORLD), *map(in_pieces, (1, 2, 3, 8))):
             with Calls() as calls:
                 both(collectives, batch, rows)
             sent.append(calls.sent_bytes)

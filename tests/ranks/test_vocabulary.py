@@ -27,7 +27,7 @@ from wire import Memory
 from ds_npu.parallel.tensor import cross_entropy
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
-from ds_npu.parallel.tensor.sharding import TENSOR_PARALLEL, mark, sharding_of, split
+from ds_npu.parallel.tensor.sharding import TENSOR_PARALLEL, mark_sharded, shard_sections, sharding_of
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def hugging_face_body() -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     topology, words = tensor_world(), 13
-    loss_function = VocabParallelLoss(topology, split(0, [words], topology.size("tp")))
+    loss_function = VocabParallelLoss(topology, shard_sections(0, [words], topology.size("tp")))
     logits = torch.randn(2, 9, words, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     labels = torch.randint(0, words, (2, 9), generator=torch.Generator().manual_seed(2))
     labels[:, :3] = -100
@@ -171,7 +171,7 @@ def test_the_loss_means_what_hugging_faces_means(world):
 
 def refusals_body() -> None:
     topology = tensor_world()
-    loss_function = VocabParallelLoss(topology, split(0, [13], 2))
+    loss_function = VocabParallelLoss(topology, shard_sections(0, [13], 2))
     mine, _ = my_part(torch.randn(1, 4, 13), 13, topology)
     labels = torch.tensor([[0, 1, 12, 13]])
     with pytest.raises(IndexError, match="label 13 is no word of a vocabulary of 13"):
@@ -192,7 +192,7 @@ def refusals_body() -> None:
         with pytest.raises(ValueError, match=rf"13 words with {next(iter(option))} cannot be split over 2"):
             VocabParallelEmbedding.adopt(nn.Embedding(13, H, **option), topology)
     otherwise = nn.Embedding(13, H)
-    mark(otherwise.weight, split(1, [H], 2))
+    mark_sharded(otherwise.weight, shard_sections(1, [H], 2))
     with pytest.raises(ValueError, match="is to be split as"):
         VocabParallelEmbedding.adopt(otherwise, topology)
     assert type(otherwise) is nn.Embedding
@@ -285,12 +285,12 @@ def llama_body(tied: bool) -> None:
     )
     plain = LlamaForCausalLM(config).double()
     model = copy.deepcopy(plain)
-    sharding = split(0, [13], topology.size("tp"))
+    sharding = shard_sections(0, [13], topology.size("tp"))
     rank = topology.rank("tp")
     head, embedding = model.lm_head, model.get_input_embeddings()
     assert (head.weight is embedding.weight) == tied
     head.weight.data = sharding.take(head.weight.data, rank)
-    mark(head.weight, sharding)
+    mark_sharded(head.weight, sharding)
     VocabParallelEmbedding.adopt(embedding, topology)
     assert (head.weight is embedding.weight) == tied
 

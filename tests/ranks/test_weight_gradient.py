@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ds_npu.parallel.tensor import weight_gradient
 from ds_npu.parallel.tensor.direct_linear import use_direct_gradient
 from ds_npu.parallel.tensor.gradient import sum_gradient
-from ds_npu.parallel.tensor.linear import ColumnLinear, ColumnParallelLinear, Form, RowParallelLinear
+from ds_npu.parallel.tensor.linear import ColumnLinear, ColumnParallelLinear, RowParallelLinear, WeightLayout
 from ds_npu.parallel.tensor.weight_gradient import GradientBuffer, gradient_buffer
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -200,7 +200,7 @@ class Parallel(nn.Module):
         whole = nn.Linear(4, 4, dtype=torch.float64)
         sum_gradient(whole.weight, self.column.axis.group)
         sum_gradient(whole.bias, self.column.axis.group)
-        self.inside = ColumnLinear(whole.weight, whole.bias, self.column.axis, Form(), inside=True)
+        self.inside = ColumnLinear(whole.weight, whole.bias, self.column.axis, WeightLayout(), inside=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.row(torch.tanh(self.inside(torch.tanh(self.column(x)))))

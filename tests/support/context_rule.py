@@ -10,7 +10,7 @@ from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import FULL, Mask, Options
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import ContextAxis
-from ds_npu.parallel.context.load_balance import Tokens, split_documents, split_evenly
+from ds_npu.parallel.context.load_balance import Tokens, shard_documents, shard_evenly
 
 HEADS = {"mha": (8, 8, 4, 4), "gqa": (8, 2, 4, 4), "mqa": (8, 1, 4, 4), "mla": (8, 8, 6, 4)}
 """Heads of the query, of key and value, widths of key and value."""
@@ -29,8 +29,8 @@ class Case:
 
     def tokens(self, algorithm: ContextAlgorithm) -> Tokens:
         if self.documents:
-            return split_documents(self.batch, self.length, self.documents, algorithm)
-        return split_evenly(self.length, algorithm, self.zigzag)
+            return shard_documents(self.batch, self.length, self.documents, algorithm)
+        return shard_evenly(self.length, algorithm, self.zigzag)
 
     def seen(self) -> torch.Tensor:
         """[B, 1, S, S], or with the heads of a dense mask: which keys a row sees."""

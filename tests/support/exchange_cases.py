@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_npu.parallel.context.ulysses import Exchange, depart_to_heads, depart_to_tokens
+from ds_npu.parallel.context.ulysses import UlyssesAllToAll, post_to_heads, post_to_tokens
 from ds_npu.parallel.context.ulysses_heads import Heads, share_heads
 
 
@@ -26,11 +26,11 @@ class Case:
     def heads(self) -> Heads:
         return share_heads(self.query_heads, self.kv_heads, dist.get_world_size())
 
-    def exchange(self, heads: tuple[range, ...]) -> Exchange:
-        return Exchange(dist.group.WORLD, dist.get_rank(), self.counts[: dist.get_world_size()], heads)
+    def exchange(self, heads: tuple[range, ...]) -> UlyssesAllToAll:
+        return UlyssesAllToAll(dist.group.WORLD, dist.get_rank(), self.counts[: dist.get_world_size()], heads)
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[UlyssesAllToAll]:
         """Of q, k and v."""
         return [self.exchange(heads) for heads in (self.heads.queries, self.heads.keys, self.heads.keys)]
 
@@ -53,12 +53,12 @@ CASES = (
 """Multi-head, uneven heads, fewer key heads than ranks, heads that cross, multi-query, a token each."""
 
 
-def mine_of(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def mine_of(x: torch.Tensor, exchange: UlyssesAllToAll) -> torch.Tensor:
     """This rank's tokens of the whole."""
     return torch.split(x, exchange.counts, dim=1)[exchange.rank].contiguous()
 
 
-def heads_of(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def heads_of(x: torch.Tensor, exchange: UlyssesAllToAll) -> torch.Tensor:
     """This rank's heads of the whole."""
     heads = exchange.heads[exchange.rank]
     return x[:, :, heads.start : heads.stop]
@@ -82,6 +82,6 @@ def one_process(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tens
 def attend(case: Case, *inputs: torch.Tensor) -> torch.Tensor:
     """The result for this rank's tokens."""
     exchanges = case.exchanges
-    flying = [depart_to_heads(x, exchange) for x, exchange in zip(inputs, exchanges, strict=True)]
-    out = attention(*[each.arrive() for each in flying], case.heads.repeated(dist.get_rank()))
-    return depart_to_tokens(out, exchanges[0]).arrive()
+    flying = [post_to_heads(x, exchange) for x, exchange in zip(inputs, exchanges, strict=True)]
+    out = attention(*[each.wait() for each in flying], case.heads.key_head_indices(dist.get_rank()))
+    return post_to_tokens(out, exchanges[0]).wait()

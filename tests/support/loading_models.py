@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ds_npu.checkpoint.loading import meta_model
-from ds_npu.parallel.tensor.sharding import Sharding, mark, sharding_of, split
+from ds_npu.parallel.tensor.sharding import Sharding, mark_sharded, shard_sections, sharding_of
 
 SINGLE = "model.safetensors"
 
@@ -38,7 +38,7 @@ Rule = Callable[[int], Sharding]
 
 
 def sections(dim: int, *sizes: int, unit: int = 1) -> Rule:
-    return lambda ranks: split(dim, sizes, ranks, unit)
+    return lambda ranks: shard_sections(dim, sizes, ranks, unit)
 
 
 VOCABULARY = {r"(embed_tokens|lm_head)\.weight$": sections(0, V)}
@@ -171,7 +171,7 @@ def shard(model: nn.Module, rules: dict[str, Rule], ranks: int, rank: int) -> nn
                 shape[sharding.dim] = sharding.length(rank)
                 new = torch.empty(shape, device="meta", dtype=old.dtype) if old.is_meta else sharding.take(old, rank)
                 done[id(old)] = nn.Parameter(new.detach())
-                mark(done[id(old)], sharding)
+                mark_sharded(done[id(old)], sharding)
                 vars(done[id(old)])["kept"] = old  # also keeps old's id from being used again
             module._parameters[leaf] = done[id(old)]
     return model

@@ -14,7 +14,7 @@ from wire import Wire
 from ds_npu.parallel.tensor import cross_entropy
 from ds_npu.parallel.tensor.cross_entropy import gather_vocabulary, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
-from ds_npu.parallel.tensor.sharding import Sharding, sharding_of, split
+from ds_npu.parallel.tensor.sharding import Sharding, shard_sections, sharding_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -50,7 +50,7 @@ def logits_and_targets(words: int, tokens: int, ignored: int = IGNORED) -> tuple
 
 def my_part(whole: torch.Tensor, words: int, topology: Topology) -> tuple[torch.Tensor, int]:
     """This rank's columns of logits, and the first of them."""
-    columns = Sharding(-1, words, split(0, [words], topology.size("tp")).ranges)
+    columns = Sharding(-1, words, shard_sections(0, [words], topology.size("tp")).ranges)
     rank = topology.rank("tp")
     return columns.take(whole, rank), columns.ranges[rank][0][0]
 
@@ -119,7 +119,7 @@ def gather_body(words: int, dtype: torch.dtype, device: str) -> None:
     whole = torch.randn(2, 3, words, generator=torch.Generator().manual_seed(4)).to(dtype)
     mine = my_part(whole, words, topology)[0].to(device).requires_grad_()
     with Wire() as wire:
-        found = gather_vocabulary(mine, split(0, [words], topology.size("tp")), topology.group("tp"))
+        found = gather_vocabulary(mine, shard_sections(0, [words], topology.size("tp")), topology.group("tp"))
         assert torch.equal(found.cpu(), whole)
         arrived = len(wire.sent)
         found.backward((whole * 2).to(device))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, sliding
 from ds_npu.parallel.context.kernel_calls import block_calls, last_step, pairs
-from ds_npu.parallel.context.load_balance import split_documents, split_evenly
+from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
 from ds_npu.parallel.context.mask_tiles import tiles
 from ds_npu.parallel.context.ring_schedule import ring_steps
 
@@ -40,7 +40,7 @@ algorithms = st.builds(ContextAlgorithm, st.sampled_from([1, 2]), st.sampled_fro
 @given(batch=batches(), algorithm=algorithms)
 def test_every_token_has_one_rank_and_every_rank_as_many_of_each_sample(batch, algorithm):
     samples, length, documents = batch
-    tokens = split_documents(samples, length, documents, algorithm)
+    tokens = shard_documents(samples, length, documents, algorithm)
     given_out = []
     for rank in range(algorithm.size):
         mine = [token for piece in tokens.pieces(rank) for token in piece]
@@ -50,13 +50,13 @@ def test_every_token_has_one_rank_and_every_rank_as_many_of_each_sample(batch, a
         assert index.flatten().tolist() == mine
         given_out += mine
     assert sorted(given_out) == list(range(samples * length))
-    counts = tokens.counts_of_ring
+    counts = tokens.ring_token_counts
     assert max(counts) - min(counts) <= 1
 
 
 @given(batch=batches(), ring=st.sampled_from([1, 2, 3, 4]), mask=st.sampled_from(MASKS))
 def test_tiles_are_the_mask(batch, ring, mask):
-    tokens = split_documents(*batch, ContextAlgorithm(1, ring))
+    tokens = shard_documents(*batch, ContextAlgorithm(1, ring))
     document = dict.fromkeys(range(tokens.total), -1)
     for number, each in enumerate(tokens.documents):
         document |= dict.fromkeys(each, number)
@@ -86,7 +86,7 @@ def test_tiles_are_the_mask(batch, ring, mask):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_zigzag_ring_needs_one_call_a_step_and_the_same_work_on_every_rank_in_every_step(size):
-    tokens = split_evenly(64 * size, ContextAlgorithm(1, size))
+    tokens = shard_evenly(64 * size, ContextAlgorithm(1, size))
     found = [
         [block_calls(tokens, rank, (rank - i) % size, (None, 0), True) for i in range(size)] for rank in range(size)
     ]
@@ -98,7 +98,7 @@ def test_a_zigzag_ring_needs_one_call_a_step_and_the_same_work_on_every_rank_in_
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 @pytest.mark.parametrize("total", [16384, 16384 + 37])
 def test_causal_work_is_equal_within_two_percent(size, total):
-    tokens = split_evenly(total, ContextAlgorithm(1, size))
+    tokens = shard_evenly(total, ContextAlgorithm(1, size))
     work = [pairs(tokens, rank, CAUSAL) for rank in range(size)]
     assert sum(work) == total * (total + 1) // 2
     assert [each * size / sum(work) for each in work] == pytest.approx([1.0] * size, abs=0.02)
@@ -112,7 +112,7 @@ def test_packed_work_is_equal_within_two_percent(size, shortest, longest):
         length = int(math.exp(draw.uniform(math.log(shortest), math.log(longest))))
         documents.append(range(at, min(at + length, total)))
         at = documents[-1].stop
-    tokens = split_documents(1, total, documents, ContextAlgorithm(1, size))
+    tokens = shard_documents(1, total, documents, ContextAlgorithm(1, size))
     work = [pairs(tokens, rank, CAUSAL) for rank in range(size)]
     assert sum(work) == sum(len(each) * (len(each) + 1) // 2 for each in documents)
     assert [each * size / sum(work) for each in work] == pytest.approx([1.0] * size, abs=0.02)
@@ -155,25 +155,25 @@ def test_blocks_are_where_steps_say_and_gradients_come_home(rings, window, data)
 
 
 def test_a_window_ends_the_ring_early_and_nothing_else_does():
-    contiguous = split_evenly(64, ContextAlgorithm(1, 8), zigzag=False)
+    contiguous = shard_evenly(64, ContextAlgorithm(1, 8), zigzag=False)
     assert last_step(contiguous, (7, 0)) == 1
     assert last_step(contiguous, (9, 0)) == 2
     assert last_step(contiguous, (None, 0)) is None
-    assert last_step(split_evenly(64, ContextAlgorithm(1, 8)), (7, 0)) == 7
+    assert last_step(shard_evenly(64, ContextAlgorithm(1, 8)), (7, 0)) == 7
 
 
 @pytest.mark.parametrize("algorithm", [ContextAlgorithm(4, 1), ContextAlgorithm(1, 4), ContextAlgorithm(2, 2)])
 def test_a_sequence_too_short_to_split_names_the_key(algorithm):
     least = 4 if algorithm.ring == 1 else 8
-    assert split_evenly(least, algorithm).total == least
+    assert shard_evenly(least, algorithm).total == least
     with pytest.raises(ValueError, match=rf"ds_npu.parallel.context .* found {least - 1}, at least {least}"):
-        split_evenly(least - 1, algorithm)
+        shard_evenly(least - 1, algorithm)
 
 
 @pytest.mark.parametrize("documents", [[range(4, 20)], [range(8), range(4, 12)], [range(8, 12), range(4)]])
 def test_documents_that_do_not_ascend_within_samples_are_refused(documents):
     with pytest.raises(ValueError, match="documents must ascend, each within one of 2 samples of 16 tokens"):
-        split_documents(2, 16, documents, ContextAlgorithm(1, 2))
+        shard_documents(2, 16, documents, ContextAlgorithm(1, 2))
 
 
 def test_algorithms_by_name():

@@ -16,7 +16,7 @@ from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, Ba
 from ds_npu.models.hf_model import HuggingFaceModel, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.context.axis import ContextAxis
-from ds_npu.parallel.context.load_balance import split_documents, split_evenly
+from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
 from ds_npu.parallel.tensor.region import RandomNumbers
 
 OF_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
@@ -97,9 +97,9 @@ class SequenceShardForward:
         arguments = BatchArguments(samples, length, given, targets.tokens, targets.ignored, shifted)
         visibility = arguments.visibility()
         tokens = (
-            split_evenly(length, axis.algorithm)
+            shard_evenly(length, axis.algorithm)
             if visibility.documents is None
-            else split_documents(samples, length, visibility.documents, axis.algorithm)
+            else shard_documents(samples, length, visibility.documents, axis.algorithm)
         )
         device = next(given[name].device for name in OF_TOKENS if given.get(name) is not None)
         positions = self._positions(given, length, device)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.tensor.region import around
+from ds_npu.parallel.forward_wraps import wrap_forward
 
 Forward = Callable[..., Any]
 
@@ -38,7 +38,7 @@ def show_last_position(rotary: nn.Module, current: CurrentBatch) -> None:
         angles = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
         return tree_map(lambda each: each[..., :-1, :], angles)
 
-    around(rotary, turned)
+    wrap_forward(rotary, turned)
 
 
 def gather_router_logits(decoder: nn.Module, current: CurrentBatch) -> None:
@@ -54,4 +54,4 @@ def gather_router_logits(decoder: nn.Module, current: CurrentBatch) -> None:
             out[ROUTER_LOGITS] = tuple(batch.gather(each).flatten(0, 1) for each in by_sample)
         return out
 
-    around(decoder, gathered)
+    wrap_forward(decoder, gathered)

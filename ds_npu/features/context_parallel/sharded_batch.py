@@ -19,7 +19,7 @@ from ds_npu.comm.crossing import collect
 from ds_npu.features.context_parallel.visibility import Visibility
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.context.axis import ContextAxis
-from ds_npu.parallel.context.load_balance import Tokens, on_device
+from ds_npu.parallel.context.load_balance import Tokens, copy_to_device
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 
 
@@ -51,7 +51,7 @@ class ShardedBatch:
     @cached_property
     def index(self) -> torch.Tensor:
         """Indices in their sequences of this rank's tokens: int64 [B, tokens]; [1, tokens] where samples are alike."""
-        return on_device(self.tokens.index(self.axis.rank), self.device)
+        return copy_to_device(self.tokens.index(self.axis.rank), self.device)
 
     @cached_property
     def gather_index(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class ShardedBatch:
         for rank in range(self.axis.size):
             index = self.tokens.index(rank)
             found.scatter_(1, index, torch.arange(index.shape[1]).expand_as(index) + rank * longest)
-        return on_device(found, self.device)
+        return copy_to_device(found, self.device)
 
     @property
     def longest(self) -> int:

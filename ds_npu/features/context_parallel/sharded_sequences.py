@@ -35,15 +35,15 @@ from ds_npu.models.hf_model import HuggingFaceModel, outermost_hugging_face_mode
 from ds_npu.models.hugging_face import POSITIONS
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
+from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
-from ds_npu.parallel.tensor.region import around
 from ds_npu.topology.topology import Topology
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 SEQUENCES_SHARDED = "ds_npu_sequences_sharded"
-"""The attribute of a sharded model, and of the model around it, that is the latter."""
+"""The attribute of a sharded model, and of the model wrap_forward it, that is the latter."""
 AlgorithmChooser = Callable[[int, int], ContextAlgorithm]
 """(samples, tokens of each) of the first batch -> the algorithm."""
 
@@ -79,8 +79,8 @@ def shard_sequences(
         inner.loss_function = loss
     numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
     gather_router_logits(inner.get_decoder(), current)
-    around(inner, SequenceShardForward(inner, current, axis_of, numbers, loss, _owns_positions(inner)))
-    around(inner, partial(_checked, attention))
+    wrap_forward(inner, SequenceShardForward(inner, current, axis_of, numbers, loss, _owns_positions(inner)))
+    wrap_forward(inner, partial(_checked, attention))
     for rotary in list(filter(depends_on_length, inner.modules())):
         show_last_position(rotary, current)
     if inner is not model:
@@ -156,8 +156,8 @@ def _share_gradients(model: nn.Module, inner: nn.Module, size: int) -> None:
     def multiplied(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return _with_gradients(forward(*args, **kwargs), size, type(inner).__name__)
 
-    around(model, divided)
-    around(inner, multiplied)
+    wrap_forward(model, divided)
+    wrap_forward(inner, multiplied)
 
 
 def _with_gradients(out: T, factor: float, who: str) -> T:

@@ -11,8 +11,8 @@ from ds_npu.config.roles import Role
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.context.attention import head_exchanges
-from ds_npu.parallel.context.ulysses import InFlight, depart_to_heads
+from ds_npu.parallel.context.attention import ulysses_plan
+from ds_npu.parallel.context.ulysses import PostedTensor, post_to_heads
 from ds_npu.topology.topology import Topology
 
 
@@ -26,7 +26,7 @@ class ValueExchangeOverlap:
 
     def __init__(self, model: nn.Module, plan: ModelPlan, topology: Topology, current: CurrentBatch) -> None:
         self.current = current
-        self._in_flight: dict[nn.Module, InFlight] = {}
+        self._in_flight: dict[nn.Module, PostedTensor] = {}
         self._changed: set[nn.Module] = set()
         """Attentions that change values between projection and attention function: they exchange them there."""
         self._to_hook: dict[nn.Module, tuple[nn.Module, int, int]] = {}
@@ -38,7 +38,7 @@ class ValueExchangeOverlap:
                 heads = len(local_heads(shape, topology.size("tp"))[topology.rank("tp")].queries)
                 self._to_hook[model.get_submodule(attention)] = model.get_submodule(name), heads, shape.value_dim
 
-    def of(self, attention: nn.Module, value_BSND: torch.Tensor) -> torch.Tensor | InFlight:
+    def of(self, attention: nn.Module, value_BSND: torch.Tensor) -> torch.Tensor | PostedTensor:
         """The values of ``attention`` in flight, if ``value_BSND`` is what was sent; else ``value_BSND``."""
         if attention in self._to_hook:
             projection, heads, width = self._to_hook.pop(attention)
@@ -50,7 +50,7 @@ class ValueExchangeOverlap:
             return flight or value_BSND
         # The attention changed the values: this exchange was in vain, on every rank, and no rank will start another.
         self._changed.add(attention)
-        flight.arrive()
+        flight.wait()
         return value_BSND
 
     def _send(
@@ -69,8 +69,8 @@ class ValueExchangeOverlap:
             # torch calls these with the gradient of the module's output, which would then go unused.
             return
         values = torch.unflatten(out, -1, (-1, width))
-        exchange = head_exchanges(batch.axis, heads, values.shape[2], batch.tokens).key
-        self._in_flight[attention] = depart_to_heads(values, exchange)
+        exchange = ulysses_plan(batch.axis, heads, values.shape[2], batch.tokens).key
+        self._in_flight[attention] = post_to_heads(values, exchange)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

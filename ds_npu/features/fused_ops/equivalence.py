@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ds_npu.parallel.tensor.region import innermost
+from ds_npu.parallel.forward_wraps import innermost_forward
 
 TOLERANCE = 1e-5
 """Of the largest value: models compute parts of themselves in float32, even where all else is float64."""
@@ -64,7 +64,7 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def own_forward(module: nn.Module) -> str | None:
     """Why the forward of ``module`` is not its class's, with one argument; None where it is."""
-    forward = innermost(module)
+    forward = innermost_forward(module)
     if not isinstance(forward, types.MethodType) or forward.__func__ is not type(module).forward:
         return "it has been given a forward of its own already"
     arguments = forward.__func__.__code__.co_argcount - 1

@@ -15,7 +15,7 @@ from ds_npu.models import names
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
-from ds_npu.parallel.tensor.region import untraced
+from ds_npu.parallel.forward_wraps import disable_tracing
 
 WORDS = 7
 
@@ -56,7 +56,7 @@ def _fuse(owner: Any) -> str | None:
     return None
 
 
-@untraced
+@disable_tracing
 def causal_lm_loss(
     logits: torch.Tensor,
     labels: torch.Tensor | None,

@@ -20,8 +20,8 @@ from ds_npu.features.fused_ops.equivalence import (
 from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.swiglu import swiglu
+from ds_npu.parallel.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.tensor.linear import stacked_outputs
-from ds_npu.parallel.tensor.region import replace_innermost
 
 K, N = 6, 10
 """Sizes of the MLPs that are probed."""
@@ -61,7 +61,7 @@ def _fuse(module: nn.Module, linears: dict[Role, str]) -> str | None:
         mine = functools.partial(ours.func, theirs.__self__, *ours.args[1:])  # type: ignore[attr-defined]
         if not computes_the_same(theirs, mine, random(generator, 2, 3, K)):
             return f"{type(module).__name__} computes something else than SwiGLU"
-    replace_innermost(module, ours)
+    replace_innermost_forward(module, ours)
     return None
 
 

@@ -21,7 +21,7 @@ from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models import kinds
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rms_norm import rms_norm
-from ds_npu.parallel.tensor.region import replace_innermost
+from ds_npu.parallel.forward_wraps import replace_innermost_forward
 
 NORMS = (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM)
 OFFSETS = (0.0, 1.0)
@@ -53,7 +53,7 @@ def _fuse(module: nn.Module) -> str | None:
             for offset in OFFSETS:
                 if computes_the_same(theirs, lambda x, e=eps, o=offset: rms_norm(x, weight, e, o), inputs):
                     widens = _widens(theirs, x, weight)
-                    replace_innermost(module, functools.partial(forward, module, eps, offset, widens))
+                    replace_innermost_forward(module, functools.partial(forward, module, eps, offset, widens))
                     return None
     return f"{type(module).__name__} computes something else than an RMS norm"
 

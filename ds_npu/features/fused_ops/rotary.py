@@ -20,7 +20,7 @@ from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on
 from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rotary import rotary
-from ds_npu.parallel.tensor.region import innermost, replace_innermost
+from ds_npu.parallel.forward_wraps import innermost_forward, replace_innermost_forward
 
 PART_OF_NAME = "apply_rotary"
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -99,13 +99,13 @@ def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     fused = functools.cache(_fused)
     for name in plan.named(Role.ATTENTION):
         module = model.get_submodule(name)
-        theirs = innermost(module)
+        theirs = innermost_forward(module)
         if not isinstance(theirs, types.MethodType) or theirs.__func__ is not type(module).forward:
             yield FusionResult(name, "it has been given a forward of its own already")
             continue
         ours = fused(theirs.__func__)
         if isinstance(ours, types.FunctionType):
-            replace_innermost(module, types.MethodType(ours, module))
+            replace_innermost_forward(module, types.MethodType(ours, module))
         yield FusionResult(name, ours if isinstance(ours, str) else "")
 
 

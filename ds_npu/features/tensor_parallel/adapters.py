@@ -26,8 +26,9 @@ from ds_npu.config.roles import Role
 from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES, RoleShards
 from ds_npu.models import names
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.axis import TensorAxis
-from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput, around
+from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput
 
 FACTORS = (Role.LORA_A, Role.LORA_B)
 KNOWN = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
@@ -96,9 +97,9 @@ def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers)
     ``outside`` gives the random numbers for dropout on what is outside of the region.
     """
     for dropout in layer.get_submodule("lora_dropout").children():
-        around(dropout, partial(_before_the_region, outside))
+        wrap_forward(dropout, partial(_before_the_region, outside))
     for factor in layer.get_submodule("lora_A").children():
-        around(factor, partial(_narrow, factor, axis))
+        wrap_forward(factor, partial(_narrow, factor, axis))
 
 
 def _before_the_region(outside: RandomNumbers, forward: Any, x: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,11 @@ from torch import nn
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
+from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.axis import TensorAxis
-from ds_npu.parallel.tensor.region import SequenceShards, around
-from ds_npu.parallel.tensor.shard_access import using_shards
-from ds_npu.parallel.tensor.sharding import Sharding, keep_part
+from ds_npu.parallel.tensor.region import SequenceShards
+from ds_npu.parallel.tensor.shard_access import allow_shard_access
+from ds_npu.parallel.tensor.sharding import Sharding, keep_shard
 
 TOKEN_DIM = 0
 
@@ -27,21 +28,21 @@ def shard_experts(module: nn.Module, gate_up: Sharding, down: Sharding, axis: Te
 
     Its forward takes tokens [T, H], the experts [T, k] of each and their weights [T, k].
     """
-    keep_part(module.get_parameter("gate_up_proj"), gate_up, axis.rank)
-    keep_part(module.get_parameter("down_proj"), down, axis.rank)
+    keep_shard(module.get_parameter("gate_up_proj"), gate_up, axis.rank)
+    keep_shard(module.get_parameter("down_proj"), down, axis.rank)
     signature = inspect.signature(module.forward)
 
     def experts(forward: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _enter(value, axis)
-        with using_shards():
+        with allow_shard_access():
             partial: torch.Tensor = forward(*bound.args, **bound.kwargs)
         if axis.sequence_parallel:
             return scatter_sum(partial, TOKEN_DIM, axis.group)
         return reduce(partial, axis.group)
 
-    around(module, experts)
+    wrap_forward(module, experts)
 
 
 def _enter(tokens: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
@@ -64,4 +65,4 @@ def show_all_tokens(router: nn.Module, shards: SequenceShards) -> None:
         all_BSE = shards.collect(logits_TE.view(shards.batch, -1, logits_TE.shape[-1]))
         return (all_BSE.flatten(0, 1), *rest)
 
-    around(router, routed)
+    wrap_forward(router, routed)

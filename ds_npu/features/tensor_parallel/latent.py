@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.parallel.tensor.region import RegionInput, around
+from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.tensor.region import RegionInput
 
 
 def make_latent(module: nn.Module) -> None:
@@ -23,4 +24,4 @@ def make_latent(module: nn.Module) -> None:
         result: torch.Tensor = forward(x)
         return result
 
-    around(module, latent)
+    wrap_forward(module, latent)

@@ -8,8 +8,8 @@ from torch import nn
 
 from ds_npu.features.tensor_parallel.sharded_model import SHARDED_ATTRIBUTE
 from ds_npu.models import names
-from ds_npu.parallel.tensor.region import around
-from ds_npu.parallel.tensor.shard_access import ShardedParameter, WeightShard, in_forward, protect
+from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.tensor.shard_access import ShardedParameter, WeightShard, model_forward_scope, protect
 from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.topology import Topology
 
@@ -29,10 +29,10 @@ def protect_shards(model: nn.Module, topology: Topology) -> bool:
                 protect(parameter, WeightShard.of(names.plain(name), shape, sharding, topology.group("tp")))
     protected = any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
     if protected:
-        around(model, _together)
+        wrap_forward(model, _together)
     return protected
 
 
 def _together(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    with in_forward():
+    with model_forward_scope():
         return forward(*args, **kwargs)

@@ -43,22 +43,22 @@ from ds_npu.models import kinds, names
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
-from ds_npu.parallel.tensor.linear import ColumnLinear, Form, RowLinear, project_together
+from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, WeightLayout, project_together
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import (
     RandomNumbers,
     SequenceShards,
-    around,
     check_sequences,
     join_hidden_states,
     make_region,
-    make_sequence,
-    make_whole,
+    run_on_whole_sequences,
+    shard_sequences,
 )
-from ds_npu.parallel.tensor.sharding import keep_part, sharding_of
+from ds_npu.parallel.tensor.sharding import keep_shard, sharding_of
 from ds_npu.topology.topology import Topology
 
 REGION_ROLES = (Role.ATTENTION, Role.MLP)
@@ -169,11 +169,11 @@ class _ModelSharder:
             return
         is_row = role in ROW_ROLES
         weight, bias = module.get_parameter("weight"), _bias(module)
-        form = Form(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank))
+        form = WeightLayout(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank))
         if not shards.whole:
-            keep_part(weight, shards.sharding(_dim(module, not is_row)), self.axis.rank)  # type: ignore[arg-type]
+            keep_shard(weight, shards.sharding(_dim(module, not is_row)), self.axis.rank)  # type: ignore[arg-type]
             if bias is not None and not is_row:
-                keep_part(bias, shards.sharding(0), self.axis.rank)  # type: ignore[arg-type]
+                keep_shard(bias, shards.sharding(0), self.axis.rank)  # type: ignore[arg-type]
         if is_row:
             self._put(name, RowLinear(weight, bias, self.axis, form))
             self._expect_sequences(name)
@@ -196,15 +196,15 @@ class _ModelSharder:
             return forward(x)
 
         if self.axis.sequence_parallel:
-            around(self.modules[name], checked)
+            wrap_forward(self.modules[name], checked)
 
     def _let_adapters_know(self) -> None:
         for name in adapted_layers(self.plan):
-            around, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
+            wrap_forward, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
             if role is Role.EMBEDDING:
-                keep_padding(around, base)
+                keep_padding(wrap_forward, base)
             elif role in (Role.LATENT, *COLUMN_ROLES) and self.plan.around(name, *REGION_ROLES) is not None:
-                enter_by_factors(around, self.axis, self._outside)
+                enter_by_factors(wrap_forward, self.axis, self._outside)
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, leaf = name.rpartition(".")
@@ -269,11 +269,11 @@ class _ModelSharder:
             make_region(module, self.axis, self.shards if sequence else None, **numbers)
         if sequence and blocks:
             # With sequence parallelism nothing in a block is the same on two ranks.
-            make_sequence(blocks, self.shards, **self._random_numbers(*blocks))
+            shard_sequences(blocks, self.shards, **self._random_numbers(*blocks))
             join_hidden_states(self.model, len(blocks), self.shards)
             for each in map(self.modules.__getitem__, self._whole):
                 numbers = {"random_numbers": self.randomness.outside} if any(map(drops, each.modules())) else {}
-                make_whole(each, self.shards, **numbers)
+                run_on_whole_sequences(each, self.shards, **numbers)
             for _, router in self._of(Role.ROUTER):
                 if self._counts_tokens:
                     show_all_tokens(router, self.shards)

@@ -14,9 +14,9 @@ from torch import nn
 
 from ds_npu.models.hf_model import is_hugging_face
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
+from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
-from ds_npu.parallel.tensor.region import around
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
 
@@ -50,11 +50,11 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
             state.keep_sharded = False
 
     for head in heads:
-        around(head, logits)
+        wrap_forward(head, logits)
     if not is_hugging_face(model):
         return
     signature = inspect.signature(model.forward)
-    around(model, whole)
+    wrap_forward(model, whole)
     vocab_parallel, usual = VocabParallelLoss(topology, vocabulary), _loss_function(model)
 
     def loss(*args: Any, **kwargs: Any) -> Any:

@@ -4,45 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import torch.distributed as dist
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.topology.topology import Topology
 
 Parts = list[list[int]]
+"""Groups of context ranks."""
+Links = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""The two communicators of one ring; None in a ring of one rank."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The communicators of a rank's ring: two, for through one it would send and receive by turns.
+    """The communicators of a rank's ring (or double ring): two of each, so that sending and receiving overlap.
 
-    The link from place i to the next one goes through number i % 2, so that what comes to a rank and what goes have one
-    each. Of an odd ring both are the same: with two, its first rank would send and receive through number 0 alone, and
-    the others could not open number 1, which takes all. torch_npu has a communicator for each pair of ranks as well
-    (unless P2P_HCCL_BUFFSIZE is 0), of which a ring of three or more ranks needs no second. ``ranks`` are global.
+    The link from place i to place i + 1 uses communicator i % 2, so that a rank receives through one and sends through
+    the other. In an odd ring both are the same: with two, its first rank would send and receive through number 0 alone,
+    and the other ranks could not open number 1, which needs all of them. torch_npu has a communicator for each pair of
+    ranks as well (unless P2P_HCCL_BUFFSIZE is 0), of which a ring of three or more ranks needs no second. ``ranks`` are
+    global, ``window`` is the size of an inner ring.
     """
 
     ranks: Sequence[int]
     rank: int
     window: int
-    group: Any
-    inner: tuple[Any, Any]
-    outer: tuple[Any, Any]
+    group: dist.ProcessGroup
+    inner: Links
+    outer: Links
 
 
 @dataclass(frozen=True, eq=False)
 class ContextAxis:
-    """What attention needs to know of the context ranks."""
+    """This rank's place among the context ranks, and the process groups that attention uses."""
 
     topology: Topology
     algorithm: ContextAlgorithm
     rank: int
     ring_rank: int
     ulysses_rank: int
-    ulysses_group: Any
-    ring_group: Any
+    ulysses_group: dist.ProcessGroup | None
+    """None where this rank is alone in it."""
+    ring_group: dist.ProcessGroup
     ring: Ring | None
-    """None where nothing travels: with one ring rank, or where keys and values are gathered."""
+    """None with one ring rank, and where keys and values are gathered."""
 
     @property
     def size(self) -> int:
@@ -73,14 +79,14 @@ def context_axis(topology: Topology, algorithm: ContextAlgorithm) -> ContextAxis
     )
 
 
-def _links(topology: Topology, algorithm: ContextAlgorithm, rings: Parts) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _links(topology: Topology, algorithm: ContextAlgorithm, rings: Parts) -> tuple[Links, Links]:
     window = algorithm.inner
     inner = [ring[first : first + window] for ring in rings for first in range(0, len(ring), window)]
     outer = [ring[place::window] for ring in rings for place in range(window)]
-    return _both(topology, inner, "inner ring"), _both(topology, outer, "outer ring")
+    return _two_communicators(topology, inner, "inner ring"), _two_communicators(topology, outer, "outer ring")
 
 
-def _both(topology: Topology, parts: Parts, name: str) -> tuple[Any, Any]:
+def _two_communicators(topology: Topology, parts: Parts, name: str) -> Links:
     """The communicators of rings that all have as many ranks; none where that is one."""
     size = len(parts[0])
     if size == 1:

@@ -1,8 +1,8 @@
-"""Which tokens of a batch each context rank has, as data: ranges that every rank knows of every other.
+"""Zigzag load balance: which tokens of a batch each context rank has, as data that every rank knows of every other.
 
-A causal mask gives late tokens more work than early ones. So each document is cut into 2 * ring chunks, of which ring
-rank r has number r and number 2 * ring - 1 - r (zigzag); the Ulysses ranks of a group share the tokens of a ring rank
-in order. Source: Zhu 2024, ring-flash-attention, zigzag; Llama 3, arXiv:2407.21783, section 3.3.2.
+A causal mask gives the last tokens more work than the first ones. So each document is divided into 2 * ring chunks, and
+ring rank r has chunks r and 2 * ring - 1 - r (zigzag); the Ulysses ranks of a group share the tokens of a ring rank in
+order. Source: Zhu 2024, ring-flash-attention, zigzag; Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Pieces = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch of ``samples`` sequences of ``length`` tokens over the ring ranks; token s of sample b is number
+    """How ``samples`` sequences of ``length`` tokens are sharded over the context ranks; token s of sample b is number
     b * length + s.
 
-    ``ring[r]`` are ring rank r's, as many of each sample. ``documents`` are what attention does not cross; a token in
-    none of them (padding) sees nothing. Where all samples of a batch are split alike and each is one document, the
-    batch is described by one sample of it (``samples`` 1, ``documents`` one).
+    ``ring[r]`` are the tokens of ring rank r, as many of each sample. Attention crosses no document; a token in none of
+    the ``documents`` (padding) sees nothing. Where all samples of a batch are sharded alike and each is one document,
+    one sample describes the batch (``samples`` 1, ``documents`` one).
     """
 
     samples: int
@@ -51,46 +51,46 @@ class Tokens:
 
     def count(self, rank: int) -> int:
         """Tokens of each sample that context rank ``rank`` has."""
-        begin, end = self._cut(rank)
+        begin, end = self._ulysses_range(rank)
         return end - begin
 
     @functools.cached_property
-    def counts_of_ring(self) -> tuple[int, ...]:
-        """Tokens of each sample that each ring rank has, that is, its Ulysses group together."""
+    def ring_token_counts(self) -> tuple[int, ...]:
+        """Tokens of each sample that each ring rank, that is its whole Ulysses group, has."""
         return tuple(sum(map(len, pieces)) // self.samples for pieces in self.ring)
 
     def pieces(self, rank: int) -> Pieces:
         """The tokens of context rank ``rank``."""
-        begin, end = self._cut(rank)
-        size = self.counts_of_ring[rank // self.ulysses]
+        begin, end = self._ulysses_range(rank)
+        size = self.ring_token_counts[rank // self.ulysses]
         wanted = [range(sample * size + begin, sample * size + end) for sample in range(self.samples)]
         return tuple(_selected(self.ring[rank // self.ulysses], wanted))
 
     def index(self, rank: int) -> torch.Tensor:
-        """Where in their sequence the tokens of context rank ``rank`` are: int64 [samples, tokens]."""
+        """The positions, in their sequence, of the tokens of context rank ``rank``: int64 [samples, tokens]."""
         numbers = [torch.arange(piece.start, piece.stop) for piece in self.pieces(rank)]
         return torch.cat(numbers).view(self.samples, -1) % self.length
 
-    def _cut(self, rank: int) -> tuple[int, int]:
+    def _ulysses_range(self, rank: int) -> tuple[int, int]:
         ring_rank, inside = divmod(rank, self.ulysses)
-        return near_even(self.counts_of_ring[ring_rank], self.ulysses)[inside]
+        return near_even(self.ring_token_counts[ring_rank], self.ulysses)[inside]
 
 
-def on_device(places: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What of the host is told to ``device``, which the host does not wait for."""
+def copy_to_device(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy host indices to ``device`` asynchronously (pinned)."""
     # To copy what is not pinned, torch_npu waits until the stream is done.
-    places = places if device.type == "cpu" else places.pin_memory()
-    return places.to(device, non_blocking=True)
+    indices = indices if device.type == "cpu" else indices.pin_memory()
+    return indices.to(device, non_blocking=True)
 
 
-def split_evenly(length: int, algorithm: ContextAlgorithm, zigzag: bool = True) -> Tokens:
-    """The tokens of sequences of ``length`` without padding or packing; without ``zigzag`` each rank's are contiguous.
+def shard_evenly(length: int, algorithm: ContextAlgorithm, zigzag: bool = True) -> Tokens:
+    """Shard sequences of ``length`` tokens without padding or packing; without ``zigzag`` each rank's are contiguous.
 
-    Raises ValueError for a sequence that is too short to give every rank some.
+    Raises ValueError for a sequence that is too short to give every rank a token.
     """
     _must_suffice(length, algorithm)
     if zigzag:
-        return split_documents(1, length, [range(length)], algorithm)
+        return shard_documents(1, length, [range(length)], algorithm)
     ring = tuple((range(begin, end),) for begin, end in near_even(length, algorithm.ring))
     return Tokens(1, length, algorithm.ulysses, ring, (range(length),))
 
@@ -118,8 +118,8 @@ def _zigzag(documents: Pieces, ranks: int) -> tuple[Pieces, ...]:
     return tuple(tuple(pieces) for pieces in found)
 
 
-def split_documents(samples: int, length: int, documents: Sequence[range], algorithm: ContextAlgorithm) -> Tokens:
-    """The tokens of packed or padded sequences, each document's work shared by all ring ranks.
+def shard_documents(samples: int, length: int, documents: Sequence[range], algorithm: ContextAlgorithm) -> Tokens:
+    """Shard packed or padded sequences, each document over all ring ranks (zigzag).
 
     ``documents`` ascend and lie within one sample each (token s of sample b is number b * length + s); what is in none
     of them is padding. Raises ValueError for a sequence that is too short, or documents that are not so.
@@ -134,7 +134,7 @@ def split_documents(samples: int, length: int, documents: Sequence[range], algor
 
 
 def _by_sample(samples: int, length: int, documents: Sequence[range]) -> Iterator[Pieces]:
-    """Each sample cut into its documents and the padding between them, counted from its first token."""
+    """Each sample as its documents and the padding between them, counted from its first token."""
     inside = [bool(each) and each.start // length == (each.stop - 1) // length < samples for each in documents]
     ascend = [one.stop <= other.start for one, other in itertools.pairwise((range(0), *documents))]
     if not all(inside) or not all(ascend):
@@ -143,8 +143,9 @@ def _by_sample(samples: int, length: int, documents: Sequence[range]) -> Iterato
         )
     for sample in range(samples):
         mine = [each for each in documents if each.start // length == sample]
-        cuts = [sample * length, *itertools.chain(*((each.start, each.stop) for each in mine)), (sample + 1) * length]
-        yield tuple(range(a - cuts[0], b - cuts[0]) for a, b in itertools.pairwise(cuts) if a < b)
+        ends = itertools.chain(*((each.start, each.stop) for each in mine))
+        bounds = [sample * length, *ends, (sample + 1) * length]
+        yield tuple(range(a - bounds[0], b - bounds[0]) for a, b in itertools.pairwise(bounds) if a < b)
 
 
 def _must_suffice(length: int, algorithm: ContextAlgorithm) -> None:

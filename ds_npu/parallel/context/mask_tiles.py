@@ -1,8 +1,9 @@
-"""Which keys of one rank the rows of another see, as rectangles with a simple mask: what a kernel is called with.
+"""Mask tiles: which keys of one rank the rows of another see, as rectangles with a causal or band mask.
 
-Rows and keys are some tokens of one sequence, in order. The keys that a row sees are then next to each other among the
-rank's keys, and the first and the last of them stay or move on by one with the next row, but for a few jumps. So a
-block of attention falls into a few tiles, whatever the mask, the documents and the split; in a zigzag ring it is one.
+Rows and keys are some tokens of one sequence, in order. The keys that a row sees are then adjacent among the rank's
+keys, and from one row to the next the first and the last of them remain or advance by one, but for a few jumps. So a
+block of ring attention is a few tiles, whatever the mask, the documents and the sharding; in a zigzag ring it is one.
+Each tile is one kernel call (``kernel_calls``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ds_npu.parallel.context.load_balance import Pieces
 
 
 class Tile(NamedTuple):
-    """``rows`` and ``keys`` are places among the tokens of the two ranks; every row sees a key, no row is in two tiles.
+    """``rows`` and ``keys`` are indices among the tokens of the two ranks; every row sees a key and is in one tile.
 
     ``before`` and ``after`` are those of ``ops.attention.Mask``, counted from the lower right corner.
     """
@@ -94,13 +95,13 @@ def _single(edge: _Edge, rows: int) -> _Edge:
 
 
 def tiles(rows: Pieces, keys: Pieces, mask: Mask, documents: Pieces) -> list[Tile]:
-    """What ``rows`` see of ``keys``: the band of ``mask`` (its bounds only) within each of the ``documents``.
+    """The tiles of ``keys`` that ``rows`` see: the band of ``mask`` (its bounds only) within each of the ``documents``.
 
     Row p sees key x of its document if p - before <= x <= p + after. All are tokens of one sequence.
     """
-    places = _Places(keys)
+    key_index = _TokenIndex(keys)
     found: list[_Run] = []
-    for run in _runs(rows, places, mask, documents):
+    for run in _runs(rows, key_index, mask, documents):
         kept = run.trimmed()
         if kept is None:
             continue
@@ -109,8 +110,8 @@ def tiles(rows: Pieces, keys: Pieces, mask: Mask, documents: Pieces) -> list[Til
     return [run.tile() for run in found]
 
 
-class _Places:
-    """Where tokens stand among those of ``pieces``."""
+class _TokenIndex:
+    """From a token of the sequence to its index among the tokens of ``pieces``."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -118,7 +119,7 @@ class _Places:
         self.before = [0, *itertools.accumulate(map(len, pieces))]
 
     def count(self, token: int) -> int:
-        """How many come before ``token``."""
+        """How many of the tokens come before ``token``."""
         at = bisect.bisect_right(self.starts, token)
         if at == 0:
             return 0
@@ -131,7 +132,7 @@ class _Places:
         return [token for piece in self.pieces[first:last] for token in (piece.start, piece.stop)]
 
 
-def _runs(rows: Pieces, keys: _Places, mask: Mask, documents: Pieces) -> Iterator[_Run]:
+def _runs(rows: Pieces, keys: _TokenIndex, mask: Mask, documents: Pieces) -> Iterator[_Run]:
     ends = [document.stop for document in documents]
     offset = 0
     for piece in rows:
@@ -154,7 +155,7 @@ def _bounds(mask: Mask, document: range) -> Iterator[tuple[int | None, int, int,
     yield (None if mask.after is None else mask.after + 1), document.stop, document.start, document.stop
 
 
-def _edge(rows: range, keys: _Places, bound: tuple[int | None, int, int, int]) -> _Edge:
+def _edge(rows: range, keys: _TokenIndex, bound: tuple[int | None, int, int, int]) -> _Edge:
     distance, unbounded, least, most = bound
 
     def key(row: int) -> int:
@@ -165,10 +166,10 @@ def _edge(rows: range, keys: _Places, bound: tuple[int | None, int, int, int]) -
 
 
 def _straight(rows: range, bends: list[int], mask: Mask, document: range) -> Iterator[range]:
-    """``rows`` cut where an edge may bend."""
-    cuts = {rows.start, rows.stop}
+    """``rows`` divided where an edge may bend."""
+    bounds = {rows.start, rows.stop}
     for distance, _, least, most in _bounds(mask, document):
         if distance is not None:
-            cuts |= {bend - distance for bend in (*bends, least, most)}
-    inside = sorted(cut for cut in cuts if rows.start <= cut <= rows.stop)
+            bounds |= {bend - distance for bend in (*bends, least, most)}
+    inside = sorted(bound for bound in bounds if rows.start <= bound <= rows.stop)
     return (range(begin, end) for begin, end in itertools.pairwise(inside))

@@ -1,10 +1,10 @@
-"""Who has whose keys and values when: rings, and rings of rings, as a table of steps that every rank knows.
+"""The schedule of ring attention and of the double ring: which block a rank holds at which step, as a table.
 
-Ring rank r = O * w + I stands at I of the inner ring O, of w ranks. In round a it computes with the keys and values of
-inner ring O - a, which come around its own ring one step at a time; those that begin the next round come from the same
-place of the ring before, during the whole of this round. The gradients of a block are summed from rank to rank of a
-ring, and the sum goes home. Sources: Liu 2023, arXiv:2310.01889 (ring); Gu 2024, LoongTrain, arXiv:2406.18485, 4.2
-(double ring).
+Ring rank r = O * w + I has place I in inner ring O, of w ranks. In round a it computes with the keys and values of
+inner ring O - a, which go around its own ring one step at a time; the block that begins the next round comes from the
+same place of inner ring O - 1, during the whole of this round. The gradients of a block are summed from rank to rank
+of an inner ring, and the sum is sent to the owner of the block (the link "home"). Sources: Liu, Zaharia and Abbeel
+2023, arXiv:2310.01889 (ring attention); Gu et al. 2024, LoongTrain, arXiv:2406.18485, 4.2 (double ring).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Link = Literal["inner", "outer", "home"]
-"""To the next place of the inner ring; to the same place of the next inner ring; to whom the gradients belong."""
+"""To the next place of the inner ring; to the same place of the next inner ring; to the owner of the block."""
 
 
 class Hop(NamedTuple):
-    """A message to ring rank ``to`` and one from ``origin`` at the same time; what comes belongs to ``received``."""
+    """Send a message to ring rank ``to`` and receive one from ``origin``: of the block of ring rank ``received``."""
 
     link: Link
     to: int
@@ -25,15 +25,15 @@ class Hop(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One block: attention to the keys and values of ring rank ``source``."""
+    """One step: attention to the block, keys and values, of ring rank ``source``."""
 
     source: int
     hops: tuple[Hop, ...]
-    """Of the keys and values at hand, under way while they are computed with."""
+    """Of this block, while it is computed with."""
     gradient: Hop | None
-    """After the step, of the sum of their gradients; None: it stays."""
+    """Of the sum of the block's gradients, after the step; None: this rank is the owner."""
     adds: bool
-    """Whether a sum from the step before, of another rank, is added first."""
+    """Whether the sum that the step before received is added first."""
 
 
 def ring_steps(rank: int, size: int, window: int, last: int | None = None) -> list[Step]:

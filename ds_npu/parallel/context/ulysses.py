@@ -1,57 +1,59 @@
-"""The Ulysses exchange: all-to-alls between a rank's tokens with all heads and all tokens with a rank's heads.
+"""The Ulysses all-to-all: between a rank's tokens with all heads and all tokens with a rank's heads.
 
-    to heads     [B, s, N, D] -> [B, S, n, D]    for query, key and value
-    to tokens    [B, S, n, D] -> [B, s, N, D]    for the result; what several ranks have of a head is summed
+    to heads     [B, s, N, D] -> [B, S, n, D]    of query, key and value
+    to tokens    [B, S, n, D] -> [B, s, N, D]    of the result; what several ranks have of one head is summed
 
-Each is the other's gradient. Shape letters: B batch, s tokens of a rank, S of its Ulysses group (as many as all ranks'
-s together), N all heads and n a rank's, D width. Neither tokens nor heads need divide by the ranks.
+Each is the other's gradient. Shape letters: B batch, s tokens of a rank, S tokens of its Ulysses group (the sum of s
+over its ranks), N all heads, n heads of a rank, D width. Neither tokens nor heads need divide by the ranks. Source:
+Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
 
-Copies. An all-to-all sends and receives one run of memory for each rank. Of [B, s, N, D] a rank's heads are no run, so
-that side is copied once, and must be. The other side is no copy: messages are [s, B, n, D], so that [B, S, n, D] lies
-in memory as [S, B, n, D], which is the same for a batch of one.
+Copies. An all-to-all sends and receives one contiguous run for each rank. In [B, s, N, D] the heads of one rank are not
+contiguous, so that side is copied once, and must be. The other side is not copied: messages are [s, B, n, D], so that
+[B, S, n, D] lies in memory as [S, B, n, D], which is the same for a batch of one.
 
-    q = depart_to_heads(q_proj(x), exchange)        # every projection runs while what was made before it is exchanged
-    k = depart_to_heads(k_proj(x), kv_exchange)
-    v = depart_to_heads(v_proj(x), kv_exchange)
-    out = attention(q.arrive(), k.arrive(), v.arrive())
-    y = o_proj(depart_to_tokens(out, exchange).arrive())
+    q = post_to_heads(q_proj(x), all_to_all)       # its message travels while the next projection is computed
+    k = post_to_heads(k_proj(x), kv_all_to_all)
+    v = post_to_heads(v_proj(x), kv_all_to_all)
+    out = attention(q.wait(), k.wait(), v.wait())
+    y = o_proj(post_to_tokens(out, all_to_all).wait())
 
-An exchange is two nodes of autograd: going back, ``arrive`` sends the gradient and ``depart`` waits for it. Of the
-nodes that are ready autograd runs the youngest. So all three gradients are sent first, and those of q and k are on
-their way while the backward of v_proj runs, if each tensor departs right behind its projection.
+An all-to-all is two autograd nodes, post and wait. In backward the node of ``wait`` posts the gradient, and the node of
+``post`` waits for it. Autograd runs the youngest of the nodes that are ready. So all three gradients are posted first,
+and those of q and k travel while the backward of v_proj runs, if each tensor is posted right behind its projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ds_npu.comm.pending import Pending
+from ds_npu.ops.autograd import Context, applied
+from ds_npu.ops.precision import accumulation_dtype
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What the ranks of a Ulysses group have of one tensor; raw all-to-alls of it, without gradients.
+class UlyssesAllToAll:
+    """What the ranks of a Ulysses group hold of one tensor, and the all-to-alls of it, without gradients.
 
     Rank r has ``counts[r]`` tokens, behind those of rank r - 1, and computes ``heads[r]``. These ranges begin with 0,
-    ascend and leave no head out; they overlap where ranks need the same heads. ``rank`` is this one's in ``group``,
-    which is not used where it is the only one: then nothing is copied or sent, and the result is what was given.
+    ascend and leave no head out; they overlap where ranks need the same heads. ``rank`` is this rank's place in
+    ``group``. In a group of one rank nothing is copied or sent: the result is the tensor that was given.
     """
 
-    group: Any
+    group: dist.ProcessGroup | None
     rank: int
     counts: tuple[int, ...]
     heads: tuple[range, ...]
 
     def to_heads(self, x_BsND: torch.Tensor) -> Pending[torch.Tensor]:
-        """This rank's heads of all tokens, [B, S, n, D], from all heads of its tokens. One copy, before it is sent.
+        """Post all heads of this rank's tokens; receive this rank's heads of all tokens, [B, S, n, D].
 
-        Raises ValueError for another shape.
+        Copies once, before sending. Raises ValueError for another shape.
         """
         batch, width = self._checked(x_BsND, self.counts[self.rank], self.heads[-1].stop)
         if len(self.counts) == 1:
@@ -69,11 +71,11 @@ class Exchange:
         return Pending(received, work)
 
     def to_tokens(self, x_BSnD: torch.Tensor) -> Pending[torch.Tensor]:
-        """All heads of this rank's tokens, [B, s, N, D], from its heads of all tokens; not to be written meanwhile.
+        """Post this rank's heads of all tokens; receive all heads of this rank's tokens, [B, s, N, D].
 
-        What several ranks have of one head is summed in the order of the ranks, in float32 for 16-bit types. One copy,
-        of what is received; one more where ``x`` does not lie as [S, B, n, D], and one to round 16-bit sums. Raises
-        ValueError for another shape.
+        Nobody may write to ``x`` before the result was waited for. What several ranks have of one head is summed in the
+        order of the ranks, in float32 for 16-bit types. Copies what is received once; once more where ``x`` does not
+        lie as [S, B, n, D], and once to round 16-bit sums. Raises ValueError for another shape.
         """
         batch, width = self._checked(x_BSnD, sum(self.counts), len(self.heads[self.rank]))
         if len(self.counts) == 1:
@@ -82,7 +84,7 @@ class Exchange:
         sent = x_BSnD.transpose(0, 1).contiguous()
         received = x_BSnD.new_empty(sum(from_each))
         work = dist.all_to_all_single(received, sent.view(-1), from_each, to_each, group=self.group, async_op=True)
-        # Autograd adds to a gradient in its place when nobody else holds it: what is sent is held until it is received.
+        # Autograd adds to a gradient in place when nobody else holds it: ``sent`` is held until the result is there.
         return Pending(received, work, lambda flat: self._joined(torch.split(flat, from_each), sent))
 
     def _checked(self, x: torch.Tensor, tokens: int, heads: int) -> tuple[int, int]:
@@ -103,7 +105,7 @@ class Exchange:
         _, batch, _, width = like_SBnD.shape
         tokens, all_heads = self.counts[self.rank], self.heads[-1].stop
         overlap = sum(map(len, self.heads)) > all_heads
-        dtype = torch.promote_types(like_SBnD.dtype, torch.float32) if overlap else like_SBnD.dtype
+        dtype = accumulation_dtype(like_SBnD.dtype) if overlap else like_SBnD.dtype
         whole = like_SBnD.new_empty(batch, tokens, all_heads, width, dtype=dtype)
         done = 0
         for part, heads in zip(parts, self.heads, strict=True):
@@ -116,85 +118,101 @@ class Exchange:
         return whole.to(like_SBnD.dtype)
 
 
-Way = Callable[[torch.Tensor], Pending[torch.Tensor]]
+Collective = Callable[[torch.Tensor], Pending[torch.Tensor]]
 
 
-class _Air:
-    """What is in flight between two nodes, in either direction; nothing that has arrived is kept."""
+class _InFlightBuffer:
+    """The one message between a post and its wait, in either direction; a message that was received is not kept."""
 
     def __init__(self) -> None:
         self._pending: Pending[torch.Tensor] | None = None
 
-    def take_off(self, pending: Pending[torch.Tensor]) -> None:
+    def post(self, pending: Pending[torch.Tensor]) -> None:
         self._pending = pending
 
-    def land(self) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
         if self._pending is None:
-            raise RuntimeError("nothing is in flight: arrive was called before, and is to be called once")
+            raise RuntimeError("nothing is in flight: wait was called before, and is to be called once")
         pending, self._pending = self._pending, None
         return pending.wait()
 
 
-class _Depart(torch.autograd.Function):
+class _PostContext(Context):
+    buffer: _InFlightBuffer
+
+
+class _Post(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forth: Way, air: _Air) -> torch.Tensor:
-        ctx.air = air
-        air.take_off(forth(x))
+    def forward(ctx: _PostContext, x: torch.Tensor, collective: Collective, buffer: _InFlightBuffer) -> torch.Tensor:
+        ctx.buffer = buffer
+        buffer.post(collective(x))
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.air.land(), None, None
+    def backward(ctx: _PostContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.buffer.wait(), None, None
 
 
-class _Arrive(torch.autograd.Function):
+class _WaitContext(_PostContext):
+    gradient_collective: Collective
+
+
+class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, back: Way, air: _Air) -> torch.Tensor:
-        ctx.back, ctx.air = back, air
-        return air.land()
+    def forward(
+        ctx: _WaitContext, posted: torch.Tensor, gradient_collective: Collective, buffer: _InFlightBuffer
+    ) -> torch.Tensor:
+        ctx.gradient_collective, ctx.buffer = gradient_collective, buffer
+        return buffer.wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # A gradient that is None is zeros here: other ranks may have one, and all must exchange.
-        ctx.air.take_off(ctx.back(grads[0]))
+    def backward(ctx: _WaitContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # A gradient that is None is zeros here: other ranks may have one, and all must take part in the all-to-all.
+        ctx.buffer.post(ctx.gradient_collective(grads[0]))
         return grads[0].new_empty(0), None, None
 
 
+_post = applied(_Post, _Post.forward)
+_wait = applied(_Wait, _Wait.forward)
+
+
 @dataclass(frozen=True)
-class InFlight:
-    """A tensor that has departed; nobody can read it before it has arrived."""
+class PostedTensor:
+    """A tensor whose all-to-all was posted; nobody can read the result before ``wait``."""
 
     sent: torch.Tensor
-    """What departed, without gradients: its shape is known, and it can be sent again."""
-    _ticket: torch.Tensor
-    """The tensor itself where nothing is exchanged, else empty: it ties the nodes together."""
-    _back: Way
-    _air: _Air | None
+    """What was posted, without gradients: its shape is known, and it can be sent again."""
+    _posted: torch.Tensor
+    """The tensor itself where nothing is sent, else an empty one that connects the two autograd nodes."""
+    _gradient_collective: Collective
+    _buffer: _InFlightBuffer | None
 
-    def arrive(self) -> torch.Tensor:
-        """The tensor, waited for once and on every rank of the group; on an NPU the stream waits, not the host."""
-        if self._air is None:
-            return self._ticket
-        function: Any = _Arrive  # torch's apply has no types
-        arrived: torch.Tensor = function.apply(self._ticket, self._back, self._air)
-        return arrived
+    def wait(self) -> torch.Tensor:
+        """The result. Every rank of the group calls it, once; on an NPU the stream waits, not the host.
 
-
-def depart_to_heads(x_BsND: torch.Tensor, exchange: Exchange) -> InFlight:
-    """Begin ``exchange.to_heads``; the gradient comes back by ``to_tokens``. Raises ValueError as that does."""
-    return _depart(x_BsND, exchange, exchange.to_heads, exchange.to_tokens)
+        Raises RuntimeError at a second call.
+        """
+        if self._buffer is None:
+            return self._posted
+        return _wait(self._posted, self._gradient_collective, self._buffer)
 
 
-def depart_to_tokens(x_BSnD: torch.Tensor, exchange: Exchange) -> InFlight:
-    """Begin ``exchange.to_tokens``; the gradient comes back by ``to_heads``. Raises ValueError as that does."""
-    return _depart(x_BSnD, exchange, exchange.to_tokens, exchange.to_heads)
+def post_to_heads(x_BsND: torch.Tensor, all_to_all: UlyssesAllToAll) -> PostedTensor:
+    """Post ``all_to_all.to_heads``; the gradient goes back by ``to_tokens``. Raises ValueError as that does."""
+    return _posted(x_BsND, all_to_all, all_to_all.to_heads, all_to_all.to_tokens)
 
 
-def _depart(x: torch.Tensor, exchange: Exchange, forth: Way, back: Way) -> InFlight:
-    if len(exchange.counts) == 1:
-        return InFlight(x.detach(), x, back, None)
-    function: Any = _Depart
-    air = _Air()
-    return InFlight(x.detach(), function.apply(x, forth, air), back, air)
+def post_to_tokens(x_BSnD: torch.Tensor, all_to_all: UlyssesAllToAll) -> PostedTensor:
+    """Post ``all_to_all.to_tokens``; the gradient goes back by ``to_heads``. Raises ValueError as that does."""
+    return _posted(x_BSnD, all_to_all, all_to_all.to_tokens, all_to_all.to_heads)
+
+
+def _posted(
+    x: torch.Tensor, all_to_all: UlyssesAllToAll, collective: Collective, gradient_collective: Collective
+) -> PostedTensor:
+    if len(all_to_all.counts) == 1:
+        return PostedTensor(x.detach(), x, gradient_collective, None)
+    buffer = _InFlightBuffer()
+    return PostedTensor(x.detach(), _post(x, collective, buffer), gradient_collective, buffer)

@@ -1,7 +1,7 @@
-"""Which heads each rank of a Ulysses group computes, as data: ranges that every rank knows of every other.
+"""Which heads each rank of a Ulysses group computes, as data: every rank knows the ranges of every other.
 
-A rank computes some of the query heads over all tokens of its group, for which it needs the key and value heads that
-they use, and no others. Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509; any number of heads here.
+A rank computes some of the query heads over all tokens of its group, and receives only the key and value heads that
+those use. Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509; any number of heads here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Heads:
     keys: tuple[range, ...]
     queries_per_key: int
 
-    def repeated(self, rank: int) -> tuple[int, ...] | None:
-        """For each query head of ``rank`` the place, among the rank's key and value heads, of the one it uses.
+    def key_head_indices(self, rank: int) -> tuple[int, ...] | None:
+        """For each query head of ``rank`` the index, among the key and value heads of ``rank``, of the one it uses.
 
-        None where consecutive query heads, equally many, share one: that is what attention takes without being told.
+        None where consecutive query heads, as many for each, share one: the usual grouped-query attention.
         """
         queries, keys = self.queries[rank], self.keys[rank]
         used = tuple(head // self.queries_per_key - keys.start for head in queries)
@@ -35,10 +35,10 @@ class Heads:
 
 
 def share_heads(query_heads: int, kv_heads: int, ranks: int) -> Heads:
-    """``query_heads`` heads, of which each ``query_heads / kv_heads`` consecutive ones share a key and value head.
+    """Divide ``query_heads`` heads, consecutive and near-evenly, over ``ranks`` Ulysses ranks.
 
-    Each rank's are consecutive, and their numbers differ by at most one. Raises ValueError where the heads do not
-    divide or a rank would have none.
+    ``query_heads / kv_heads`` consecutive ones share a key and value head. Raises ValueError where the heads do not
+    divide, or where a rank would have none.
     """
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads cannot share {kv_heads} key and value heads evenly")

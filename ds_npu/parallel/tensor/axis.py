@@ -1,19 +1,20 @@
-"""The tensor axis as its layers see it, and the products of matrices that cross it."""
+"""The tensor axis as its layers see it, and matrix products with the collectives of sequence parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ds_npu.comm.collectives import all_gather, reduce_scatter
 from ds_npu.comm.pending import Pending
 from ds_npu.topology.topology import Topology
 
 SEQUENCE_DIM = 1
-"""Of hidden states, [B, S, H]."""
+"""Of hidden states [B, S, H]."""
 
 
 class MatmulCollectives(Protocol):
@@ -22,31 +23,40 @@ class MatmulCollectives(Protocol):
     def gather_matmul(
         self, x_BsK: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """All-gather [B, S / tp, K] along the sequence; returns [B, S, K] and its product with each matrix.
+        """All-gather [B, S / tp, K] along the sequence: returns [B, S, K] and its product with each matrix, [B, S, N].
 
-        The first may be empty where ``gathered`` is false.
+        Where ``gathered`` is false the first may be empty.
         """
         ...
 
     def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending[torch.Tensor]:
-        """The sum of the products of [B, S, K_i] and [K_i, N], reduce-scattered: [B, S / tp, N], still in flight."""
+        """Reduce-scatter the sum of the products of [B, S, K_i] and [K_i, N]: [B, S / tp, N], to be waited for."""
         ...
 
 
-def total(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The sum of the products of [B, S, K_i] and [K_i, N], in one buffer [B, S, N]."""
     x, matrix = pairs[0]
     out = torch.mm(x.flatten(0, -2), matrix)
     for x, matrix in pairs[1:]:
         out.addmm_(x.flatten(0, -2), matrix)
-    return out.view(*pairs[0][0].shape[:-1], -1)
+    return unflatten_rows(out, pairs[0][0].shape[:-1])
+
+
+def unflatten_rows(rows_MN: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """[M, N] as [*sizes, N], without a copy and not as a view: it may be the result of an autograd function.
+
+    Autograd refuses to modify a view in place that an autograd function returned; ``torch.matmul`` does the same.
+    """
+    found: torch.Tensor = torch.ops.aten._unsafe_view(rows_MN, [*sizes, rows_MN.shape[-1]])
+    return found
 
 
 @dataclass(frozen=True)
-class OneAfterTheOther:
-    """One collective, then one product, or the other way round."""
+class SerialCollectives:
+    """One collective, then the products, or the other way round: nothing overlaps."""
 
-    group: Any
+    group: dist.ProcessGroup | None
 
     def gather_matmul(
         self, x_BsK: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
@@ -55,18 +65,18 @@ class OneAfterTheOther:
         return x, [torch.matmul(x, matrix) for matrix in matrices]
 
     def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending[torch.Tensor]:
-        return reduce_scatter(total(pairs), SEQUENCE_DIM, self.group)
+        return reduce_scatter(sum_of_products(pairs), SEQUENCE_DIM, self.group)
 
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """What a layer needs to know of the tensor ranks."""
+    """This rank's place among the tensor ranks, and how hidden states are held between regions."""
 
-    group: Any
+    group: dist.ProcessGroup | None
     size: int
     rank: int
     sequence_parallel: bool
-    """Whether hidden states outside of regions are shards [B, S / tp, H], and not the same on every rank."""
+    """Whether hidden states outside of regions are shards [B, S / tp, H], not the same on every rank."""
     collectives: MatmulCollectives
 
 
@@ -75,5 +85,5 @@ def tensor_axis(
 ) -> TensorAxis:
     """The tensor axis of ``topology``; with one rank nothing is sharded."""
     group, size = topology.group("tp"), topology.size("tp")
-    products = collectives or OneAfterTheOther(group)
-    return TensorAxis(group, size, topology.rank("tp"), sequence_parallel and size > 1, products)
+    collectives = collectives or SerialCollectives(group)
+    return TensorAxis(group, size, topology.rank("tp"), sequence_parallel and size > 1, collectives)

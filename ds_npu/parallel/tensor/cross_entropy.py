@@ -1,6 +1,6 @@
-"""Cross-entropy of logits whose vocabulary is split over the tensor ranks; whole logits are never built.
+"""Vocabulary-parallel cross-entropy: logits whose vocabulary is sharded over the tensor ranks, and never whole.
 
-T tokens, V vocabulary; ``logits_TV`` holds this rank's part of the vocabulary. After Megatron-LM's vocabulary-parallel
+T tokens, V vocabulary; ``logits_TV`` holds this rank's shard of the vocabulary. After Megatron-LM's vocabulary-parallel
 cross-entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3), but keeping the logits instead of their softmax.
 """
 
@@ -15,16 +15,18 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ds_npu.comm.collectives import all_gather
+from ds_npu.ops.autograd import Context, applied
+from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.tensor.sharding import Sharding
+from ds_npu.parallel.tensor.whole_weight import gather_shards
 from ds_npu.topology.topology import Topology
 
 BLOCK_BYTES = {"cpu": 1 << 20, "npu": 1 << 25}
-"""Wide logits that are worked on at a time: what fits a core's cache; what takes longer than to launch the work."""
+"""Bytes of float32 logits in one block: what fits a core's cache; what takes longer than to launch the kernels."""
 
 
 def _blocks(logits_TV: torch.Tensor, wide: torch.dtype) -> Iterator[slice]:
-    """Rows of ``logits_TV``, in each slice as many as ``BLOCK_BYTES`` hold of dtype ``wide``, and at least one."""
+    """Slices of the rows of ``logits_TV``, each of ``BLOCK_BYTES`` in dtype ``wide``, or of one row."""
     tokens, words = logits_TV.shape
     size = BLOCK_BYTES.get(logits_TV.device.type, BLOCK_BYTES["npu"])
     rows = max(1, size // (words * wide.itemsize))
@@ -34,9 +36,14 @@ def _blocks(logits_TV: torch.Tensor, wide: torch.dtype) -> Iterator[slice]:
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, start: int, group: Any, ignore_index: int
+        ctx: Context,
+        logits_TV: torch.Tensor,
+        targets_T: torch.Tensor,
+        start: int,
+        group: dist.ProcessGroup | None,
+        ignore_index: int,
     ) -> torch.Tensor:
-        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        wide = accumulation_dtype(logits_TV.dtype)
         top_T = logits_TV.amax(dim=1).to(wide)
         dist.all_reduce(top_T, dist.ReduceOp.MAX, group)
         ignored_T = targets_T == ignore_index
@@ -54,7 +61,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, gradient_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits_TV, top_T, sums_2T, index_T1, elsewhere_T, ignored_T = ctx.saved_tensors
         gradient_T = gradient_T.masked_fill(ignored_T, 0)
         scale_T1 = (gradient_T / sums_2T[0]).unsqueeze(1)
@@ -68,26 +75,30 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient_TV, None, None, None, None
 
 
+_cross_entropy = applied(_VocabParallelCrossEntropy, _VocabParallelCrossEntropy.forward)
+
+
 def vocab_parallel_cross_entropy(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, start: int, group: Any, ignore_index: int = -100
+    logits_TV: torch.Tensor,
+    targets_T: torch.Tensor,
+    start: int,
+    group: dist.ProcessGroup | None,
+    ignore_index: int = -100,
 ) -> torch.Tensor:
     """Loss of each token [T], 0 for those whose target is ``ignore_index``; the same on every rank of ``group``.
 
     ``logits_TV`` are this rank's, its first column is word ``start``; ``targets_T`` (int64) number the words of the
     whole vocabulary. Computed and returned in float32, of float64 logits in float64.
 
-    Messages: two all-reduces of T and of 2 T numbers in forward, none in backward: what the softmax of a split row
-    needs. Memory: what is kept for the backward are the logits themselves, 22 bytes for each token beside them, and
-    nothing of the size of the logits; forward and backward work on ``BLOCK_BYTES`` of them in float32 at a time (and
-    torch_npu casts bf16 in a second block).
+    Messages: two all-reduces, of T and of 2 T numbers, in forward, none in backward. Memory: the logits themselves are
+    kept for backward, and 22 bytes for each token beside them, but nothing of the size of the logits; forward and
+    backward work on ``BLOCK_BYTES`` of them in float32 at a time (and torch_npu casts bf16 in a second block).
     """
-    function: Any = _VocabParallelCrossEntropy  # torch's apply has no types
-    loss_T: torch.Tensor = function.apply(logits_TV, targets_T, start, group, ignore_index)
-    return loss_T
+    return _cross_entropy(logits_TV, targets_T, start, group, ignore_index)
 
 
 class VocabParallelLoss:
-    """The loss function of a causal language model whose head is split by ``vocabulary`` over the tensor ranks.
+    """The loss function of a causal language model whose head is sharded by ``vocabulary`` over the tensor ranks.
 
     Called as Hugging Face's models call theirs (transformers.loss.loss_utils.ForCausalLMLoss), with the same meaning,
     on this rank's logits. Labels that are all ignored give nan for a mean, as torch does.
@@ -144,26 +155,30 @@ class VocabParallelLoss:
                 )
 
 
+class _VocabularyContext(Context):
+    columns: Sharding
+    rank: int
+
+
 class _GatherVocabulary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, columns: Sharding, group: Any) -> torch.Tensor:
+    def forward(
+        ctx: _VocabularyContext, logits: torch.Tensor, columns: Sharding, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
         ctx.columns, ctx.rank = columns, dist.get_rank(group)
-        lengths = [columns.length(rank) for rank in range(len(columns.ranges))]
-        # Parts differ by one column; the shorter are padded, since not every backend gathers uneven ones.
-        mine = functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
-        gathered = all_gather(mine.unsqueeze(0), 0, group).wait()
-        return columns.assemble([part[..., :length] for part, length in zip(gathered, lengths, strict=True)])
+        return gather_shards(logits, columns, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _VocabularyContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.columns.take(gradients[0], ctx.rank), None, None
 
 
-def gather_vocabulary(logits: torch.Tensor, vocabulary: Sharding, group: Any) -> torch.Tensor:
-    """Whole logits [..., V] on every rank of ``group`` from each one's part, which ``vocabulary`` describes.
+_gather_vocabulary = applied(_GatherVocabulary, _GatherVocabulary.forward)
 
-    The gradient of the whole is the same on every rank; each takes its part, without a message.
+
+def gather_vocabulary(logits: torch.Tensor, vocabulary: Sharding, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All-gather logits [..., V] on every rank of ``group`` from the shards of its ranks, by ``vocabulary``.
+
+    The gradient of the whole must be the same on every rank; each takes its shard of it, without a message.
     """
-    function: Any = _GatherVocabulary
-    whole: torch.Tensor = function.apply(logits, replace(vocabulary, dim=-1), group)
-    return whole
+    return _gather_vocabulary(logits, replace(vocabulary, dim=-1), group)

@@ -1,15 +1,16 @@
-"""The embedding whose rows, one for each word of the vocabulary, are split over the tensor ranks."""
+"""The vocabulary-parallel embedding: its rows, one for each word, are sharded over the tensor ranks.
+
+Source: Megatron-LM, arXiv:1909.08053, section 3.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
 
 from ds_npu.comm.crossing import reduce
-from ds_npu.parallel.tensor.shard_access import using_shards
-from ds_npu.parallel.tensor.sharding import keep_part, split
+from ds_npu.parallel.tensor.shard_access import allow_shard_access
+from ds_npu.parallel.tensor.sharding import keep_shard, shard_sections
 from ds_npu.parallel.tensor.whole_weight import ShowsWhole
 from ds_npu.topology.topology import Topology
 
@@ -17,12 +18,12 @@ from ds_npu.topology.topology import Topology
 class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
     """nn.Embedding of which each tensor rank holds a range of the rows: ``weight`` [rows of this rank, H].
 
-    The vocabulary is split near-evenly (13 words over 4 ranks: 4, 3, 3, 3). A forward sends one message, an
-    all-reduce of the result; a backward sends none. ``num_embeddings`` stays that of the whole vocabulary;
-    ``padding_idx`` becomes the row of this rank's part that is the padding, None on the other ranks.
+    The vocabulary is sharded near-evenly (13 words over 4 ranks: 4, 3, 3, 3). A forward sends one message, an
+    all-reduce of the result; a backward sends none. ``num_embeddings`` is that of the whole vocabulary;
+    ``padding_idx`` is the row of this rank's shard that is the padding, None on the other ranks.
 
-    A new one has the numbers that nn.Embedding draws from the same seed: it is drawn whole, and cut. ``adopt`` makes
-    one of an embedding that a model has already.
+    Its weight is a shard of what nn.Embedding draws from the same seed. ``adopt`` shards an embedding that a model has
+    already.
 
     Raises ValueError for a vocabulary of fewer words than tensor ranks.
     """
@@ -33,7 +34,7 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
         embedding_dim: int,
         topology: Topology,
         padding_idx: int | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
@@ -43,9 +44,9 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
     def adopt(cls, embedding: nn.Embedding, topology: Topology) -> VocabParallelEmbedding:
         """Make ``embedding`` itself a vocabulary-parallel one; it stays the same object, and so does its weight.
 
-        What a subclass of nn.Embedding does beside looking up (Gemma scales) is done as before, to each rank's part.
-        A weight that is already split the same way, since it is tied to a head that was split first, is kept.
-        Raises ValueError for max_norm, scale_grad_by_freq and sparse, which would need to know all ranks' tokens.
+        What a subclass of nn.Embedding does beside the lookup (Gemma scales) is done as before, on each rank's rows. A
+        weight that is already sharded the same way, since it is tied to a head that came first, is kept. Raises
+        ValueError for max_norm, scale_grad_by_freq and sparse, which need to know all ranks' tokens.
         """
         if isinstance(embedding, cls):
             return embedding
@@ -68,7 +69,7 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 
     @classmethod
     def _of(cls, kind: type[nn.Embedding]) -> type[nn.Embedding]:
-        """``kind`` with its lookups split over the tensor ranks."""
+        """``kind`` with vocabulary-parallel lookups."""
         if issubclass(cls, kind):
             return cls
         return type(f"VocabParallel{kind.__name__}", (cls, kind), {})
@@ -83,9 +84,9 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
         self.tensor_group = topology.group("tp")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows for the word numbers ``input`` [...]: [..., H], the same on every tensor rank.
+        """The rows of the word numbers ``input`` [...]: [..., H], the same on every tensor rank.
 
-        Raises IndexError for a number outside of the vocabulary where looking costs nothing: on the CPU.
+        Raises IndexError for a number outside of the vocabulary on the CPU (on a device, the check would wait for it).
         """
         if self.rows == self.num_embeddings:
             return super().forward(input)
@@ -96,8 +97,8 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
             )
         local = input - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
-        # Words of other ranks look up row 0; what they find becomes 0, and so does their gradient.
-        with using_shards():  # A subclass of nn.Embedding, somebody else's, looks them up.
+        # Words of other ranks look up row 0; the result is replaced by 0, and so is its gradient.
+        with allow_shard_access():  # The lookup may be that of a user's subclass of nn.Embedding.
             found = super().forward(local.masked_fill(elsewhere, 0))
         found = found.masked_fill_(elsewhere.unsqueeze(-1), 0)
         return reduce(found, self.tensor_group)
@@ -107,8 +108,8 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 
 
 def _keep_rows(embedding: nn.Embedding, topology: Topology) -> tuple[int, int]:
-    """Leave this rank's rows, which are returned, in the weight; it stays the same Parameter."""
-    sharding, rank = split(0, [embedding.num_embeddings], topology.size("tp")), topology.rank("tp")
-    keep_part(embedding.weight, sharding, rank)  # type: ignore[arg-type]
+    """Reduce the weight, which stays the same Parameter, to this rank's rows; returns their range."""
+    sharding, rank = shard_sections(0, [embedding.num_embeddings], topology.size("tp")), topology.rank("tp")
+    keep_shard(embedding.get_parameter("weight"), sharding, rank)
     (rows,) = sharding.ranges[rank]
     return rows

@@ -1,25 +1,26 @@
-"""Gradients of weights that are whole on every tensor rank, where each rank sees a part of what they are used for."""
+"""Gradients of weights that are whole on every tensor rank, where each rank sees a part of the weight's inputs.
+
+In Megatron sequence parallelism (arXiv:2205.05198) norms, and biases between regions, see one sequence shard.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_npu.comm.collectives import all_reduce
 
 
-def sum_gradient(parameter: nn.Parameter, group: Any) -> None:
+def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
     """Sum every gradient of ``parameter`` over ``group``, before it is accumulated and before ZeRO sees it."""
-    leaf: Any = parameter  # torch's register_hook has no types
-    # One that is frozen may be trained later on; torch takes hooks of what is trained only, and keeps them.
-    trained = leaf.requires_grad
-    leaf.requires_grad_(True)
-    # A copy is summed: the gradient that autograd hands out may be somebody else's as well.
-    leaf.register_hook(lambda gradient: all_reduce(_own(gradient), group).wait())
-    leaf.requires_grad_(trained)
-
-
-def _own(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.clone(memory_format=torch.contiguous_format)
+    register: Callable[[Callable[[torch.Tensor], torch.Tensor]], RemovableHandle] = parameter.register_hook
+    # A frozen one may be trained later on; torch registers hooks only on what is trained, and then keeps them.
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    # The sum is of a copy: somebody else may hold the gradient that autograd hands out.
+    register(lambda gradient: all_reduce(gradient.clone(memory_format=torch.contiguous_format), group).wait())
+    parameter.requires_grad_(trained)

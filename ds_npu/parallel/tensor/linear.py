@@ -1,6 +1,7 @@
-"""Linear layers whose weight is split over the tensor ranks (Megatron-LM, arXiv 1909.08053 and 2205.05198).
+"""Column- and row-parallel linear layers: weights sharded over the tensor ranks.
 
-Shape letters: B batch, S sequence, s = S / tp, K inputs, N outputs (of this rank, where they are split).
+Shape letters: B batch, S sequence, s = S / tp, K inputs, N outputs (of this rank, where they are sharded). Source:
+Megatron-LM, arXiv:1909.08053; with sequence parallelism arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -14,31 +15,32 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather, all_reduce
-from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, OneAfterTheOther, TensorAxis, tensor_axis, total
+from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, SerialCollectives, TensorAxis, sum_of_products, tensor_axis
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.region import RegionInput, padded
-from ds_npu.parallel.tensor.sharding import Ranges, keep_part, split
-from ds_npu.parallel.tensor.weight_gradient import MARK, GradientBuffer, gradient_buffer, weight_gradient
+from ds_npu.parallel.tensor.sharding import Ranges, keep_shard, shard_sections
+from ds_npu.parallel.tensor.weight_gradient import GRADIENT_BUFFER, GradientBuffer, gradient_buffer, weight_gradient
 from ds_npu.parallel.tensor.whole_weight import ShowsWhole
 from ds_npu.topology.topology import Topology
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a weight stands in memory."""
+class WeightLayout:
+    """How a weight is laid out in memory, and which outputs are computed of it."""
 
     transposed: bool = False
     """[K, N] (GPT-2's Conv1D) in place of [N, K]."""
     outputs: Ranges | None = None
-    """The outputs that are computed of a weight that is whole on every rank; one may stand in it twice."""
+    """The outputs that are computed of a weight that is whole on every rank, one perhaps twice; None: all of them."""
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """What of ``weight`` is used, [K, N]; a view where it is one range."""
+        """The part of ``weight`` that is used, [K, N]; a view where it is all of it."""
         matrix = weight if self.transposed else weight.t()
         return matrix if self.outputs is None else torch.cat(self._pieces(matrix), dim=-1)
 
     def used(self, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """What of ``bias`` is used, [N]."""
+        """The part of ``bias`` that is used, [N]."""
         return bias if bias is None or self.outputs is None else torch.cat(self._pieces(bias), dim=-1)
 
     def weight_gradient(
@@ -75,36 +77,43 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+class _ColumnContext(Context):
+    axis: TensorAxis
+    layouts: Sequence[WeightLayout]
+    stacked: bool
+    buffers: Sequence[GradientBuffer | None]
+
+
 class _Columns(torch.autograd.Function):
     """y_i = x W_iᵀ + b_i, where x enters a region: one collective each way, whatever the number of weights.
 
-    Backward, the collective of dx runs while the weight gradients are computed; with sequence parallelism x is gathered
-    again, while dx is computed, so that only its shard was kept.
+    In backward the collective of dx runs while the weight gradients are computed; with sequence parallelism only the
+    shard of x is kept, and x is gathered again while dx is computed. Returns every y_i, or with ``stacked`` all in one.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ColumnContext,
         x: torch.Tensor,
         axis: TensorAxis,
-        forms: Sequence[Form],
+        layouts: Sequence[WeightLayout],
         stacked: bool,
         *parameters: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.axis, ctx.forms, ctx.stacked = axis, forms, stacked
-        # Not what is saved, whose place another tensor may take (activation checkpointing).
+        ctx.axis, ctx.layouts, ctx.stacked = axis, layouts, stacked
+        # Not read from saved tensors: activation checkpointing puts other tensors in their place.
         ctx.buffers = [None if weight is None else gradient_buffer(weight) for weight in weights]
-        # Of frozen weights (beside adapters) there is no gradient for which x would be kept.
+        # Where all weights are frozen (beside adapters) backward does not need x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[4::2]) else None, *parameters)
-        used = [form.used(bias) for form, bias in zip(forms, biases, strict=True)]
-        matrices = [form.matrix(weight) for form, weight in zip(forms, weights, strict=True) if weight is not None]
-        return _stacked(x, axis, matrices, used) if stacked else _products(x, axis, matrices, used)
+        used = [layout.used(bias) for layout, bias in zip(layouts, biases, strict=True)]
+        matrices = [each.matrix(weight) for each, weight in zip(layouts, weights, strict=True) if weight is not None]
+        return (_stacked(x, axis, matrices, used),) if stacked else _products(x, axis, matrices, used)
 
     @staticmethod
-    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _ColumnContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
-        axis, forms = ctx.axis, ctx.forms
+        axis, layouts = ctx.axis, ctx.layouts
         weights, biases = parameters[::2], parameters[1::2]
         wanted = ctx.needs_input_grad[4:]
         if ctx.stacked:
@@ -114,20 +123,22 @@ class _Columns(torch.autograd.Function):
             gathered = all_gather(x, SEQUENCE_DIM, axis.group)
         pending = None
         if ctx.needs_input_grad[0]:
-            pairs = [(dy, form.matrix(weight).t()) for dy, form, weight in zip(dys, forms, weights, strict=True)]
+            pairs = [(dy, each.matrix(weight).t()) for dy, each, weight in zip(dys, layouts, weights, strict=True)]
             if axis.sequence_parallel:
                 pending = axis.collectives.matmul_scatter(pairs)
             else:
-                pending = all_reduce(total(pairs), axis.group)
+                pending = all_reduce(sum_of_products(pairs), axis.group)
         inputs = x if gathered is None else gathered.wait()
         gradients: list[torch.Tensor | None] = []
-        for index, (dy, form, weight, bias) in enumerate(zip(dys, forms, weights, biases, strict=True)):
+        for index, (dy, layout, weight, bias) in enumerate(zip(dys, layouts, weights, biases, strict=True)):
             gradients.append(
-                form.weight_gradient(weight, inputs, dy, ctx.buffers[index]) if wanted[2 * index] else None
+                layout.weight_gradient(weight, inputs, dy, ctx.buffers[index]) if wanted[2 * index] else None
             )
-            gradients.append(form.bias_gradient(bias, dy) if wanted[2 * index + 1] else None)
+            gradients.append(layout.bias_gradient(bias, dy) if wanted[2 * index + 1] else None)
         return (pending.wait() if pending else None, None, None, None, *gradients)
 
+
+_columns = applied(_Columns, _Columns.forward)
 
 Operands = Sequence[torch.Tensor]
 
@@ -148,9 +159,9 @@ def _products(
 def _stacked(
     x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """[n, B, S, N] of ``matrices`` of one size, each written into its place."""
-    if axis.sequence_parallel and not isinstance(axis.collectives, OneAfterTheOther):
-        # Products in pieces or in one kernel with their collective choose where they write.
+    """[n, B, S, N] of ``matrices`` of one size, each product written into its place."""
+    if axis.sequence_parallel and not isinstance(axis.collectives, SerialCollectives):
+        # Overlapped products allocate their own outputs.
         return torch.stack(_products(x, axis, matrices, biases))
     if axis.sequence_parallel:
         x = all_gather(x, SEQUENCE_DIM, axis.group).wait()
@@ -163,89 +174,104 @@ def _stacked(
     return out
 
 
+class _RowContext(Context):
+    axis: TensorAxis
+    layout: WeightLayout
+    buffer: GradientBuffer | None
+
+
 class _Row(torch.autograd.Function):
-    """y = x Wᵀ summed over the tensor ranks, each of which has some of the inputs: where a region ends."""
+    """y = x Wᵀ summed over the tensor ranks, each of which has a shard of the inputs: where a region ends."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis, form: Form, weight: torch.Tensor) -> torch.Tensor:
-        ctx.axis, ctx.form, ctx.buffer = axis, form, gradient_buffer(weight)
+    def forward(
+        ctx: _RowContext, x: torch.Tensor, axis: TensorAxis, layout: WeightLayout, weight: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.axis, ctx.layout, ctx.buffer = axis, layout, gradient_buffer(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
-        pair = (x, form.matrix(weight))
+        pair = (x, layout.matrix(weight))
         if axis.sequence_parallel:
             return axis.collectives.matmul_scatter([pair]).wait()
-        return all_reduce(total([pair]), axis.group).wait()
+        return all_reduce(sum_of_products([pair]), axis.group).wait()
 
     @staticmethod
-    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _RowContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        axis, form, dy = ctx.axis, ctx.form, dys[0].contiguous()
-        matrix = form.matrix(weight).t()
+        axis, layout, dy = ctx.axis, ctx.layout, dys[0].contiguous()
+        matrix = layout.matrix(weight).t()
         if axis.sequence_parallel:
             dy, (dx,) = axis.collectives.gather_matmul(dy, [matrix], gathered=ctx.needs_input_grad[3])
         else:
             dx = torch.matmul(dy, matrix)
         wanted = ctx.needs_input_grad[3]
-        return dx, None, None, form.weight_gradient(weight, x, dy, ctx.buffer) if wanted else None
+        return dx, None, None, layout.weight_gradient(weight, x, dy, ctx.buffer) if wanted else None
+
+
+_row = applied(_Row, _Row.forward)
+
+
+class _LinearContext(Context):
+    layout: WeightLayout
+    buffer: GradientBuffer | None
 
 
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b on one rank, whose weight has a gradient buffer."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, form: Form, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.form, ctx.buffer = form, gradient_buffer(weight)
+    def forward(
+        ctx: _LinearContext, x: torch.Tensor, layout: WeightLayout, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.layout, ctx.buffer = layout, gradient_buffer(weight)
         ctx.save_for_backward(x, weight, bias)
-        return functional.linear(x, form.matrix(weight).t(), form.used(bias))
+        return functional.linear(x, layout.matrix(weight).t(), layout.used(bias))
 
     @staticmethod
-    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
-        (x, weight, bias), form, dy = ctx.saved_tensors, ctx.form, dys[0]
+    def backward(ctx: _LinearContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, weight, bias), layout, dy = ctx.saved_tensors, ctx.layout, dys[0]
         wanted = ctx.needs_input_grad
-        dx = torch.matmul(dy, form.matrix(weight).t()) if wanted[0] else None
-        gradient = form.weight_gradient(weight, x, dy, ctx.buffer) if wanted[2] else None
-        return dx, None, gradient, form.bias_gradient(bias, dy) if wanted[3] else None
+        dx = torch.matmul(dy, layout.matrix(weight).t()) if wanted[0] else None
+        gradient = layout.weight_gradient(weight, x, dy, ctx.buffer) if wanted[2] else None
+        return dx, None, gradient, layout.bias_gradient(bias, dy) if wanted[3] else None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: Form) -> torch.Tensor:
+_linear = applied(_Linear, _Linear.forward)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: WeightLayout) -> torch.Tensor:
     """[..., K] to [..., N], with the whole weight of this rank."""
-    plain = type(x) in (torch.Tensor, nn.Parameter)  # A tensor of another kind says itself how it is multiplied.
+    plain = type(x) in (torch.Tensor, nn.Parameter)  # A subclass of Tensor has a product of its own.
     if not plain or torch.compiler.is_compiling() or gradient_buffer(weight) is None or not weight.requires_grad:
-        return functional.linear(x, form.matrix(weight).t(), form.used(bias))
-    x, weight, bias = _cast(x, weight, bias)  # type: ignore[assignment]
-    function: Any = _Linear  # torch's apply has no types
-    y: torch.Tensor = function.apply(x, form, weight, bias)
-    return y
+        return functional.linear(x, layout.matrix(weight).t(), layout.used(bias))
+    return _linear(_autocast(x), layout, _autocast(weight), None if bias is None else _autocast(bias))
 
 
-def _cast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """What autocast makes of the operands of a linear layer; our autograd functions are outside of its sight."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the dtype in which autocast multiplies, with its gradient buffer: the gradient is added uncast.
+
+    Autocast does not see the operands of our autograd functions.
+    """
+    device = tensor.device.type
     if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [None if tensor is None else _to(tensor, dtype) for tensor in tensors]
-
-
-def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` in ``dtype``, with its gradient buffer, into which the gradient is then added without a cast."""
-    cast = tensor.to(dtype)
+        return tensor
+    cast = tensor.to(torch.get_autocast_dtype(device))
     if buffer := gradient_buffer(tensor):
-        vars(cast)[MARK] = buffer
+        GRADIENT_BUFFER.set(cast, buffer)
     return cast
 
 
 class ColumnLinear(ShowsWhole):
-    """A linear layer of whose outputs this rank has some.
+    """A column-parallel linear layer: this rank has a shard of its outputs.
 
-    ``inside`` says that hidden states given as a plain tensor are in the region already; they enter it here else.
+    With ``inside``, hidden states given as a plain tensor are in the region already; without, they enter it here.
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis, form: Form, inside: bool
+        self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis, layout: WeightLayout, inside: bool
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.axis, self.form, self.inside = axis, form, inside
+        self.axis, self.layout, self.inside = axis, layout, inside
         self.together = Projections([self])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -253,26 +279,25 @@ class ColumnLinear(ShowsWhole):
         if isinstance(x, RegionInput):
             return self.together.output(self, x)
         if self.inside:
-            return linear(x, self.weight, self.bias, self.form)
-        output: torch.Tensor = columns([self], x)[0]
-        return output
+            return linear(x, self.weight, self.bias, self.layout)
+        return column_outputs([self], x)[0]
 
     def extra_repr(self) -> str:
-        inputs, outputs = self.form.matrix(self.weight).shape
+        inputs, outputs = self.layout.matrix(self.weight).shape
         return f"{inputs} -> {outputs} on tensor rank {self.axis.rank} of {self.axis.size}"
 
 
-def columns(layers: Sequence[ColumnLinear], x: torch.Tensor, stacked: bool = False) -> Any:
-    """The outputs of ``layers`` for one ``x`` from outside of the region: a tuple, or [n, B, S, N] if ``stacked``."""
-    x, *parameters = _cast(x, *(each for layer in layers for each in (layer.weight, layer.bias)))  # type: ignore[assignment]
-    function: Any = _Columns  # torch's apply has no types
-    return function.apply(x.contiguous(), layers[0].axis, [layer.form for layer in layers], stacked, *parameters)
+def column_outputs(layers: Sequence[ColumnLinear], x: torch.Tensor, stacked: bool = False) -> tuple[torch.Tensor, ...]:
+    """[B, S, N_i] of each of ``layers``, for one ``x`` from outside of the region; if ``stacked``, one [n, B, S, N]."""
+    parameters = (None if each is None else _autocast(each) for layer in layers for each in (layer.weight, layer.bias))
+    layouts = [layer.layout for layer in layers]
+    return _columns(_autocast(x).contiguous(), layers[0].axis, layouts, stacked, *parameters)
 
 
 class Projections:
     """Column linears that a module calls one after another with the same hidden states (query, key and value).
 
-    The first call computes the outputs of all, so that hidden states enter the region once.
+    The first call computes the outputs of all of them, so that hidden states enter the region once.
     """
 
     def __init__(self, layers: Sequence[ColumnLinear]) -> None:
@@ -283,8 +308,8 @@ class Projections:
     def output(self, layer: ColumnLinear, x: RegionInput) -> torch.Tensor:
         index = next(place for place, each in enumerate(self.layers) if each is layer)
         if x is not self._input or index not in self._outputs:
-            outputs = columns(self.layers, x.source)
-            self._input, self._outputs = x, {place: x.cut(output) for place, output in enumerate(outputs)}
+            outputs = column_outputs(self.layers, x.source)
+            self._input, self._outputs = x, {place: x.unpad(output) for place, output in enumerate(outputs)}
         output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
@@ -292,14 +317,14 @@ class Projections:
 
     def stacked(self, x: RegionInput) -> torch.Tensor:
         """The outputs of all layers in one tensor, [n, B, S, N]."""
-        outputs: torch.Tensor = columns(self.layers, x.source, stacked=True)
+        (outputs,) = column_outputs(self.layers, x.source, stacked=True)
         return outputs.narrow(1 + SEQUENCE_DIM, 0, x.shape[SEQUENCE_DIM])
 
 
 def stacked_outputs(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
-    """The outputs of ``layers``, which are of one size, in one tensor [n, B, S, N].
+    """The outputs of ``layers``, which have one size, in one tensor [n, B, S, N].
 
-    Column linears that project together write it, without being called themselves; for others it is a copy.
+    Column linears of one ``Projections`` write into it, and their forwards are not called; for others it is a copy.
     """
     first = layers[0]
     if isinstance(x, RegionInput) and isinstance(first, ColumnLinear):
@@ -310,41 +335,41 @@ def stacked_outputs(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tenso
 
 
 def project_together(layers: Sequence[ColumnLinear]) -> None:
-    """Let hidden states enter the region once for all of ``layers``."""
+    """Compute the outputs of all of ``layers`` at the first call: hidden states enter the region once for all."""
     together = Projections(layers)
     for layer in layers:
         layer.together = together
 
 
 class RowLinear(ShowsWhole):
-    """A linear layer of whose inputs this rank has some; its sum over the tensor ranks leaves the region."""
+    """A row-parallel linear layer: this rank has a shard of its inputs; the sum over the ranks leaves the region.
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis, form: Form) -> None:
+    The output may be modified in place (a residual that is added to it).
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis, layout: WeightLayout) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.axis, self.form = axis, form
+        self.axis, self.layout = axis, layout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, K] to [B, S, N], or to its shard [B, ceil(S / tp), N]."""
         if self.axis.sequence_parallel:
             x = padded(x, self.axis.size)
-        x, weight, bias = _cast(x, self.weight, self.bias)  # type: ignore[assignment]
-        function: Any = _Row  # torch's apply has no types
-        y: torch.Tensor = function.apply(x.contiguous(), self.axis, self.form, weight)
-        return y if bias is None else y + bias
+        y = _row(_autocast(x).contiguous(), self.axis, self.layout, _autocast(self.weight))
+        return y if self.bias is None else y + _autocast(self.bias)
 
     def extra_repr(self) -> str:
-        inputs, outputs = self.form.matrix(self.weight).shape
+        inputs, outputs = self.layout.matrix(self.weight).shape
         return f"{inputs} on tensor rank {self.axis.rank} of {self.axis.size} -> {outputs}"
 
 
 class ColumnParallelLinear(ColumnLinear):
-    """``nn.Linear`` split along its outputs, for models that are written with tensor parallelism.
+    """``nn.Linear`` sharded along its outputs, for models that are written with tensor parallelism.
 
     Takes hidden states that are the same on every tensor rank, [B, S, in_features] (with ``sequence_parallel``, this
-    rank's shard of the sequence), and returns this rank's [B, S, out_features / tp]. A new one has the numbers that
-    nn.Linear draws from the same seed: they are drawn whole, and cut. Raises ValueError where there are fewer outputs
-    than ranks.
+    rank's shard of the sequence), and returns this rank's [B, S, out_features / tp]. Its weights are shards of those
+    that nn.Linear draws from the same seed. Raises ValueError where there are fewer outputs than ranks.
     """
 
     def __init__(
@@ -357,16 +382,16 @@ class ColumnParallelLinear(ColumnLinear):
         **factory: Any,
     ) -> None:
         axis = tensor_axis(topology, sequence_parallel)
-        sharding = split(0, [out_features], axis.size)
+        sharding = shard_sections(0, [out_features], axis.size)
         weight, offset = _initial(in_features, out_features, bias, factory)
-        keep_part(weight, sharding, axis.rank)
+        keep_shard(weight, sharding, axis.rank)
         if offset is not None:
-            keep_part(offset, sharding, axis.rank)
-        super().__init__(weight, offset, axis, Form(), inside=False)
+            keep_shard(offset, sharding, axis.rank)
+        super().__init__(weight, offset, axis, WeightLayout(), inside=False)
 
 
 class RowParallelLinear(RowLinear):
-    """``nn.Linear`` split along its inputs: what follows a ColumnParallelLinear.
+    """``nn.Linear`` sharded along its inputs: what follows a ColumnParallelLinear.
 
     Takes this rank's [B, S, in_features / tp] and returns [B, S, out_features], the same on every tensor rank (with
     ``sequence_parallel``, this rank's shard of the sequence). The bias is whole on every rank. Raises ValueError where
@@ -383,17 +408,17 @@ class RowParallelLinear(RowLinear):
         **factory: Any,
     ) -> None:
         axis = tensor_axis(topology, sequence_parallel)
-        sharding = split(1, [in_features], axis.size)
+        sharding = shard_sections(1, [in_features], axis.size)
         weight, offset = _initial(in_features, out_features, bias, factory)
-        keep_part(weight, sharding, axis.rank)
+        keep_shard(weight, sharding, axis.rank)
         if offset is not None and axis.sequence_parallel:
             sum_gradient(offset, axis.group)
-        super().__init__(weight, offset, axis, Form())
+        super().__init__(weight, offset, axis, WeightLayout())
 
 
 def _initial(
     in_features: int, out_features: int, bias: bool, factory: dict[str, Any]
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """The whole weight and bias that nn.Linear draws; seeded alike, every rank draws the same."""
-    whole: Any = nn.Linear(in_features, out_features, bias, **factory)
-    return whole.weight, whole.bias if bias else None
+    whole = nn.Linear(in_features, out_features, bias, **factory)
+    return whole.get_parameter("weight"), whole.get_parameter("bias") if bias else None

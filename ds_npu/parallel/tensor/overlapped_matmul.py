@@ -1,7 +1,7 @@
-"""Matrix products of Megatron sequence parallelism that hide their collective, in pieces or in one fused kernel.
+"""Matrix products of Megatron sequence parallelism that overlap with their collective: pipelined, or in one kernel.
 
 Shape letters: B batch, S sequence, s = S / ranks (a shard), K inner and N outer dimension of a matrix [K, N], P ranks,
-b and c: batch entries and rows of a shard in one piece. Raw tensors: gradients are the caller's.
+b and c: batch entries and rows of a shard in one piece. Plain tensors: gradients are the caller's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,18 @@ from ds_npu.comm.collectives import all_gather, gather_parts, scatter_parts
 from ds_npu.comm.pending import Pending
 from ds_npu.log import warn_once
 from ds_npu.ops import matmul_collective
+from ds_npu.parallel.tensor.axis import unflatten_rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 PIECES = 8
 LATENCY_BYTES = 2**20
-"""What a link carries in the time that a collective takes to begin: 20 us of 50 GB/s. Assumed, not measured."""
+"""Bytes that a link carries while a collective starts: 20 us at 50 GB/s. Assumed, not measured."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What of every rank's shard [B, s, ...] is sent and multiplied at once."""
+    """The entries and rows of every rank's shard [B, s, ...] that are sent and multiplied together."""
 
     entries: slice
     rows: slice
@@ -41,7 +42,7 @@ class Piece:
         return x_BsK[self.entries, self.rows]
 
     def parts(self, x_BSK: torch.Tensor, ranks: int) -> torch.Tensor:
-        """The piece of every rank's shard in the whole sequence, one behind the other: [P, b, c, K], a view."""
+        """The piece of every rank's shard of the whole sequence, one behind the other: [P, b, c, K], a view."""
         by_rank = torch.unflatten(x_BSK, 1, (ranks, -1))
         return by_rank[self.entries, :, self.rows].movedim(1, 0)
 
@@ -49,11 +50,11 @@ class Piece:
 ALL = Piece(slice(None), slice(None))
 
 
-def cut(batch: int, rows: int, count: int) -> list[Piece]:
-    """About ``count`` pieces of a shard [batch, rows]: its rows cut evenly, or its entries one by one.
+def shard_pieces(batch: int, rows: int, count: int) -> list[Piece]:
+    """About ``count`` pieces of a shard [batch, rows]: its rows divided evenly, or its entries one by one.
 
     One entry of the batch is contiguous in the whole sequence, so nothing is copied; a piece of the rows is not, but
-    there may be any number of them. So entries are taken where there are about as many as pieces are wanted.
+    there may be any number of them. So the pieces are entries where the batch has about ``count`` of them.
     """
     if batch > 1 and count > 1 and count <= 2 * batch <= 4 * count:
         return [Piece(slice(entry, entry + 1), slice(0, rows)) for entry in range(batch)]
@@ -63,8 +64,8 @@ def cut(batch: int, rows: int, count: int) -> list[Piece]:
 
 
 @dataclass(frozen=True)
-class _Together:
-    """Pieces of one tensor in flight."""
+class _AllPieces:
+    """The pieces of one tensor in flight."""
 
     pieces: list[Pending[torch.Tensor]]
 
@@ -75,39 +76,39 @@ class _Together:
 
 @dataclass(frozen=True)
 class Pipelined:
-    """In pieces: while one is sent, another is multiplied (MindSpeed's CoC).
+    """In pieces: one is sent while another is multiplied (MindSpeed's CoC).
 
-    No byte is sent more than by one collective. Every element is the sum of the same products as there, rounded in the
-    order that the matrix library and the collective choose for the smaller shapes: equal to rounding, not bitwise.
-    What is gathered is equal bitwise.
+    It sends as many bytes as one collective. Every element is the sum of the same products as without pieces, but the
+    matrix library and the collective may sum in another order for smaller shapes: equal to rounding, not bitwise. What
+    is gathered is equal bitwise.
     """
 
-    group: Any
+    group: dist.ProcessGroup | None
     pieces: int = PIECES
-    """At most so many."""
+    """The largest number of pieces."""
     latency_bytes: int = LATENCY_BYTES
 
     def gather_matmul(
         self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Every rank's [B, s, K], joined along the sequence, [B, S, K], and its product with each matrix, [B, S, N_i].
+        """All-gather [B, s, K] along the sequence: returns [B, S, K] and its product with each matrix, [B, S, N_i].
 
-        The first may be empty where ``gathered`` is false.
+        Where ``gathered`` is false the first may be empty.
         """
         ranks = dist.get_world_size(self.group)
         batch, rows, inner = x_shard.shape
-        pieces = self._cut(batch, rows, x_shard.nbytes * ranks)
+        pieces = self._pieces(batch, rows, x_shard.nbytes * ranks)
         if len(pieces) == 1:
             whole = all_gather(x_shard, 1, self.group).wait()
             return whole, [torch.matmul(whole, matrix) for matrix in matrices]
         whole = x_shard.new_empty((batch, ranks * rows, inner) if gathered else 0)
         products = [x_shard.new_empty(batch, ranks * rows, matrix.shape[1]) for matrix in matrices]
         places = [piece.parts(whole, ranks) if gathered else None for piece in pieces]
-        ahead = self._gather(x_shard, pieces[0], places[0])
+        pending = self._gather(x_shard, pieces[0], places[0])
         for index, (piece, place) in enumerate(zip(pieces, places, strict=True), start=1):
-            parts = ahead.wait()
+            parts = pending.wait()
             if index < len(pieces):
-                ahead = self._gather(x_shard, pieces[index], places[index])
+                pending = self._gather(x_shard, pieces[index], places[index])
             for matrix, product in zip(matrices, products, strict=True):
                 _multiply_into(piece.parts(product, ranks), parts, matrix)
             if place is not None and place is not parts:
@@ -115,7 +116,7 @@ class Pipelined:
         return whole, products
 
     def matmul_scatter(self, pairs: Sequence[Pair]) -> Pending[torch.Tensor]:
-        """The sum over pairs and ranks of [B, S, K_i] times [K_i, N]; this rank's shard of it, [B, s, N], in flight.
+        """Reduce-scatter the sum over pairs of [B, S, K_i] times [K_i, N]: [B, s, N], to be waited for.
 
         Raises ValueError where the ranks do not divide the sequence.
         """
@@ -124,16 +125,16 @@ class Pipelined:
         batch, sequence = x.shape[:2]
         _check_divides(x, ranks)
         out = x.new_empty(batch, sequence // ranks, matrix.shape[1])
-        flying = [
+        pending = [
             self._scatter(_sum_of_products(pairs, piece, ranks), piece.shard(out))
-            for piece in self._cut(batch, sequence // ranks, out.nbytes * ranks)
+            for piece in self._pieces(batch, sequence // ranks, out.nbytes * ranks)
         ]
-        return Pending(out, _Together(flying))
+        return Pending(out, _AllPieces(pending))
 
-    def _cut(self, batch: int, rows: int, message_bytes: int) -> list[Piece]:
-        # Of a collective of m bytes in p pieces 1 / p cannot be hidden, and each piece begins anew: with l bytes for
-        # that, m / p + p * l is least at p = sqrt(m / l).
-        return cut(batch, rows, min(self.pieces, math.isqrt(message_bytes // self.latency_bytes)))
+    def _pieces(self, batch: int, rows: int, message_bytes: int) -> list[Piece]:
+        # Of a collective of m bytes in p pieces 1 / p cannot be hidden, and starting a piece costs the time of l bytes:
+        # m / p + p * l is least at p = sqrt(m / l).
+        return shard_pieces(batch, rows, min(self.pieces, math.isqrt(message_bytes // self.latency_bytes)))
 
     def _gather(self, x_BsK: torch.Tensor, piece: Piece, place: torch.Tensor | None) -> Pending[torch.Tensor]:
         shard = piece.shard(x_BsK)
@@ -154,7 +155,7 @@ def _check_divides(x_BSK: torch.Tensor, ranks: int) -> None:
 
 
 def _multiply_into(place_PbcN: torch.Tensor, parts_PbcK: torch.Tensor, matrix: torch.Tensor) -> None:
-    """One product for all ranks' parts, straight into its place where that is contiguous."""
+    """One product for all ranks' parts, written directly into its place where that is contiguous."""
     x_MK = parts_PbcK.flatten(0, -2)
     if place_PbcN.is_contiguous():
         torch.mm(x_MK, matrix, out=place_PbcN.flatten(0, -2))
@@ -172,15 +173,27 @@ def _sum_of_products(pairs: Sequence[Pair], piece: Piece, ranks: int) -> torch.T
     return total.view(*first.shape[:-1], -1)
 
 
+class FusedKernels(Protocol):
+    """``ds_npu.ops.npu.matmul_collective``, which can be imported only where torch_npu can."""
+
+    def all_gather_matmul(
+        self, x_MK: torch.Tensor, matrix_KN: torch.Tensor, communicator: str, ranks: int, gathered: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def matmul_reduce_scatter(
+        self, x_MK: torch.Tensor, matrix_KN: torch.Tensor, communicator: str, ranks: int
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Fused:
-    """In one kernel of torch_npu (MC2) where there is one for the operands, else ``otherwise``, and a warning says why.
+    """In one kernel of torch_npu (MC2) where it takes the operands, else ``fallback``, and a warning says why.
 
     On an A2 all fused kernels of a process must use one group (op-plugin's documentation): one such object a process.
     """
 
-    group: Any
-    otherwise: Pipelined
+    group: dist.ProcessGroup
+    fallback: Pipelined
 
     def unmet_gather(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> str | None:
         """Why ``gather_matmul`` is not fused for these operands, None if it is; reads no value of them."""
@@ -197,8 +210,8 @@ class Fused:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """As Pipelined's; of several matrices the widest is fused, the others are multiplied after it."""
         if reason := self.unmet_gather(x_shard, matrices):
-            _say("an all-gather with a product", reason)
-            return self.otherwise.gather_matmul(x_shard, matrices, gathered)
+            _warn("an all-gather with a product", reason)
+            return self.fallback.gather_matmul(x_shard, matrices, gathered)
         fused = _widest(matrices)
         product, rows = self._kernels.all_gather_matmul(
             x_shard.flatten(0, 1).contiguous(), fused, self._communicator, self._ranks, gathered or len(matrices) > 1
@@ -210,14 +223,14 @@ class Fused:
     def matmul_scatter(self, pairs: Sequence[Pair]) -> Pending[torch.Tensor]:
         """As Pipelined's; the kernel is queued on the current stream, so there is nothing to wait for."""
         if reason := self.unmet_scatter(pairs):
-            _say("a product with a reduce-scatter", reason)
-            return self.otherwise.matmul_scatter(pairs)
+            _warn("a product with a reduce-scatter", reason)
+            return self.fallback.matmul_scatter(pairs)
         x, matrix = pairs[0]
         batch, sequence = x.shape[:2]
         _check_divides(x, self._ranks)
         by_rank = ALL.parts(x, self._ranks).flatten(0, -2).contiguous()
         out = self._kernels.matmul_reduce_scatter(by_rank, matrix, self._communicator, self._ranks)
-        return Pending(out.view(batch, sequence // self._ranks, -1), None)
+        return Pending(unflatten_rows(out, (batch, sequence // self._ranks)), None)
 
     @functools.cached_property
     def _ranks(self) -> int:
@@ -225,13 +238,15 @@ class Fused:
 
     @functools.cached_property
     def _communicator(self) -> str:
-        """HCCL's name of the group's communicator, which is opened if it is not yet."""
-        name: str = self.group._get_backend(torch.device("npu")).get_hccl_comm_name(dist.get_rank())
+        """HCCL's name of the group's communicator, which this opens if nothing has."""
+        backend: Any = self.group._get_backend(torch.device("npu"))  # torch_npu's
+        name: str = backend.get_hccl_comm_name(dist.get_rank())
         return name
 
     @functools.cached_property
-    def _kernels(self) -> Any:
-        return importlib.import_module("ds_npu.ops.npu.matmul_collective")
+    def _kernels(self) -> FusedKernels:
+        kernels: FusedKernels = importlib.import_module("ds_npu.ops.npu.matmul_collective")
+        return kernels
 
     def _unmet(self, x: torch.Tensor, matrix: torch.Tensor) -> str | None:
         return matmul_collective.unmet(x.device.type, (x.dtype, matrix.dtype), matrix.shape[0], self._ranks)
@@ -243,9 +258,9 @@ class Fused:
 
 
 def _widest(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The one whose product takes longest, and so hides most."""
+    """The matrix whose product takes longest, and so hides most."""
     return max(matrices, key=lambda matrix: matrix.shape[1])
 
 
-def _say(what: str, reason: str) -> None:
+def _warn(what: str, reason: str) -> None:
     warn_once(f"tensor_overlap: {what} is pipelined, not fused: {reason}")

@@ -1,12 +1,12 @@
 """Who may compute with one tensor rank's shard of a weight: ds_npu, DeepSpeed and optimizers, and nobody else.
 
 A shard looks like a weight. Code that knows nothing of tensor parallelism and multiplies by it (a fused loss that reads
-the head's weight, a penalty over all parameters) would compute something else than one process does, and not notice. So
-the parameters of a sharded model are ``ShardedParameter``s. Their metadata (shape, dtype, device, ...) can be read by
-all; a computation by anybody else raises ShardAccessError, which names the weight and the reader. Copies are
-``ShardCopy``s, for which the same holds, so that shards can be kept and put back, but not written as a model's weights.
+the head's weight, a penalty over all parameters) would silently compute something else than one process does. So the
+parameters of a sharded model are ``ShardedParameter``s. Everybody can read their metadata (shape, dtype, device, ...);
+a computation by other code raises ShardAccessError, which names the weight and the reader. Copies are ``ShardCopy``s,
+for which the same holds, so that shards can be kept and put back, but not written as a model's weights.
 
-What a module shows of a sharded weight as an attribute (``lm_head.weight``) is the whole one: ``whole_weight.py``.
+The attribute of a module that holds a sharded weight (``lm_head.weight``) reads as the whole one: ``whole_weight.py``.
 """
 
 from __future__ import annotations
@@ -14,27 +14,33 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_npu.parallel.tensor.sharding import Sharding
 
+Operation = Callable[..., Any]
+"""A function of tensors, as ``__torch_function__`` is given it."""
+Arguments = tuple[Any, ...]
+Keywords = Mapping[str, Any]
+
 INTERNAL = ("ds_npu", "deepspeed")
-"""Packages that know a shard when they see one."""
+"""Packages that may compute with shards."""
 OPTIMIZERS = "torch.optim"
-BETWEEN = ("torch", "torch_npu", "contextlib", "functools", "copy", "pickle")
-"""Packages that compute on behalf of who calls them."""
+INTERMEDIARIES = ("torch", "torch_npu", "contextlib", "functools", "copy", "pickle")
+"""Packages that compute on behalf of their caller."""
 MODES = ("__torch_function__", "__torch_dispatch__")
-"""So do anybody's modes and tensors."""
-ASKED = ("ds_npu.parallel.tensor.shard_access", "ds_npu.parallel.tensor.whole_weight")
-"""Where a request arrives."""
+"""Functions, in any package, that compute on behalf of their caller."""
+ENTRY_MODULES = ("ds_npu.parallel.tensor.shard_access", "ds_npu.parallel.tensor.whole_weight")
+"""The modules that are called when a shard is used; the reader is found among their callers."""
 
 VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
 """Attributes of a tensor that are made of its values; all others are metadata."""
@@ -45,44 +51,49 @@ METADATA = {
     *("_has_compatible_shallow_copy_type", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
 }
 """Functions that say nothing of a tensor's values (addresses tell which weights are tied)."""
-WRITTEN = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor._typed_storage}
-"""Of a copy, these are how it gets into a file."""
+SERIALIZATION_READS = {
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor._typed_storage,
+}
+"""Metadata by which a tensor is written to a file: other code may not read these of a ShardCopy."""
 COPIES = {
     *("detach", "clone", "contiguous", "to", "cpu", "cuda", "npu", "pin_memory"),
     *("float", "double", "half", "bfloat16", "__get__:data"),
 }
 """Functions whose result is the same shard again."""
 REPLACE = {"copy_", "__set__:data"}
-"""Functions that put values into a shard; they may be those of a copy."""
+"""Functions that overwrite a shard; other code may use them with a copy of the same shard."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a tensor is a part of."""
+    """What a tensor is one rank's shard of."""
 
     described: str
-    """The whole, and how it is split: what an error says of it."""
+    """The whole, and how it is sharded: for errors."""
     remedy: str
-    """What to do in place of computing with a part."""
+    """What to do in place of computing with the shard: for errors."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # A tensor read from a file is no shard of this model.
 
 
 @dataclass(frozen=True)
 class WeightShard(Shard):
-    """What a ShardedParameter is a part of."""
+    """The weight that a ShardedParameter is a shard of."""
 
     name: str
     """Of the weight, in the model."""
     shape: tuple[int, ...]
     """Of the whole weight."""
     sharding: Sharding
-    group: Any
+    group: dist.ProcessGroup | None
     """The tensor ranks."""
 
     @staticmethod
-    def of(name: str, shape: Sequence[int], sharding: Sharding, group: Any) -> WeightShard:
+    def of(name: str, shape: Sequence[int], sharding: Sharding, group: dist.ProcessGroup | None) -> WeightShard:
         ranks = f"{len(sharding.ranges)} tensor ranks along dim {sharding.dim} (ds_npu.parallel.tensor)"
         described = f"{name} {list(shape)} is split over {ranks}"
         return WeightShard(described, WEIGHT_REMEDY, name, tuple(shape), sharding, group)
@@ -100,76 +111,78 @@ class ShardAccessError(RuntimeError):
     """Somebody computes with one tensor rank's shard of a weight as if it were the whole."""
 
 
-class _Access(threading.local):
-    """What this thread is doing."""
+class _Scopes(threading.local):
+    """How deep this thread is in each of the scopes below."""
 
-    shards = 0
-    """Depth of code that is given shards to compute with."""
+    allowed = 0
     forward = 0
-    """Depth of forwards of sharded models: every tensor rank is at the same place."""
     region = 0
-    """Depth of modules in which tensor ranks compute different things."""
 
 
-_access = _Access()
+_scopes = _Scopes()
 
 
 @contextmanager
-def _inside(what: str) -> Iterator[None]:
-    state = vars(_access)
-    state[what] = state.get(what, 0) + 1
+def allow_shard_access() -> Iterator[None]:
+    """Let all code that this thread runs meanwhile compute with shards: an optimizer, or a user's module."""
+    _scopes.allowed += 1
     try:
         yield
     finally:
-        state[what] -= 1
+        _scopes.allowed -= 1
 
 
-def using_shards() -> Any:
-    """Let all that this thread calls compute with shards: an optimizer, or a user's module that was given them."""
-    return _inside("shards")
+@contextmanager
+def model_forward_scope() -> Iterator[None]:
+    """Around the forward of a sharded model, which every tensor rank runs at the same time."""
+    _scopes.forward += 1
+    try:
+        yield
+    finally:
+        _scopes.forward -= 1
 
 
-def in_forward() -> Any:
-    """A forward of a sharded model, which every tensor rank runs."""
-    return _inside("forward")
-
-
-def in_region() -> Any:
-    """A module in which tensor ranks hold different tokens, heads or columns."""
-    return _inside("region")
+@contextmanager
+def region_scope() -> Iterator[None]:
+    """Around the forward of a module in which tensor ranks hold different tokens, heads or columns."""
+    _scopes.region += 1
+    try:
+        yield
+    finally:
+        _scopes.region -= 1
 
 
 def ranks_agree() -> bool:
     """Whether every tensor rank is here now and computes the same: in a model's forward, outside of its regions.
 
-    In a backward (of what was not kept) every rank is, too.
+    That holds in a backward as well (which recomputes what was not kept).
     """
-    return not _access.region and (_access.forward > 0 or torch._C._current_graph_task_id() >= 0)
+    return not _scopes.region and (_scopes.forward > 0 or torch._C._current_graph_task_id() >= 0)
 
 
 def is_internal() -> bool:
     """Whether the code that called this module, or ``whole_weight``, may compute with shards."""
-    return _access.shards > 0 or _outsider() is None
+    return _scopes.allowed > 0 or _outsider() is None
 
 
 def _outsider() -> FrameType | None:
-    """The frame on whose behalf a shard is asked for something; None where it is one of a package that knows shards."""
+    """The frame on whose behalf a shard is used; None where its package may compute with shards."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in ASKED:
+    while frame is not None and frame.f_globals.get("__name__") in ENTRY_MODULES:
         frame = frame.f_back
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         package = module.partition(".")[0]
         if package in INTERNAL or module.startswith(OPTIMIZERS):
             return None
-        if package not in BETWEEN and frame.f_code.co_name not in MODES:
+        if package not in INTERMEDIARIES and frame.f_code.co_name not in MODES:
             return frame
         frame = frame.f_back
     return None
 
 
 def refusal(shard: Shard, what: str) -> ShardAccessError:
-    """The error for whoever asks a shard for ``what``."""
+    """The error for the code that reads ``what`` of a shard."""
     frame = _outsider()
     reader = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "autograd"
     return ShardAccessError(
@@ -190,25 +203,26 @@ def _name(func: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_metadata(func: Any) -> bool:
+def _is_metadata(func: Operation) -> bool:
     kind, _, attribute = _name(func).partition(":")
     return attribute not in VALUES if attribute else kind in METADATA
 
 
-def _checked(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` of arguments among which are shards, for whoever calls it."""
+def _checked(func: Operation, args: Arguments, kwargs: Keywords | None) -> Any:
+    """``func(*args, **kwargs)``, with shards among the arguments, if its caller may do that."""
+    kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if (_is_metadata(func) and func not in WRITTEN) or is_internal():
+        if (_is_metadata(func) and func not in SERIALIZATION_READS) or is_internal():
             return func(*args, **kwargs)
         held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ShardedParameter | ShardCopy)]
         return _for_others(func, args, kwargs, held)
 
 
-def _for_others(func: Any, args: Any, kwargs: Any, held: list[Any]) -> Any:
+def _for_others(func: Operation, args: Arguments, kwargs: Keywords, held: list[ShardedParameter | ShardCopy]) -> Any:
     name, shard = _name(func), held[0].shard
     if name == "__repr__":
         return f"one rank's part ({shard.described}): {held[0].detach()!r}"
-    if func in WRITTEN and not any(isinstance(each, ShardCopy) for each in held):
+    if func in SERIALIZATION_READS and not any(isinstance(each, ShardCopy) for each in held):
         return func(*args, **kwargs)
     if name in COPIES:
         copied = func(*args, **kwargs)
@@ -225,15 +239,17 @@ class ShardedParameter(nn.Parameter):
     shard: WeightShard
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _checked(func, args, kwargs or {})
+    def __torch_function__(
+        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        return _checked(func, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardCopy:
+    def __deepcopy__(self, memo: dict[int, ShardCopy]) -> ShardCopy:
         return _deep_copy(self, memo)
 
 
 class ShardCopy(torch.Tensor):
-    """This rank's part of something: of a weight, what ``state_dict()`` gives to others than DeepSpeed and ds_npu."""
+    """A copy of this rank's shard: what ``state_dict()`` returns to other code than DeepSpeed and ds_npu."""
 
     shard: Shard
 
@@ -244,34 +260,36 @@ class ShardCopy(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _checked(func, args, kwargs or {})
+    def __torch_function__(
+        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        return _checked(func, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardCopy:
+    def __deepcopy__(self, memo: dict[int, ShardCopy]) -> ShardCopy:
         return _deep_copy(self, memo)
 
 
-def _deep_copy(held: ShardedParameter | ShardCopy, memo: dict[int, Any]) -> ShardCopy:
+def _deep_copy(held: ShardedParameter | ShardCopy, memo: dict[int, ShardCopy]) -> ShardCopy:
     if id(held) not in memo:
         memo[id(held)] = ShardCopy.of(local_shard(held).clone(), held.shard)
-    found: ShardCopy = memo[id(held)]
-    return found
+    return memo[id(held)]
 
 
 def protect(parameter: nn.Parameter, shard: WeightShard) -> None:
-    """Let nobody else compute with ``parameter``, which stays the same object."""
-    kept: Any = parameter
+    """Make ``parameter``, which stays the same object, a ShardedParameter."""
     if isinstance(parameter, ShardedParameter):
         return  # Tied, and protected under its first name.
-    kept.__class__ = ShardedParameter
-    kept.shard = shard
+    object.__setattr__(parameter, "__class__", ShardedParameter)
+    assert isinstance(parameter, ShardedParameter)
+    parameter.shard = shard
 
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard as a plain tensor without gradient, for those who know what it is; it shares its memory."""
+    """This rank's shard as a plain tensor without gradient, for code that knows it is one; it shares its memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.detach()
 
 
+# Files that hold a ShardCopy name this function, so it keeps its name.
 def _nothing() -> None:
     return None

@@ -1,6 +1,6 @@
-"""Which part of a whole weight each tensor rank holds: index ranges along one dim, as data.
+"""Which shard of a weight each tensor rank holds: index ranges along one dim, as data.
 
-A parameter that is split carries its Sharding (``mark``, ``sharding_of``); one without is whole on every rank.
+A sharded parameter carries its Sharding (``mark_sharded``, ``sharding_of``); one without is whole on every rank.
 """
 
 from __future__ import annotations
@@ -12,30 +12,32 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+
 Ranges = tuple[tuple[int, int], ...]
 """Half-open index ranges, in the order in which they are held."""
 
-MARK = "ds_npu_sharding"
 TENSOR_PARALLEL = "tensor_model_parallel"
 """DeepSpeed counts the gradient of a parameter with this mark on every model-parallel rank, else on the first only."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a whole tensor of ``size`` along ``dim`` is split: ``ranges[r]`` is what tensor rank r holds."""
+    """How a tensor of ``size`` along ``dim`` is sharded: tensor rank r holds ``ranges[r]``."""
 
     dim: int
     size: int
     ranges: tuple[Ranges, ...]
 
     def length(self, rank: int) -> int:
-        """Indices that ``rank`` holds."""
+        """The number of indices that ``rank`` holds."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A copy of the part of ``whole`` that ``rank`` holds; raises ValueError where ``whole`` has another size.
+        """A copy of the shard of ``whole`` that ``rank`` holds; raises ValueError where ``whole`` has another size.
 
-        Of a view with more elements than its memory has (a probe's weight) it is a view, or as small as it can be.
+        Where ``whole`` is an expanded view (a probe's weight has more elements than memory), the shard is a view too,
+        or a copy without the expanded dims.
         """
         if whole.shape[self.dim] != self.size:
             raise ValueError(f"a tensor of shape {tuple(whole.shape)} was given; dim {self.dim} must have {self.size}")
@@ -51,7 +53,7 @@ class Sharding:
         return torch.cat(parts, dim=self.dim).expand(shape)
 
     def assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor from what each rank holds."""
+        """The whole tensor from the shard of each rank."""
         shape = list(parts[0].shape)
         shape[self.dim] = self.size
         whole = parts[0].new_empty(shape)
@@ -75,10 +77,11 @@ def near_even(count: int, parts: int, what: str = "columns") -> list[tuple[int, 
     return list(itertools.pairwise(bounds))
 
 
-def split(dim: int, sections: Sequence[int], tensor_size: int, unit: int = 1) -> Sharding:
-    """Each of the ``sections`` of ``dim`` (one after another, as in a fused gate-up weight) over all tensor ranks.
+def shard_sections(dim: int, sections: Sequence[int], tensor_size: int, unit: int = 1) -> Sharding:
+    """Shard each of the ``sections`` of ``dim`` (one behind the other, as in a fused gate-up weight) near-evenly.
 
-    Sections are split in whole units of ``unit`` indices (a head), as evenly as that goes.
+    A section is divided between units of ``unit`` indices (a head). Raises ValueError where one has fewer units than
+    there are tensor ranks.
     """
     starts = [0, *itertools.accumulate(sections)]
     ranges: list[Ranges] = []
@@ -88,16 +91,20 @@ def split(dim: int, sections: Sequence[int], tensor_size: int, unit: int = 1) ->
     return Sharding(dim, starts[-1], tuple(ranges))
 
 
-def mark(parameter: nn.Parameter, sharding: Sharding) -> None:
-    """Say that ``parameter`` holds this rank's part of a whole weight."""
-    vars(parameter).update({MARK: sharding, TENSOR_PARALLEL: True})
+_SHARDING = TensorAttribute[Sharding]("ds_npu_sharding")
+_TENSOR_PARALLEL = TensorAttribute[bool](TENSOR_PARALLEL)
 
 
-def keep_part(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
-    """Leave in ``parameter``, which holds the whole weight, what ``rank`` holds of it; it stays the same object.
+def mark_sharded(parameter: nn.Parameter, sharding: Sharding) -> None:
+    """Mark ``parameter`` as this rank's shard of a weight, for ds_npu and for DeepSpeed."""
+    _SHARDING.set(parameter, sharding)
+    _TENSOR_PARALLEL.set(parameter, True)
 
-    A parameter that stands in two modules (a tied one) is split once. Raises ValueError where they want it split
-    differently.
+
+def keep_shard(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
+    """Reduce ``parameter``, which holds the whole weight, to the shard of ``rank``; it stays the same object.
+
+    A parameter of two modules (a tied one) is sharded once. Raises ValueError where they want it sharded differently.
     """
     already = sharding_of(parameter)
     if already == sharding:
@@ -105,10 +112,9 @@ def keep_part(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
     if already is not None:
         raise ValueError(f"a weight that two modules share is to be split as {already} and as {sharding}")
     parameter.data = sharding.take(parameter.data, rank)
-    mark(parameter, sharding)
+    mark_sharded(parameter, sharding)
 
 
 def sharding_of(parameter: nn.Parameter) -> Sharding | None:
-    """How ``parameter`` is split; None where it is whole."""
-    sharding: Sharding | None = vars(parameter).get(MARK)
-    return sharding
+    """How ``parameter`` is sharded; None where it is whole."""
+    return _SHARDING.get(parameter)

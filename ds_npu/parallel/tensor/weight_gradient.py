@@ -1,4 +1,6 @@
-"""Weight gradients that the matrix multiplication itself adds to the buffer where they are accumulated.
+"""Weight gradients that the matrix product itself adds to the buffer in which the optimizer accumulates them.
+
+Megatron-LM calls this gradient accumulation fusion.
 
 [Note: None for a gradient] A linear layer that has added its weight's gradient gives autograd None for it. The weight's
 AccumulateGrad node is executed all the same, once in a backward and after every use of the weight, and so are the
@@ -11,32 +13,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 
-MARK = "ds_npu_gradient_buffer"
 WIDE = (torch.float32, torch.float64)
 
+Hook = Callable[[torch.Tensor], None]
+
 Buffer = Callable[[torch.dtype], torch.Tensor | None]
-"""Where products of operands of a dtype are to be added, in the weight's shape; None where they are not."""
+"""From the dtype of a product's operands to the tensor, in the weight's shape, to which the product is added; None
+where it is not added."""
 
 
 class GradientBuffer:
-    """What a weight carries whose gradient is added to a buffer."""
+    """The attribute of a weight whose gradient the matrix product adds to a buffer."""
 
     def __init__(self, weight: nn.Parameter, buffer: Buffer) -> None:
         self._weight, self._buffer = weight, buffer
         self._hooks_run = hooks_run_after_none()
         self._backward = -1
-        vars(weight)[MARK] = self
+        GRADIENT_BUFFER.set(weight, self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # A weight read from a file has no buffer.
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # A weight read from a file has no buffer.
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> bool:
         """Add dyᵀ x of [T, rows] and [T, columns] in the buffer's precision, within a backward.
@@ -55,14 +61,14 @@ class GradientBuffer:
             self._run_hooks_after(node)
         return True
 
-    def _run_hooks_after(self, node: Any) -> None:
+    def _run_hooks_after(self, node: Node) -> None:
         if self._backward == (task := torch._C._current_graph_task_id()):
             return
         self._backward = task
 
         def after(_: object, gradients: tuple[torch.Tensor | None]) -> None:
             handle.remove()
-            hooks: dict[int, Any] = self._weight._post_accumulate_grad_hooks or {}
+            hooks: dict[int, Hook] = self._weight._post_accumulate_grad_hooks or {}
             for hook in list(hooks.values()) if gradients[0] is None else ():
                 hook(self._weight)
 
@@ -70,14 +76,16 @@ class GradientBuffer:
         handle = node.register_hook(after)
 
 
+GRADIENT_BUFFER = TensorAttribute[GradientBuffer]("ds_npu_gradient_buffer")
+
+
 def gradient_buffer(weight: torch.Tensor) -> GradientBuffer | None:
-    """What ``weight``, or the weight it was cast from, carries."""
-    found: GradientBuffer | None = vars(weight).get(MARK)
-    return found
+    """The buffer of ``weight``, or of the weight it was cast from; None where it has an ordinary gradient."""
+    return GRADIENT_BUFFER.get(weight)
 
 
 def weight_gradient(buffer: GradientBuffer | None, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """dyᵀ x of [T, rows] and [T, columns]; None where it was added to the ``buffer``."""
+    """dyᵀ x of [T, rows] and [T, columns]; None where it was added to ``buffer``."""
     return None if buffer is not None and buffer.add(dy, x) else dy.t() @ x
 
 
@@ -89,7 +97,7 @@ def accumulate(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
         buffer.addmm_(dy.t(), x)
 
 
-def _accumulates(node: Any) -> bool:
+def _accumulates(node: Node) -> bool:
     """Whether this backward goes on to ``node``, an AccumulateGrad."""
     try:
         return torch._C._will_engine_execute_node(node)
@@ -97,17 +105,13 @@ def _accumulates(node: Any) -> bool:
         return False
 
 
-def _nothing() -> None:
-    return None
-
-
 class _GivesNone(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *dys: torch.Tensor) -> None:
+    def backward(ctx: Context, *dys: torch.Tensor) -> None:
         return None
 
 
@@ -116,8 +120,8 @@ def hooks_run_after_none() -> bool:
     """Whether this PyTorch runs post-accumulate hooks of a leaf whose gradient is None. [Note: None for a gradient]"""
     ran: list[torch.Tensor] = []
     with torch.enable_grad():
-        leaf: Any = torch.zeros(1, device="cpu", requires_grad=True)
-        leaf.register_post_accumulate_grad_hook(ran.append)
-        function: Any = _GivesNone  # torch's apply has no types
-        function.apply(leaf).backward()
+        leaf = torch.zeros(1, device="cpu", requires_grad=True)
+        register: Callable[[Hook], RemovableHandle] = leaf.register_post_accumulate_grad_hook
+        register(ran.append)
+        torch.autograd.backward(applied(_GivesNone, _GivesNone.forward)(leaf))
     return bool(ran)

@@ -1,8 +1,9 @@
-"""The whole of a weight that is split over the tensor ranks, for whoever computes with it outside of its own layer."""
+"""The whole of a weight that is sharded over the tensor ranks, for code outside of its own layer."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ds_npu.comm.collectives import all_gather
+from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.tensor.shard_access import (
+    Arguments,
+    Keywords,
+    Operation,
     ShardAccessError,
     ShardedParameter,
     WeightShard,
@@ -21,93 +26,106 @@ from ds_npu.parallel.tensor.shard_access import (
     ranks_agree,
     refusal,
 )
+from ds_npu.parallel.tensor.sharding import Sharding
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute, tensor_property
 
 
 def whole_weight(parameter: nn.Parameter) -> torch.Tensor:
     """Gather the weight of which ``parameter`` is this rank's shard; every tensor rank calls this at the same time.
 
-    The result is for a computation that is the same on every tensor rank; its gradient is, too, and each rank takes its
-    part of it. A parameter that is not split is returned as it is. Raises ValueError where ZeRO-3 holds it in pieces.
+    Use it for a computation that is the same on every tensor rank: then its gradient is the same too, and each rank
+    takes its shard of that. A parameter that is not sharded is returned as it is. Raises ValueError where ZeRO-3 has
+    partitioned it.
     """
-    if not isinstance(parameter, ShardedParameter):
-        return parameter
-    function: Any = _Gather
-    whole: torch.Tensor = function.apply(parameter, parameter.shard)
-    return whole
+    return _gather_weight(parameter, parameter.shard) if isinstance(parameter, ShardedParameter) else parameter
 
 
-def gathered(mine: torch.Tensor, shard: WeightShard) -> torch.Tensor:
-    """The whole weight, from each tensor rank's shard ``mine``: one all-gather, without gradients."""
-    sharding = shard.sharding
+def gather_shards(mine: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The whole tensor, from each rank's shard ``mine`` by ``sharding``: one all-gather, without gradients."""
+    lengths = [sharding.length(rank) for rank in range(len(sharding.ranges))]
+    # Shards differ by a head or a column; the shorter are padded, since not every backend gathers uneven ones.
+    padding = [0, 0] * (mine.dim() - 1 - sharding.dim % mine.dim())
+    padded = functional.pad(mine, (*padding, 0, max(lengths) - mine.shape[sharding.dim]))
+    parts = all_gather(padded.unsqueeze(0), 0, group).wait()
+    return sharding.assemble(
+        [part.narrow(sharding.dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+    )
+
+
+def _gather(parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
+    mine = local_shard(parameter)
     if mine.dim() != len(shard.shape):
         raise ValueError(
             f"{shard.name}: ZeRO-3 holds it in pieces. What to do: gather this rank's shard first, in "
             "deepspeed.zero.GatheredParameters([parameter])"
         )
-    lengths = [sharding.length(rank) for rank in range(len(sharding.ranges))]
-    first = mine.movedim(sharding.dim, 0)
-    # Shards differ by a head or a column; the shorter are padded, since not every backend gathers uneven ones.
-    padding = [0, 0] * (first.dim() - 1) + [0, max(lengths) - first.shape[0]]
-    parts = all_gather(functional.pad(first, padding)[None].contiguous(), 0, shard.group).wait()
-    return sharding.assemble(
-        [part[:length].movedim(0, sharding.dim) for part, length in zip(parts, lengths, strict=True)]
-    )
+    return gather_shards(mine, shard.sharding, shard.group)
 
 
-class _Gather(torch.autograd.Function):
+class _WeightContext(Context):
+    shard: WeightShard
+
+
+class _GatherWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
+    def forward(ctx: _WeightContext, parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
         ctx.shard = shard
-        return gathered(local_shard(parameter), shard)
+        return _gather(parameter, shard)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _part(ctx.shard, gradients[0]), None
+    def backward(ctx: _WeightContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _take_shard(ctx.shard, gradients[0]), None
 
 
-class _Show(torch.autograd.Function):
+class _ShowWhole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
+    def forward(ctx: _WeightContext, parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
         ctx.shard = shard
         return WholeWeight.of(parameter, shard)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _part(ctx.shard, gradients[0]), None
+    def backward(ctx: _WeightContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _take_shard(ctx.shard, gradients[0]), None
 
 
-def _part(shard: WeightShard, gradient: torch.Tensor) -> torch.Tensor:
+_gather_weight = applied(_GatherWeight, _GatherWeight.forward)
+_show_whole = applied(_ShowWhole, _ShowWhole.forward)
+
+
+def _take_shard(shard: WeightShard, gradient: torch.Tensor) -> torch.Tensor:
     return shard.sharding.take(gradient, dist.get_rank(shard.group))
 
 
 class WholeWeight(torch.Tensor):
-    """The whole of a sharded weight, gathered when it is first computed with: its metadata costs no message.
+    """The whole of a sharded weight, gathered at the first computation with it; its metadata costs no message.
 
-    Every tensor rank has to compute with it at the same time. So it can be computed with inside of a forward of the
-    model (or a backward), outside of its regions; elsewhere that raises ShardAccessError.
+    Every tensor rank has to compute with it at the same time: in a forward of the model (or a backward), outside of its
+    regions. Elsewhere a computation raises ShardAccessError.
     """
 
-    parameter: Any
+    parameter: torch.Tensor
     shard: WeightShard
     _whole: torch.Tensor | None
 
     @staticmethod
     def of(parameter: torch.Tensor, shard: WeightShard) -> WholeWeight:
-        make: Any = torch.Tensor._make_wrapper_subclass
-        made: WholeWeight = make(WholeWeight, shard.shape, dtype=parameter.dtype, device=parameter.device)
+        make: Callable[..., WholeWeight] = torch.Tensor._make_wrapper_subclass
+        made = make(WholeWeight, shard.shape, dtype=parameter.dtype, device=parameter.device)
         made.parameter, made.shard, made._whole = parameter, shard, None
         return made
 
     def gathered(self, what: str) -> torch.Tensor:
-        """Raises ShardAccessError, which names the reader, where tensor ranks may not all be here."""
+        """The values, of which ``what`` is read. Raises ShardAccessError, with the reader, unless ranks agree."""
         if self._whole is None:
             if not ranks_agree():
                 raise refusal(self.shard, what)
-            self._whole = gathered(local_shard(self.parameter), self.shard)
+            self._whole = _gather(self.parameter, self.shard)
         return self._whole
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
         own = args[0] if args and isinstance(args[0], cls) else None
         with torch._C.DisableTorchFunctionSubclass():
             if own is not None and func in _OF_PARAMETER:
@@ -119,7 +137,9 @@ class WholeWeight(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch._ops.OpOverload, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
         def whole(value: Any) -> Any:
             return value.gathered(f"its {func.__name__.partition('.')[0]}") if isinstance(value, cls) else value
 
@@ -137,29 +157,32 @@ def _not_written(whole: WholeWeight) -> ShardAccessError:
     )
 
 
-_GETSET: Any = torch._C.TensorBase
-_SET_DATA = _GETSET.data.__set__
-_OF_PARAMETER = {
-    *(_GETSET.requires_grad.__get__, _GETSET.requires_grad.__set__, torch.Tensor.requires_grad_),
-    *(_GETSET.grad.__get__, _GETSET.grad.__set__),
+_SET_DATA = tensor_property("data").__set__
+_REQUIRES_GRAD, _GRAD = tensor_property("requires_grad"), tensor_property("grad")
+_OF_PARAMETER: set[Operation] = {
+    *(_REQUIRES_GRAD.__get__, _REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_),
+    *(_GRAD.__get__, _GRAD.__set__),
 }
-"""What is asked of, or said to, the parameter itself."""
-_OF_VALUES = {
+"""Operations that are done on the parameter itself."""
+_OF_VALUES: set[Operation] = {
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.numpy, torch.Tensor.tolist),
     *(torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__, torch.Tensor.__array__),
 }
-"""What is made of the values without an operator."""
+"""Operations that read the values without an operator."""
+
+
+_DS_ID = TensorAttribute[int]("ds_id")
+"""DeepSpeed's number of a parameter that ZeRO-3 partitions."""
 
 
 class ShowsWhole(nn.Module):
-    """A layer whose sharded weights are seen whole by others that read them as its attributes."""
+    """A layer whose sharded weights are whole for other code that reads them as its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if type(value) is not ShardedParameter or is_internal():
             return value
         # get_parameter() has to return a parameter, and ZeRO-3 gathers what it knows; both are protected as they are.
-        if sys._getframe(1).f_code is nn.Module.get_parameter.__code__ or "ds_id" in vars(value):
+        if sys._getframe(1).f_code is nn.Module.get_parameter.__code__ or _DS_ID.is_on(value):
             return value
-        function: Any = _Show
-        return function.apply(value, value.shard)
+        return _show_whole(value, value.shard)

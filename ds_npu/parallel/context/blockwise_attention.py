@@ -1,0 +1,155 @@
+"""Blockwise attention in autograd: this rank's rows to one block of keys and values after the other.
+
+Ulysses, ring and gathered keys are all this function, with other blocks (``transfer.Route``). Forward merges the
+results of the blocks by online softmax; backward computes every block's weights again from the merged log-sum-exp, as
+FlashAttention does. Source: Liu and Abbeel 2023, arXiv:2305.19370 (blockwise); Liu, Zaharia and Abbeel 2023,
+arXiv:2310.01889 (ring attention).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ds_npu.ops.attention import Dropout, Inputs, Result, attention_backward, attention_forward
+from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.context.kernel_calls import KernelCall
+from ds_npu.parallel.context.local_attention import LocalAttention
+from ds_npu.parallel.context.online_softmax import LSE_DIM, Block, CallGradients, GradientSum, OnlineSoftmax
+
+Receive = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""Post the all-to-all of what was sent again; what it returns waits for the result."""
+
+
+class KeyValueSource(NamedTuple):
+    """Keys and values as they were ``sent`` in forward, and how to ``receive`` one of them again."""
+
+    sent: Block
+    receive: Receive
+
+
+def blockwise_attention(
+    q: torch.Tensor, kv: Block, local: LocalAttention, source: KeyValueSource | None = None
+) -> torch.Tensor:
+    """Out [B, S, N, D] of the rows q [B, S, N, D] of ``local``, whose own keys and values are ``kv``.
+
+    What ``local`` does not keep of keys and values is received again in backward: from other ring ranks, or from their
+    ``source`` where there is one.
+    """
+    receive = None if source is None else source.receive
+    return _apply(local, receive, q, *kv, *(() if source is None else source.sent))
+
+
+class _AttentionContext(Context):
+    local: LocalAttention
+    receive: Receive | None
+    dropouts: list[list[Dropout | None]]
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _AttentionContext,
+        local: LocalAttention,
+        receive: Receive | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *sent: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.local, ctx.receive, ctx.dropouts, kept = local, receive, [], []
+        softmax = OnlineSoftmax(q.shape[1])
+        # What is computed in float32 stays so, also under autocast.
+        with torch.autocast(q.device.type, enabled=False):
+            for step, block in local.route().blocks((k, v)):
+                kept += local.kept(step, block)
+                calls = local.calls(step, q.shape[0] == 1)
+                ctx.dropouts.append([_attend(softmax, q, block, call, local) for call in calls])
+                del block  # before a further one is received
+            out, lse = softmax.result(q, v.shape[3])
+        own = (*(k, v)[: local.cached], *sent[local.cached :]) if sent else (k, v)
+        ctx.save_for_backward(q, *own, out, lse, *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _AttentionContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        own: Block = (k, v)
+        if ctx.receive is not None:
+            posted = [ctx.receive(x) for x in own[ctx.local.cached :]]
+            own = (*own[: ctx.local.cached], *(wait() for wait in posted))
+        with torch.autocast(q.device.type, enabled=False):
+            rows = _Rows(ctx.local, gradients[0], q, out, lse, GradientSum(q, q.shape[1]))
+            of_keys = _backward(rows, own, kept, ctx.dropouts)
+            found = [x.to(like.dtype) for x, like in zip((rows.dq.total(), *of_keys), (q, *own), strict=True)]
+        return None, None, *found, *(None for _ in range(len(ctx.needs_input_grad) - 5))
+
+
+_apply = applied(_BlockwiseAttention, _BlockwiseAttention.forward)
+
+
+def _attend(
+    softmax: OnlineSoftmax, q: torch.Tensor, block: Block, call: KernelCall, local: LocalAttention
+) -> Dropout | None:
+    """Merge the result of one kernel call; returns its dropout."""
+    k, v = (local.repeat_key_heads(call.keys.take(x)) for x in block)
+    q, options = call.rows.take(q), local.options(call)
+    if call.layout == "BSND":
+        out, lse, dropout = attention_forward(q, k, v, options)
+    else:
+        out_TND, lse_TN, dropout = attention_forward(q[0], k[0], v[0], options)
+        out, lse = out_TND[None], lse_TN.T[None]
+    softmax.merge(call.rows, out, lse)
+    return dropout
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """This rank's rows in backward: what is known of them, and the sum of the query's gradients."""
+
+    local: LocalAttention
+    dout: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: GradientSum
+
+    def gradients(
+        self, block: Block, calls: Sequence[KernelCall], dropouts: Sequence[Dropout | None]
+    ) -> Iterator[CallGradients]:
+        """The gradients of a block, call by call, computed as they are taken."""
+        return (self._gradients(block, call, dropout) for call, dropout in zip(calls, dropouts, strict=True))
+
+    def _gradients(self, block: Block, call: KernelCall, dropout: Dropout | None) -> CallGradients:
+        local = self.local
+        dout, q, out = (call.rows.take(x) for x in (self.dout, self.q, self.out))
+        k, v = (local.repeat_key_heads(call.keys.take(x)) for x in block)
+        lse, options = call.rows.take(self.lse, LSE_DIM), local.options(call)
+        if call.layout == "BSND":
+            found = attention_backward(dout, Inputs(q, k, v), Result(out, lse, dropout), options)
+        else:
+            packed = Inputs(q[0], k[0], v[0]), Result(out[0], lse[0].T, dropout)
+            found = Inputs(*(x[None] for x in attention_backward(dout[0], *packed, options)))
+        self.dq.add(call.rows, found.q)
+        return CallGradients(
+            call.keys, tuple(local.sum_repeated_heads(x, like) for x, like in zip(found[1:], block, strict=True))
+        )
+
+
+def _backward(rows: _Rows, own: Block, kept: list[torch.Tensor], dropouts: list[list[Dropout | None]]) -> Block:
+    """The gradients of this rank's keys and values; ``kept`` and ``dropouts`` are forward's, in its order."""
+    local, of_steps, still_kept = rows.local, iter(dropouts), iter(kept)
+    route = local.route()
+    gradients = route.gradients(own)
+    for step, received in route.blocks(own[local.cached :]):
+        block = own if local.is_own(step) else (*itertools.islice(still_kept, local.cached), *received)
+        calls = rows.gradients(block, local.calls(step, rows.q.shape[0] == 1), next(of_steps))
+        del block, received  # they go when the last call has ended, before anything further is received
+        gradients.add(step, calls)
+    return gradients.total()

@@ -1,0 +1,45 @@
+"""Typed access to attributes of tensors that torch does not declare: marks that ds_npu or DeepSpeed puts on them."""
+
+from __future__ import annotations
+
+import inspect
+from types import GetSetDescriptorType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class TensorAttribute(Generic[T]):
+    """An attribute of single tensors with its ``name`` and its type."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get(self, tensor: torch.Tensor) -> T | None:
+        """Its value; None where ``tensor`` has no such attribute."""
+        found: T | None = _attributes(tensor).get(self.name)
+        return found
+
+    def set(self, tensor: torch.Tensor, value: T) -> None:
+        _attributes(tensor)[self.name] = value
+
+    def remove(self, tensor: torch.Tensor) -> None:
+        """Nothing happens where ``tensor`` does not have it."""
+        _attributes(tensor).pop(self.name, None)
+
+    def is_on(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has the attribute, whatever its value."""
+        return self.name in _attributes(tensor)
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    # Not setattr, which subclasses of tensors overload.
+    return vars(tensor)
+
+
+def tensor_property(name: str) -> GetSetDescriptorType:
+    """The descriptor of a property of tensors; its ``__get__`` is what ``__torch_function__`` is given for a read."""
+    found: GetSetDescriptorType = inspect.getattr_static(torch._C.TensorBase, name)
+    return found

@@ -251,7 +251,7 @@ def from_initialize() -> None:
     )
     # One rank finds something that the other one does not.
     if dist.get_rank() == 1:
-        sharding_probe.probe = lambda *_: sharding_probe.Probe(["  found by rank 1"])
+        sharding_probe.probe = lambda *_: sharding_probe.ProbeResult(["  found by rank 1"])
     assert "found by rank 1" in refused_by_all(own("qkv"), OWN)
 
 

@@ -28,7 +28,7 @@ class Candidate:
     impossible: str | None
 
     def __str__(self) -> str:
-        return described(self.algorithm)
+        return algorithm_text(self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Choice:
     reason: str
 
 
-def described(algorithm: ContextAlgorithm) -> str:
+def algorithm_text(algorithm: ContextAlgorithm) -> str:
     """``algorithm`` as texts name it: ``hybrid (ulysses 4, window 2)``."""
     sizes = [f"ulysses {algorithm.ulysses}"] if algorithm.name == "hybrid" else []
     sizes += [f"window {algorithm.window}"] if algorithm.window > 1 else []

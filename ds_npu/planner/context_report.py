@@ -10,7 +10,7 @@ from typing import Any
 from ds_npu.config.check import Checked
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms
-from ds_npu.planner.context_choice import Candidate, choose, choose_for, described, estimated, refusals
+from ds_npu.planner.context_choice import Candidate, algorithm_text, choose, choose_for, estimated, refusals
 from ds_npu.planner.context_cost import Cost, Layer
 from ds_npu.planner.machine import MACHINES, Machine
 from ds_npu.planner.model_file import attention_of
@@ -29,7 +29,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
     title = f"Context parallelism over {degrees.cp} ranks:"
     wanted = {"--model PATH": arguments.model, "--sequence-length N": arguments.sequence_length}
     if missing := [option for option, value in wanted.items() if value is None]:
-        known = f"{described(left[0])}, as given" if len(left) == 1 else "the algorithm is chosen by estimates"
+        known = f"{algorithm_text(left[0])}, as given" if len(left) == 1 else "the algorithm is chosen by estimates"
         yield from ("", f"{title} {known}; to see estimates, say {' and '.join(missing)}")
         return
     samples = checked.batch.micro or 1
@@ -37,7 +37,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
     machine = MACHINES[arguments.machine]
     choice = choose_for(section, layer, degrees, machine)
     how = f"chosen: {choice.reason}" if len(left) > 1 else "as given"
-    yield from ("", f"{title} {described(choice.algorithm)} ({how})", *_assumptions(layer, machine))
+    yield from ("", f"{title} {algorithm_text(choice.algorithm)} ({how})", *_assumptions(layer, machine))
     # All of them, whatever was given: that one is among them.
     open_section = ContextParallelSection(kv_cache=section.kv_cache)
     found = algorithms(open_section, degrees.cp)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.fused_ops.fusion_result import FusionResult, described
+from ds_npu.features.fused_ops.fusion_result import FusionResult, result_lines
 from ds_npu.features.fused_ops.loss import fuse_loss
 from ds_npu.features.fused_ops.mlp import fuse_mlps
 from ds_npu.features.fused_ops.norm import fuse_norms
@@ -69,6 +69,6 @@ def fuse(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> list[str
     lines: list[str] = []
     for key, fusion in FUSIONS.items():
         if key in wanted and key not in done:
-            lines += described(key, list(fusion(model, plan)))
+            lines += result_lines(key, list(fusion(model, plan)))
             done.add(key)
     return lines

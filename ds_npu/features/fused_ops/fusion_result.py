@@ -17,7 +17,7 @@ class FusionResult(NamedTuple):
     """Why it was left as it is; empty where the operator is in it now."""
 
 
-def described(operator: str, results: Sequence[FusionResult]) -> Iterator[str]:
+def result_lines(operator: str, results: Sequence[FusionResult]) -> Iterator[str]:
     """Lines that say where ``operator`` is and is not; modules that differ only in indices share one."""
     by_reason: dict[str, list[str]] = {}
     for result in results:

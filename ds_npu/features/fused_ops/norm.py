@@ -53,7 +53,7 @@ def _fuse(module: nn.Module) -> str | None:
             for offset in OFFSETS:
                 if computes_the_same(theirs, lambda x, e=eps, o=offset: rms_norm(x, weight, e, o), inputs):
                     widens = _widens(theirs, x, weight)
-                    replace_innermost(module, functools.partial(forward, module, eps, offset, widens))
+                    replace_innermost(module, functools.partial(norm_forward, module, eps, offset, widens))
                     return None
     return f"{type(module).__name__} computes something else than an RMS norm"
 
@@ -69,7 +69,7 @@ def _widens(theirs: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, wei
     return bool(theirs(x.detach().bfloat16()).dtype == torch.float32)
 
 
-def forward(module: nn.Module, eps: float, offset: float, widens: bool, x: torch.Tensor) -> torch.Tensor:
+def norm_forward(module: nn.Module, eps: float, offset: float, widens: bool, x: torch.Tensor) -> torch.Tensor:
     """The norm of x [..., H], in x's dtype; in that of the weight if it is wider and ``widens``."""
     weight = module.get_parameter("weight")
     return rms_norm(x.to(torch.promote_types(x.dtype, weight.dtype)) if widens else x, weight, eps, offset)

@@ -29,7 +29,7 @@ from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput, around
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+TensorForward = Callable[[torch.Tensor], torch.Tensor]
 
 FACTOR_ROLES = (Role.LORA_A, Role.LORA_B)
 KNOWN = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
@@ -103,7 +103,7 @@ def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers)
         around(factor, partial(_narrow, factor, axis))
 
 
-def _before_the_region(outside: RandomNumbers, forward: Forward, x: torch.Tensor) -> torch.Tensor:
+def _before_the_region(outside: RandomNumbers, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, RegionInput):
         return forward(x)
     with outside():
@@ -111,7 +111,7 @@ def _before_the_region(outside: RandomNumbers, forward: Forward, x: torch.Tensor
     return x if changed is x.source else RegionInput.of(changed, x.axis, x.shards)
 
 
-def _narrow(factor: nn.Module, axis: TensorAxis, forward: Forward, x: torch.Tensor) -> torch.Tensor:
+def _narrow(factor: nn.Module, axis: TensorAxis, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
     """A of ``x``, inside of the region."""
     if isinstance(x, RegionInput):
         return RegionInput.of(forward(x.source), x.axis, x.shards).entered()

@@ -32,7 +32,7 @@ COLUMN_PARTS = {Role.GATE: 1, Role.UP: 1, Role.GATE_UP: 2, Role.DOWN: 1, Role.EX
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """The module ``name`` of ``model``, with those of its blocks that are in ``blocks``."""
 
     model: nn.Module

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.roles import ORDER, Role
-from ds_npu.features.tensor_parallel.part_copy import LARGE, Part
+from ds_npu.features.tensor_parallel.part_copy import LARGE, ModelPart
 from ds_npu.features.tensor_parallel.refusal import SHARDED_IN_REGIONS, SHARDED_ROLES
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.log import logger
@@ -63,7 +63,7 @@ class ProbeResult:
 class Unit:
     """A part of a model that is called with hidden states only."""
 
-    part: Part
+    part: ModelPart
     width: int
     """Of its hidden states."""
     argument: str | None = None
@@ -176,12 +176,12 @@ def _decoder(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: 
     if name is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):
         return None
     width = kinds.own_shapes(root.get_input_embeddings())["weight"][1]
-    return Unit(Part(model, plan, name, blocks, large), width, "inputs_embeds")
+    return Unit(ModelPart(model, plan, name, blocks, large), width, "inputs_embeds")
 
 
 def _alone(model: nn.Module, plan: ModelPlan, name: str, large: int) -> Unit:
     """One block or sublayer by itself."""
-    part = Part(model, plan, name, (name,) if name in plan.blocks else (), large)
+    part = ModelPart(model, plan, name, (name,) if name in plan.blocks else (), large)
     return Unit(part, _width(model, plan, name))
 
 

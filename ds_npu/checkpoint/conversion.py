@@ -1,7 +1,7 @@
-"""What a checkpoint's tensors are called in the model, and what becomes of them, by transformers' own conversions.
+"""From a checkpoint's tensors to a model's weights, by transformers' own renamings and conversions.
 
-Checkpoints differ from models: old names, base-model prefixes, one tensor for each expert where the model has one for
-all. Source: transformers 5, core_model_loading.convert_and_load_state_dict_in_model.
+Checkpoints may have old names, base-model prefixes, or one tensor for each expert where the model has one for all.
+Source: transformers 5, core_model_loading.convert_and_load_state_dict_in_model.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one weight of the model (or several) is made of tensors of the checkpoint."""
+    """How one weight of the model (or several) is built from tensors of the checkpoint."""
 
     target: str
     """The (first) weight's name in the model."""
     converter: Any
-    """A transformers WeightConverter; None where the one source is the weight."""
+    """A WeightConverter of transformers; None where the one source is the weight."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Names in the checkpoint under the converter's pattern that they match, in the order of the conversion."""
+    """By pattern of the converter, the names in the checkpoint that match it, in the order of the conversion."""
 
     @property
     def names(self) -> list[str]:
@@ -42,7 +42,7 @@ class Recipe:
 
     @property
     def stacked(self) -> bool:
-        """Whether index i of the weight's dim 0 is made of the i-th source under each pattern alone (of expert i)."""
+        """Whether index i of the weight's dim 0 is built only from source i of each pattern (expert i)."""
         if self.converter is None:
             return False
         first, *rest = self.converter.operations
@@ -61,17 +61,17 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Conversions:
-    """A checkpoint seen from a model: recipes, and what is left over."""
+    """How a checkpoint becomes a model's weights."""
 
     recipes: list[Recipe]
     left_over: dict[str, str]
-    """Tensors of no recipe: from their names in the checkpoint to the names that they would have in the model."""
+    """Tensors of no recipe: from their name in the checkpoint to the one that they would have in the model."""
     used: list[Any]
-    """The transformers conversions that applied to some name; saving reverts these."""
+    """The conversions of transformers that applied to some name; saving reverts them."""
 
 
 def conversions(model: Any, wanted: Collection[str], found: Collection[str]) -> Conversions:
-    """Match the names ``found`` in a checkpoint with those ``wanted`` by ``model`` (a transformers model)."""
+    """Match the names ``found`` in a checkpoint with the names ``wanted`` of ``model``, a transformers model."""
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -93,17 +93,17 @@ def conversions(model: Any, wanted: Collection[str], found: Collection[str]) -> 
 
 @dataclass(frozen=True)
 class Converter:
-    """Carries out recipes for a model of the given config."""
+    """Builds weights by recipes, for a model with the given config."""
 
     whole_shapes: Mapping[str, torch.Size]
     config: Any
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """All that conversions ask a model for is a weight's shape; it must be that of the whole, not of the shard."""
+        """An empty weight of the whole shape: all that conversions read of a model, whose own weights may be shards."""
         return torch.empty(self.whole_shapes[name], device="meta")
 
     def convert(self, recipe: Recipe, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """The whole weights by their names in the model, from the checkpoint's ``tensors``."""
+        """By name in the model, the whole weights that ``recipe`` builds from the checkpoint's ``tensors``."""
         if recipe.converter is None:
             return {recipe.target: tensors[recipe.names[0]]}
         converter = copy.deepcopy(recipe.converter)
@@ -114,6 +114,6 @@ class Converter:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def shapes(self, recipe: Recipe, tensors: Tensors) -> dict[str, torch.Size]:
-        """The shapes that ``convert`` will give; reads no data."""
+        """By name, the shapes of what ``convert`` returns; reads no values."""
         made = self.convert(recipe, {name: torch.empty_like(tensors[name], device="meta") for name in recipe.names})
         return {name: value.shape for name, value in made.items()}

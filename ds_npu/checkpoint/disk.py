@@ -1,19 +1,18 @@
-"""Why a file could not be written, in words."""
+"""Why a file could not be written, in an error's words."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
 UNTOUCHED = "What was saved there before is as it was. What to do: make room there, or save to another folder"
-"""What an error about a checkpoint ends in."""
+"""The end of errors about a checkpoint."""
 
 
 def why_not_written(error: Exception, path: Path, needed: int) -> str:
-    """The reason in words; ``needed`` is the size in bytes of what was to be written to ``path``, as far as known."""
+    """Why writing ``needed`` bytes (0: not known) to ``path`` raised ``error``: a full disk, or another reason."""
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     disk = next(folder for folder in (existing, *existing.absolute().parents) if folder.is_mount())
     free = shutil.disk_usage(disk).free
@@ -24,8 +23,8 @@ def why_not_written(error: Exception, path: Path, needed: int) -> str:
     return f"{type(error).__name__}: {said}"
 
 
-def tensor_bytes(state: Any) -> int:
-    """The bytes of all tensors in nested dicts, lists and tuples; storages count once, and whole."""
+def tensor_bytes(state: object) -> int:
+    """The bytes of all tensors in nested dicts, lists and tuples; each storage counts once, and whole."""
     found: dict[int, int] = {}
     left = [state]
     while left:

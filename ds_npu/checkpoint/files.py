@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint as tensors that nobody has read: mapped files, read where they are copied."""
+"""The tensors of a Hugging Face checkpoint in mapped files, whose values are read when they are copied."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _pickled(file: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
-READERS = {".safetensors": _safetensors, ".bin": _pickled}
+READ_BY_SUFFIX = {".safetensors": _safetensors, ".bin": _pickled}
 ENTRIES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What says where a folder's weights are, the preferred first (as transformers does)."""
+"""Files that hold a folder's weights or say where they are, the preferred first (as transformers does)."""
 
 
 def open_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,10 +64,10 @@ def _of(missing: list[str], names: list[str]) -> str:
 
 
 def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    if file.suffix not in READERS:
-        raise CheckpointError(f"{file}: weights are read from {' and '.join(READERS)} files, not from this one")
+    if file.suffix not in READ_BY_SUFFIX:
+        raise CheckpointError(f"{file}: weights are read from {' and '.join(READ_BY_SUFFIX)} files, not from this one")
     try:
-        yield from READERS[file.suffix](file).items()
+        yield from READ_BY_SUFFIX[file.suffix](file).items()
     except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}. What to do: fetch the file anew (it may be cut short), or save the "

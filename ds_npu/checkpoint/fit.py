@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a model: everything that is wrong between the two, in one error."""
+"""Does a checkpoint fit a model? Everything that is wrong, in one error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_npu.checkpoint.conversion import Conversions, Converter
 from ds_npu.checkpoint.files import CheckpointError
 
 LISTED = 20
-"""Names of a kind that an error spells out; the others are counted."""
+"""How many names of a kind an error lists; the others are counted."""
 
 ADVICE = {
     "missing from the checkpoint": (
@@ -25,10 +25,10 @@ ADVICE = {
     "not convertible": "the files may be incomplete: fetch the checkpoint anew",
     "different, but tied by the config": 'set "tie_word_embeddings": false in config.json, or drop one of them',
 }
-"""What can be wrong, and what to do about it."""
+"""By the kind of problem, what to do about it."""
 
 OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers that older checkpoints hold and models compute today (transformers: _adjust_missing_and_unexpected_keys)."""
+"""Buffers in older checkpoints that models compute today (transformers: _adjust_missing_and_unexpected_keys)."""
 
 Problems = dict[str, list[str]]
 
@@ -41,9 +41,10 @@ def check_fit(
     converter: Converter,
     tensors: Mapping[str, torch.Tensor],
 ) -> set[str]:
-    """The names of the weights that the ``tensors`` of ``folder`` give; of data, only tied weights are read.
+    """The names of the weights that ``tensors``, the checkpoint in ``folder``, provide.
 
-    ``weights`` are the model's parameters and persistent buffers by each of their names. Raises CheckpointError.
+    ``weights``: the model's parameters and persistent buffers by each of their names. Only the values of tied weights
+    are read. Raises CheckpointError that lists every problem.
     """
     problems: Problems = {kind: [] for kind in ADVICE}
     shapes = _shapes(found, converter, tensors, problems)
@@ -60,7 +61,7 @@ def check_fit(
         for name, shape in shapes.items()
         if name in whole and shape != whole[name]
     ]
-    problems["different, but tied by the config"] += _torn_apart(weights, found, tensors)
+    problems["different, but tied by the config"] += _tied_but_different(weights, found, tensors)
     if any(problems.values()):
         raise CheckpointError(_text(model, folder, problems))
     return set(shapes)
@@ -85,10 +86,10 @@ def _left_over(model: Any, found: Conversions) -> list[str]:
     return [name for name, renamed in found.left_over.items() if renamed in kept]
 
 
-def _torn_apart(
+def _tied_but_different(
     weights: Mapping[str, torch.Tensor], found: Conversions, tensors: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Pairs of names of one parameter for which the checkpoint holds different values."""
+    """Pairs of names of one tied parameter for which the checkpoint holds different values."""
     seen: dict[int, tuple[str, torch.Tensor]] = {}
     apart = []
     for recipe in found.recipes:

@@ -1,11 +1,11 @@
-"""Weights of a Hugging Face checkpoint straight into a tensor-sharded model: each rank reads and keeps its part only.
+"""Loads a Hugging Face checkpoint into a tensor-sharded model: each rank reads and keeps its shards only.
 
     model = meta_model(AutoModelForCausalLM, folder)    # no memory
     ...                                                 # modules sharded in place, parameters marked
     load_checkpoint(model, folder, tensor_rank)
 
-On the host, loading takes the model's own shards and nothing that grows with the checkpoint: files are mapped, and a
-weight that has to be converted is made whole alone, or one index of its dim 0 (an expert) at a time.
+Beside the model's own shards, loading needs no memory on the host that grows with the checkpoint: files are mapped, and
+weights that have to be converted are built one at a time, or one index of dim 0 (an expert) at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from transformers.modeling_utils import set_zero3_state
 from ds_npu.checkpoint.conversion import Converter, Recipe, conversions
 from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
 from ds_npu.checkpoint.fit import check_fit
+from ds_npu.models.attributes import copy_attributes, set_attribute
+from ds_npu.models.hf_model import settings
 from ds_npu.parallel.tensor.sharding import Sharding, sharding_of
 
 INITIALIZED = "_is_hf_initialized"
-"""Tensors and modules with this mark are left alone when transformers initialises a model."""
+"""transformers' initialisation skips tensors and modules with this attribute."""
 GENERATION_CONFIG = "generation_config.json"
 
 
-def meta_model(auto_class: Any, folder: str | Path, dtype: Any = None, **options: Any) -> Any:
+def meta_model(auto_class: Any, folder: str | Path, dtype: torch.dtype | str | None = None, **options: Any) -> Any:
     """The model of ``folder``'s config on the meta device, in eval mode, as ``auto_class.from_pretrained`` makes it.
 
     ``auto_class`` is one of transformers' Auto classes or a model class. ``dtype`` is the config's where it is None or
@@ -41,7 +43,7 @@ def meta_model(auto_class: Any, folder: str | Path, dtype: Any = None, **options
     """
     folder = Path(folder)
     config, rest = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
-    if vars(config).get("quantization_config") is not None:
+    if settings(config).get("quantization_config") is not None:
         raise CheckpointError(f"{folder}: the checkpoint is quantized; a sharded model loads full-precision weights")
     if dtype in (None, "auto"):
         stored = (each.dtype for each in open_checkpoint(folder).values() if each.is_floating_point())
@@ -50,7 +52,7 @@ def meta_model(auto_class: Any, folder: str | Path, dtype: Any = None, **options
     make = auto_class.from_config if is_auto else auto_class._from_config
     if is_auto and "trust_remote_code" in options:
         rest["trust_remote_code"] = options["trust_remote_code"]
-    # Under DeepSpeed's ZeRO-3, transformers would partition what is not there yet.
+    # Under DeepSpeed's ZeRO-3, transformers would partition weights that are not there yet.
     with torch.device("meta"), set_zero3_state():
         model = make(config, dtype=dtype, **rest)
     if model.can_generate() and (folder / GENERATION_CONFIG).is_file():
@@ -65,12 +67,12 @@ def load_checkpoint(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Give every parameter and persistent buffer of ``model`` its part of the weights in ``folder``.
+    """Load each parameter and persistent buffer of ``model``, or this rank's shard of it, from ``folder``.
 
-    ``model`` is a transformers model whose sharded parameters hold local shapes and carry their Sharding. What is on
-    the meta device becomes real on ``device``: in ``dtype`` where one is given, weights aside that the model keeps in
-    a dtype of their own. Marks stay, and so do parameters that are one object in several places. What is real already
-    keeps its object, dtype and device. Buffers that no checkpoint holds are computed as transformers computes them.
+    ``model`` is a transformers model whose sharded parameters have local shapes and a Sharding. Tensors on the meta
+    device are allocated on ``device``, in ``dtype`` if given (except weights that the model keeps in a dtype of their
+    own), with their attributes; tied parameters remain one object. Other tensors keep object, dtype and device.
+    Buffers that no checkpoint holds are computed as transformers computes them.
 
     Raises CheckpointError with every name that is missing, left over or of another shape, before anything is changed.
     """
@@ -85,23 +87,23 @@ def load_checkpoint(
     with torch.no_grad():
         for recipe in found.recipes:
             _fill(recipe, weights, converter, tensors, tensor_rank)
-    # transformers' save_pretrained reads it, and reverts what was done here.
+    # transformers' save_pretrained reverts these conversions.
     model._weight_conversions = found.used
     _initialize(model, fresh - {id(weights[name]) for name in loaded})
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers; one that stands in several places under each of its names."""
+    """Parameters and persistent buffers by each of their names."""
     return {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
 
 
 def part_of(tensor: torch.Tensor) -> Sharding | None:
-    """The Sharding of the whole weight of which ``tensor`` is a shard; None where it is whole (buffers are)."""
+    """The Sharding of ``tensor``; None where it is whole, as buffers are."""
     return sharding_of(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 def whole_shape(name: str, tensor: torch.Tensor, tensor_rank: int) -> torch.Size:
-    """The whole weight's shape; raises ValueError where the tensor does not hold what its Sharding says."""
+    """The shape of the whole weight; raises ValueError where the shape of ``tensor`` contradicts its Sharding."""
     sharding = part_of(tensor)
     if sharding is None:
         return tensor.shape
@@ -116,7 +118,7 @@ def whole_shape(name: str, tensor: torch.Tensor, tensor_rank: int) -> torch.Size
 
 
 def _materialize(model: Any, dtype: torch.dtype | None, device: torch.device) -> set[int]:
-    """Put uninitialised memory in the place of what is on the meta device; return the new tensors' ids."""
+    """Replace tensors on the meta device by uninitialised ones; return the ids of the new tensors."""
     main: torch.dtype = model.dtype
     kept = model._get_dtype_plan(dtype or main)
     stored = set(_weights(model))
@@ -144,8 +146,8 @@ def _real(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.
     new = torch.empty_like(old, dtype=dtype, device=device, requires_grad=False)
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
-    vars(new).update(vars(old))
-    # Sums over tensor ranks are hooks, which vars() lacks.
+    copy_attributes(old, new)
+    # Hooks, which sum gradients over tensor ranks, are no attributes.
     new._backward_hooks = old._backward_hooks
     return new
 
@@ -161,7 +163,7 @@ def _fill(
         for name, whole in converter.convert(recipe, tensors).items():
             copy_part(weights[name], whole, part_of(weights[name]), tensor_rank)
         return
-    # One expert at a time: whole, and again as its parts are joined, all experts would be twice the largest weight.
+    # One expert at a time: all at once would need twice the memory of the largest weight.
     out = weights[recipe.target]
     sharding = part_of(out)
     indices: list[int] | range = range(len(out))
@@ -173,7 +175,7 @@ def _fill(
 
 
 def copy_part(out: torch.Tensor, whole: torch.Tensor, sharding: Sharding | None, tensor_rank: int) -> None:
-    """Copy into ``out`` the part of ``whole`` that this rank holds, and read nothing else of it."""
+    """Copy this rank's shard of ``whole`` into ``out``; nothing else of ``whole`` is read."""
     if sharding is None:
         out.copy_(whole)
         return
@@ -185,10 +187,10 @@ def copy_part(out: torch.Tensor, whole: torch.Tensor, sharding: Sharding | None,
 
 
 def _initialize(model: Any, empty: set[int]) -> None:
-    """Let transformers compute the tensors with the given ids, and nothing else.
+    """Have transformers compute the tensors with the given ids, and no others.
 
-    They are buffers of no checkpoint (rotary frequencies), and what the model's class lets a checkpoint lack.
-    Raises CheckpointError where the model's ``_init_weights`` leaves one of them as it is.
+    These are buffers that no checkpoint holds (rotary frequencies) and weights that the model's class allows to be
+    missing. Raises CheckpointError where the model's ``_init_weights`` does not write one of them.
     """
     computed: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
@@ -196,10 +198,10 @@ def _initialize(model: Any, empty: set[int]) -> None:
         mine = {f"{path}.{leaf}".removeprefix("."): each for leaf, each in tensors.items() if id(each) in empty}
         for each in tensors.values():
             if each is not None and id(each) not in empty:
-                vars(each)[INITIALIZED] = True
-        vars(module)[INITIALIZED] = not mine
+                set_attribute(each, INITIALIZED, True)
+        set_attribute(module, INITIALIZED, not mine)
         computed |= mine
-    # Each write raises a tensor's version; no module has to be known to see what was left out.
+    # Each write raises a tensor's version, which shows the tensors that were not written.
     before = {name: (each, each._version) for name, each in computed.items()}
     if computed:
         model.initialize_weights()

@@ -1,4 +1,4 @@
-"""A sharded model's weights back as one Hugging Face checkpoint that the plain model loads."""
+"""Writes the weights of a sharded model as one Hugging Face checkpoint, which the plain model loads."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from transformers.modeling_utils import set_zero3_state
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.checkpoint.loading import part_of
+from ds_npu.models.attributes import attribute
 from ds_npu.parallel.tensor.sharding import Sharding
 
-Gather = Callable[[Any], AbstractContextManager[Any]]
-"""Makes what a data-parallel engine has partitioned (ZeRO-3) whole on each of its ranks for a while."""
+Gather = Callable[[nn.Parameter], AbstractContextManager[object]]
+"""Gathers a parameter that ZeRO-3 has partitioned on each data rank, within the context."""
 
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-"""What ENTRIES of ds_npu.checkpoint.files lead to."""
+"""Names of files of weights and of their indices (see ENTRIES of ds_npu.checkpoint.files)."""
 
 
 def whole_state_dict(
     model: nn.Module, group: dist.ProcessGroup, *, to_cpu: bool = True, gather: Gather = nullcontext
 ) -> dict[str, torch.Tensor]:
-    """The whole Hugging Face state dict on the first rank of the tensor ``group``; an empty dict on the others.
+    """Gather the whole Hugging Face state dict on the first rank of the tensor ``group``; the others return {}.
 
-    Called on all ranks of ``group``; weights pass one at a time, so that a rank needs memory for one rank's part of
-    the largest, and the first rank for what it returns. Names of one parameter share one tensor, as in
-    ``model.state_dict()``. Raises ValueError where a parameter is sharded over another number of ranks.
+    All ranks of ``group`` call it. Weights are gathered one at a time: a rank needs memory for one shard of the largest
+    weight, the first rank also for the result. Names of one parameter share one tensor, as in ``model.state_dict()``.
+    Raises ValueError where a parameter is sharded over another number of ranks.
     """
     device = torch.device("cpu") if to_cpu else None
     first = dist.get_rank(group) == 0
@@ -46,8 +47,7 @@ def whole_state_dict(
         if not isinstance(tensor, torch.Tensor):
             continue
         if id(tensor) not in by_id:
-            partitioned = isinstance(tensor, nn.Parameter)
-            with gather(tensor) if partitioned else nullcontext(), torch.no_grad():
+            with gather(tensor) if isinstance(tensor, nn.Parameter) else nullcontext(), torch.no_grad():
                 by_id[id(tensor)] = _whole(name, tensor.detach(), part_of(tensor), group, device)
         if first:
             whole[name] = by_id[id(tensor)]
@@ -57,7 +57,7 @@ def whole_state_dict(
 def _whole(
     name: str, mine: torch.Tensor, sharding: Sharding | None, group: dist.ProcessGroup, device: torch.device | None
 ) -> torch.Tensor:
-    """The whole weight on the group's first rank, and something empty on the others."""
+    """The whole weight on the group's first rank; an empty tensor on the others."""
     first = dist.get_rank(group) == 0
     if sharding is None:
         return mine.to(device or mine.device, copy=True) if first else mine.new_empty(0)
@@ -72,16 +72,16 @@ def _whole(
         if not shape[sharding.dim] or (rank == 0 and not first):
             continue
         part = mine.contiguous() if rank == dist.get_rank(group) else mine.new_empty(shape)
-        if rank:  # by broadcast, since point to point would open communicators
+        if rank:  # Broadcast: point to point would open another communicator for each pair.
             dist.broadcast(part, group=group, group_src=rank)
         if first:
             place(whole, part, sharding, rank)
-        del part  # before the next is made
+        del part  # Frees its memory before the next shard is allocated.
     return whole
 
 
 def place(whole: torch.Tensor, part: torch.Tensor, sharding: Sharding, rank: int) -> None:
-    """Copy ``part``, which ``rank`` holds, to where it stands in ``whole``."""
+    """Copy ``part``, the shard of ``rank``, to its place in ``whole``."""
     begin = 0
     for start, stop in sharding.ranges[rank]:
         length = stop - start
@@ -90,12 +90,12 @@ def place(whole: torch.Tensor, part: torch.Tensor, sharding: Sharding, rank: int
 
 
 def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, torch.Tensor], **options: Any) -> None:
-    """Write ``state_dict`` (whole weights) and ``model``'s config so that from_pretrained reads them back.
+    """Write ``state_dict`` (whole weights) and the config of ``model`` so that from_pretrained reads them.
 
-    Called on one rank. Names and conversions are those of the checkpoint that was loaded; ``options`` are those of
-    transformers' save_pretrained (``max_shard_size``). Other files in ``folder`` stay, weights of an earlier save do
-    not. Everything is written to a folder beside it first: what can be found under the name ``folder`` is the earlier
-    checkpoint, no checkpoint, or the whole new one, wherever this is interrupted.
+    One rank calls it. Names and conversions are those of the checkpoint that was loaded; ``options`` are those of
+    transformers' save_pretrained (``max_shard_size``). Weights of an earlier save in ``folder`` are replaced, other
+    files are kept. Everything is first written to a folder beside it: wherever this is interrupted, ``folder`` holds
+    the earlier checkpoint, no checkpoint, or the whole new one.
     Raises OSError, with ``folder`` as before, where it cannot be written (a full disk).
     """
     folder = Path(os.path.abspath(folder))
@@ -108,7 +108,7 @@ def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, tor
         beside.mkdir(parents=True)
         writer(model).save_pretrained(beside, state_dict=dict(state_dict), **options)
         for path in beside.rglob("*"):
-            _reach_the_disk(path)
+            _flush(path)
         complete = True
     except (OSError, SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
@@ -121,21 +121,24 @@ def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, tor
 
 
 def writer(model: Any) -> Any:
-    """The plain model of ``model``'s config on the meta device, which knows whole shapes; what has none is its own."""
-    if not isinstance(model, PreTrainedModel) or vars(model).get("_hf_peft_config_loaded"):
+    """The plain model of ``model``'s config on the meta device, whose save_pretrained takes whole weights.
+
+    ``model`` itself where it is not transformers', or holds adapters.
+    """
+    if not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded:
         return model
     model_class: Any = type(model)
     with torch.device("meta"), set_zero3_state():
         plain = model_class._from_config(copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="eager")
-    # What transformers reverts on saving; without it, the conversions of the model's family.
-    plain._weight_conversions = vars(model).get("_weight_conversions")
+    # transformers reverts these on saving; without them, the conversions of the model's family.
+    plain._weight_conversions = attribute(model, "_weight_conversions", list)
     if model.can_generate():
         plain.generation_config = model.generation_config
     return plain
 
 
-def _reach_the_disk(path: Path) -> None:
-    """Without it, a name may outlive the crash of a machine that its content does not."""
+def _flush(path: Path) -> None:
+    """Flush a file or folder to disk: after a crash of the machine, a name could else be there without its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -147,7 +150,7 @@ def _move_in(beside: Path, folder: Path) -> None:
     if not folder.exists():
         beside.rename(folder)
         return
-    # Weights leave first, and what leads to the new ones (an index, or the only file) comes last.
+    # Remove the old weights first; move the new index, or only file of weights, last.
     for path in sorted(folder.iterdir(), key=_leads_to_weights, reverse=True):
         if WEIGHTS.fullmatch(path.name):
             path.unlink()

@@ -1,4 +1,4 @@
-"""An engine under construction: what features are given, and what they change."""
+"""An engine under construction, which features read and change."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 
 from torch import nn
 
+from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan
 from ds_npu.topology.topology import Topology
 
 PLAN_ATTRIBUTE = "ds_npu_plan"
-"""The attribute of a model that is its plan."""
+"""The attribute of a model that is its ModelPlan."""
 
 
 class Slot(Enum):
-    """A place in a build that one feature at most fills."""
+    """A part of an engine that at most one feature provides."""
 
     ATTENTION = "attention"
     LINEAR = "linear"
@@ -40,43 +41,43 @@ class Build:
 
     topology: Topology
     model: nn.Module
-    """The user's, which features change in place."""
+    """The user's model, which features change in place."""
     globs: Mapping[str, str] = field(default_factory=dict)
     """``ds_npu.plan``."""
     device_type: str = "cpu"
-    """Where the model will be."""
+    """The type of the device that the model will be on."""
     when_built: list[Callable[[Any], list[str]]] = field(default_factory=list)
-    """What is done to the engine once it is built; returns lines for people."""
+    """Functions that are called with the built DeepSpeed engine and return lines for people."""
     is_pipeline: bool = False
-    """Whether the model is a deepspeed.PipelineModule, of which this rank has some layers."""
+    """Whether the model is a deepspeed.PipelineModule, of which this rank holds some layers."""
     slots: dict[Slot, Any] = field(default_factory=dict)
     _owners: dict[Slot, str] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> ModelPlan:
-        """Which module of the model is what; raises PlanError where that is not known.
+        """The plan of the model; raises PlanError where it is not known what a module is.
 
-        The model keeps its plan: once features have changed its modules, they no longer tell.
+        The plan is an attribute of the model: modules that features have changed no longer show their roles.
         """
-        kept: dict[str, Any] = self.model.__dict__
-        if PLAN_ATTRIBUTE not in kept:
-            kept[PLAN_ATTRIBUTE] = plan_for(self.model, self.globs)
-        found: ModelPlan = kept[PLAN_ATTRIBUTE]
-        return found
+        known = attribute(self.model, PLAN_ATTRIBUTE, ModelPlan)
+        if known is None:
+            known = plan_for(self.model, self.globs)
+            set_attribute(self.model, PLAN_ATTRIBUTE, known)
+        return known
 
     @cached_property
     def partial_plan(self) -> ModelPlan:
-        """The plan, or as much of it as is known: for who shards no weights. Raises PlanError for wrong globs."""
-        kept: ModelPlan | None = self.model.__dict__.get(PLAN_ATTRIBUTE)
-        return partial_plan_for(self.model, self.globs) if kept is None else kept
+        """The plan as far as it is known: enough where no weights are sharded. Raises PlanError for wrong globs."""
+        known = attribute(self.model, PLAN_ATTRIBUTE, ModelPlan)
+        return partial_plan_for(self.model, self.globs) if known is None else known
 
     @property
     def shards_sequences(self) -> bool:
-        """Whether the model's attentions are to work on parts of its sequences."""
+        """Whether the sequences of the model are to be sharded over context ranks."""
         return self.topology.size("cp") > 1 and not self.is_pipeline
 
     def fill(self, slot: Slot, part: Any, by: str) -> None:
-        """Put ``part`` into ``slot`` for the feature whose key is ``by``; raises ValueError if another one has it."""
+        """Provide ``part`` for ``slot``, by the feature with the key ``by``; raises ValueError where another has."""
         if slot in self._owners:
             raise ValueError(f"ds_npu.{self._owners[slot]} and ds_npu.{by} both set the {slot.value}; turn one off")
         self._owners[slot] = by

@@ -1,4 +1,4 @@
-"""Every feature, in the order in which they are applied."""
+"""Applies the features to a build, in a fixed order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEATURES: tuple[Feature[Any], ...] = (TENSOR_OVERLAP, PLAN, PARALLEL, FUSED_OPS,
 
 
 def unmet(config: DsNpuConfig) -> Iterator[Problem]:
-    """What the features that ``config`` switches on lack on this machine."""
+    """Yield why this machine cannot do what features of ``config`` need."""
     values = dict(config)
     for feature in FEATURES:
         for reason in feature.unmet(values[feature.key]):
@@ -27,7 +27,7 @@ def unmet(config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def apply_features(config: DsNpuConfig, build: Build) -> None:
-    """Let every feature do to ``build`` what ``config`` asks for, in the order of FEATURES."""
+    """Apply every feature to ``build`` with its value in ``config``, in the order of FEATURES."""
     values = dict(config)
     for feature in FEATURES:
         feature.apply(values[feature.key], build)

@@ -1,21 +1,21 @@
-"""What a feature is: a key of the section, what it needs of this machine, and what it does to a build."""
+"""A feature: a key of the section, what it needs of this machine, and how it changes a build."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ds_npu.features.build import Build
 
 V = TypeVar("V")
 
 
-def _needs_nothing(value: Any) -> list[str]:
+def _needs_nothing(value: object) -> list[str]:
     return []
 
 
-def _does_nothing(value: Any, build: Build) -> None:
+def _does_nothing(value: object, build: Build) -> None:
     return None
 
 
@@ -25,6 +25,6 @@ class Feature(Generic[V]):
 
     key: str
     unmet: Callable[[V], list[str]] = _needs_nothing
-    """Why this machine cannot do what the value asks for; empty where it can."""
+    """Why this machine cannot do what the value needs; empty where it can."""
     apply: Callable[[V, Build], None] = _does_nothing
-    """Does to the build what the value asks for; nothing where the value is off."""
+    """Changes the build as the value says; not at all where it is off."""

@@ -1,4 +1,4 @@
-"""``ds_npu.plan``: what is wrong with the globs is said, whether anything needs the plan or not."""
+"""``ds_npu.plan``: roles that the user gives modules, checked also where no feature needs the plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_npu.features.feature import Feature
 
 def _apply(plan: Plan, build: Build) -> None:
     if plan:
-        # Whether anything needs it or not, what is wrong with it is said.
+        # Raises PlanError for wrong globs.
         build.partial_plan  # noqa: B018
 
 

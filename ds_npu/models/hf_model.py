@@ -32,6 +32,7 @@ class HuggingFaceConfig(Protocol):
     is_encoder_decoder: bool
     num_attention_heads: int
     _attn_implementation: str
+    _experts_implementation: str | None
     num_key_value_heads: int
     get_text_config: Callable[[], HuggingFaceConfig]
 

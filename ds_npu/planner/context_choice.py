@@ -1,6 +1,6 @@
-"""Which algorithm of context parallelism a run takes where its config leaves that open: the one estimated fastest.
+"""Chooses the algorithm of context parallelism where the config leaves it open: the fastest by estimate.
 
-Pure: neither torch nor DeepSpeed. The estimates are ``context_cost``'s, and rest on assumed speeds of a Machine.
+Pure: neither torch nor DeepSpeed. ``context_cost`` makes the estimates, from assumed speeds of a Machine.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from ds_npu.planner.context_cost import Cost, Layer, cost, impossible
 from ds_npu.planner.machine import A2, Machine
 from ds_npu.topology.degrees import Degrees
 
-ALIKE = 1.001
-"""Times that differ by less than this factor count as equal."""
+EQUAL_FACTOR = 1.001
+"""Times within this factor count as equal."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An algorithm and what it is estimated to cost, or why it cannot be."""
+    """An algorithm with its estimated cost, or why it is impossible."""
 
     algorithm: ContextAlgorithm
     cost: Cost | None
     impossible: str | None
 
     def __str__(self) -> str:
-        return described(self.algorithm)
+        return algorithm_text(self.algorithm)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The algorithm to take, and the candidates it was chosen from: the fastest first, then those that cannot be."""
+    """The chosen algorithm, and the candidates: the fastest first, then the impossible ones."""
 
     algorithm: ContextAlgorithm
     candidates: tuple[Candidate, ...]
     reason: str
 
 
-def described(algorithm: ContextAlgorithm) -> str:
-    """In words: ``hybrid (ulysses 4, window 2)``."""
+def algorithm_text(algorithm: ContextAlgorithm) -> str:
+    """``algorithm`` as texts name it: ``hybrid (ulysses 4, window 2)``."""
     sizes = [f"ulysses {algorithm.ulysses}"] if algorithm.name == "hybrid" else []
     sizes += [f"window {algorithm.window}"] if algorithm.window > 1 else []
     return f"{algorithm.name} ({', '.join(sizes)})" if sizes else algorithm.name
 
 
 def refusals(candidates: Iterable[Candidate]) -> list[str]:
-    """Why which of ``candidates`` are impossible, a line for each reason."""
+    """A line for each reason why some of ``candidates`` are impossible."""
     names: dict[str, list[str]] = {}
     for each in candidates:
         if each.impossible:
@@ -62,7 +62,7 @@ def _few(names: list[str]) -> str:
 
 
 def communicators(algorithm: ContextAlgorithm) -> int:
-    """Process groups that a rank uses, as ``axis.context_axis`` opens them."""
+    """The number of communicators that ``axis.context_axis`` opens on a rank."""
     ulysses = int(algorithm.ulysses > 1)
     if algorithm.ring == 1 or algorithm.gather:
         return max(ulysses, 1)
@@ -72,7 +72,7 @@ def communicators(algorithm: ContextAlgorithm) -> int:
 def estimated(
     found: Iterable[ContextAlgorithm], layer: Layer, degrees: Degrees, machine: Machine = A2
 ) -> list[Candidate]:
-    """What each of ``found`` costs in a layer of the model, or why it is impossible."""
+    """For each of ``found``, its cost in a layer of the model, or why it is impossible."""
     candidates = []
     for algorithm in found:
         reason = impossible(layer, algorithm, degrees)
@@ -83,14 +83,14 @@ def estimated(
 def choose(candidates: Sequence[Candidate]) -> Choice | None:
     """The fastest of ``candidates``; None where all are impossible.
 
-    Of those as fast, one that does not gather the whole sequence, then the one with fewest communicators. Every rank
-    that asks the same is told the same.
+    Of equally fast ones, one that does not gather the whole sequence, then the one with the fewest communicators. A
+    pure function: all ranks choose alike.
     """
     timed = [(each.cost.seconds, each) for each in candidates if each.cost]
     timed.sort(key=lambda pair: (pair[0], str(pair[1])))
     if not timed:
         return None
-    alike = [each for seconds, each in timed if seconds <= ALIKE * timed[0][0]]
+    alike = [each for seconds, each in timed if seconds <= EQUAL_FACTOR * timed[0][0]]
     chosen = min(alike, key=lambda each: (each.algorithm.gather, communicators(each.algorithm)))
     reason = "the only one possible" if len(timed) == 1 else "the fastest by the estimate"
     if len(alike) > 1:
@@ -100,7 +100,7 @@ def choose(candidates: Sequence[Candidate]) -> Choice | None:
 
 
 def choose_for(section: ContextParallelSection, layer: Layer, degrees: Degrees, machine: Machine = A2) -> Choice:
-    """The choice that the keys of ``section`` leave for ``degrees.cp`` ranks (2 or more).
+    """Choose among the algorithms that the keys of ``section`` leave for ``degrees.cp`` (2 or more) ranks.
 
     Raises ConfigError, which names the keys, where the heads, the sequence or the keys leave none.
     """

@@ -1,11 +1,11 @@
-"""What attention costs a rank with each algorithm of context parallelism: an estimate, from sizes and a Machine.
+"""Estimates what attention costs a rank with an algorithm of context parallelism, from sizes and a Machine.
 
 Pure: neither torch nor DeepSpeed. Letters: B samples of S tokens; u Ulysses ranks, r ring ranks, u * r context ranks,
 each with T = B S / (u r) tokens; n query heads and m key heads of a rank after the Ulysses exchange, D and V their
 widths; e bytes a number, w where sums are kept. A block is the keys and values of a ring rank: T u m (D + V) numbers.
 
-Kept simple: all of a Ulysses exchange counts as exposed, though some of it hides behind the projections; a causal mask
-is balanced and halves the work, a sliding window is taken for a whole one; links do not get in each other's way.
+Simplifications: all of a Ulysses exchange counts as exposed, though some of it overlaps with projections; a causal mask
+is balanced and halves the work, a sliding window counts as a whole mask; links do not contend.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ds_npu.planner.machine import Machine
 from ds_npu.topology.degrees import Degrees
 
 CAUSAL_ROWS = 0.75
-"""Of a rank's rows, what sees some of another's block in a zigzag ring: all of them, or the later half."""
+"""The mean part of a rank's rows that sees another's block in a zigzag ring: all rows, or the later half."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's attention to a micro batch of ``samples`` of ``length`` tokens; the heads are the whole model's."""
+    """One layer's attention in a micro-batch of ``samples`` of ``length`` tokens; the heads are all tensor ranks'."""
 
     shape: AttentionShape
     length: int
@@ -38,30 +38,30 @@ class Layer:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or a backward of one layer, of the rank that has most to do."""
+    """A forward or backward of one layer, on the rank with the most work."""
 
     near_bytes: float = 0.0
-    """Sent to ranks of the node."""
+    """Sent to ranks of the same node."""
     far_bytes: float = 0.0
     """Sent to other nodes."""
     messages: int = 0
     """Messages and collectives."""
     attention_s: float = 0.0
-    """The kernels, with what calling them costs."""
+    """Attention kernels, with the cost of their calls."""
     exposed_s: float = 0.0
-    """Communication that no attention hides."""
+    """Communication that does not overlap with attention."""
     copy_s: float = 0.0
-    """Messages packed and unpacked, and results of blocks summed."""
+    """Packing and unpacking messages, and summing results of blocks."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer costs a rank."""
+    """The cost of one layer on a rank."""
 
     forward: Pass
     backward: Pass
     kept_bytes: float
-    """Kept from forward to backward, of each layer, beside the rank's own queries, keys, values and result."""
+    """Kept from forward to backward for each layer, beside the rank's own queries, keys, values and result."""
     working_bytes: float
     """Buffers while the layer runs."""
 
@@ -75,7 +75,7 @@ class Cost:
 
 
 def impossible(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees) -> str | None:
-    """Why ``algorithm`` cannot do it; None where it can."""
+    """Why ``algorithm`` is impossible; None where it is possible."""
     fewest = layer.shape.heads // degrees.tp
     if fewest < algorithm.ulysses:
         return f"{algorithm.ulysses} Ulysses ranks need a query head each, and a tensor rank has {fewest}"
@@ -85,9 +85,9 @@ def impossible(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees) -> s
 
 
 def cost(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees, machine: Machine) -> Cost:
-    """The cost of ``algorithm``, which must not be ``impossible``, on the tensor rank with most heads."""
+    """The cost of a possible ``algorithm`` on the tensor rank with the most heads."""
     rank = _Rank(layer, algorithm, degrees, machine)
-    route = _gather if algorithm.gather else _ring if algorithm.ring > 1 else _stay
+    route = _gather if algorithm.gather else _ring if algorithm.ring > 1 else _no_ring
     forward = [rank.exchange(), rank.attention(), route(rank)]
     backward = [rank.exchange_back(), rank.attention(backward=True), route(rank, backward=True)]
     return Cost(_sum(forward), _sum(backward), rank.kept_bytes(), rank.working_bytes())
@@ -98,7 +98,7 @@ def _sum(passes: Iterable[Pass]) -> Pass:
 
 
 def shared_heads(shape: AttentionShape, tensor: int, ulysses: int) -> tuple[list[int], list[int]]:
-    """Query heads of each Ulysses rank, and the key heads that they need, of a tensor rank with most heads."""
+    """Of the tensor rank with the most heads, each Ulysses rank's query heads and the key heads that these need."""
     short, longer = divmod(math.ceil(shape.heads / tensor), ulysses)
     queries = [short + (rank < longer) for rank in range(ulysses)]
     share, keys, begin = shape.heads // shape.kv_heads, [], 0
@@ -147,12 +147,12 @@ class _Rank:
 
     @property
     def again(self) -> list[int]:
-        """Widths of what backward needs again of the keys and values that came in forward."""
+        """Widths of the received keys and values that backward communicates again."""
         return {"none": [*self.widths], "half": [self.widths[1]], "full": []}[self.algorithm.kv_cache]
 
     @property
     def share_again(self) -> float:
-        """The same as a part of keys and values."""
+        """``again`` as a part of keys and values."""
         return sum(self.again) / sum(self.widths)
 
     def attention(self, backward: bool = False) -> Pass:
@@ -165,13 +165,13 @@ class _Rank:
         return Pass(attention_s=2 * scores * products / self.machine.attention + calls * self.machine.call)
 
     def exchange(self) -> Pass:
-        """Ulysses, forward: a rank sends each other one its heads of q, k and v, and gets its own tokens' result."""
+        """Ulysses, forward: a rank sends each other rank its heads of q, k, v, and receives its own tokens' result."""
         (queries, keys), (key, value) = self.heads, self.widths
         sent = _others(queries) * key + _others(keys) * (key + value) + _returned(queries) * value
         return self._exchanged(sent, sum(queries) * (key + value) + sum(keys) * (key + value), 4)
 
     def exchange_back(self) -> Pass:
-        """Ulysses, backward: the gradient of the result the one way, those of q, k and v the other."""
+        """Ulysses, backward: the gradient of the result one way, those of q, k and v the other."""
         (queries, keys), (key, value) = self.heads, self.widths
         again = self.again if self.algorithm.ring == 1 else []
         sent = _others(queries) * value + _returned(queries) * key + _returned(keys) * (key + value)
@@ -179,7 +179,7 @@ class _Rank:
         return self._exchanged(sent + _others(keys) * sum(again), copied, 4 + len(again))
 
     def _exchanged(self, sent: int, copied: int, messages: int) -> Pass:
-        """All-to-alls of ``sent`` numbers a token, of which ``copied`` are read and written to stand side by side."""
+        """All-to-alls of ``sent`` numbers a token, with ``copied`` numbers a token read and written to pack them."""
         peers, number_bytes = self.algorithm.ulysses - 1, self.tokens * self.layer.number_bytes
         if not peers:
             return Pass()
@@ -190,7 +190,7 @@ class _Rank:
         return Pass(near, far, messages, exposed_s=seconds, copy_s=2 * copied * number_bytes / self.machine.memory)
 
     def kept_bytes(self) -> float:
-        """Keys and values that came, as ``kv_cache`` says; of Ulysses', what is more than the rank's own."""
+        """Received keys and values that ``kv_cache`` keeps; with Ulysses, only what exceeds the rank's own."""
         layer, ring, kept = self.layer, self.algorithm.ring, 1 - self.share_again
         share = layer.shape.heads // layer.shape.kv_heads
         own_heads = (sum(self.heads[0]) - 1) // share + 1
@@ -211,16 +211,16 @@ class _Rank:
 
 
 def _others(heads: Sequence[int]) -> int:
-    """Heads of the other ranks, for the rank that has fewest itself: what it sends them of its tokens."""
+    """Heads that the rank with the fewest sends of its tokens: those of all other ranks."""
     return sum(heads) - min(heads)
 
 
 def _returned(heads: Sequence[int]) -> int:
-    """Heads that the rank with most of them sends back, counted for each other rank whose tokens they are of."""
+    """Heads that the rank with the most sends back, counted for each other rank."""
     return (len(heads) - 1) * max(heads)
 
 
-def _stay(rank: _Rank, backward: bool = False) -> Pass:
+def _no_ring(rank: _Rank, backward: bool = False) -> Pass:
     return Pass()
 
 
@@ -270,7 +270,7 @@ def _ring(rank: _Rank, backward: bool = False) -> Pass:
 
 
 def _is_far(rank: _Rank, link: Link) -> bool:
-    """Whether a hop of some rank goes to another node."""
+    """Whether a hop over ``link`` goes to another node for some rank."""
     reach = rank.algorithm.ulysses * rank.algorithm.inner if link == "inner" else rank.algorithm.size
     return rank.near % reach != 0
 
@@ -287,7 +287,7 @@ def _sent(steps: Sequence[Step], moved: float, summed: float) -> Iterable[tuple[
 def _waited(
     steps: Sequence[Step], step_s: float, moved: float, summed: float, seconds: Callable[[Link, float], float]
 ) -> float:
-    """Seconds a rank waits, where all do the same at the same time; a link carries one message after the other."""
+    """Seconds that a rank waits, if all ranks do the same at the same time; a link carries one message at a time."""
     now, there, free = 0.0, {0: 0.0}, dict.fromkeys(("inner", "outer", "home"), 0.0)
     coming, home = 0.0, [0.0]
 

@@ -1,4 +1,4 @@
-"""The part of ``ds_npu check`` about context parallelism: the algorithm, and what each one is estimated to cost."""
+"""The part of ``ds_npu check`` about context parallelism: the chosen algorithm, and the estimated cost of each."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from ds_npu.config.check import Checked
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms
-from ds_npu.planner.context_choice import Candidate, choose, choose_for, described, estimated, refusals
+from ds_npu.planner.context_choice import Candidate, algorithm_text, choose, choose_for, estimated, refusals
 from ds_npu.planner.context_cost import Cost, Layer
 from ds_npu.planner.machine import MACHINES, Machine
 from ds_npu.planner.model_file import attention_of
 
-SHOWN = 12
-"""Candidates that are written out."""
+CANDIDATES_SHOWN = 12
+"""How many candidates the table shows."""
 MIB = 2**20
 
 
 def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
-    """Nothing without a context axis. Raises ConfigError where the model's heads or the sequence leave no algorithm."""
+    """Lines about the choice; none without a context axis. Raises ConfigError where no algorithm is possible."""
     degrees, section = checked.degrees, checked.config.context_parallel
     if degrees.cp == 1:
         return
@@ -29,7 +29,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
     title = f"Context parallelism over {degrees.cp} ranks:"
     wanted = {"--model PATH": arguments.model, "--sequence-length N": arguments.sequence_length}
     if missing := [option for option, value in wanted.items() if value is None]:
-        known = f"{described(left[0])}, as given" if len(left) == 1 else "the algorithm is chosen by estimates"
+        known = f"{algorithm_text(left[0])}, as given" if len(left) == 1 else "the algorithm is chosen by estimates"
         yield from ("", f"{title} {known}; to see estimates, say {' and '.join(missing)}")
         return
     samples = checked.batch.micro or 1
@@ -37,7 +37,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
     machine = MACHINES[arguments.machine]
     choice = choose_for(section, layer, degrees, machine)
     how = f"chosen: {choice.reason}" if len(left) > 1 else "as given"
-    yield from ("", f"{title} {described(choice.algorithm)} ({how})", *_assumptions(layer, machine))
+    yield from ("", f"{title} {algorithm_text(choice.algorithm)} ({how})", *_assumptions(layer, machine))
     # All of them, whatever was given: that one is among them.
     open_section = ContextParallelSection(kv_cache=section.kv_cache)
     found = algorithms(open_section, degrees.cp)
@@ -48,7 +48,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
 
 
 def _number_bytes(ds_config: dict[str, Any]) -> int:
-    """Of an activation; "auto" is taken for 16 bits."""
+    """Bytes of a number of an activation; "auto" counts as 16 bits."""
     parts = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
     return 2 if any(isinstance(part, dict) and part.get("enabled") for part in parts) else 4
 
@@ -73,15 +73,15 @@ def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
 
 
 def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator[str]:
-    """A row for each, the fastest first; of many, the first ones and the one that is taken."""
+    """A row for each candidate, the fastest first; of many, the first ones and the one that is ``taken``."""
     yield f"{'':<36}    total attention  exposed  copying   MiB to   MiB to               MiB      MiB"
     yield f"{'':<36}       ms        ms  wait ms       ms the node   others messages     kept  buffers"
     for index, each in enumerate(candidates):
-        if each.cost and (index < SHOWN or each.algorithm == taken):
+        if each.cost and (index < CANDIDATES_SHOWN or each.algorithm == taken):
             mark = "*" if each.algorithm == taken else " "
             yield f"  {mark} {each!s:<32}{_row(each.cost)}"
-    if len(candidates) > SHOWN:
-        yield f"    and {len(candidates) - SHOWN} that are slower"
+    if len(candidates) > CANDIDATES_SHOWN:
+        yield f"    and {len(candidates) - CANDIDATES_SHOWN} that are slower"
 
 
 def _row(cost: Cost) -> str:

@@ -1,4 +1,4 @@
-"""How fast NPUs compute and talk to each other: what estimates are made with, none of it measured by ds_npu."""
+"""Speeds of NPUs and their links, for estimates; none of them is measured by ds_npu."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from ds_npu.topology.degrees import Degrees
 
 EFFICIENCY = 0.7
-"""Of a link's bandwidth, what is reached: the assumption of Ascend/msmodeling, ``tensor_cast/device.py``."""
+"""The part of a link's bandwidth that is reached, as Ascend/msmodeling assumes (``tensor_cast/device.py``)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one rank, in one direction, as they are reached: bytes, FLOPs and seconds."""
+    """Reached speeds of one rank, in one direction: bytes, FLOPs and seconds."""
 
     name: str
     node: int
-    """Ranks that HCCS joins."""
+    """Ranks that HCCS connects."""
     port: float
     """Bytes/s to all other ranks of the node together."""
     link: float
@@ -34,14 +34,14 @@ class Machine:
     """Seconds that a message or collective costs however small it is."""
 
     def near(self, degrees: Degrees) -> int:
-        """How many context ranks in a row share a node, in every context group; a divisor of their number."""
+        """How many consecutive context ranks share a node in every context group; a divisor of their number."""
         if degrees.world_size <= self.node:
             return degrees.cp
         block = math.gcd(degrees.cp * degrees.tp, self.node)
         return block // degrees.tp if block % degrees.tp == 0 else 1
 
     def seconds(self, near_bytes: float, near_peers: int, far_bytes: float) -> float:
-        """To send to ``near_peers`` ranks of the node, and to others at the same time."""
+        """Seconds to send to ``near_peers`` ranks of the node and, at the same time, to other nodes."""
         within = near_bytes / min(self.port, self.link * near_peers) if near_peers else 0.0
         return max(within, far_bytes / self.network)
 
@@ -79,5 +79,5 @@ MACHINES = {machine.name: machine for machine in (A2, A3)}
 
 
 def machine_of(device_name: str) -> Machine:
-    """By the name of an NPU, as torch_npu gives it; A2 for any that is not known. Source: CANN, names of A3 chips."""
+    """The Machine of an NPU by its name in torch_npu; A2 for an unknown one. Source: CANN, names of A3 chips."""
     return A3 if device_name.startswith("Ascend910_93") else A2

@@ -16,15 +16,15 @@ OTHER_NAMES = {
     "num_key_value_heads": ("num_kv_heads",),
     "hidden_size": ("n_embd", "d_model"),
 }
-"""What some models call the usual keys."""
-MOST = 2**20
-"""Of heads, and of a width."""
+"""Other names that some models have for the usual keys."""
+LARGEST_SIZE = 2**20
+"""The largest accepted number of heads, and width."""
 
 
 def attention_of(path: str) -> AttentionShape:
-    """The attention of the language model whose config.json, or whose folder, is at ``path``.
+    """The attention of the language model at ``path``, a config.json or a folder with one.
 
-    Raises ConfigError for a file that cannot be read or does not tell.
+    Raises ConfigError for a file that cannot be read or that lacks its heads.
     """
     file = Path(path) / "config.json" if os.path.isdir(path) else Path(path)
     config = _read(file)
@@ -53,24 +53,24 @@ def attention_of(path: str) -> AttentionShape:
 
 
 class _Entries:
-    """The entries of a model's config, and what is wrong with those that were asked for."""
+    """The entries of a model's config, and what is wrong with those that were read."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.problems: list[Problem] = []
 
     def value(self, name: str) -> Any:
-        """None where there is none."""
+        """The entry ``name``, also under its other names; None where there is none."""
         names = (name, *OTHER_NAMES.get(name, ()))
         return next((self.config[each] for each in names if self.config.get(each) is not None), None)
 
     def count(self, name: str, default: int | None = None) -> int:
         found = self.value(name)
         found = default if found is None else found
-        if isinstance(found, int) and not isinstance(found, bool) and 1 <= found <= MOST:
+        if isinstance(found, int) and not isinstance(found, bool) and 1 <= found <= LARGEST_SIZE:
             return found
         others = " or ".join(OTHER_NAMES.get(name, ()))
-        self.wrong(name, f"an integer >= 1 and <= {MOST}{f', here or as {others}' if others else ''}")
+        self.wrong(name, f"an integer >= 1 and <= {LARGEST_SIZE}{f', here or as {others}' if others else ''}")
         return 1
 
     def wrong(self, name: str, accepted: str) -> None:

@@ -21,7 +21,7 @@ from ds_npu.config.problems import ConfigError
 from ds_npu.features.build import Build
 from ds_npu.features.driver import unmet
 from ds_npu.features.fused_ops import feature as fused_ops
-from ds_npu.features.fused_ops.feature import FUSED_OPS, OPERATORS
+from ds_npu.features.fused_ops.feature import FUSED_OPS, OPERATORS_OF_KEY
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import PlanError
@@ -95,7 +95,7 @@ def test_each_kernel_is_checked_once_in_a_process(monkeypatch, npu):
     monkeypatch.setattr(Operator, "check", lambda self, device: checked.append((self.name, device)))
     fused({"adamw": False}, "npu")
     fused({}, "npu")
-    names = [operator.name for key in OPERATORS for operator in OPERATORS[key]]
+    names = [operator.name for key in OPERATORS_OF_KEY for operator in OPERATORS_OF_KEY[key]]
     assert sorted(checked) == sorted((name, "npu") for name in names)
 
 

@@ -16,7 +16,7 @@ from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import context_axis
 from ds_npu.parallel.context.load_balance import shard_evenly
 from ds_npu.parallel.context.ulysses_heads import share_heads
-from ds_npu.planner.context_choice import described
+from ds_npu.planner.context_choice import algorithm_text
 from ds_npu.planner.context_cost import Layer, Pass, cost, shared_heads
 from ds_npu.planner.machine import A2
 from ds_npu.topology.degrees import Degrees
@@ -74,7 +74,7 @@ def counted_is_estimated(size: int, dtype: torch.dtype) -> None:
                     layer = Layer(shape, LENGTH, SAMPLES, dtype.itemsize)
                     expected = cost(layer, algorithm, topology.degrees, A2)
                     out = context_attention(q, k, v, axis, Options("BSND", CAUSAL), tokens)
-                    where = f"{described(algorithm)}, {kv_cache}, {name}"
+                    where = f"{algorithm_text(algorithm)}, {kv_cache}, {name}"
                     assert count.take() == estimated(expected.forward), f"forward of {where}"
                     out.sum().backward()
                     assert count.take() == estimated(expected.backward), f"backward of {where}"

@@ -18,7 +18,7 @@ from torch import nn
 from weight_orders import GLOBS, Fused, cases, made
 
 from ds_npu.features.tensor_parallel import probe as sharding_probe
-from ds_npu.features.tensor_parallel.part_copy import Part
+from ds_npu.features.tensor_parallel.part_copy import ModelPart
 from ds_npu.features.tensor_parallel.probe import probe
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
@@ -190,7 +190,7 @@ def test_large_weights_take_no_memory():
     sizes = {"hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672, "vocab_size": 128256}
     model = planned_models.made("LlamaForCausalLM", **SIZES | sizes)
     plan = plan_for(model, {})
-    part = Part(model, plan, "model", plan.blocks[:1])
+    part = ModelPart(model, plan, "model", plan.blocks[:1])
     bytes_held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in part.weights.values()}
     assert sum(bytes_held.values()) < 32 << 20
     copied = part.copied().get_submodule("model.layers.0")
@@ -251,7 +251,7 @@ def from_initialize() -> None:
     )
     # One rank finds something that the other one does not.
     if dist.get_rank() == 1:
-        sharding_probe.probe = lambda *_: sharding_probe.Probe(["  found by rank 1"])
+        sharding_probe.probe = lambda *_: sharding_probe.ProbeResult(["  found by rank 1"])
     assert "found by rank 1" in refused_by_all(own("qkv"), OWN)
 
 

@@ -16,7 +16,7 @@ from ds_npu.models.plan import AttentionShape
 from ds_npu.parallel.context.ring_schedule import ring_steps
 from ds_npu.parallel.tensor.sharding import near_even
 from ds_npu.planner import context_cost
-from ds_npu.planner.context_choice import choose, choose_for, communicators, described, estimated, refusals
+from ds_npu.planner.context_choice import algorithm_text, choose, choose_for, communicators, estimated, refusals
 from ds_npu.planner.context_cost import Layer, cost, impossible
 from ds_npu.planner.machine import A2, A3, machine_of
 from ds_npu.topology.degrees import Degrees
@@ -212,7 +212,7 @@ def test_a_faster_machine_is_no_slower(context, tensor, logarithm, speed, machin
 
 
 def chosen(shape, length, degrees, machine=A2, **keys):
-    return described(choose_for(ContextParallelSection(**keys), Layer(shape, length), degrees, machine).algorithm)
+    return algorithm_text(choose_for(ContextParallelSection(**keys), Layer(shape, length), degrees, machine).algorithm)
 
 
 def test_known_points():
@@ -279,7 +279,7 @@ def test_of_equals_the_simplest_is_taken():
     layer, degrees = Layer(LLAMA, 1 << 20), Degrees(cp=16)
     choice = choose_for(ContextParallelSection(algorithm="ring"), layer, degrees)
     assert len({round(each.cost.seconds, 9) for each in choice.candidates}) == 1
-    assert described(choice.algorithm) == "ring" and choice.reason == "the simplest of 4 that are as fast"
+    assert algorithm_text(choice.algorithm) == "ring" and choice.reason == "the simplest of 4 that are as fast"
     assert [communicators(each) for each in algorithms(OPEN, 4)] == [1, 1, 2, 5, 3]
 
 

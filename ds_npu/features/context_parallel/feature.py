@@ -16,7 +16,7 @@ from ds_npu.features.feature import Feature
 from ds_npu.log import logger, warn_once
 from ds_npu.models.hf_model import hugging_face_model
 from ds_npu.parallel.tensor.randomness import align_generators
-from ds_npu.planner.context_choice import choose_for, described
+from ds_npu.planner.context_choice import algorithm_text, choose_for
 from ds_npu.planner.context_cost import Layer
 
 NOT_SHARDED = (
@@ -65,7 +65,7 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
         number_bytes = next(build.model.parameters()).element_size()
         choice = choose_for(section, Layer(shape, length, samples, number_bytes), degrees)
         sizes = f"{samples} x {length:,} tokens, {shape}, {degrees.cp} ranks"
-        logger().info("context_parallel: %s, %s (%s)", described(choice.algorithm), choice.reason, sizes)
+        logger().info("context_parallel: %s, %s (%s)", algorithm_text(choice.algorithm), choice.reason, sizes)
         return choice.algorithm
 
     return chosen

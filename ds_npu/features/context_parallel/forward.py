@@ -26,7 +26,7 @@ GATHERED = ("logits", "last_hidden_state", "hidden_states")
 OF_ROUTERS = ("router_logits", "aux_loss")
 """Outputs that are whole on each rank where the router logits are gathered."""
 ROUTERS = "output_router_logits"
-RANKS = "the ranks of ds_npu.parallel.context"
+CONTEXT_RANKS = "the ranks of ds_npu.parallel.context"
 
 
 class SequenceShardForward:
@@ -170,7 +170,7 @@ class SequenceShardForward:
             if name == "loss" and self.loss is not None and labelled:
                 out[name] = self.loss.whole(value, batch, self.who)
             elif name in GATHERED and not gathers:
-                described = f"{name} of all tokens, in training on labels, are split over {RANKS}"
+                described = f"{name} of all tokens, in training on labels, are split over {CONTEXT_RANKS}"
                 out[name] = tree_map(partial(guard_shard, described=described), value)
             elif name in GATHERED:
                 out[name] = tuple(map(batch.gather, value)) if isinstance(value, tuple) else batch.gather(value)

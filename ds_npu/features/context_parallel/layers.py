@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, Sharded
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.forward_wraps import wrap_forward
 
-Forward = Callable[..., Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose angles depend on the length of the sequence."""
@@ -30,7 +31,9 @@ def depends_on_length(rotary: nn.Module) -> bool:
 def show_last_position(rotary: nn.Module, current: CurrentBatch) -> None:
     """Append the batch's largest position to the position_ids of ``rotary``, and drop its angles from the result."""
 
-    def turned(forward: Forward, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def turned(
+        forward: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         batch = current.require(f"a rotary embedding whose angles depend on the length, {type(rotary).__name__},")
         if not isinstance(batch, ShardedBatch):
             return forward(x, position_ids, *args, **kwargs)
@@ -47,7 +50,7 @@ def gather_router_logits(decoder: nn.Module, current: CurrentBatch) -> None:
     They are gathered outside of its blocks, which activation checkpointing recomputes.
     """
 
-    def gathered(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def gathered(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         out, batch = forward(*args, **kwargs), current.sharded
         if batch is not None and isinstance(out, dict) and out.get(ROUTER_LOGITS) is not None:
             by_sample = (each.view(batch.samples, -1, each.shape[-1]) for each in out[ROUTER_LOGITS])

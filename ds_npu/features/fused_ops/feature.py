@@ -1,8 +1,8 @@
-"""``ds_npu.fused_ops``: operators that one NPU kernel does, in place of the model's own.
+"""``ds_npu.fused_ops``: operators in one NPU kernel each, in place of the model's own.
 
-A key that is left out means: on NPUs, where torch_npu has the kernel and the kernel passes a check against its
-reference; on the CPU the model stays as it is. ``true`` puts ds_npu's operator in on the CPU, too, where it computes in
-plain PyTorch; ``false`` leaves the model's own.
+A key that is left out: ds_npu's operator on NPUs, where torch_npu has the kernel and the kernel passes a check against
+its reference; the model's own on the CPU. ``true``: ds_npu's operator on the CPU, too, where it computes in plain
+PyTorch. ``false``: the model's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ds_npu.ops.rotary import rotary
 from ds_npu.ops.swiglu import swiglu
 from ds_npu.zero_ext.gradient_buffer import install_gradient_buffers
 
-OPERATORS: dict[str, tuple[Operator[..., Any], ...]] = {
+OPERATORS_OF_KEY: dict[str, tuple[Operator[..., Any], ...]] = {
     "flash_attention": (attention_forward, attention_backward),
     "rms_norm": (rms_norm,),
     "swiglu": (swiglu,),
@@ -37,30 +37,31 @@ OPERATORS: dict[str, tuple[Operator[..., Any], ...]] = {
     "adamw": (adamw_,),
     "matmul_accumulate": (matmul_accumulate_,),
 }
-"""By key, the operators it stands for."""
+"""By key, the operators it switches."""
 NOT_IN_THE_MODEL = ("adamw", "matmul_accumulate")
+"""Keys of operators that the optimizer and weight gradients use."""
 
 
 def _unmet(section: FusedOpsSection) -> list[str]:
-    asked = [key for key, value in section if value and key in OPERATORS]
-    # On the CPU every operator is there.
+    asked = [key for key, value in section if value and key in OPERATORS_OF_KEY]
+    # On the CPU every operator has its reference.
     if not asked or os.environ.get("DS_ACCELERATOR") == "cpu" or not capability.torch_npu_state().usable:
         return []
-    reasons = {key: next(filter(None, (operator.lack() for operator in OPERATORS[key])), None) for key in asked}
+    reasons = {key: next(filter(None, (operator.lack() for operator in OPERATORS_OF_KEY[key])), None) for key in asked}
     return [f"{key}: kernel not available: {reason}" for key, reason in reasons.items() if reason]
 
 
 @functools.cache
 def _wrong(key: str, device_type: str) -> str | None:
-    """Why the kernels of ``key`` are not used; looked at once in a process, for it waits for the device."""
-    return next(filter(None, (operator.check(device_type) for operator in OPERATORS[key])), None)
+    """Why the kernels of ``key`` are not used; checked once in a process, since the host waits for the device."""
+    return next(filter(None, (operator.check(device_type) for operator in OPERATORS_OF_KEY[key])), None)
 
 
 def _apply(section: FusedOpsSection, build: Build) -> None:
-    values = {key: value for key, value in section if key in OPERATORS}
+    values = {key: value for key, value in section if key in OPERATORS_OF_KEY}
     on_npu = build.device_type == "npu"
     if values["adamw"] is False:
-        for operator in OPERATORS["adamw"]:
+        for operator in OPERATORS_OF_KEY["adamw"]:
             operator.set_aside("ds_npu.fused_ops.adamw is false", "leave it out to use the kernel")
     chosen = [key for key, value in values.items() if value or (on_npu and value is None)]
     refused = {key: reason for key in chosen if on_npu and (reason := _wrong(key, build.device_type))}
@@ -76,9 +77,9 @@ def _apply(section: FusedOpsSection, build: Build) -> None:
 
 
 def _fuse(wanted: list[str], build: Build, must: bool) -> list[str]:
-    """Raises PlanError for a model that is not known, if it ``must`` be."""
+    """Lines that say where each operator is; raises PlanError for an unknown model if an operator ``must`` be in it."""
     if fused_keys(build.model).issuperset(wanted):
-        # A model that was sharded and fused before it came here: its modules are no longer those of a plan.
+        # Sharded and fused before: the modules of the model are no longer those of a plan.
         return []
     try:
         plan = build.plan

@@ -1,4 +1,4 @@
-"""What became of one module of a model, for people."""
+"""The result of putting an operator into a module, for people."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from ds_npu.models import names
 
 
 class FusionResult(NamedTuple):
-    """One module that an operator was to be put into."""
+    """Whether an operator was put into one module."""
 
     module: str
-    """Its name in the model, and what else tells what it is."""
+    """Its name in the model."""
     reason: str = ""
     """Why it was left as it is; empty where the operator is in it now."""
 
 
-def described(operator: str, outcomes: Sequence[FusionResult]) -> Iterator[str]:
-    """A line for each thing that is to be said, modules that differ in indices only together."""
+def result_lines(operator: str, results: Sequence[FusionResult]) -> Iterator[str]:
+    """Lines that say where ``operator`` is and is not; modules that differ only in indices share one."""
     by_reason: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        by_reason.setdefault(outcome.reason, []).append(outcome.module)
+    for result in results:
+        by_reason.setdefault(result.reason, []).append(result.module)
     for reason, modules in by_reason.items():
         kinds: dict[str, list[str]] = {}
         for module in modules:
             kinds.setdefault(names.generic(module), []).append(module)
         where = ", ".join(names.abbreviated(each) or "the model" for each in kinds.values())
         yield f"{operator} is not in {where}: {reason}" if reason else f"{operator} is in {where}"
-    if not outcomes:
+    if not results:
         yield f"{operator} is nowhere: the model has no module for it"

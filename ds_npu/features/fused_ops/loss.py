@@ -1,23 +1,30 @@
-"""The loss of a causal language model, its cross-entropy in one kernel."""
+"""The loss of a causal language model with its cross-entropy in one kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random
+from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models import names
+from ds_npu.models.attributes import has_attribute
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
 from ds_npu.parallel.forward_wraps import disable_tracing
 
 WORDS = 7
+"""The vocabulary of the probe."""
+
+
+@runtime_checkable
+class _HasLoss(Protocol):
+    loss_function: Callable[..., torch.Tensor]
 
 
 def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
@@ -26,27 +33,27 @@ def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
         return
     found = ((name, model.get_submodule(name)) for name in names.ancestors(plan.head))
     for name, owner in found:
-        if any("loss_function" in vars(kind) for kind in type(owner).__mro__):
+        if "loss_function" in dir(type(owner)) and isinstance(owner, _HasLoss):
             yield FusionResult(name, _fuse(owner) or "")
             return
     yield FusionResult("", f"{type(model).__name__} has no loss_function: its loss is the script's")
 
 
-def _fuse(owner: Any) -> str | None:
-    """Why the loss of ``owner`` was left as it is."""
-    if "_loss_function" in vars(owner):
+def _fuse(owner: _HasLoss) -> str | None:
+    """Replace the loss of ``owner``; returns why not where it was left as it is."""
+    if has_attribute(owner, "_loss_function"):
         return "its loss_function has been set already (with tensor parallelism, to the vocabulary-parallel one)"
     theirs = owner.loss_function
     with isolated_on_cpu() as generator:
-        logits = random(generator, 2, 5, WORDS)
+        logits = random_input(generator, 2, 5, WORDS)
         labels = torch.randint(0, WORDS, (2, 5), generator=generator)
         labels[0, 1] = IGNORED_LABEL
-        asked: list[dict[str, Any]] = [
+        calls: list[dict[str, torch.Tensor | None]] = [
             {"labels": labels},
             {"labels": labels, "num_items_in_batch": torch.tensor(3)},
             {"labels": None, "shift_labels": labels},
         ]
-        for options in asked:
+        for options in calls:
             each = {"vocab_size": WORDS, **options}
             if not computes_the_same(
                 lambda x, e=each: theirs(logits=x, **e), lambda x, e=each: causal_lm_loss(x, **e), logits
@@ -64,12 +71,12 @@ def causal_lm_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = IGNORED_LABEL,
     shift_labels: torch.Tensor | None = None,
-    **_others: Any,
+    **_others: object,
 ) -> torch.Tensor:
-    """Mean over the tokens that count, or their sum divided by ``num_items_in_batch``, in float32.
+    """The mean cross-entropy of the tokens with a label, or their sum divided by ``num_items_in_batch``, in float32.
 
-    ``logits`` [B, S, V]; ``labels`` [B, S], of which token s predicts number s + 1, or ``shift_labels`` [B, S], of
-    which it predicts number s. Raises ValueError where there are neither.
+    ``logits`` [B, S, V]; ``labels`` [B, S] (int64), of which token s predicts number s + 1, or ``shift_labels`` [B, S],
+    of which it predicts number s. Raises ValueError where neither is given.
     Source: transformers.loss.loss_utils.ForCausalLMLoss (5.23).
     """
     if shift_labels is None:

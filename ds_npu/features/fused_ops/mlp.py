@@ -1,10 +1,10 @@
-"""Gated MLPs of a model: SiLU and product in one kernel."""
+"""The gated MLPs and experts of a model: SwiGLU (arXiv 2002.05202), SiLU and product, in one kernel."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -15,20 +15,22 @@ from ds_npu.features.fused_ops.equivalence import (
     forward_of_copy,
     isolated_on_cpu,
     own_forward,
-    random,
+    random_input,
 )
 from ds_npu.features.fused_ops.fusion_result import FusionResult
+from ds_npu.models.attributes import set_attribute
+from ds_npu.models.hf_model import config_of
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.swiglu import swiglu
 from ds_npu.parallel.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.tensor.linear import stacked_outputs
 
 K, N = 6, 10
-"""Sizes of the MLPs that are probed."""
+"""Inputs and columns of the MLPs that are compared."""
 
 
 def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Put ``ops.swiglu`` into every MLP, and all experts, of ``plan`` that are shown to compute it."""
+    """Put ``ops.swiglu`` into every MLP, and all experts, of ``plan`` that compute the same."""
     for name in plan.named(Role.MLP):
         yield FusionResult(name, _fuse(model.get_submodule(name), _linears(plan, name)) or "")
     for name in plan.named(Role.EXPERTS):
@@ -36,20 +38,20 @@ def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
 
 
 def _linears(plan: ModelPlan, mlp: str) -> dict[Role, str]:
-    """The attribute of each linear of ``mlp``; where PEFT has put an adapter around one, that of the whole."""
+    """By role, the attribute of ``mlp`` that is a linear, or PEFT's adapter around one."""
     roles = (Role.GATE, Role.UP, Role.GATE_UP, Role.DOWN)
     return {plan.roles[name]: name[len(mlp) :].lstrip(".").split(".")[0] for name in plan.inside(mlp, *roles)}
 
 
 def _fuse(module: nn.Module, linears: dict[Role, str]) -> str | None:
-    """Why ``module`` was left as it is."""
+    """Fuse ``module``; returns why not where it was left as it is."""
     if set(linears) == {Role.GATE, Role.UP, Role.DOWN}:
         gate, up, down = linears[Role.GATE], linears[Role.UP], linears[Role.DOWN]
-        ours = functools.partial(of_two, module, gate, up, down)
+        ours = functools.partial(with_two_linears, module, gate, up, down)
         sizes = {gate: (K, N), up: (K, N), down: (N, K)}
     elif set(linears) == {Role.GATE_UP, Role.DOWN}:
         gate_up, down = linears[Role.GATE_UP], linears[Role.DOWN]
-        ours = functools.partial(of_one, module, gate_up, down)
+        ours = functools.partial(with_one_linear, module, gate_up, down)
         sizes = {gate_up: (K, 2 * N), down: (N, K)}
     else:
         return "it has no gate"
@@ -58,37 +60,39 @@ def _fuse(module: nn.Module, linears: dict[Role, str]) -> str | None:
     with isolated_on_cpu() as generator:
         small: dict[str, nn.Module] = {name: nn.Linear(*size).double() for name, size in sizes.items()}
         theirs = forward_of_copy(module, {}, small)
-        mine = functools.partial(ours.func, theirs.__self__, *ours.args[1:])  # type: ignore[attr-defined]
-        if not computes_the_same(theirs, mine, random(generator, 2, 3, K)):
+        mine = functools.partial(ours.func, theirs.__self__, *ours.args[1:])
+        if not computes_the_same(theirs, mine, random_input(generator, 2, 3, K)):
             return f"{type(module).__name__} computes something else than SwiGLU"
     replace_innermost_forward(module, ours)
     return None
 
 
-def of_two(module: nn.Module, gate: str, up: str, down: str, x: torch.Tensor) -> Any:
-    """down(silu(gate(x)) * up(x)) of two linears, whose outputs stand one behind the other in one tensor [2, B, S, I].
+def with_two_linears(module: nn.Module, gate: str, up: str, down: str, x: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)), with the outputs of ``gate`` and ``up`` in one tensor [2, B, S, I].
 
-    Parallel linears write it themselves. Of others it is a copy, which is what the kernel costs there.
+    Parallel linears write into it. The outputs of others are copied, which is what the kernel costs there.
     """
     inside = dict(module.named_children())
-    return inside[down](swiglu(stacked_outputs((inside[gate], inside[up]), x), 0).squeeze(0))
+    out: torch.Tensor = inside[down](swiglu(stacked_outputs((inside[gate], inside[up]), x), 0).squeeze(0))
+    return out
 
 
-def of_one(module: nn.Module, gate_up: str, down: str, x: torch.Tensor) -> Any:
-    """down(silu(gate) * up) of one linear, whose outputs are all gates, then all ups."""
+def with_one_linear(module: nn.Module, gate_up: str, down: str, x: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate) * up), with one linear ``gate_up`` whose outputs are all of the gate, then all of up."""
     inside = dict(module.named_children())
-    return inside[down](swiglu(inside[gate_up](x)))
+    out: torch.Tensor = inside[down](swiglu(inside[gate_up](x)))
+    return out
 
 
 GATE_METHOD = "_apply_gate"
-"""What transformers' grouped and batched products of experts call between them (transformers 5, integrations.moe)."""
+"""What transformers' grouped and batched experts call between their products (transformers 5, integrations.moe)."""
 
 
 def _fuse_experts(module: nn.Module) -> str | None:
-    """Why the experts ``module`` were left as they are."""
-    methods = {name: method for kind in reversed(type(module).__mro__) for name, method in vars(kind).items()}
-    config: Any = vars(module).get("config")
-    if GATE_METHOD not in methods or config is None:
+    """Fuse the experts ``module``; returns why not where they were left as they are."""
+    method: Callable[..., torch.Tensor] | None = inspect.getattr_static(type(module), GATE_METHOD, None)
+    config = config_of(module)
+    if method is None or config is None:
         return f"{type(module).__name__} is no module of experts that transformers chooses an implementation for"
     if config._experts_implementation in (None, "eager"):
         return (
@@ -96,7 +100,7 @@ def _fuse_experts(module: nn.Module) -> str | None:
             "which compute all at once"
         )
     with isolated_on_cpu() as generator:
-        if not computes_the_same(functools.partial(methods[GATE_METHOD], module), swiglu, random(generator, 3, 2 * N)):
+        if not computes_the_same(functools.partial(method, module), swiglu, random_input(generator, 3, 2 * N)):
             return f"{type(module).__name__} computes something else than SwiGLU"
-    vars(module)[GATE_METHOD] = swiglu
+    set_attribute(module, GATE_METHOD, swiglu)
     return None

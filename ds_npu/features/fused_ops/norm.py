@@ -1,10 +1,9 @@
-"""RMS norms of a model, each in one kernel."""
+"""The RMS norms of a model, each in one kernel."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,27 +14,28 @@ from ds_npu.features.fused_ops.equivalence import (
     forward_of_copy,
     isolated_on_cpu,
     own_forward,
-    random,
+    random_input,
 )
 from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models import kinds
+from ds_npu.models.attributes import attributes
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rms_norm import rms_norm
 from ds_npu.parallel.forward_wraps import replace_innermost_forward
 
 NORMS = (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM)
 OFFSETS = (0.0, 1.0)
-"""What is added to the weight: nothing, or Gemma's 1."""
+"""What may be added to the weight: nothing, or 1 (Gemma)."""
 
 
 def fuse_norms(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Put ``ops.rms_norm`` into every norm of ``plan`` that is shown to compute it."""
+    """Put ``ops.rms_norm`` into every norm of ``plan`` that computes the same."""
     for name in plan.named(*NORMS):
         yield FusionResult(name, _fuse(model.get_submodule(name)) or "")
 
 
 def _fuse(module: nn.Module) -> str | None:
-    """Why ``module`` was left as it is."""
+    """Fuse ``module``; returns why not where it was left as it is."""
     shapes = kinds.own_shapes(module)
     if list(shapes) != ["weight"]:
         return f"{type(module).__name__} has {' and '.join(shapes) or 'no parameter'}, where an RMS norm has a weight"
@@ -44,33 +44,32 @@ def _fuse(module: nn.Module) -> str | None:
     if not _epsilons(module):
         return f"{type(module).__name__} has no number that could be its eps"
     with isolated_on_cpu() as generator:
-        weight = nn.Parameter(random(generator, *shapes["weight"]).detach())
-        x = random(generator, 2, 3, *shapes["weight"])
+        weight = nn.Parameter(random_input(generator, *shapes["weight"]).detach())
+        x = random_input(generator, 2, 3, *shapes["weight"])
         theirs = forward_of_copy(module, {"weight": weight}, {})
         for eps in _epsilons(module):
-            # Rows around the root of eps, which show what it is, and rows far above it.
+            # Rows around the root of eps, which show its value, and rows far above it.
             inputs = (x.detach() * torch.tensor([3 * eps**0.5, 1.0], dtype=x.dtype).view(2, 1, 1)).requires_grad_()
             for offset in OFFSETS:
                 if computes_the_same(theirs, lambda x, e=eps, o=offset: rms_norm(x, weight, e, o), inputs):
                     widens = _widens(theirs, x, weight)
-                    replace_innermost_forward(module, functools.partial(forward, module, eps, offset, widens))
+                    replace_innermost_forward(module, functools.partial(norm_forward, module, eps, offset, widens))
                     return None
     return f"{type(module).__name__} computes something else than an RMS norm"
 
 
 def _epsilons(module: nn.Module) -> list[float]:
-    """What could be the norm's eps."""
-    numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1]
-    return list(dict.fromkeys(numbers))
+    """The attributes of ``module`` that may be its eps."""
+    return list(dict.fromkeys(value for value in attributes(module, float).values() if 0 < value < 1))
 
 
-def _widens(theirs: Callable[[torch.Tensor], Any], x: torch.Tensor, weight: nn.Parameter) -> bool:
-    """Whether a wider weight makes the result wider than x."""
+def _widens(theirs: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, weight: nn.Parameter) -> bool:
+    """Whether the result has the dtype of a weight that is wider than x."""
     weight.data = weight.data.float()
     return bool(theirs(x.detach().bfloat16()).dtype == torch.float32)
 
 
-def forward(module: Any, eps: float, offset: float, widens: bool, x: torch.Tensor) -> torch.Tensor:
-    """The norm of x [..., H], in x's dtype, or that of the weight if it is wider and ``widens``."""
-    weight: torch.Tensor = module.weight
+def norm_forward(module: nn.Module, eps: float, offset: float, widens: bool, x: torch.Tensor) -> torch.Tensor:
+    """The norm of x [..., H], in x's dtype; in that of the weight if it is wider and ``widens``."""
+    weight = module.get_parameter("weight")
     return rms_norm(x.to(torch.promote_types(x.dtype, weight.dtype)) if widens else x, weight, eps, offset)

@@ -1,7 +1,7 @@
 """Rotary position embedding of a model's queries and keys, in one kernel each.
 
 Attention modules of transformers call a function of their source file by its name (``apply_rotary_pos_emb``). Neither
-that file nor the class is changed: a module gets a forward of the same code, in which that name means ours.
+that file nor the class is changed: a module gets a forward of the same code, in which that name is ds_npu's function.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random
+from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rotary import rotary
 from ds_npu.parallel.forward_wraps import innermost_forward, replace_innermost_forward
 
 PART_OF_NAME = "apply_rotary"
-Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., D] turned; members of a pair lie half of the width of cos apart, and what is beyond it stays."""
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [..., D]; members of a pair lie half of the width of cos apart, and x beyond that width is kept."""
     width = cos.shape[-1]
     x = x.to(torch.promote_types(x.dtype, cos.dtype))
     if width == x.shape[-1]:
@@ -36,63 +35,66 @@ def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return torch.cat((rotary(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
-def turn_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., D] turned; members of a pair lie beside each other (GPT-J)."""
+def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [..., D]; members of a pair lie beside each other (GPT-J)."""
     return rotary(x.to(torch.promote_types(x.dtype, cos.dtype)), cos, sin, True)
 
 
-def turn_neighbours_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., D] turned; pairs lie beside each other, and in the result half of it apart (DeepSeek-V3).
+def rotate_neighbours_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [..., D]; members of a pair lie beside each other in x and D/2 apart in the result (DeepSeek-V3).
 
     The angles are those of the first half of cos and sin.
     """
     apart = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
     first = cos.shape[-1] // 2
     cos, sin = (torch.cat((each[..., :first], each[..., :first]), dim=-1) for each in (cos, sin))
-    return turn_halves(apart, cos, sin)
+    return rotate_halves(apart, cos, sin)
 
 
-TURNS: tuple[Turn, ...] = (turn_halves, turn_neighbours_to_halves, turn_neighbours)
+ROTATIONS: tuple[Rotation, ...] = (rotate_halves, rotate_neighbours_to_halves, rotate_neighbours)
 
 
-def both(turn: Turn, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
-    """Queries and keys turned by cos and sin [B, S, D], which get ``heads_dim``."""
+def both(
+    rotate: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int
+) -> Pair:
+    """Rotate queries and keys by cos and sin [B, S, D], which get the dim ``heads_dim`` of size 1."""
     cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
-    return turn(q, cos, sin), turn(k, cos, sin)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-def plain_signature(turn: Turn) -> Callable[..., Pair]:
-    """``turn`` with the arguments of ``apply_rotary_pos_emb`` in transformers 5."""
+def plain_signature(rotate: Rotation) -> Callable[..., Pair]:
+    """``rotate`` with the arguments of ``apply_rotary_pos_emb`` in transformers 5."""
 
     def fused(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Pair:
-        return both(turn, q, k, cos, sin, unsqueeze_dim)
+        return both(rotate, q, k, cos, sin, unsqueeze_dim)
 
     return fused
 
 
-def signature_with_positions(turn: Turn) -> Callable[..., Pair]:
-    """``turn`` with the arguments of ``apply_rotary_pos_emb_interleave``, whose positions are not used."""
+def signature_with_positions(rotate: Rotation) -> Callable[..., Pair]:
+    """``rotate`` with the arguments of ``apply_rotary_pos_emb_interleave``, whose positions are not used."""
 
     def fused(
         q: torch.Tensor,
         k: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        position_ids: Any = None,
+        position_ids: torch.Tensor | None = None,
         unsqueeze_dim: int = 1,
     ) -> Pair:
-        return both(turn, q, k, cos, sin, unsqueeze_dim)
+        return both(rotate, q, k, cos, sin, unsqueeze_dim)
 
     return fused
 
 
 SIGNATURES = {
-    tuple(inspect.signature(make(turn_halves)).parameters): make for make in (plain_signature, signature_with_positions)
+    tuple(inspect.signature(make(rotate_halves)).parameters): make
+    for make in (plain_signature, signature_with_positions)
 }
 
 
 def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Put ``ops.rotary`` into every attention of ``plan`` whose function is shown to compute it."""
+    """Put ``ops.rotary`` into every attention of ``plan`` whose function computes the same."""
     if not plan.named(Role.ROTARY):
         return
     # One function for all modules of a class.
@@ -110,12 +112,12 @@ def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
 
 
 def _fused(forward: types.FunctionType) -> types.FunctionType | str:
-    """``forward`` with our functions in place of those it calls, or why there is none."""
+    """``forward`` with ds_npu's functions in place of those it calls, or why there is none."""
     known = forward.__globals__
     called = [name for name in forward.__code__.co_names if name.startswith(PART_OF_NAME) and name in known]
     if not called:
         return f"{forward.__qualname__} calls no {PART_OF_NAME}_pos_emb of its file"
-    ours: dict[str, Any] = {}
+    ours: dict[str, Callable[..., Pair]] = {}
     for name in called:
         found = _equal(known[name])
         if isinstance(found, str):
@@ -129,17 +131,17 @@ def _fused(forward: types.FunctionType) -> types.FunctionType | str:
     return made
 
 
-def _equal(theirs: Any) -> Callable[..., Pair] | str:
-    """Our function that computes what ``theirs`` does, or why there is none."""
+def _equal(theirs: Callable[..., Pair]) -> Callable[..., Pair] | str:
+    """ds_npu's function that computes what ``theirs`` does, or why there is none."""
     parameters = tuple(inspect.signature(theirs).parameters)
     if parameters not in SIGNATURES:
         return f"takes other arguments than are known: {', '.join(parameters)}"
     with isolated_on_cpu() as generator:
-        q_BNSD, k_BNSD = random(generator, 2, 4, 5, 8), random(generator, 2, 2, 5, 8)
+        q_BNSD, k_BNSD = random_input(generator, 2, 4, 5, 8), random_input(generator, 2, 2, 5, 8)
         q_BSND, k_BSND = (x.detach().transpose(1, 2).requires_grad_() for x in (q_BNSD, k_BNSD))
-        cos, sin = random(generator, 2, 5, 8), random(generator, 2, 5, 8)
-        for turn in TURNS:
-            ours = SIGNATURES[parameters](turn)
+        cos, sin = random_input(generator, 2, 5, 8), random_input(generator, 2, 5, 8)
+        for rotate in ROTATIONS:
+            ours = SIGNATURES[parameters](rotate)
             heads_second = computes_the_same(theirs, ours, q_BNSD, k_BNSD, cos, sin)
             heads_third = computes_the_same(
                 functools.partial(theirs, unsqueeze_dim=2), functools.partial(ours, unsqueeze_dim=2),
@@ -150,8 +152,8 @@ def _equal(theirs: Any) -> Callable[..., Pair] | str:
     return "computes something else than a rotary embedding"
 
 
-def _same_part(theirs: Any, ours: Any, inputs: tuple[torch.Tensor, ...]) -> bool:
-    """Whether both do the same where cos and sin are narrower than the heads, or ``theirs`` refuses that."""
+def _same_part(theirs: Callable[..., Pair], ours: Callable[..., Pair], inputs: tuple[torch.Tensor, ...]) -> bool:
+    """Whether both do the same with cos and sin narrower than the heads, or ``theirs`` raises for these."""
     q, k, cos, sin = inputs
     narrow = (q, k, cos[..., :4].detach(), sin[..., :4].detach())
     try:

@@ -1,6 +1,6 @@
-"""LoRA adapters (arXiv 2106.09685; PEFT's) of the layers of a model that is sharded over the tensor ranks.
+"""LoRA adapters (arXiv 2106.09685; PEFT) of layers that are sharded over the tensor ranks.
 
-An adapter adds B A x to what its layer makes of x; A [r, K] makes r numbers of the K inputs, B [N, r] the N outputs:
+An adapter adds B A x to the output of its layer for x; A is [r, K], B is [N, r], for K inputs and N outputs:
 
     beside                A                                         B
     a column linear       whole; its r outputs enter the region   sharded as the layer, along its outputs
@@ -8,14 +8,13 @@ An adapter adds B A x to what its layer makes of x; A [r, K] makes r numbers of 
     a row linear        sharded as the layer, along its inputs      whole, outside of the region
     an embedding          whole, outside of regions                 whole, outside of regions
 
-So a region is entered and left by r numbers more for each token, and dropout before A is dropout outside of the region.
+So r more numbers of each token enter and leave a region, and dropout before A is dropout outside of the region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,34 +24,37 @@ from ds_npu.comm.crossing import copy
 from ds_npu.config.roles import Role
 from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES, RoleShards
 from ds_npu.models import names
+from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput
 
-FACTORS = (Role.LORA_A, Role.LORA_B)
+TensorForward = Callable[[torch.Tensor], torch.Tensor]
+
+FACTOR_ROLES = (Role.LORA_A, Role.LORA_B)
 KNOWN = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
-"""Layers with an adapter whose computation is known; others (of quantised weights) have their own."""
+"""Layers with an adapter whose forward is known; others (of quantised weights) compute in other ways."""
 
 
 def with_adapter(name: str) -> str:
-    """The layer that PEFT has put around the layer ``name``, which computes both; ``name`` where there is none."""
+    """The layer that PEFT has put around ``name``, which computes layer and adapter; ``name`` where there is none."""
     layer, _, last = name.rpartition(".")
     return layer if last == names.BASE_LAYER else name
 
 
 def adapted_layers(plan: ModelPlan) -> list[str]:
-    """The layers that have a LoRA adapter and are not just whole on each rank."""
-    return list(dict.fromkeys(layer for name in plan.named(*FACTORS) if (layer := plan.adapted(name)) is not None))
+    """The layers that have a LoRA adapter and are not replicated."""
+    return list(dict.fromkeys(layer for name in plan.named(*FACTOR_ROLES) if (layer := plan.adapted(name)) is not None))
 
 
 def check_adapters(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError with every adapter that does more than add B A x."""
+    """Raise ValueError that names every adapter that does more than add B A x."""
     problems = []
     for name in adapted_layers(plan):
         layer = modules[with_adapter(name)]
         kind = f"{type(layer).__module__}.{type(layer).__name__}"
-        variants = {type(each).__name__ for each in vars(layer).get("lora_variant", {}).values()}
+        variants = {type(each).__name__ for each in (attribute(layer, "lora_variant", dict) or {}).values()}
         if kind not in KNOWN:
             problems.append(f"{name} ({plan.roles[name]}): {kind} is not known, only {' and '.join(KNOWN)}")
         elif variants:
@@ -67,9 +69,9 @@ def check_adapters(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> None:
 
 
 def factor_shards_of(plan: ModelPlan, shards: Mapping[str, RoleShards]) -> dict[str, RoleShards]:
-    """Of the factors that are sharded as the layers they belong to: A along inputs, B along outputs."""
+    """The shards of factors that are sharded as their layer is: A along its inputs, B along its outputs."""
     found = {}
-    for name in plan.named(*FACTORS):
+    for name in plan.named(*FACTOR_ROLES):
         layer = plan.adapted(name)
         if layer is None or layer not in shards or plan.roles[layer] is Role.EMBEDDING:
             continue
@@ -79,22 +81,22 @@ def factor_shards_of(plan: ModelPlan, shards: Mapping[str, RoleShards]) -> dict[
 
 
 def second_factors(plan: ModelPlan, layer: str) -> list[str]:
-    """B of each adapter of ``layer``."""
+    """The names of B of each adapter of ``layer``."""
     return [name for name in plan.named(Role.LORA_B) if plan.adapted(name) == layer]
 
 
 def is_at_border(plan: ModelPlan, name: str) -> bool:
-    """Whether the factor ``name`` of a layer in a region computes outside of it."""
+    """Whether ``name`` is a factor of a layer in a region and is computed outside of the region."""
     layer = plan.adapted(name)
-    if layer is None or plan.roles.get(name) not in FACTORS:
+    if layer is None or plan.roles.get(name) not in FACTOR_ROLES:
         return False
     return plan.roles[name] is Role.LORA_A or plan.roles[layer] in ROW_ROLES
 
 
 def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers) -> None:
-    """Let the adapters of ``layer``, which opens a region, take in a RegionInput by what A makes of it.
+    """Run A of each adapter of ``layer``, which begins a region, before the region; its output enters the region.
 
-    ``outside`` gives the random numbers for dropout on what is outside of the region.
+    ``outside`` gives the random numbers for the dropout before A.
     """
     for dropout in layer.get_submodule("lora_dropout").children():
         wrap_forward(dropout, partial(_before_the_region, outside))
@@ -102,30 +104,29 @@ def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers)
         wrap_forward(factor, partial(_narrow, factor, axis))
 
 
-def _before_the_region(outside: RandomNumbers, forward: Any, x: torch.Tensor) -> torch.Tensor:
+def _before_the_region(outside: RandomNumbers, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, RegionInput):
-        result: torch.Tensor = forward(x)
-        return result
+        return forward(x)
     with outside():
         changed = forward(x.source)
     return x if changed is x.source else RegionInput.of(changed, x.axis, x.shards)
 
 
-def _narrow(factor: nn.Module, axis: TensorAxis, forward: Any, x: torch.Tensor) -> torch.Tensor:
-    """A of hidden states, in the region."""
+def _narrow(factor: nn.Module, axis: TensorAxis, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
+    """A of ``x``, inside of the region."""
     if isinstance(x, RegionInput):
         return RegionInput.of(forward(x.source), x.axis, x.shards).entered()
-    # In the region already (MLA's norms come before): what comes back for A is a part of its gradient. With sequence
-    # parallelism that of every whole weight is summed.
+    # Inside of the region already (behind MLA's norms): this rank's gradient of A is partial. With sequence parallelism
+    # the gradient of every whole weight is summed in another place.
     weight = factor.get_parameter("weight")
     return functional.linear(x, weight if axis.sequence_parallel else copy(weight, axis.group))
 
 
 def keep_padding(layer: nn.Module, base: nn.Module) -> None:
-    """Let the adapters of an embedding know the padding's number, before ``base`` has that of its own rows only."""
-    padding = vars(base)["padding_idx"]
+    """Fix the padding index of an embedding's adapters, before sharding makes that of ``base`` one of local rows."""
+    padding = attribute(base, "padding_idx", int)
 
-    def embed(ids: torch.Tensor, table: torch.Tensor, **_: Any) -> torch.Tensor:
+    def embed(ids: torch.Tensor, table: torch.Tensor, **_: object) -> torch.Tensor:
         return functional.embedding(ids, table, padding_idx=padding)
 
-    vars(layer)["_embed"] = embed
+    set_attribute(layer, "_embed", embed)

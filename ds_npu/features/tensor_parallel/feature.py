@@ -1,4 +1,4 @@
-"""``ds_npu.parallel``: tensor parallelism is applied to the model of a build."""
+"""``ds_npu.parallel``: shards the weights of a build's model over the tensor ranks."""
 
 from __future__ import annotations
 

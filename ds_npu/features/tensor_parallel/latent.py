@@ -1,12 +1,12 @@
-"""Projections that stay whole on every tensor rank and stand at the entry of a region.
+"""Down-projections of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1) before a region.
 
-MLA's down-projections (DeepSeek-V2, arXiv 2405.04434 section 2.1): their outputs are narrow and go to every rank. So
-they are computed outside of the region (on sequence shards, where there are some), and what enters it is their output.
+Their outputs are narrow and go to every tensor rank. So each rank computes them whole, outside of the region (on
+sequence shards, where there are some), and their output enters it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -16,12 +16,11 @@ from ds_npu.parallel.tensor.region import RegionInput
 
 
 def make_latent(module: nn.Module) -> None:
-    """Let ``module`` take in a RegionInput by what it makes of it."""
+    """Run ``module`` before the tensor-parallel region; its output enters the region."""
 
-    def latent(forward: Any, x: torch.Tensor) -> torch.Tensor:
+    def latent(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, RegionInput):
             return RegionInput.of(forward(x.source), x.axis, x.shards).entered()
-        result: torch.Tensor = forward(x)
-        return result
+        return forward(x)
 
     wrap_forward(module, latent)

@@ -1,8 +1,8 @@
-"""Copies of a part of a model for probes: its classes and sizes, with random weights that take hardly any memory.
+"""Copies of a part of a model for the probe: its classes and sizes, with random weights that take hardly any memory.
 
-A large weight is a view in which each diagonal has one number, W[i, j] = r[i + j] (a Hankel matrix): no two of its rows
-or columns are alike, and it takes the memory of one of each. All is float64 on the host, wherever the model is (on the
-meta device, too), and no generator of random numbers is disturbed.
+A large weight is a Hankel matrix, W[i, j] = r[i + j], as a view: no two of its rows or columns are equal, and it takes
+the memory of one row and one column. Copies are float64 on the host, also of a model on the meta device, and making
+them draws from no global random generator.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
+from ds_npu.models.attributes import has_attribute, set_attribute
+from ds_npu.models.hf_model import config_of, is_pretrained_config, settings
 from ds_npu.models.plan import ModelPlan
+from ds_npu.models.zero3 import unpartitioned_shape
 
 LARGE = 1 << 20
-"""Numbers in a weight from which on it is a view, and has no gradient."""
+"""A weight of more numbers is a view, and has no gradient."""
 DROPOUT = "attention_dropout"
-COLUMNS = 64
-"""A large MLP is left with as many, and the rest of a division by it."""
-WIDE = {Role.GATE: 1, Role.UP: 1, Role.GATE_UP: 2, Role.DOWN: 1, Role.EXPERTS: 2}
-"""Roles of weights with columns, and how many parts with as many columns each one has."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+COLUMNS_KEPT = 64
+"""A large MLP keeps so many columns, and the remainder of their number divided by it."""
+COLUMN_PARTS = {Role.GATE: 1, Role.UP: 1, Role.GATE_UP: 2, Role.DOWN: 1, Role.EXPERTS: 2}
+"""Roles of weights that hold an MLP's columns, and how many parts (gate and up) of that many columns each holds."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """The module ``name`` of ``model``, and of the blocks in it those of ``blocks``."""
+class ModelPart:
+    """The module ``name`` of ``model``, with those of its blocks that are in ``blocks``."""
 
     model: nn.Module
     plan: ModelPlan
@@ -42,7 +43,7 @@ class Part:
 
     @cached_property
     def own_plan(self) -> ModelPlan:
-        """The plan of a copy: of its blocks only (of all, where it has none); what is beside them stays whole."""
+        """The plan of a copy: of its blocks only, or of all modules where it has no blocks."""
         roles = {name: role for name, role in self.plan.roles.items() if self._is_copied(name)}
         attentions = {name: shape for name, shape in self.plan.attentions.items() if name in roles}
         return replace(self.plan, roles=roles, blocks=self.blocks, attentions=attentions, tied=False)
@@ -57,7 +58,7 @@ class Part:
 
     @cached_property
     def weights(self) -> Mapping[int, torch.Tensor]:
-        """The numbers of every parameter and buffer, by its id in the model; copies share them."""
+        """By the id in the model, random numbers for each parameter and buffer; copies share them."""
         generator = torch.Generator().manual_seed(1)
         module = self.model.get_submodule(self.name)
         outside = {id(each) for name in self._left_out for each in self.model.get_submodule(name).modules()}
@@ -69,49 +70,49 @@ class Part:
         return drawn | {key: _buffer(each, generator) for key, each in buffers.items()}
 
     def _shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
-        """The parameter's own, but for a large MLP's, which gets fewer columns: each is computed like the others."""
-        shape = list(vars(parameter).get("ds_shape", parameter.shape))
+        """The shape of the copy of ``parameter``: a large MLP gets fewer columns, since all are computed alike."""
+        shape = list(unpartitioned_shape(parameter))
         column = self._columns(name, len(shape))
         if column is not None:
             dim, parts = column
             width = shape[dim] // parts
-            shape[dim] = parts * min(width, COLUMNS + width % COLUMNS)
+            shape[dim] = parts * min(width, COLUMNS_KEPT + width % COLUMNS_KEPT)
         return torch.Size(shape)
 
     def _columns(self, name: str, dims: int) -> tuple[int, int] | None:
-        """The dim of a large MLP's weight ``name`` along which its columns stand, and in how many parts; else None."""
+        """The dim of a large MLP's weight ``name`` that holds its columns, and in how many parts; None for others."""
         owner, leaf = names.parent(name), name.rpartition(".")[2]
         layer = self.plan.adapted(owner) or owner
         role, module = self.plan.of(layer), self.model.get_submodule(layer)
-        # Conv1D keeps count of its outputs; models with it are small.
-        if role not in WIDE or kinds.output_dim(module) == 1:
+        # A Conv1D stores its number of outputs; models with it are small.
+        if role not in COLUMN_PARTS or kinds.output_dim(module) == 1:
             return None
         weights, is_down = kinds.own_shapes(module), role is Role.DOWN or leaf == "down_proj"
-        parts = 1 if is_down else WIDE[role]
+        parts = 1 if is_down else COLUMN_PARTS[role]
         if torch.Size(weights[leaf if role is Role.EXPERTS else "weight"]).numel() // parts <= self.large:
             return None
         if role is Role.EXPERTS:
             return (2 if is_down else 1), parts
-        # Of LoRA's factors, B has a layer's outputs, and A its inputs; a bias is of the outputs.
+        # LoRA's B has the outputs of its layer, A the inputs; a bias runs along the outputs.
         factor = Role.LORA_A if is_down else Role.LORA_B
         if (layer != owner and self.plan.of(owner) is not factor) or (is_down and dims == 1):
             return None
         return int(is_down), parts
 
     def _drawn(self, parameter: nn.Parameter, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Weights whose outputs are about as large as their inputs; norms and biases of numbers around 1."""
+        """Random weights whose outputs are about as large as their inputs; norms and biases around 1."""
         if not parameter.is_floating_point():
             raise TypeError(f"it has weights of {parameter.dtype}")
         if shape.numel() <= self.large or len(shape) < 2:
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
             return drawn.div_(shape[-1] ** 0.5) if len(shape) > 1 else drawn.div_(3).add_(1)
         lines = torch.randn(shape[-2] + shape[-1] - 1, generator=generator, dtype=torch.float64).div_(shape[-1] ** 0.5)
-        # Experts are alike.
+        # All experts get the same weights.
         return lines.as_strided(shape[-2:], (1, 1)).expand(shape)
 
     def copied(self) -> nn.Module:
-        """A copy, in evaluation: a module in which it has the name that it has in the model."""
-        memory: dict[int, Any] = {id(each): None for each in (*self.model.parameters(), *self.model.buffers())}
+        """A copy in evaluation mode, inside of a module in which it has the name that it has in the model."""
+        memory: dict[int, object] = {id(each): None for each in (*self.model.parameters(), *self.model.buffers())}
         memory |= {id(self.model.get_submodule(name)): None for name in self._left_out}
         wanted = {id(each) for each in self.model.parameters()}
         for key, numbers in self.weights.items():
@@ -120,27 +121,24 @@ class Part:
         for name in self._left_out:
             path = name.removeprefix(f"{self.name}.")
             owner = made.get_submodule(names.parent(path))
-            del vars(owner)["_modules"][path.rpartition(".")[2]]
+            del owner._modules[path.rpartition(".")[2]]
         for module in made.modules():
-            for hooks in HOOKS:
-                vars(module)[hooks].clear()
+            _clear_hooks(module)
             # In evaluation nothing is dropped; a region that drops nothing draws no random numbers, either.
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if DROPOUT in vars(module):
-                vars(module)[DROPOUT] = 0.0
+            if has_attribute(module, DROPOUT):
+                set_attribute(module, DROPOUT, 0.0)
         self._settle(made)
         return _placed(self.name, made.eval())
 
     def _settle(self, made: nn.Module) -> None:
-        """Let a Hugging Face model's configs know of the blocks that are left, and choose operators for float64."""
+        """Reduce lists in Hugging Face configs to the blocks that are left; choose operators that do float64."""
         every = self.plan.blocks
         kept = [index for index, name in enumerate(every) if name in self.blocks]
-        configs = {
-            id(config): config for each in made.modules() if _is_configuration(config := vars(each).get("config"))
-        }
-        for config in configs.values():
-            own = vars(config)
+        held = (config_of(each) for each in made.modules())
+        configs = {id(config): config for config in held if config is not None and is_pretrained_config(config)}
+        for own in map(settings, configs.values()):
             for key, value in own.items():
                 if isinstance(value, list) and len(value) == len(every):
                     own[key] = [value[index] for index in kept]
@@ -149,12 +147,15 @@ class Part:
             own.update(use_cache=False, _attn_implementation_internal="eager", _experts_implementation_internal="eager")
 
 
-def _is_configuration(config: object) -> bool:
-    return any(base.__module__.startswith("transformers.") for base in type(config).__mro__)
+def _clear_hooks(module: nn.Module) -> None:
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()
+    module._backward_hooks.clear()
+    module._backward_pre_hooks.clear()
 
 
 def _buffer(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """On the host; of one on the meta device, any numbers of its kind (rotary frequencies are positive)."""
+    """A copy on the host; of a buffer on the meta device, random positive numbers, as rotary frequencies are."""
     if not buffer.is_meta:
         return buffer.detach().cpu().clone()
     if not buffer.is_floating_point():
@@ -167,7 +168,7 @@ def _parameter(numbers: torch.Tensor, large: int) -> nn.Parameter:
 
 
 def _placed(name: str, module: nn.Module) -> nn.Module:
-    """A model that is nothing but ``module`` under ``name``."""
+    """A module that holds only ``module``, under ``name``."""
     for part in reversed(name.split(".") if name else []):
         around = nn.Module()
         around.add_module(part, module)

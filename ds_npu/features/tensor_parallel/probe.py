@@ -1,20 +1,19 @@
-"""Whether a model that is sharded computes what it computes whole: tried at start, on a copy of each kind of block.
+"""The probe of ``ds_npu.parallel``: does a sharded model compute what it computes whole? Tried on copies at start.
 
-What a role says of a weight (which outputs are whose) cannot be read off its shape. So blocks are computed, forward and
-backward, on a few random hidden states: once whole, and once by all tensor ranks, which are threads of this process.
-Their weights are random (``part_copy``): whether a sharding is right depends on what the modules do with their weights'
-shapes, not on the numbers in them. Nothing of the model is used or changed, and no device and no communicator is.
+A weight's shape does not tell what its role claims (which outputs are which head's). So a copy of each kind of block
+computes forward and backward on a few random hidden states: once whole, and once sharded over the tensor ranks, which
+are threads of this process. Weights are random (``part_copy``): whether a sharding is right depends on how modules use
+their weights' shapes, not on the values. The model is not changed, and no device and no communicator is used.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,54 +22,52 @@ from torch.utils import _pytree as pytree
 
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.roles import ORDER, Role
-from ds_npu.features.tensor_parallel.part_copy import LARGE, Part
+from ds_npu.features.tensor_parallel.part_copy import LARGE, ModelPart
 from ds_npu.features.tensor_parallel.refusal import SHARDED_IN_REGIONS, SHARDED_ROLES
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.log import logger
 from ds_npu.models import kinds, names
-from ds_npu.models.hf_model import is_hugging_face
+from ds_npu.models.hf_model import FLOAT32_TOLERANCE, hugging_face_model
 from ds_npu.models.plan import SUBLAYERS, ModelPlan
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
-from ds_npu.parallel.tensor.sharding import sharding_of
+from ds_npu.parallel.tensor.sharding import Sharding, sharding_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
-TOLERANCE = 1e-5
-"""Of the largest value: models compute parts of themselves in float32, even where all else is float64."""
-REFUSED = """\
+MISMATCH = """\
 ds_npu.parallel.tensor: found {size}; split over so many ranks, {model} does not compute what it does whole:
 {faults}
 What to do: give these modules, in ds_npu.plan, roles that say in which order their weights hold what they hold; where
 none does, give the module around them the role replicated. (Found with random weights; ds_npu.parallel.probe false
 turns this check off.)"""
 OWN = "ds_npu."
-"""Begins the errors in which ds_npu refuses, in a forward, what a key of the section asks for."""
+"""The prefix of errors in which a forward refuses what a key of the section asks for."""
 FLOOR = 0.1
-"""Of the largest of all gradients: smaller ones may differ by as much as one of this size."""
+"""Relative to the largest of all gradients: a smaller one is compared as if it were of this size."""
 SAMPLES = 2
 LENGTH = 5
-"""Tokens of each sample, at least: with sequence parallelism their number does not divide by the ranks."""
+"""The fewest tokens of each sample; with sequence parallelism the ranks do not divide their number."""
 
 
 @dataclass
-class Probe:
-    """What was found."""
+class ProbeResult:
+    """What a probe found."""
 
     faults: list[str] = field(default_factory=list)
-    """What is not equal."""
+    """Modules whose results differ, or that fail when sharded."""
     unseen: list[str] = field(default_factory=list)
-    """What could not be computed, and why."""
+    """Parts that could not be computed whole, and why."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a model that can be called with nothing but hidden states."""
+    """A part of a model that is called with hidden states only."""
 
-    part: Part
+    part: ModelPart
     width: int
     """Of its hidden states."""
     argument: str | None = None
-    """By which name they are given; None: by position."""
+    """The name of the argument that takes them; None: the first position."""
 
     def call(self, model: nn.Module, x_BSH: torch.Tensor) -> torch.Tensor:
         module = model.get_submodule(self.part.name)
@@ -78,25 +75,25 @@ class Unit:
         return _first_tensor(out)
 
 
-def _first_tensor(out: Any) -> torch.Tensor:
+def _first_tensor(out: object) -> torch.Tensor:
     found: torch.Tensor = next(each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor))
     return found
 
 
 @dataclass
 class RankResult:
-    """What one rank computed."""
+    """What one rank computed, forward and backward."""
 
     output: torch.Tensor
     gradients: dict[str, torch.Tensor]
-    """Of the hidden states ("") and of the weights, by name."""
+    """Of the hidden states (under "") and of the weights, by name."""
     regions: list[tuple[str, torch.Tensor]]
-    """What blocks and regions returned, in the order in which they ended."""
-    shardings: dict[str, Any]
+    """Names and outputs of blocks and sublayers, in the order in which they ended."""
+    shardings: dict[str, Sharding | None]
 
 
 class ThreadTopology(Topology):
-    """The topology of tensor ranks that are threads."""
+    """The Topology of tensor ranks that are threads of one process."""
 
     def __init__(self, group: ThreadGroup) -> None:
         self.degrees = Degrees(tp=group.size())
@@ -108,44 +105,44 @@ class ThreadTopology(Topology):
 def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_parallel: bool) -> None:
     """Raise the same ValueError on every tensor rank where ``model`` sharded by ``plan`` computes something else.
 
-    One line in the log tells what could not be tried. Every tensor rank calls it at the same time.
+    Every tensor rank calls it at the same time. One line in the log tells what could not be tried.
     """
     size, group = topology.size("tp"), topology.group("tp")
     mine = probe(model, plan, size, sequence_parallel)
-    found: list[Any] = [None] * size
+    found: list[tuple[list[str], list[str]]] = [([], [])] * size
     dist.all_gather_object(found, (mine.faults, mine.unseen), group=group)
     faults: list[str] = next((faults for faults, _ in found if faults), [])
     unseen = list(dict.fromkeys(each for _, rank in found for each in rank))
     for refusal in (fault for fault in faults if fault.startswith(OWN)):
         raise ValueError(refusal)
     if faults:
-        raise ValueError(REFUSED.format(size=size, model=plan.model, faults="\n".join(faults)))
+        raise ValueError(MISMATCH.format(size=size, model=plan.model, faults="\n".join(faults)))
     if unseen and topology.global_rank == 0:
         logger().info("parallel.probe: not tried, so that the plan is trusted: %s", "; ".join(unseen))
 
 
 class _UnshardableError(Exception):
-    """What cannot be sharded at all: sharding the model itself will say so."""
+    """The copy cannot be sharded; ``shard_model`` will say so for the model itself."""
 
 
-def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool, large: int = LARGE) -> Probe:
-    """Compare one block of each kind, computed over ``size`` tensor ranks, with itself computed whole.
+def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool, large: int = LARGE) -> ProbeResult:
+    """Compare one block of each kind, computed by ``size`` tensor ranks, with the same block computed whole.
 
-    Weights of more than ``large`` numbers take no memory, and their gradients are not compared.
+    Weights of more than ``large`` numbers take hardly any memory, and their gradients are not compared.
     """
-    found = Probe()
+    found = ProbeResult()
     blocks = _one_of_each_kind(model, plan)
     decoder = _decoder(model, plan, tuple(blocks), large)
-    if decoder is not None and _looked(decoder, size, sequence_parallel, found):
+    if decoder is not None and _compared(decoder, size, sequence_parallel, found):
         blocks = []
     for block in blocks:
-        if decoder is None and _looked(_alone(model, plan, block, large), size, sequence_parallel, found):
+        if decoder is None and _compared(_alone(model, plan, block, large), size, sequence_parallel, found):
             continue
-        for region in _regions(plan, block):
-            _looked(_alone(model, plan, region, large), size, False, found)
-    for region in _regions(plan, ""):
-        if plan.block(region) is None:
-            _looked(_alone(model, plan, region, large), size, False, found)
+        for sublayer in _sublayers(plan, block):
+            _compared(_alone(model, plan, sublayer, large), size, False, found)
+    for sublayer in _sublayers(plan, ""):
+        if plan.block(sublayer) is None:
+            _compared(_alone(model, plan, sublayer, large), size, False, found)
     loose = [name for name in plan.named(*SHARDED_IN_REGIONS) if plan.around(name, Role.BLOCK, *SUBLAYERS) is None]
     if loose:
         found.unseen.append(f"{', '.join(map(names.generic, loose))}: in no block, attention or mlp")
@@ -153,8 +150,8 @@ def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool,
 
 
 def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """The first of the blocks that have the same modules, of the same sizes, in the same roles, and are sharded."""
-    kinds_seen: dict[Any, str] = {}
+    """Of sharded blocks with the same modules, sizes and roles, the first."""
+    kinds_seen: dict[tuple[Hashable, ...], str] = {}
     for block in plan.blocks:
         inside = plan.inside(block)
         if any(plan.roles[name] in SHARDED_ROLES for name in inside):
@@ -163,43 +160,45 @@ def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
     return list(kinds_seen.values())
 
 
-def _trait(model: nn.Module, plan: ModelPlan, block: str, name: str) -> Any:
+def _trait(model: nn.Module, plan: ModelPlan, block: str, name: str) -> Hashable:
     module = model.get_submodule(name)
     sizes = tuple(kinds.own_shapes(module).items())
     return name.removeprefix(block), type(module), plan.roles[name], plan.attentions.get(name), sizes
 
 
 def _decoder(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: int) -> Unit | None:
-    """The decoder of a Hugging Face model with some of its blocks; it knows what its blocks are called with."""
-    root: Any = next(filter(is_hugging_face, model.modules()), None)
-    decoder = None if root is None else root.get_decoder()
+    """The decoder of a Hugging Face model with some of its blocks, which it calls with the right arguments."""
+    root = hugging_face_model(model)
+    if root is None:
+        return None
+    decoder = root.get_decoder()
     name = next((name for name, each in model.named_modules() if each is decoder), None)
     if name is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):
         return None
     width = kinds.own_shapes(root.get_input_embeddings())["weight"][1]
-    return Unit(Part(model, plan, name, blocks, large), width, "inputs_embeds")
+    return Unit(ModelPart(model, plan, name, blocks, large), width, "inputs_embeds")
 
 
 def _alone(model: nn.Module, plan: ModelPlan, name: str, large: int) -> Unit:
-    """One block or region by itself."""
-    part = Part(model, plan, name, (name,) if name in plan.blocks else (), large)
+    """One block or sublayer by itself."""
+    part = ModelPart(model, plan, name, (name,) if name in plan.blocks else (), large)
     return Unit(part, _width(model, plan, name))
 
 
 def _width(model: nn.Module, plan: ModelPlan, name: str) -> int:
-    """Of the hidden states that ``name`` takes: those of its first norm or projection."""
+    """The width of the hidden states that ``name`` takes: the input width of its first norm or projection."""
     first = next(each for each in plan.inside(name) if kinds.own_shapes(model.get_submodule(each)))
     module = model.get_submodule(first)
     return kinds.sizes(module)[0] if kinds.is_linear(module) else next(iter(kinds.own_shapes(module).values()))[-1]
 
 
-def _regions(plan: ModelPlan, name: str) -> list[str]:
-    """The outermost regions in ``name``."""
+def _sublayers(plan: ModelPlan, name: str) -> list[str]:
+    """The outermost sublayers in ``name``."""
     return [each for each in plan.inside(name, *SUBLAYERS) if plan.sublayer(each) is None]
 
 
-def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> bool:
-    """Compare ``unit`` whole and sharded, and keep what was found; false where it could not be computed."""
+def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult) -> bool:
+    """Compare ``unit`` whole and sharded, and add what is found; false where it cannot be computed whole."""
     length = max(LENGTH, size + 1)
     x_BSH = torch.randn(
         SAMPLES, length, unit.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64, device="cpu"
@@ -210,7 +209,7 @@ def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> boo
             (whole,) = run_in_threads(1, partial(_computed, unit, x_BSH, None))
         if not whole.output.isfinite().all():
             raise ArithmeticError("its results are not finite with random weights")
-    except Exception as error:  # Somebody's code, called with what it may not be made for.
+    except Exception as error:  # A user's code, called with arguments that it may not be made for.
         found.unseen.append(f"{where}: {_said(error)}")
         return False
     try:
@@ -228,7 +227,7 @@ def _looked(unit: Unit, size: int, sequence_parallel: bool, found: Probe) -> boo
 
 @contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """Leave the generators of random numbers on the host as they were; raises RuntimeError where they were not left."""
+    """Restore the host's random generators; raise RuntimeError where something was drawn from them."""
     tensors, numbers = torch.random.get_rng_state(), random.getstate()
     try:
         yield
@@ -245,7 +244,7 @@ def _said(error: Exception) -> str:
 
 
 def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, group: ThreadGroup) -> RankResult:
-    """Forward and backward of a copy of ``unit``, which is whole where ``sequence_parallel`` is None."""
+    """Forward and backward of a copy of ``unit``: whole where ``sequence_parallel`` is None, else this rank's shard."""
     model = unit.part.copied()
     if sequence_parallel is not None:
         try:
@@ -268,10 +267,10 @@ def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, g
 
 
 def _recorded(model: nn.Module, plan: ModelPlan) -> list[tuple[str, torch.Tensor]]:
-    """What the blocks and regions of ``model`` will return, in the order in which they end."""
+    """A list to which hooks append what blocks and sublayers of ``model`` return."""
     regions: list[tuple[str, torch.Tensor]] = []
 
-    def keep(name: str, module: nn.Module, args: Any, out: Any) -> None:
+    def keep(name: str, module: nn.Module, args: object, out: object) -> None:
         regions.append((name, _first_tensor(out).detach()))
 
     for name in plan.named(Role.BLOCK, *SUBLAYERS):
@@ -280,21 +279,21 @@ def _recorded(model: nn.Module, plan: ModelPlan) -> list[tuple[str, torch.Tensor
 
 
 def _differences(unit: Unit, whole: RankResult, sharded: list[RankResult]) -> Iterator[str]:
-    """The first thing that differs; what follows from it is not told."""
+    """The first difference, in the order of computation: later ones follow from it."""
     for index, (name, expected) in enumerate(whole.regions):
         gap = _gap([rank.regions[index][1] for rank in sharded], expected)
-        if gap > TOLERANCE:
+        if gap > FLOAT32_TOLERANCE:
             yield _fault(unit, [name], f"its output differs by {gap:.1g} of its largest value")
             return
     everything = unit.part.blocks or (unit.part.name,)
     gap = _gap([rank.output for rank in sharded], whole.output)
-    if gap > TOLERANCE:
+    if gap > FLOAT32_TOLERANCE:
         yield _fault(unit, everything, f"their output differs by {gap:.1g} of its largest value")
         return
-    # The gradient of a key's bias is 0, and so is that of a router whose experts are alike: what is found is rounding.
+    # The gradient of a key's bias, and of a router with equal experts, is 0: what is computed is rounding.
     floor = FLOOR * max(float(each.abs().max()) for each in whole.gradients.values())
     gaps = {name: _gradient_gap(name, expected, sharded, floor) for name, expected in whole.gradients.items()}
-    wrong = [name for name, gap in gaps.items() if gap > TOLERANCE]
+    wrong = [name for name, gap in gaps.items() if gap > FLOAT32_TOLERANCE]
     if wrong:
         of = ", ".join(names.generic(name) or "the hidden states" for name in wrong[:4])
         regions = dict.fromkeys(unit.part.plan.sublayer(names.parent(name)) for name in wrong if name)
@@ -310,9 +309,9 @@ def _gradient_gap(name: str, expected: torch.Tensor, sharded: list[RankResult], 
 
 
 def _gap(found: list[torch.Tensor], expected: torch.Tensor, floor: float = 0.0) -> float:
-    """How far what each rank found (or all of them, of a sequence each) is from ``expected``.
+    """The largest difference of what ranks found, whole or as sequence shards, from ``expected``.
 
-    As a part of its largest value, or of ``floor`` where that is more.
+    Relative to the largest value of ``expected``, or to ``floor`` where that is larger.
     """
     if expected.dim() == 3 and found[0].shape != expected.shape:
         found = [torch.cat(found, dim=SEQUENCE_DIM)[:, : expected.shape[SEQUENCE_DIM]]]
@@ -323,7 +322,7 @@ def _gap(found: list[torch.Tensor], expected: torch.Tensor, floor: float = 0.0) 
 
 
 def _fault(unit: Unit, where: Iterable[str], what: str) -> str:
-    """What is wrong, and the roles that can be."""
+    """A text that says ``what`` is wrong in ``where``, and which of its roles may be wrong."""
     model, plan = unit.part.model, unit.part.plan
     lines = [f"  {', '.join(names.generic(name) for name in where)}: {what}"]
     for name in (inner for each in where for inner in plan.inside(each)):

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from ds_npu.config.roles import PARENT, Role
 from ds_npu.models import kinds, names
+from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.copying import refuse_copies
+from ds_npu.models.hf_model import config_of
 from ds_npu.models.plan import ModelPlan
+from ds_npu.models.zero3 import is_partitioned
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.sharding import sharding_of
 
@@ -26,15 +30,24 @@ SHARDED_IN_REGIONS = (
 )
 SHARDED_ROLES = (*SHARDED_IN_REGIONS, Role.EMBEDDING, Role.HEAD)
 BIASES = {"alibi", "position_bias"}
-"""Parameters of attentions in transformers that are biases of all heads' scores."""
+"""Arguments of attentions in transformers that are biases of the scores of all heads."""
 SAVE = "save_pretrained"
 
 
+@runtime_checkable
+class _Saves(Protocol):
+    save_pretrained: Callable[..., None]
+
+
 def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
-    """Raise ValueError for weights that are not there (ZeRO-3's zero.Init), or regions outside of sequence shards."""
+    """Raise ValueError for weights partitioned by zero.Init and for regions that cannot be sharded.
+
+    Those hold a module, or take an argument, that needs all heads or columns; or, with sequence parallelism, they stand
+    outside of blocks.
+    """
     sharded = {name: role for name, role in plan.roles.items() if role in SHARDED_ROLES}
     parameters = ((name, each) for name in sharded for each in model.get_submodule(name).parameters())
-    absent = list(dict.fromkeys(name for name, parameter in parameters if "ds_tensor" in vars(parameter)))
+    absent = list(dict.fromkeys(name for name, parameter in parameters if is_partitioned(parameter)))
     if absent:
         raise ValueError(
             f"{plan.model} was made under deepspeed.zero.Init: {absent[0]} and {len(absent) - 1} more modules to be "
@@ -56,7 +69,7 @@ def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None
 
 
 def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
-    """Raise ValueError for regions with anything in them that cannot work on some of the heads or columns."""
+    """Raise ValueError for regions that hold a module, or take an argument, that needs all heads or columns."""
     for name in plan.named(Role.REPLICATED):
         region, module = plan.around(name, Role.ATTENTION, Role.MLP), model.get_submodule(name)
         if region is not None and not kinds.is_norm(module):
@@ -67,9 +80,10 @@ def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
             )
     for name in plan.named(Role.ATTENTION):
         module = model.get_submodule(name)
-        settings = vars(vars(module).get("config", model.__dict__.get("config", module)))
+        settings = config_of(module) or config_of(model) or module
+        has_alibi = attribute(settings, "alibi", object) if has_attribute(settings, "alibi") else True
         biased = BIASES & inspect.signature(module.forward).parameters.keys()
-        if biased and settings.get("alibi", True):
+        if biased and has_alibi:
             raise ValueError(
                 f"{plan.model}: {name} is given {min(biased)}, a bias of the scores of all heads (ALiBi), of which "
                 "each tensor rank would need that of its own heads. What to do: ds_npu.parallel.tensor = 1, or give "
@@ -78,20 +92,20 @@ def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def refuse_saving_shards(model: nn.Module) -> None:
-    """Let ``model.save_pretrained`` take whole weights only, and ``copy.deepcopy(model)`` nothing."""
+    """Make ``model.save_pretrained`` and ``copy.deepcopy(model)`` raise RuntimeError for shards of weights."""
     refuse_copies(model)
-    if SAVE in dir(type(model)):
-        model.__dict__[SAVE] = functools.partial(_save_whole, model, model.save_pretrained)
+    if SAVE in dir(type(model)) and isinstance(model, _Saves):
+        set_attribute(model, SAVE, functools.partial(_save_whole, model, model.save_pretrained))
 
 
 def _save_whole(
     model: nn.Module,
-    save: Any,
-    folder: Any,
+    save: Callable[..., None],
+    folder: str | os.PathLike[str],
     *args: Any,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     **more: Any,
-) -> Any:
+) -> None:
     given = dict(model.named_parameters()) if state_dict is None else state_dict
     if not given and more.get("is_main_process", True):
         raise RuntimeError(

@@ -1,8 +1,8 @@
-"""Where the weights of a planned model are sharded over the tensor ranks: arithmetic on sizes, no tensor is touched.
+"""The outputs or inputs of each weight that a tensor rank works on, by the weight's role: arithmetic on sizes only.
 
-Attention is sharded by heads: query heads as evenly as they go; key and value heads with their query heads where tp
-divides their number. Elsewhere (fewer of them than ranks, or a number that does not divide) key and value weights stay
-whole on each rank, which computes what its query heads need.
+Attention is sharded by heads: query heads as evenly as possible; key and value heads with their query heads where tp
+divides their number. Where it does not (or there are fewer than ranks), each rank keeps the whole key and value weights
+and computes the heads that its query heads need.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from ds_npu.parallel.tensor.sharding import Ranges, Sharding, near_even
 
 @dataclass(frozen=True)
 class RoleShards:
-    """The outputs (of a column linear) or inputs (of a row linear) that each tensor rank works on."""
+    """The outputs (of a column linear) or inputs (of a row linear) of one weight that each tensor rank works on."""
 
     size: int
-    """Of all of them."""
+    """The number of all of them."""
     ranges: tuple[Ranges, ...]
     """Of each rank."""
     whole: bool = False
     """The ranks' ranges overlap, so that every rank keeps the whole weight."""
 
-    def sharding(self, dim: int) -> Sharding | None:
-        """Of the weight's ``dim``; None where it stays whole."""
-        return None if self.whole else Sharding(dim, self.size, self.ranges)
+    def sharding(self, dim: int) -> Sharding:
+        """The Sharding of the weight along ``dim``, for a weight that is not ``whole``."""
+        assert not self.whole
+        return Sharding(dim, self.size, self.ranges)
 
     def outputs(self, rank: int) -> Ranges | None:
-        """What ``rank`` computes with a whole weight."""
+        """The outputs that ``rank`` computes with a whole weight; None with a shard."""
         return self.ranges[rank] if self.whole else None
 
 
@@ -55,7 +56,7 @@ def _key_value(outputs: int, shape: AttentionShape, size: int) -> RoleShards:
 
 
 def _joined(heads: tuple[int, ...], width: int) -> Ranges:
-    """The ranges of ``heads``, neighbours joined."""
+    """The index ranges of ``heads``, adjacent ones merged."""
     ranges: list[tuple[int, int]] = []
     for head in heads:
         if ranges and ranges[-1][1] == head * width:
@@ -73,10 +74,10 @@ def _fused(outputs: int, shape: AttentionShape, size: int) -> RoleShards:
         _key_value(shape.kv_heads * width, shape, size),
     ]
     whole = any(part.whole for part in parts)
-    return RoleShards(outputs, _side_by_side(parts), whole)
+    return RoleShards(outputs, _one_behind_the_other(parts), whole)
 
 
-def _side_by_side(parts: list[RoleShards]) -> tuple[Ranges, ...]:
+def _one_behind_the_other(parts: list[RoleShards]) -> tuple[Ranges, ...]:
     starts = [0, *itertools.accumulate(part.size for part in parts)]
     return tuple(
         tuple(
@@ -89,7 +90,7 @@ def _side_by_side(parts: list[RoleShards]) -> tuple[Ranges, ...]:
 
 
 def even_shards(count: int, size: int, what: str = "columns") -> RoleShards:
-    """As evenly as it goes."""
+    """One range a rank, as even as possible; raises ValueError for fewer than one for each."""
     return RoleShards(count, tuple((each,) for each in near_even(count, size, what)))
 
 
@@ -98,8 +99,8 @@ def _words(count: int, size: int) -> RoleShards:
 
 
 def paired_shards(count: int, size: int) -> RoleShards:
-    """Each half as evenly as it goes: gate and up, one behind the other."""
-    return RoleShards(count, _side_by_side([even_shards(count // 2, size)] * 2))
+    """Two ranges a rank, of gate and of up, which stand one behind the other; each as even as possible."""
+    return RoleShards(count, _one_behind_the_other([even_shards(count // 2, size)] * 2))
 
 
 ByHeads = Callable[[int, AttentionShape, int], RoleShards]
@@ -124,13 +125,13 @@ BY_WIDTH: dict[Role, Callable[[int, int], RoleShards]] = {
     Role.EMBEDDING: _words,
 }
 ROW_ROLES = (Role.ATTENTION_OUTPUT, Role.DOWN, Role.ROW)
-"""Sharded along their inputs; every other linear along its outputs."""
+"""Roles of linears that are sharded along their inputs; all others are sharded along their outputs."""
 
 
 def role_shards_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dict[str, RoleShards]:
-    """The shards of every module of ``plan`` that is sharded over ``size`` tensor ranks.
+    """The shards over ``size`` tensor ranks of each module in ``widths``: its number of outputs (row linear: inputs).
 
-    ``widths`` are the outputs (of row linears: the inputs) of each. Raises ValueError with every module that cannot be.
+    Raises ValueError that names every module that cannot be sharded over so many ranks.
     """
     shards: dict[str, RoleShards] = {}
     problems: dict[tuple[str, str], list[str]] = {}

@@ -1,19 +1,19 @@
-"""Shards a user's model over the tensor ranks, in place, as its ModelPlan says which module is what.
+"""Shards the weights of a user's model over the tensor ranks, in place, by the roles of its ModelPlan.
 
-Modules keep their names and parameters stay the objects they were, so an optimizer that holds them already goes on
-holding them. No class is changed: projections are replaced by parallel ones, and some modules of this one model get a
-forward of their own.
+Modules keep their names, and parameters stay the same objects, so that an optimizer made before still holds them. No
+class is changed: projections are replaced by parallel ones, and the forwards of some modules of this one model are
+wrapped.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
@@ -40,7 +40,9 @@ from ds_npu.features.tensor_parallel.role_shards import (
 from ds_npu.features.tensor_parallel.vocabulary import local_axis, shard_logits
 from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import kinds, names
+from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
+from ds_npu.models.hf_model import config_of, has_setting
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.forward_wraps import wrap_forward
@@ -62,6 +64,7 @@ from ds_npu.parallel.tensor.sharding import keep_shard, sharding_of
 from ds_npu.topology.topology import Topology
 
 REGION_ROLES = (Role.ATTENTION, Role.MLP)
+"""Sublayers that are tensor-parallel regions; of an MoE layer, the experts and shared MLPs are."""
 COLUMN_ROLES = (
     Role.QUERY,
     Role.KEY,
@@ -75,16 +78,17 @@ COLUMN_ROLES = (
     Role.COLUMN,
 )
 SHARDED_ATTRIBUTE = "ds_npu_sharded_model"
+"""The attribute of a sharded model that is its ShardedModel."""
 TOGETHER = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
-"""Roles whose linears a module calls with the same hidden states."""
+"""Roles of linears that a module calls with the same hidden states."""
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What was done to a model."""
+    """What ``shard_model`` did to a model."""
 
     fetched_together: list[nn.Module]
-    """Modules whose weights are used by one another's forward, so that ZeRO-3 has to gather them at once."""
+    """Modules that use each other's weights in their forwards, which ZeRO-3 must therefore gather together."""
 
 
 def shard_model(
@@ -95,22 +99,24 @@ def shard_model(
     collectives: MatmulCollectives | None = None,
     device_type: str = "cpu",
 ) -> ShardedModel:
-    """Shard ``model`` over the tensor ranks of ``topology``; on ``device_type`` it will draw its random numbers.
+    """Shard ``model`` over the tensor ranks of ``topology``; it will draw random numbers on ``device_type``.
 
-    Raises ValueError, before anything is changed, naming every module that cannot be sharded over so many ranks.
+    ``collectives``: the products that overlap with sequence parallelism's collectives; None: one after the other.
+    Raises ValueError, before anything is changed, that names every module that cannot be sharded over so many ranks.
+    Source: Megatron-LM, arXiv 1909.08053 and (sequence parallelism) 2205.05198.
     """
     check_not_compiled(model, "tensor")
     axis = tensor_axis(topology, sequence_parallel, collectives)
     sharded = _ModelSharder(model, plan, axis, topology, RegionRandomness(topology, device_type)).run()
-    model.__dict__[SHARDED_ATTRIBUTE] = sharded
+    set_attribute(model, SHARDED_ATTRIBUTE, sharded)
     refuse_saving_shards(model)
     refuse_compiling(model, "tensor")
     return sharded
 
 
 def sharded_model_of(model: nn.Module) -> ShardedModel | None:
-    """What was done to ``model``; None where nothing was. Of a model made of parallel layers nothing needs to be."""
-    done: ShardedModel | None = vars(model).get(SHARDED_ATTRIBUTE)
+    """What ``shard_model`` did to ``model``; None where it must still be sharded, which parallel layers need not be."""
+    done = attribute(model, SHARDED_ATTRIBUTE, ShardedModel)
     own = done is None and any(sharding_of(parameter) is not None for parameter in model.parameters())
     return ShardedModel([]) if own else done
 
@@ -130,11 +136,11 @@ class _ModelSharder:
         shards = role_shards_of(self.plan, self._widths(), self.axis.size)
         check_adapters(self.plan, self.modules)
         experts = self._experts()
-        self._let_adapters_know()
+        self._prepare_adapters()
         for name, each in {**factor_shards_of(self.plan, shards), **shards}.items():
             self._shard(name, each)
         for name, (gate_up, down) in experts.items():
-            shard_experts(self.modules[name], gate_up.sharding(1), down.sharding(2), self.axis)  # type: ignore[arg-type]
+            shard_experts(self.modules[name], gate_up.sharding(1), down.sharding(2), self.axis)
         for name in self.plan.named(Role.LATENT):
             make_latent(self.modules[name])
         for name in self.plan.attentions:
@@ -146,7 +152,7 @@ class _ModelSharder:
         return ((name, self.modules[name]) for role in roles for name in self.plan.named(role))
 
     def _widths(self) -> dict[str, int]:
-        """The outputs of each column linear, the inputs of each row linear, the words of embeddings and heads."""
+        """By name, the outputs of column linears, the inputs of row linears, the words of embeddings and heads."""
         widths = {}
         for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD):
             weight = module.get_parameter("weight")
@@ -171,9 +177,9 @@ class _ModelSharder:
         weight, bias = module.get_parameter("weight"), _bias(module)
         form = WeightLayout(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank))
         if not shards.whole:
-            keep_shard(weight, shards.sharding(_dim(module, not is_row)), self.axis.rank)  # type: ignore[arg-type]
+            keep_shard(weight, shards.sharding(_dim(module, not is_row)), self.axis.rank)
             if bias is not None and not is_row:
-                keep_shard(bias, shards.sharding(0), self.axis.rank)  # type: ignore[arg-type]
+                keep_shard(bias, shards.sharding(0), self.axis.rank)
         if is_row:
             self._put(name, RowLinear(weight, bias, self.axis, form))
             self._expect_sequences(name)
@@ -181,7 +187,7 @@ class _ModelSharder:
             self._put(name, ColumnLinear(weight, bias, local_axis(self.axis), form, inside=False))
             if name == layer:
                 heads = [self.modules[each] for each in (name, *second_factors(self.plan, name))]
-                shard_logits(self.modules[names.owner(name)], heads, shards.sharding(0), self.topology)  # type: ignore[arg-type]
+                shard_logits(self.modules[names.owner(name)], heads, shards.sharding(0), self.topology)
         else:
             inside = self.plan.around(name, *REGION_ROLES) is not None
             self._put(name, ColumnLinear(weight, bias, self.axis, form, inside))
@@ -189,22 +195,22 @@ class _ModelSharder:
                 self._expect_sequences(name)
 
     def _expect_sequences(self, name: str) -> None:
-        """Let a linear at the border of a region raise ValueError for flattened hidden states, which have no shards."""
+        """Make a linear at a region's border raise ValueError for flattened hidden states, which have no shards."""
 
-        def checked(forward: Any, x: Any) -> Any:
+        def checked(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             check_sequences(x, name)
             return forward(x)
 
         if self.axis.sequence_parallel:
             wrap_forward(self.modules[name], checked)
 
-    def _let_adapters_know(self) -> None:
+    def _prepare_adapters(self) -> None:
         for name in adapted_layers(self.plan):
-            wrap_forward, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
+            adapter, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
             if role is Role.EMBEDDING:
-                keep_padding(wrap_forward, base)
+                keep_padding(adapter, base)
             elif role in (Role.LATENT, *COLUMN_ROLES) and self.plan.around(name, *REGION_ROLES) is not None:
-                enter_by_factors(wrap_forward, self.axis, self._outside)
+                enter_by_factors(adapter, self.axis, self._outside)
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, leaf = name.rpartition(".")
@@ -213,7 +219,7 @@ class _ModelSharder:
         setattr(self.modules[parent], leaf, module)
 
     def _localise(self, name: str) -> None:
-        """Tell an attention module how many heads this rank has, where it keeps count."""
+        """Set the numbers of heads that an attention module stores to those of this rank."""
         shape, module = self.plan.attentions[name], self.modules[name]
         local = local_heads(shape, self.axis.size)[self.axis.rank]
         heads, kv_heads = len(local.queries), len(local.key_values)
@@ -224,15 +230,18 @@ class _ModelSharder:
             "num_key_value_groups": heads // kv_heads,
             "split_size": heads * shape.head_dim,
         }
-        kept: dict[str, Any] = module.__dict__
-        kept.update({key: count for key, count in counts.items() if key in kept})
-        if "config" in kept and self.plan.inside(name, Role.QUERY_KEY_VALUE):
-            # Phi-3 asks its config where the fused projection ends; the config is the whole model's.
-            kept["config"] = copy.copy(kept["config"])
-            kept["config"].num_attention_heads, kept["config"].num_key_value_heads = heads, kv_heads
+        for key, count in counts.items():
+            if has_attribute(module, key):
+                set_attribute(module, key, count)
+        config = config_of(module)
+        if config is not None and self.plan.inside(name, Role.QUERY_KEY_VALUE):
+            # Phi-3 reads from its config, which the whole model shares, where the parts of the fused projection end.
+            local_config = copy.copy(config)
+            local_config.num_attention_heads, local_config.num_key_value_heads = heads, kv_heads
+            set_attribute(module, "config", local_config)
 
     def _sum_partial_gradients(self) -> None:
-        """Sum the gradients of whole weights that each rank uses for its heads, or for its shard of the sequence."""
+        """Sum over the ranks the gradients of whole weights that each rank uses for its heads or sequence shard."""
         for name, parameter in self.model.named_parameters():
             module = name.rpartition(".")[0]
             if sharding_of(parameter) is None and self._is_partial(module):
@@ -263,12 +272,12 @@ class _ModelSharder:
                     project_together(layers)
             numbers = {} if sequence else self._random_numbers(module)
             if numbers:
-                # What a module drops behind its row linear (GPT-2) is the same on every rank.
+                # Dropout behind the row linear (GPT-2) must be the same on every rank.
                 for row in self._rows(name):
                     row.register_forward_hook(lambda *_: self.randomness.leave())
             make_region(module, self.axis, self.shards if sequence else None, **numbers)
         if sequence and blocks:
-            # With sequence parallelism nothing in a block is the same on two ranks.
+            # With sequence parallelism ranks hold different tokens in all of a block.
             shard_sequences(blocks, self.shards, **self._random_numbers(*blocks))
             join_hidden_states(self.model, len(blocks), self.shards)
             for each in map(self.modules.__getitem__, self._whole):
@@ -281,12 +290,12 @@ class _ModelSharder:
 
     @cached_property
     def _counts_tokens(self) -> bool:
-        """Whether the model has an auxiliary loss over the router's logits."""
-        configs = (vars(module).get("config") for module in self.modules.values())
-        return any("output_router_logits" in vars(config) for config in configs if config is not None)
+        """Whether the model has an auxiliary loss of the router logits."""
+        configs = (config_of(module) for module in self.modules.values())
+        return any(has_setting(config, "output_router_logits") for config in configs if config is not None)
 
     def _random_numbers(self, *modules: nn.Module) -> dict[str, RandomNumbers]:
-        """Random numbers of this rank's own, where ``modules`` drop anything."""
+        """Arguments for random numbers of this rank's own; none where ``modules`` drop nothing."""
         if not any(drops(each) for module in modules for each in module.modules()):
             return {}
         return {"random_numbers": self.randomness.region}
@@ -296,12 +305,12 @@ class _ModelSharder:
 
     @property
     def _outside(self) -> RandomNumbers:
-        """Numbers for what is computed outside of regions, where a module in a region does it."""
+        """Random numbers of what a module in a region computes before the region."""
         return nullcontext if self.axis.sequence_parallel else self.randomness.outside
 
 
 def _dim(module: nn.Module, outputs: bool) -> int:
-    """The dim of ``module``'s weight along which its outputs, or its inputs, stand."""
+    """The dim of ``module``'s weight that its outputs, or else its inputs, run along."""
     return kinds.output_dim(module) if outputs else 1 - kinds.output_dim(module)
 
 

@@ -1,4 +1,4 @@
-"""``ds_npu.tensor_overlap``: tensor-parallel communication while the matrix multiplication runs."""
+"""``ds_npu.tensor_overlap``: tensor-parallel collectives overlap with matrix multiplications."""
 
 from __future__ import annotations
 

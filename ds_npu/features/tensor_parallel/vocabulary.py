@@ -1,13 +1,13 @@
-"""The head of a language model over the tensor ranks: each has the logits of some words, and the loss is made of those.
+"""The head of a language model over the tensor ranks: each computes the logits of its words, and the loss from those.
 
-Whole logits are built only where somebody asks for them: in evaluation, and in a forward without labels.
+Whole logits are built only where somebody needs them: in evaluation, and in a forward without labels.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -20,27 +20,30 @@ from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocab
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class ShardedLogits:
-    """Whether, in the forward that is running, logits stay sharded over the tensor ranks."""
+    """Whether the logits stay sharded over the tensor ranks in the forward that is running."""
 
     def __init__(self) -> None:
         self.keep_sharded = False
 
 
 def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Sharding, topology: Topology) -> None:
-    """Let ``model``, a Hugging Face causal language model, compute its loss from sharded logits, the sum of ``heads``.
+    """Make a Hugging Face causal language model compute its loss from sharded logits, the sum of those of ``heads``.
 
-    It does so where it is trained on labels; its output's ``logits`` are then this rank's part. A model of another kind
-    gets whole logits.
+    It does so where it is trained on labels; the ``logits`` it returns are then this rank's shard. ``heads`` of a
+    ``model`` of another kind return whole logits.
     """
     state, group = ShardedLogits(), topology.group("tp")
 
-    def logits(forward: Any, x: torch.Tensor) -> torch.Tensor:
-        local: torch.Tensor = forward(x)
+    def logits(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        local = forward(x)
         return local if state.keep_sharded else gather_vocabulary(local, vocabulary, group)
 
-    def whole(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def sharded(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
         state.keep_sharded = model.training and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         try:
@@ -54,16 +57,17 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
     if not is_hugging_face(model):
         return
     signature = inspect.signature(model.forward)
-    wrap_forward(model, whole)
-    vocab_parallel, usual = VocabParallelLoss(topology, vocabulary), _loss_function(model)
+    wrap_forward(model, sharded)
+    # A property of transformers, which makes a new function at each access.
+    vocab_parallel, usual = VocabParallelLoss(topology, vocabulary), model.loss_function
 
-    def loss(*args: Any, **kwargs: Any) -> Any:
+    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         return vocab_parallel(*args, **kwargs) if state.keep_sharded else usual(*args, **kwargs)
 
     model.loss_function = loss
 
 
-def _with_guarded_logits(out: Any, vocabulary: Sharding) -> Any:
+def _with_guarded_logits(out: T, vocabulary: Sharding) -> T:
     if isinstance(out, dict) and "logits" in out:
         ranks = f"{len(vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
         described = f"logits of {vocabulary.size} words, in training on labels, are split over {ranks}"
@@ -71,11 +75,6 @@ def _with_guarded_logits(out: Any, vocabulary: Sharding) -> Any:
     return out
 
 
-def _loss_function(model: Any) -> Any:
-    """A Hugging Face model's own; it is a property, made anew at each look."""
-    return model.loss_function
-
-
 def local_axis(axis: TensorAxis) -> TensorAxis:
-    """The axis of a head: hidden states that go into it are whole, with sequence parallelism too."""
+    """``axis`` for a head: its inputs are whole hidden states, also with sequence parallelism."""
     return TensorAxis(axis.group, axis.size, axis.rank, False, axis.collectives)

@@ -1,4 +1,4 @@
-"""Which modules of a sharded model cannot work on a shard of the sequence, and are therefore given all of it."""
+"""Modules of a sharded model that cannot compute on a sequence shard and are given the whole sequence."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ds_npu.models import kinds, names
 from ds_npu.models.plan import ModelPlan
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
-"""What has no forward of its own."""
+"""Modules without a forward of their own."""
 
 
 def need_whole_sequences(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The outermost modules in blocks of which nothing is sharded and that may go from token to token.
+    """The outermost modules in blocks of which nothing is sharded and that may mix tokens.
 
     ``modules`` are all of the model's, by name. Such modules are ``replicated``, or have no weights and so no role.
     """
     free = [name for name in modules if plan.of(name) is None and plan.sublayer(name) is None]
-    found = dict.fromkeys(_outermost(plan, modules, name) for name in (*plan.named(Role.REPLICATED), *free))
+    found = dict.fromkeys(_outermost_whole(plan, modules, name) for name in (*plan.named(Role.REPLICATED), *free))
     return [name for name in found if name is not None and not _works_on_shards(modules[name])]
 
 
-def _outermost(plan: ModelPlan, modules: Mapping[str, nn.Module], name: str) -> str | None:
+def _outermost_whole(plan: ModelPlan, modules: Mapping[str, nn.Module], name: str) -> str | None:
     """The outermost module around ``name`` in its block of which nothing is sharded; None outside of blocks."""
     block = plan.block(name)
     if block is None:
@@ -36,5 +36,5 @@ def _outermost(plan: ModelPlan, modules: Mapping[str, nn.Module], name: str) -> 
 
 
 def _works_on_shards(module: nn.Module) -> bool:
-    """Whether all in ``module`` works on each token by itself. What has experts does not: its loss counts tokens."""
+    """Whether ``module`` computes each token by itself. A module with experts does not: its loss counts all tokens."""
     return all(kinds.works_on_tokens(each) and not kinds.is_sparse(each) for each in module.modules())

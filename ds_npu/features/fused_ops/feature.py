@@ -46,7 +46,9 @@ def _unmet(section: FusedOpsSection) -> list[str]:
     # On the CPU every operator is there.
     if not asked or os.environ.get("DS_ACCELERATOR") == "cpu" or not capability.torch_npu_state().usable:
         return []
-    lacks = {key: next(filter(None, (operator.lack() for operator in OPERATORS[key])), None) for key in asked}
+    lacks = {
+        key: next(filter(None, (operator.why_unavailable() for operator in OPERATORS[key])), None) for key in asked
+    }
     return [f"{key}: kernel not available: {lack}" for key, lack in lacks.items() if lack]
 
 

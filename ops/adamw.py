@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_npu.ops.operator import Operator
+from ds_npu.ops.precision import accumulation_dtype
 
-_FLAGS: Any = WeakIdKeyDictionary()
+_FLAGS: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
+"""Of each overflow flag that was read: its version then, and whether it was set."""
 
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The numbers of one step. Raises ValueError for a step below 1."""
+    """The hyperparameters of one step, and its number. Raises ValueError for a step below 1."""
 
     lr: float
     betas: tuple[float, float]
@@ -26,30 +27,30 @@ class AdamStep:
     step: int | None
     """Counted from 1; None: without bias correction."""
     decoupled: bool = True
-    """AdamW: the decay shrinks the parameter. False, Adam: it is added to the gradient."""
+    """True (AdamW): the decay scales the parameter. False (Adam): it is added to the gradient."""
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step < 1:
             raise ValueError(f"Adam's step is {self.step}; it counts from 1")
 
     def corrections(self) -> tuple[float, float]:
-        """What the first and the second moment are divided by."""
+        """The bias corrections: what the first and the second moment are divided by."""
         if self.step is None:
             return 1.0, 1.0
         return 1 - self.betas[0] ** self.step, 1 - self.betas[1] ** self.step
 
 
 def overflowed(flag: torch.Tensor | None) -> bool:
-    """Whether the flag is not 0.
+    """Whether the flag (one element; None: no) is not 0.
 
-    Reading it makes the host wait for the device, so it is read again only after it was written.
+    To read it the host waits for the device, so it is read again only after it was written.
     """
     if flag is None:
         return False
     seen = _FLAGS.get(flag)
     if seen is None or seen[0] != flag._version:
         seen = _FLAGS[flag] = (flag._version, bool(flag.item()))
-    return bool(seen[1])
+    return seen[1]
 
 
 @torch.no_grad()
@@ -72,7 +73,7 @@ def reference(
     (beta1, beta2), (correction1, correction2) = numbers.betas, numbers.corrections()
     shrink = 1 - numbers.lr * numbers.weight_decay if numbers.decoupled else 1.0
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        dtype = torch.promote_types(param.dtype, torch.float32)
+        dtype = accumulation_dtype(param.dtype)
         p, g, m, v = (tensor.to(dtype) for tensor in (param, grad, exp_avg, exp_avg_sq))
         g = g if numbers.decoupled else g + numbers.weight_decay * p
         m = beta1 * m + (1 - beta1) * g

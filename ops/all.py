@@ -1,4 +1,4 @@
-"""Every operator, and what a report says about each."""
+"""Every operator, and whether its NPU kernel is used."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ OPERATORS: tuple[Operator[..., Any], ...] = (
 
 def report() -> list[tuple[str, str]]:
     """(name, why its NPU kernel is not used) of each operator; the reason is empty where the kernel is used."""
-    return [(operator.name, str(operator.lack() or "")) for operator in OPERATORS]
+    return [(operator.name, str(operator.why_unavailable() or "")) for operator in OPERATORS]

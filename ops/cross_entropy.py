@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from ds_npu.ops.operator import Operator
+from ds_npu.ops.precision import for_accumulation
 
 
 def reference(logits_TV: torch.Tensor, targets_T: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -13,8 +14,7 @@ def reference(logits_TV: torch.Tensor, targets_T: torch.Tensor, ignore_index: in
 
     logits: [T, V]; targets: [T], int64; the losses: [T], in float32 (float64 for float64), for the caller to reduce.
     """
-    wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    return functional.cross_entropy(wide, targets_T, ignore_index=ignore_index, reduction="none")
+    return functional.cross_entropy(for_accumulation(logits_TV), targets_T, ignore_index=ignore_index, reduction="none")
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

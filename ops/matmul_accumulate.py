@@ -1,4 +1,4 @@
-"""A weight gradient, added to a buffer in the buffer's precision."""
+"""A weight gradient, added to a buffer in the buffer's dtype (Megatron-LM: gradient accumulation fusion)."""
 
 from __future__ import annotations
 

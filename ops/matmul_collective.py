@@ -1,4 +1,4 @@
-"""Where torch_npu's matrix products fused with a collective can be used; the calls are in ops.npu."""
+"""Where torch_npu's matrix products fused with a collective can be used; the kernel calls are in ops.npu."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ds_npu.capability import Lack
 KERNELS = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
 DTYPES = (torch.float16, torch.bfloat16)
 RANKS = (2, 4, 8)
-"""What every NPU with these kernels can do; an A3 can do 16 and 32, too."""
+"""Group sizes that every NPU with these kernels supports; an A3 supports 16 and 32, too."""
 INNER = range(256, 65535)
 
 
-def lack() -> Lack | None:
+def why_unavailable() -> Lack | None:
     """Why this machine has no such kernel; None if it has. Starts the Ascend runtime."""
     state = capability.torch_npu_state()
     if not state.usable:
@@ -28,7 +28,7 @@ def lack() -> Lack | None:
 def unmet(device_type: str, dtypes: tuple[torch.dtype, torch.dtype], inner: int, ranks: int) -> str | None:
     """Why no fused kernel multiplies [M, inner] with [inner, N], of ``dtypes``, over ``ranks``; None if one does.
 
-    Cached: a step looks up what was decided at a layer's first. Source: op-plugin, docs/context/
+    Cached: it is decided at a layer's first step. Source: op-plugin, docs/context/
     torch_npu-npu_all_gather_base_mm.md and torch_npu-npu_mm_reduce_scatter_base.md.
     """
     if device_type != "npu":

@@ -6,7 +6,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, ParamSpec, TypeVar, cast
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -26,21 +26,21 @@ class Operator(Generic[P, R]):
     """Callable with the signature of ``reference``: on NPU tensors of ``dtypes`` the kernel, else the reference.
 
     The first tensor among the arguments decides (a list of tensors counts as its first). The kernel is imported at its
-    first call, and never where torch_npu lacks one of ``needs``; it may hand single calls, whose shapes or options it
-    has no kernel for, to ``reference`` itself. Where it cannot be used at all ``lack`` says why.
+    first call, and never where torch_npu has not all of ``needs``; it may pass calls whose shapes or options it does
+    not support to ``reference``. Where it cannot be used at all, ``why_unavailable`` says why.
     """
 
     name: str
     reference: Callable[P, R]
     kernel: str
-    """``module:function``, of exactly the reference's signature and result."""
+    """``module:function``, with exactly the signature and the result of the reference."""
     sample: Sample
-    """Small arguments on the CPU for ``check``, in the given dtype; what wants a gradient requires it."""
+    """Makes small arguments on the CPU for ``check``, in a dtype; those that are differentiated require gradients."""
     needs: Sequence[str] = ()
     """Functions of torch_npu that the kernel calls."""
     dtypes: Sequence[torch.dtype] = KERNEL_DTYPES
     _refusal: Lack | None = field(default=None, init=False)
-    # What an NPU tensor runs: at first what finds the kernel, then the kernel or the reference.
+    # Called for NPU tensors: at first ``_first_call``, then the kernel or the reference.
     _on_npu: Callable[P, R] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -55,17 +55,18 @@ class Operator(Generic[P, R]):
                 break
         return self.reference(*args, **kwargs)
 
-    def lack(self) -> Lack | None:
+    def why_unavailable(self) -> Lack | None:
         """Why the kernel is not used on NPUs, None if it is. Imports torch_npu, and asks for no device."""
         return self._refusal or capability.torch_npu_importable() or self._missing()
 
     def check(self, device: torch.device | str) -> str | None:
-        """Runs the kernel against the reference, once for each dtype, on ``device``; a wrong one is refused for good.
+        """Compare the kernel with the reference on ``device``, once for each dtype; a wrong one is not used any more.
 
-        Returns why the kernel is not used, None if it is right. Waits for the device: for the start, not for a step.
+        Returns why the kernel is not used, None if it is right. Waits for the device: call it at the start, not in a
+        step.
         """
-        if lack := self.lack():
-            return lack.reason
+        if reason := self.why_unavailable():
+            return reason.reason
         kernel = self._import_kernel()
         for dtype in self.dtypes:
             # Samples are made on the CPU and gradients recorded, whatever the user has set by now.
@@ -78,19 +79,19 @@ class Operator(Generic[P, R]):
         return None
 
     def refuse(self, reason: str) -> None:
-        """From now on the reference is used, because of ``reason``: the kernel is wrong."""
+        """Use the reference from now on and warn: the kernel is wrong, because of ``reason``."""
         advice = f"report it to ds_npu with the versions ds_report prints; until then {self.name} is slower, not wrong"
         self.set_aside(reason, advice)
         warn_once(str(self._refusal))
 
     def set_aside(self, reason: str, advice: str) -> None:
-        """From now on the reference is used, in all of this process, because of ``reason``."""
+        """Use the reference from now on, in all of this process, because of ``reason``."""
         self._refusal = Lack(reason, advice)
         self._on_npu = self.reference
 
     def _first_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if lack := self.lack():
-            warn_once(f"{self.name} runs without its NPU kernel: {lack}")
+        if reason := self.why_unavailable():
+            warn_once(f"{self.name} runs without its NPU kernel: {reason}")
             self._on_npu = self.reference
         else:
             self._on_npu = self._import_kernel()
@@ -98,7 +99,8 @@ class Operator(Generic[P, R]):
 
     def _import_kernel(self) -> Callable[P, R]:
         module, function = self.kernel.split(":")
-        return cast(Callable[P, R], vars(importlib.import_module(module))[function])
+        kernel: Callable[P, R] = vars(importlib.import_module(module))[function]
+        return kernel
 
     def _missing(self) -> Lack | None:
         return capability.missing_functions(self.needs)

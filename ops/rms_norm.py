@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_npu.ops.operator import Operator
+from ds_npu.ops.precision import accumulation_dtype
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -13,7 +14,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float =
     x: [..., H], at least two dims; weight: [H]; y: like x. Computed in float32 (float64 for float64) and rounded once.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = accumulation_dtype(x.dtype)
     x_wide = x.to(dtype)
     scale = (x_wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (x_wide * scale * (weight.to(dtype) + offset)).to(x.dtype)

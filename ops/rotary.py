@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_npu.ops.operator import Operator
+from ds_npu.ops.precision import accumulation_dtype
 
 
 def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -14,7 +15,7 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved
     beside each other if ``interleaved``. Computed in float32 (float64 for float64) and rounded once to x's dtype.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = accumulation_dtype(x.dtype)
     x_wide = x.to(dtype)
     if interleaved:
         turned = torch.stack((-x_wide[..., 1::2], x_wide[..., ::2]), dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""Whether a kernel computes what its reference does: forward and backward, on one small input."""
+"""Compares a kernel with its reference, forward and backward, on one small input."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def difference(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> str | None:
-    """What distinguishes ``kernel`` on ``device`` from ``reference`` in float64 on the CPU, None if rounding does.
+    """How ``kernel`` on ``device`` differs from ``reference`` in float64 on the CPU; None if by rounding only.
 
-    Compared are the results, the arguments afterwards (an operator may work in place) and the gradients of those
-    arguments that require one. ``dtype`` says what rounding is allowed.
+    It compares the results, the arguments afterwards (an operator may work in place) and the gradients of those
+    arguments that require one. ``dtype`` says how much rounding is allowed.
     """
     try:
         found = _outcome(kernel, pytree.tree_map_only(torch.Tensor, lambda x: _leaf(x, x.dtype, device), sample))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 
 from ds_npu.ops.operator import Operator
+from ds_npu.ops.precision import for_accumulation
 
 
 def reference(x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
-    """softmax(scale · x) over the last dim, with no probability for what is masked.
+    """softmax(scale · x) over the last dim; masked elements have probability 0.
 
     x: [..., S, T]; mask: bool, of a shape that broadcasts to x, True = masked; the result is like x. A row that is
-    wholly masked is even and has no gradient. Computed in float32 (float64 for float64) and rounded once.
+    wholly masked is uniform and has gradient 0. Computed in float32 (float64 for float64) and rounded once.
     """
-    scores = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    scores = for_accumulation(x) * scale
     if mask is not None:
         scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, dim=-1).to(x.dtype)

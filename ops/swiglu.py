@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from ds_npu.ops.operator import Operator
+from ds_npu.ops.precision import for_accumulation
 
 
 def reference(gate_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -14,7 +15,7 @@ def reference(gate_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
     gate_up: any shape, ``dim`` even; the result has half of ``dim``. Computed in float32 (float64 for float64) and
     rounded once. Source: Shazeer 2020, arXiv:2002.05202.
     """
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim)
+    gate, up = for_accumulation(gate_up).chunk(2, dim)
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-3 gathers the weights of some modules as a whole: of those whose inner modules use one another's weights.
+"""ZeRO-3 gathers all weights of a module together, for modules whose inner modules use one another's weights.
 
 DeepSpeed's own way, leaf modules (deepspeed/utils/z3_leaf_module.py), reduces gradients in a full backward hook. For a
 module whose tensors are all keyword arguments, as transformers calls its attention, that hook runs before the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 from torch import nn
@@ -21,8 +20,8 @@ def _none() -> Iterator[nn.Module]:
 
 @contextmanager
 def gathered_as_one(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While ZeRO-3 hooks itself into a model, show it ``modules`` as if they held their inner modules' weights."""
-    whole: list[Any] = list(modules)
+    """While ZeRO-3 adds its hooks to a model, present ``modules`` as if they held their inner modules' weights."""
+    whole = list(modules)
     for module in whole:
         for parameter in module.parameters():
             register_external_parameter(module, parameter)

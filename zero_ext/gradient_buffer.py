@@ -1,4 +1,4 @@
-"""Where DeepSpeed accumulates the gradients of an engine, for matrix products to add to.
+"""The buffers in which DeepSpeed accumulates the gradients of an engine, to which matrix products add them.
 
 Read from DeepSpeed 0.19.8, runtime: without ZeRO, and in ZeRO 1 whose gradients are kept in the model's dtype, it is
 ``weight.grad`` (engine.py, zero/stage_1_and_2.py); in ZeRO 1 with another ``grad_accum_dtype`` it is
@@ -19,15 +19,19 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_npu.parallel.tensor.direct_linear import direct_weights, is_plain, use_direct_gradient
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.weight_gradient import GRADIENT_BUFFER, Buffer, GradientBuffer
 
 KEY = "ds_npu.fused_ops.matmul_accumulate"
+GRAD_ACCUM = TensorAttribute[torch.Tensor | None]("grad_accum")
+HP_GRADIENT = TensorAttribute[torch.Tensor]("_hp_grad")
+"""Attributes in which DeepSpeed keeps the accumulated gradient of a weight."""
 
 
 def install_gradient_buffers(engine: Any) -> list[str]:
-    """Let the linear layers of ``engine``, which is complete, add weight gradients where DeepSpeed accumulates them.
+    """Make the linear layers of ``engine``, which is complete, add weight gradients where DeepSpeed accumulates them.
 
-    Returns why it does not where it does not: for the engine, or for some of its weights; empty where all are added.
+    Returns the reasons why not, for the engine or for some of its weights; none where all are added.
     """
     remove_gradient_buffers(engine.module)
     if reason := _why_not(engine):
@@ -51,7 +55,7 @@ def install_gradient_buffers(engine: Any) -> list[str]:
 
 
 def remove_gradient_buffers(model: nn.Module) -> None:
-    """Forget the buffers of an engine that ``model`` had before; its weights have ordinary gradients again."""
+    """Remove the buffers of an earlier engine of ``model``; its weights have ordinary gradients again."""
     for parameter in model.parameters():
         GRADIENT_BUFFER.remove(parameter)
 
@@ -61,10 +65,10 @@ def _why_not(engine: Any) -> str | None:
     if engine.is_deepcompile_enabled():
         return "DeepCompile makes the backward itself; leave compile.deepcompile out to use it"
     if isinstance(optimizer, BF16_Optimizer):
-        folded = vars(optimizer).get("autoep_folding_tp_group") is not None
+        folded = _setting(optimizer, "autoep_folding_tp_group") is not None
         return "AutoEP folding corrects every gradient before it is accumulated" if folded else None
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if vars(optimizer).get("zenflow"):
+        if _setting(optimizer, "zenflow"):
             return "ZenFlow picks gradients apart before it accumulates them; leave zenflow out to use it"
         return _reduced_each_time(2) if optimizer.partition_gradients else None
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -72,6 +76,11 @@ def _why_not(engine: Any) -> str | None:
     if isinstance(optimizer, ZeROOptimizer):
         return f"it is not known where {type(optimizer).__name__} accumulates gradients"
     return None
+
+
+def _setting(optimizer: Any, name: str) -> Any:
+    """An attribute that not every supported DeepSpeed gives its optimizers; None without it."""
+    return vars(optimizer).get(name)
 
 
 def _reduced_each_time(stage: int) -> str:
@@ -82,7 +91,7 @@ def _reduced_each_time(stage: int) -> str:
 
 
 def _accumulator(optimizer: Any) -> Callable[[nn.Parameter], Buffer | None]:
-    """From a weight to its buffer, None for one that ``optimizer`` does not accumulate."""
+    """From a weight to its buffer; None for a weight that ``optimizer`` does not accumulate."""
     if isinstance(optimizer, BF16_Optimizer):
         places = {
             id(weight): (group, index)
@@ -91,8 +100,8 @@ def _accumulator(optimizer: Any) -> Callable[[nn.Parameter], Buffer | None]:
         }
         return lambda weight: _high_precision(optimizer, weight, *places[id(weight)]) if id(weight) in places else None
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
-        wide = optimizer.gradient_accumulation_dtype
-        return lambda weight: _grad_accum(weight, wide) if "grad_accum" in vars(weight) else None
+        dtype = optimizer.gradient_accumulation_dtype
+        return lambda weight: _grad_accum(weight, dtype) if GRAD_ACCUM.is_on(weight) else None
     return _grad
 
 
@@ -107,27 +116,27 @@ def _grad(weight: nn.Parameter) -> Buffer:
     return buffer
 
 
-def _grad_accum(weight: nn.Parameter, wide: torch.dtype) -> Buffer:
-    """``weight.grad_accum``, which DeepSpeed drops after each step."""
-    marks = vars(weight)
+def _grad_accum(weight: nn.Parameter, accumulation_dtype: torch.dtype) -> Buffer:
+    """``weight.grad_accum``, which DeepSpeed sets to None after each step."""
 
     def buffer(dtype: torch.dtype) -> torch.Tensor:
-        if marks["grad_accum"] is None:
-            marks["grad_accum"] = torch.zeros_like(weight, dtype=wide)
-        found: torch.Tensor = marks["grad_accum"]
+        found = GRAD_ACCUM.get(weight)
+        if found is None:
+            found = torch.zeros_like(weight, dtype=accumulation_dtype)
+            GRAD_ACCUM.set(weight, found)
         return found
 
     return buffer
 
 
 def _high_precision(optimizer: BF16_Optimizer, weight: nn.Parameter, group: int, index: int) -> Buffer:
-    """The weight's part of the flat gradient, with the records BF16_Optimizer._update_hp_grad makes of its use."""
+    """The weight's part of the flat gradient; records its use as BF16_Optimizer._update_hp_grad does."""
     flat = optimizer.fp32_groups_gradients[group][index]
     gradient: torch.Tensor = flat.view(weight.shape)
 
     def buffer(dtype: torch.dtype) -> torch.Tensor:
-        optimizer.fp32_groups_has_gradients[group][index] = True  # A list that is made anew for each step.
-        vars(weight)["_hp_grad"] = flat
+        optimizer.fp32_groups_has_gradients[group][index] = True  # DeepSpeed makes a new list for each step.
+        HP_GRADIENT.set(weight, flat)
         return gradient
 
     return buffer

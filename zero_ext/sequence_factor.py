@@ -1,4 +1,4 @@
-"""ZeRO-3's missing factor: with a context axis its reduce-scatter averages where ZeRO-0, 1 and 2 sum.
+"""A factor for ZeRO-3: with a context axis its reduce-scatter averages over it, where ZeRO-0, 1 and 2 sum.
 
 DeepSpeed's convention is that context peers return shares of a loss, so gradients are summed over cp and averaged
 over dp. ``DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads`` divides by dp x cp (through
@@ -8,6 +8,7 @@ runtime/zero/stage3.py:1912 against :1878; upstream issues 5555, 6841).
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,9 +21,7 @@ def restore_sequence_factor(optimizer: Any, context_size: int) -> None:
 
     Raises RuntimeError where the method that is corrected does not exist.
     """
-    original = vars(type(optimizer)).get(METHOD) or next(
-        (vars(base)[METHOD] for base in type(optimizer).__mro__ if METHOD in vars(base)), None
-    )
+    original = inspect.getattr_static(type(optimizer), METHOD, None)
     if original is None:
         raise RuntimeError(
             f"{type(optimizer).__name__} has no {METHOD}, which ds_npu corrects where parallel.context > 1: this "

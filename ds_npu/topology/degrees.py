@@ -1,4 +1,4 @@
-"""How many ranks stand along each axis: arithmetic only, no process group and no torch.
+"""How many ranks each axis of the grid has: arithmetic only, no process group and no torch.
 
 One world grid, seen twice, the last axis fastest:
 

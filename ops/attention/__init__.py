@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_npu.ops.attention.conditions import kernel_lack
+from ds_npu.ops.attention.conditions import kernel_refusal
 from ds_npu.ops.attention.document import Inputs
 from ds_npu.ops.attention.mask import CAUSAL, FULL, Mask, sliding
 from ds_npu.ops.attention.operator import attention, attention_backward, attention_forward
@@ -21,6 +21,6 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
-    "kernel_lack",
+    "kernel_refusal",
     "sliding",
 ]

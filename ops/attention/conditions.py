@@ -1,4 +1,4 @@
-"""What the NPU's kernel of attention cannot do, and the reference then does."""
+"""Which calls the NPU's attention kernel cannot do; the reference does them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MOST_HEADS = 256
 LONGEST = 1 << 20
 
 
-def kernel_lack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> str | None:
-    """Why the kernel does not do a call with these shapes and options, None if it does.
+def kernel_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> str | None:
+    """Why the kernel cannot do a call with these shapes and options, None if it can.
 
     Source: the constraints of aclnnFlashAttentionScoreV2 in CANN 8.5's documentation, and MindSpeed's of packed
-    documents. Reads no tensor's numbers: for a row that a ``dense`` mask leaves empty the kernel gives 0.
+    documents. Reads no values: for a row that a ``dense`` mask leaves without a key the kernel gives 0.
     """
     sizes = sizes_of(q, k, v, options)
     if 0 in sizes:
@@ -27,13 +27,13 @@ def kernel_lack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opti
     if sizes.heads > MOST_HEADS:
         return f"{sizes.heads} heads, the kernel does {MOST_HEADS} at most"
     if options.mask.ends_q:
-        return _packed_lack(options, sizes)
+        return _packed_refusal(options, sizes)
     if max(sizes.rows, sizes.keys) > LONGEST:
         return f"{max(sizes.rows, sizes.keys)} rows or keys, the kernel does {LONGEST} at most"
     return None
 
 
-def _packed_lack(options: Options, sizes: Sizes) -> str | None:
+def _packed_refusal(options: Options, sizes: Sizes) -> str | None:
     mask, moved = options.mask, False
     for rows, keys in mask.documents(sizes.rows, sizes.keys):
         if len(rows) == 0 and len(keys) == 0:

@@ -13,9 +13,10 @@ import torch
 
 from ds_npu.ops.attention import flash_cpu
 from ds_npu.ops.attention.mask import Band, Mask
+from ds_npu.ops.precision import accumulation_dtype, for_accumulation
 
 BLOCK_SCORES = 1 << 24
-"""Scores that are held at a time, about: 64 MiB in float32."""
+"""About how many scores exist at a time: 64 MiB in float32."""
 
 
 class Inputs(NamedTuple):
@@ -48,7 +49,7 @@ class Weighting(NamedTuple):
         return self.mask.band(q.shape[2], k.shape[2]).within(q.shape[2], k.shape[2])
 
     def takes_flash(self, q: torch.Tensor, k: torch.Tensor) -> bool:
-        """Whether torch's own kernel computes this."""
+        """Whether torch's flash attention on the CPU computes this."""
         plain = self.pattern is None and self.mask.dense is None
         return plain and flash_cpu.serves(q, k, self.band(q, k))
 
@@ -67,14 +68,14 @@ def forward(inputs: Inputs, weighting: Weighting) -> tuple[torch.Tensor, torch.T
     scale = weighting.scale
     if weighting.takes_flash(q, k):
         return flash_cpu.forward(q, k, v, weighting.band(q, k), scale)
-    # In the query's order of dims, as torch's kernels do: what follows often wants [B, S, N, D].
+    # In the query's order of dims, as torch's kernels do: the next operation often needs [B, S, N, D].
     out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     for block in _blocks(inputs, weighting):
         scores = _scores(inputs, block, scale)
         block_lse = scores.logsumexp(-1)
         weights = _dropped(_weights(scores, block_lse), weighting)
-        out[:, :, block.rows] = _ungrouped(weights.flatten(2, 3) @ _widened(v[:, :, block.keys]), q.shape[1])
+        out[:, :, block.rows] = _ungrouped(weights.flatten(2, 3) @ for_accumulation(v[:, :, block.keys]), q.shape[1])
         lse[:, :, block.rows] = block_lse.flatten(1, 2)
     return out, lse
 
@@ -86,40 +87,31 @@ def backward(inputs: Inputs, upstream: Upstream, weighting: Weighting) -> Inputs
     scale = weighting.scale
     if dlse is None and weighting.takes_flash(q, k):
         return Inputs(*flash_cpu.backward(dout, inputs, (out, lse), weighting.band(q, k), scale))
-    # What a row's weights lose for their sum is 1: the same for each of its keys.
-    shared = (_widened(dout) * _widened(out)).sum(-1)
+    # The softmax's term that all keys of a row share: sum over keys of weight times slope, here by dout and out.
+    shared = (for_accumulation(dout) * for_accumulation(out)).sum(-1)
     if dlse is not None:
         shared = shared - dlse
     dq = torch.empty_like(q)
-    dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
+    dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k, v))
     for block in _blocks(inputs, weighting):
         groups = (k.shape[1], -1)
         q_rows, dout_rows = (_grouped(x[:, :, block.rows], k.shape[1]) for x in (q, dout))
         weights = _weights(_scores(inputs, block, scale), torch.unflatten(lse[:, :, block.rows], 1, groups))
-        slopes = (dout_rows @ _widened(v[:, :, block.keys]).mT).view_as(weights)
+        slopes = (dout_rows @ for_accumulation(v[:, :, block.keys]).mT).view_as(weights)
         kept = _kept(weights, weighting)
         if kept is not None:
             slopes = slopes * kept
         dv[:, :, block.keys] += (weights if kept is None else weights * kept).flatten(2, 3).mT @ dout_rows
         slopes = slopes - torch.unflatten(shared[:, :, block.rows], 1, groups)[..., None]
         slopes = (slopes * weights * scale).flatten(2, 3)
-        dq[:, :, block.rows] = _ungrouped(slopes @ _widened(k[:, :, block.keys]), q.shape[1])
+        dq[:, :, block.rows] = _ungrouped(slopes @ for_accumulation(k[:, :, block.keys]), q.shape[1])
         dk[:, :, block.keys] += slopes.mT @ q_rows
     return Inputs(dq, dk.to(k.dtype), dv.to(v.dtype))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is accumulated in."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.to(wide(x.dtype))
-
-
 def _grouped(x: torch.Tensor, key_heads: int) -> torch.Tensor:
     """[B, N, rows, D] as [B, N / group, group · rows, D]: the heads that share a key, below each other."""
-    return torch.unflatten(_widened(x), 1, (key_heads, -1)).flatten(2, 3)
+    return torch.unflatten(for_accumulation(x), 1, (key_heads, -1)).flatten(2, 3)
 
 
 def _ungrouped(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -147,7 +139,7 @@ def _scores(inputs: Inputs, block: Block, scale: float) -> torch.Tensor:
     """[B, N / group, group, rows, keys], -inf where hidden."""
     key_heads = inputs.k.shape[1]
     q_rows = _grouped(inputs.q[:, :, block.rows], key_heads)
-    scores = (q_rows @ _widened(inputs.k[:, :, block.keys]).mT).mul_(scale)
+    scores = (q_rows @ for_accumulation(inputs.k[:, :, block.keys]).mT).mul_(scale)
     scores = torch.unflatten(scores, 2, (inputs.q.shape[1] // key_heads, -1))
     return scores if block.hidden is None else scores.masked_fill_(block.hidden, -torch.inf)
 
@@ -158,7 +150,7 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(weights: torch.Tensor, weighting: Weighting) -> torch.Tensor | None:
-    """What dropout multiplies the weights by."""
+    """The factors by which dropout multiplies the weights; None without dropout."""
     if weighting.pattern is None:
         return None
     drawn = torch.rand(weights.shape, generator=weighting.pattern, device=weights.device)

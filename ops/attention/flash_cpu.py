@@ -1,4 +1,4 @@
-"""torch's flash attention on the CPU, for what it does: no dropout, and every key or those up to the row."""
+"""torch's flash attention on the CPU, for what it supports: no dropout; a full or a causal mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def serves(q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, band: Band) -> bool:
-    """Whether it computes attention within ``band``, of which only bounds that hide something remain."""
+    """Whether it computes attention within ``band``, whose bounds all hide something."""
     if q_BNSD.device.type != "cpu" or q_BNSD.dtype not in DTYPES or 0 in (*q_BNSD.shape, *k_BNSD.shape):
         return False
     return band in (Band(None, None), Band(None, 0))
@@ -20,8 +20,8 @@ def forward(
     q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSD: torch.Tensor, band: Band, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out [B, N, S, D] and lse [B, N, S]; fewer heads of key and value are not repeated."""
-    wide = max(q_BNSD.shape[3], v_BNSD.shape[3])
-    padded = [_padded(x, wide) for x in (q_BNSD, k_BNSD, v_BNSD)]
+    width = max(q_BNSD.shape[3], v_BNSD.shape[3])
+    padded = [_padded(x, width) for x in (q_BNSD, k_BNSD, v_BNSD)]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(*padded, 0.0, band.high is not None, scale=scale)
     return out[..., : v_BNSD.shape[3]], lse
@@ -43,5 +43,5 @@ def backward(
 
 
 def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
-    # torch's kernel wants one width; further zeros change neither scores nor the part of out that is kept.
+    # torch's kernel needs one width; further zeros change neither the scores nor the part of out that is kept.
     return x if x.shape[3] == width else torch.nn.functional.pad(x, (0, width - x.shape[3]))

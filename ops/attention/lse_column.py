@@ -1,4 +1,4 @@
-"""A gradient of lse as one more column of the tensors, for a backward pass that knows only the gradient of out."""
+"""The gradient of lse as one more column of the tensors, for a backward kernel that takes only the gradient of out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ds_npu.ops.attention.options import Layout, Options, by_head, laid_out, siz
 from ds_npu.ops.attention.reference import Result, views
 
 ALIGNED = 16
-"""Columns that are added, of which one is used: heads stay multiples of it."""
+"""Number of columns that are added, of which one is used: widths of heads remain multiples of it."""
 
 
 class Widened(NamedTuple):
-    """A call of the backward pass whose gradients, but for further columns, are those with lse's."""
+    """A backward call whose gradients, without their last columns, include those by lse."""
 
     dout: torch.Tensor
     inputs: Inputs
@@ -31,8 +31,11 @@ def _layout(options: Options) -> Layout:
 
 
 def widened(dout: torch.Tensor, inputs: Inputs, result: Result, options: Options, dlse: torch.Tensor) -> Widened:
-    """A score's slope is weight · (dout · v - sum(dout · out) + dlse): a column that is dlse in dout, 1 in v and 0 in
-    out adds just that. dlse is rounded to dout's dtype."""
+    """The backward call with ``dlse`` in a further column.
+
+    The gradient of a score is weight · (dout · v - sum(dout · out) + dlse): a column that is dlse in dout, 1 in v and
+    0 in out adds dlse. It is rounded to dout's dtype.
+    """
     sizes = sizes_of(*inputs, options)
     layout = _layout(options)
     q, k, v = views(inputs, options.layout, sizes)
@@ -49,7 +52,7 @@ def widened(dout: torch.Tensor, inputs: Inputs, result: Result, options: Options
 
 
 def narrowed(gradients: Inputs, inputs: Inputs, options: Options) -> Inputs:
-    """The gradients of ``inputs`` in those of the widened ones."""
+    """The gradients of ``inputs`` out of those of the widened ones."""
     sizes = sizes_of(*inputs, options)
     layout = _layout(options)
     widths = (sizes.width, sizes.width, sizes.value_width)

@@ -1,4 +1,4 @@
-"""Which keys a row of attention sees, as data: bands and packed documents take no memory, whatever the length."""
+"""Attention masks as data: bands and packed documents need no memory, whatever the length."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The public functions of attention."""
+"""The public functions of attention: with autograd, and its forward and backward alone."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -11,7 +9,8 @@ from ds_npu.ops.attention import reference
 from ds_npu.ops.attention.document import Inputs
 from ds_npu.ops.attention.mask import CAUSAL
 from ds_npu.ops.attention.options import Options
-from ds_npu.ops.attention.reference import Result
+from ds_npu.ops.attention.reference import Dropout, Result
+from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.operator import Operator
 
 
@@ -23,17 +22,21 @@ def attention(
     By ``options.layout``: q [B, S, N, D] (BSND), [B, N, S, D] (BNSD), [S, B, N·D] (SBH) or [T, N, D] (TND, packed
     documents); k and v alike, with their own S, with fewer heads that divide N, v with a width of its own. Out is laid
     out as q, with v's width and q's dtype; lse is [B, N, S] (TND: [T, N]), float32, or float64 for float64, which are
-    also what is accumulated in. A row that the mask leaves no key has out 0 and lse -inf. In ``options.mask`` True is
+    also the accumulation dtypes. A row that the mask leaves no key has out 0 and lse -inf. In ``options.mask`` True is
     masked. Raises ValueError, with the shapes, for tensors that do not go together.
     """
-    out, lse = _Attend.apply(q, k, v, options or Options())  # type: ignore[no-untyped-call]
-    return out, lse
+    return _attend(q, k, v, options or Options())
+
+
+class _AttentionContext(Context):
+    options: Options
+    dropout: Dropout | None
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+        ctx: _AttentionContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # What is computed in float32 stays so, also under autocast.
         with torch.autocast(q.device.type, enabled=False):
@@ -46,7 +49,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+        ctx: _AttentionContext, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
@@ -55,6 +58,9 @@ class _Attend(torch.autograd.Function):
         result = Result(out, lse, ctx.dropout)
         with torch.autocast(q.device.type, enabled=False):
             return (*attention_backward(dout, Inputs(q, k, v), result, ctx.options, dlse), None)
+
+
+_attend = applied(_Attend, _Attend.forward)
 
 
 def _sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
@@ -76,7 +82,7 @@ attention_forward = Operator(
     needs=("npu_fusion_attention",),
     sample=_sample,
 )
-"""``(q, k, v, options) -> Result(out, lse, dropout)``, without autograd: for those who merge several such results."""
+"""``(q, k, v, options) -> Result(out, lse, dropout)``, without autograd: for merging several such results."""
 
 attention_backward = Operator(
     "attention_backward",
@@ -85,4 +91,4 @@ attention_backward = Operator(
     needs=("npu_fusion_attention_grad",),
     sample=_backward_sample,
 )
-"""``(dout, Inputs(q, k, v), Result, options, dlse=None) -> Inputs`` of gradients; Result may be merged from several."""
+"""``(dout, Inputs(q, k, v), Result, options, dlse=None) -> Inputs`` of gradients; ``Result`` may be a merged one."""

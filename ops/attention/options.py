@@ -1,4 +1,4 @@
-"""What a call of attention says beside its tensors, and the sizes that follow."""
+"""The options of an attention call beside its tensors, and its sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Options:
             raise ValueError(f"layout {self.layout} with heads={self.heads}: SBH, and only SBH, needs it")
 
     def scale_of(self, sizes: Sizes) -> float:
-        """What the scores are multiplied by."""
+        """The factor of the scores."""
         return float(sizes.width**-0.5) if self.scale is None else self.scale
 
 

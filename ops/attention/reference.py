@@ -12,7 +12,7 @@ from ds_npu.ops.attention.options import Layout, Options, Sizes, by_head, laid_o
 
 
 class Dropout(NamedTuple):
-    """What makes a call's pattern again: ``seed`` in the reference, the first three in the NPU's kernel."""
+    """What reproduces the dropout of a call: ``seed`` in the reference, the first three fields in the NPU's kernel."""
 
     seed: int
     offset: int = 0

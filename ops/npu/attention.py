@@ -10,7 +10,7 @@ import torch_npu
 
 from ds_npu.log import warn_once
 from ds_npu.ops.attention import lse_column, reference
-from ds_npu.ops.attention.conditions import kernel_lack
+from ds_npu.ops.attention.conditions import kernel_refusal
 from ds_npu.ops.attention.document import Inputs
 from ds_npu.ops.attention.mask import Mask
 from ds_npu.ops.attention.options import Options, Sizes, sizes_of
@@ -29,8 +29,8 @@ ZEROS_FOR_EMPTY_ROWS = 2
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Result:
     """``ds_npu.ops.attention.attention_forward``."""
-    if lack := _lack(Inputs(q, k, v), options):
-        warn_once(f"attention runs without its NPU kernel: {lack}")
+    if reason := _refusal(Inputs(q, k, v), options):
+        warn_once(f"attention runs without its NPU kernel: {reason}")
         return reference.forward(q, k, v, options)
     sizes = sizes_of(q, k, v, options)
     out, maximum, total, _, seed, offset, numels = torch_npu.npu_fusion_attention(
@@ -53,7 +53,7 @@ def backward(
 ) -> Inputs:
     """``ds_npu.ops.attention.attention_backward``; with dropout lse can have no gradient (NotImplementedError)."""
     of_reference = result.dropout is not None and not result.dropout.of_kernel
-    if of_reference or _lack(inputs, options):
+    if of_reference or _refusal(inputs, options):
         return reference.backward(dout, inputs, result, options, dlse)
     if dlse is None:
         return _gradients(dout, inputs, result, options)
@@ -62,15 +62,15 @@ def backward(
             "attention on an NPU with dropout: its lse has no gradient; detach it, or use no dropout"
         )
     widened = lse_column.widened(dout, inputs, result, options, dlse)
-    if _lack(widened.inputs, widened.options):
+    if _refusal(widened.inputs, widened.options):
         return reference.backward(dout, inputs, result, options, dlse)
     return lse_column.narrowed(_gradients(*widened), inputs, options)
 
 
-def _lack(inputs: Inputs, options: Options) -> str | None:
+def _refusal(inputs: Inputs, options: Options) -> str | None:
     if options.mask.ends_q and not _tells_layout():
         return "this torch_npu's npu_fusion_attention has no softmax_layout, which packed documents need"
-    return kernel_lack(*inputs, options)
+    return kernel_refusal(*inputs, options)
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def _of_mask(options: Options, sizes: Sizes, device: torch.device) -> dict[str, 
         }
     found: dict[str, Any] = {}
     if mask.ends_q:
-        # A document without rows has no keys either (``kernel_lack``), and is left out.
+        # A document without rows has no keys either (``kernel_refusal``), and is left out.
         documents = [one for one in mask.documents(sizes.rows, sizes.keys) if one.rows]
         found["actual_seq_qlen"] = [rows.stop for rows, _ in documents]
         found["actual_seq_kvlen"] = [keys.stop for _, keys in documents]

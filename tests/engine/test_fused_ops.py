@@ -114,7 +114,9 @@ def machine(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     state = SimpleNamespace(usable=True)
     monkeypatch.setattr(fused_ops.capability, "torch_npu_state", lambda: state)
-    monkeypatch.setattr(Operator, "lack", lambda self: "torch_npu has it not" if self.name == "rms_norm" else None)
+    monkeypatch.setattr(
+        Operator, "why_unavailable", lambda self: "torch_npu has it not" if self.name == "rms_norm" else None
+    )
     return state
 
 
@@ -159,7 +161,7 @@ def test_adamw_false_is_pytorchs_operators(npu):
     assert adamw_._on_npu != adamw_.reference
     FUSED_OPS.apply(FusedOpsSection(adamw=False), build)
     assert adamw_._on_npu == adamw_.reference
-    assert adamw_.lack().reason == "ds_npu.fused_ops.adamw is false"
+    assert adamw_.why_unavailable().reason == "ds_npu.fused_ops.adamw is false"
 
 
 def engine_steps(tensor, stages):

@@ -145,7 +145,7 @@ def test_a_wrong_kernel_is_refused_on_the_npu_and_the_reference_is_used(monkeypa
     monkeypatch.setattr(torch_npu, "npu_swiglu", lambda x, dim: true(x.flip(dim), dim))
     message = suspect.check(NPU)
     assert "the NPU kernel of swiglu is wrong on npu: in torch.float32 result 0 is off by" in message
-    assert suspect.lack().reason == message
+    assert suspect.why_unavailable().reason == message
     calls.clear()
     x = drawn(3, 8, seed=1, dtype=torch.float32)
     assert error(suspect(x.npu()).detach(), swiglu.reference(x.detach().double())) < 1e-6
@@ -157,7 +157,7 @@ def test_a_kernel_whose_gradient_alone_is_wrong_is_refused(monkeypatch):
     true = torch_npu.npu_rms_norm
     monkeypatch.setattr(torch_npu, "npu_rms_norm", lambda x, gamma, eps: true(x, gamma.detach() * 1.0, eps))
     assert "raises RuntimeError" in suspect.check(NPU)
-    assert suspect.lack()
+    assert suspect.why_unavailable()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

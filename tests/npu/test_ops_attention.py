@@ -17,7 +17,7 @@ from ds_npu.ops.attention import (
     attention,
     attention_backward,
     attention_forward,
-    kernel_lack,
+    kernel_refusal,
     reference,
     sliding,
 )
@@ -255,7 +255,7 @@ def wide(width, value_width=None, heads=(4, 2)):
 )
 def test_what_the_kernel_cannot_do_the_reference_does(make, options, said, calls):
     q, k, v = make()
-    assert said in kernel_lack(q, k, v, options)
+    assert said in kernel_refusal(q, k, v, options)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, _ = attention(*leaves, options)
     torch.autograd.grad(out, leaves, torch.ones_like(out))

@@ -1,4 +1,4 @@
-"""Row-parallel layers whose output a model changes in place (Falcon adds its residual to it), against nn.Linear."""
+"""Row-parallel linear layers whose output a model modifies in place, as Falcon does; against nn.Linear."""
 
 from __future__ import annotations
 

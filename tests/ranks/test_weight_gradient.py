@@ -17,8 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from ds_npu.parallel.tensor import weight_gradient
 from ds_npu.parallel.tensor.direct_linear import use_direct_gradient
 from ds_npu.parallel.tensor.gradient import sum_gradient
-from ds_npu.parallel.tensor.linear import ColumnLinear, ColumnParallelLinear, RowParallelLinear, WeightLayout
+from ds_npu.parallel.tensor.linear import ColumnLinear, ColumnParallelLinear, RowParallelLinear
 from ds_npu.parallel.tensor.weight_gradient import GradientBuffer, gradient_buffer
+from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -90,7 +90,7 @@ def test_a_kernel_is_looked_for_once(here, monkeypatch):
 
 def test_a_torch_npu_that_lacks_a_function_leaves_the_reference_and_says_which(here):
     scale = made(needs=("npu", "npu_of_tomorrow"))
-    assert "has no npu_of_tomorrow" in scale.lack().reason and scale.lack().advice
+    assert "has no npu_of_tomorrow" in scale.why_unavailable().reason and scale.why_unavailable().advice
     scale(on_npu())
     scale(on_npu())
     said, *calls = CALLS
@@ -102,14 +102,14 @@ def test_a_torch_npu_that_lacks_a_function_leaves_the_reference_and_says_which(h
 def test_without_torch_npu_every_operator_says_so(monkeypatch):
     lack = module.Lack("torch_npu is not installed", "install it")
     monkeypatch.setattr(module.capability, "torch_npu_importable", lambda: lack)
-    assert made().lack() == lack
+    assert made().why_unavailable() == lack
     assert report() == [(operator.name, str(lack)) for operator in OPERATORS]
 
 
 def test_a_right_kernel_is_kept(here):
     scale = made()
     assert scale.check(torch.device("cpu")) is None
-    assert scale.lack() is None
+    assert scale.why_unavailable() is None
     CALLS.clear()
     scale(on_npu())
     assert CALLS == ["kernel"]
@@ -124,9 +124,9 @@ def test_a_wrong_kernel_is_refused_for_good(here):
     scale = made("wrong")
     scale(on_npu())
     message = scale.check(torch.device("cpu"))
-    assert message == scale.lack().reason == scale.check(torch.device("cpu"))
+    assert message == scale.why_unavailable().reason == scale.check(torch.device("cpu"))
     assert message.startswith("the NPU kernel of scale is wrong on cpu: in torch.float32 result 0 is off by 6.0e-01")
-    assert "slower, not wrong" in scale.lack().advice
+    assert "slower, not wrong" in scale.why_unavailable().advice
     assert message in CALLS[-1]
     CALLS.clear()
     scale(on_npu())

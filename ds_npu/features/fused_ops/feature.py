@@ -47,7 +47,10 @@ def _unmet(section: FusedOpsSection) -> list[str]:
     # On the CPU every operator has its reference.
     if not asked or os.environ.get("DS_ACCELERATOR") == "cpu" or not capability.torch_npu_state().usable:
         return []
-    reasons = {key: next(filter(None, (operator.lack() for operator in OPERATORS_OF_KEY[key])), None) for key in asked}
+    reasons = {
+        key: next(filter(None, (operator.why_unavailable() for operator in OPERATORS_OF_KEY[key])), None)
+        for key in asked
+    }
     return [f"{key}: kernel not available: {reason}" for key, reason in reasons.items() if reason]
 
 

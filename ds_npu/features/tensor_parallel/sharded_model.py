@@ -49,7 +49,7 @@ from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
-from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, WeightLayout, project_together
+from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, project_together
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import (
     RandomNumbers,
@@ -61,6 +61,7 @@ from ds_npu.parallel.tensor.region import (
     shard_sequences,
 )
 from ds_npu.parallel.tensor.sharding import keep_shard, sharding_of
+from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.topology.topology import Topology
 
 REGION_ROLES = (Role.ATTENTION, Role.MLP)

@@ -12,7 +12,7 @@ from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
 def _unmet(overlap: TensorOverlap) -> list[str]:
     if overlap != "fused":
         return []
-    reason = matmul_collective.lack()
+    reason = matmul_collective.why_unavailable()
     return [f"its kernels are not available: {reason}"] if reason else []
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ds_npu.parallel.forward_wraps import has_own_forward
-from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, WeightLayout, linear
+from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, linear
+from ds_npu.parallel.tensor.weight_layout import WeightLayout
 
 
 class DirectLinear:

@@ -25,7 +25,7 @@ from ds_npu.checkpoint.conversion import Converter, Recipe, conversions
 from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
 from ds_npu.checkpoint.fit import check_fit
 from ds_npu.models.attributes import copy_attributes, set_attribute
-from ds_npu.models.hf_model import settings
+from ds_npu.models.hugging_face_model import settings
 from ds_npu.parallel.tensor.sharding import Sharding, sharding_of
 
 INITIALIZED = "_is_hf_initialized"

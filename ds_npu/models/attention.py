@@ -9,7 +9,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds
 from ds_npu.models.attributes import attribute, attributes
-from ds_npu.models.hf_model import HuggingFaceConfig, setting
+from ds_npu.models.hugging_face_model import HuggingFaceConfig, setting
 from ds_npu.models.plan import AttentionShape
 
 Linears = Mapping[Role, list[nn.Module]]

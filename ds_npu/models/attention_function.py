@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ds_npu.models import attention_mask as masks
 from ds_npu.models.attention_mask import PackedMask
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
-from ds_npu.models.hf_model import (
+from ds_npu.models.hugging_face_model import (
     config_of,
     is_hugging_face,
     is_pretrained_config,

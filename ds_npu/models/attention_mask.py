@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ds_npu.models.hf_model import transformers_module
+from ds_npu.models.hugging_face_model import transformers_module
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.forward_wraps import disable_tracing
 

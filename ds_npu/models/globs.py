@@ -10,7 +10,7 @@ from torch import nn
 from ds_npu.config.roles import STRUCTURAL, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.draft import Draft, finished, partial_plan
-from ds_npu.models.hugging_face import draft_of
+from ds_npu.models.hugging_face_plan import draft_of
 from ds_npu.models.plan import ModelPlan
 
 NEAR = 3

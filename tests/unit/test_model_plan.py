@@ -13,7 +13,7 @@ from planned_models import GROUPED, SIZES, gpt2, llama, made, qwen2_5_vl
 from torch import nn
 
 from ds_npu.config.roles import ORDER, Role
-from ds_npu.models.hugging_face import plan_of
+from ds_npu.models.hugging_face_plan import plan_of
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
 
 ATTENTION = {

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_npu.config.roles import ORDERS, STRUCTURAL, Role
 from ds_npu.models.globs import plan_for
-from ds_npu.models.hugging_face import plan_of
+from ds_npu.models.hugging_face_plan import plan_of
 from ds_npu.models.names import abbreviated, matches
 from ds_npu.models.plan import AttentionShape, PlanError
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models.globs import plan_for
-from ds_npu.models.hugging_face import plan_of
+from ds_npu.models.hugging_face_plan import plan_of
 from ds_npu.models.plan import PlanError
 
 PREFIX = "base_model.model."

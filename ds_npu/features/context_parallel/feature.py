@@ -14,7 +14,7 @@ from ds_npu.features.context_parallel.sharded_sequences import (
 )
 from ds_npu.features.feature import Feature
 from ds_npu.log import logger, warn_once
-from ds_npu.models.hf_model import hugging_face_model
+from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.parallel.tensor.randomness import align_generators
 from ds_npu.planner.context_choice import algorithm_text, choose_for
 from ds_npu.planner.context_cost import Layer

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
-from ds_npu.models.hf_model import HuggingFaceModel, setting
+from ds_npu.models.hugging_face_model import HuggingFaceModel, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly

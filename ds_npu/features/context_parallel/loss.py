@@ -16,7 +16,7 @@ from torch.nn import functional
 from ds_npu.comm.crossing import reduce
 from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch
 from ds_npu.models.attributes import attribute
-from ds_npu.models.hf_model import HuggingFaceModel, transformers_module
+from ds_npu.models.hugging_face_model import HuggingFaceModel, transformers_module
 from ds_npu.models.logits import IGNORED_LABEL
 
 SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}

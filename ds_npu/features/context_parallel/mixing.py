@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
-from ds_npu.models.hf_model import HuggingFaceModel, settings
+from ds_npu.models.hugging_face_model import HuggingFaceModel, settings
 
 WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 """Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""

@@ -31,8 +31,8 @@ from ds_npu.models.attention_function import check_exchangeable, use_attention
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.copying import refuse_copies
-from ds_npu.models.hf_model import HuggingFaceModel, outermost_hugging_face_models
-from ds_npu.models.hugging_face import POSITIONS
+from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
+from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.axis import ContextAxis, context_axis
 from ds_npu.parallel.forward_wraps import wrap_forward

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_npu.models.attributes import has_attribute
-from ds_npu.models.hf_model import FLOAT32_TOLERANCE
+from ds_npu.models.hugging_face_model import FLOAT32_TOLERANCE
 from ds_npu.parallel.forward_wraps import innermost_forward
 
 

@@ -19,7 +19,7 @@ from ds_npu.features.fused_ops.equivalence import (
 )
 from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.models.attributes import set_attribute
-from ds_npu.models.hf_model import config_of
+from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.swiglu import swiglu
 from ds_npu.parallel.forward_wraps import replace_innermost_forward

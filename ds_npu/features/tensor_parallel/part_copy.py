@@ -18,7 +18,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import has_attribute, set_attribute
-from ds_npu.models.hf_model import config_of, is_pretrained_config, settings
+from ds_npu.models.hugging_face_model import config_of, is_pretrained_config, settings
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import unpartitioned_shape
 

@@ -27,7 +27,7 @@ from ds_npu.features.tensor_parallel.refusal import SHARDED_IN_REGIONS, SHARDED_
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.log import logger
 from ds_npu.models import kinds, names
-from ds_npu.models.hf_model import FLOAT32_TOLERANCE, hugging_face_model
+from ds_npu.models.hugging_face_model import FLOAT32_TOLERANCE, hugging_face_model
 from ds_npu.models.plan import SUBLAYERS, ModelPlan
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 from ds_npu.parallel.tensor.sharding import Sharding, sharding_of

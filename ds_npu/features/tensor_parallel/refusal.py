@@ -16,7 +16,7 @@ from ds_npu.config.roles import PARENT, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.copying import refuse_copies
-from ds_npu.models.hf_model import config_of
+from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import is_partitioned
 from ds_npu.parallel.tensor.axis import TensorAxis

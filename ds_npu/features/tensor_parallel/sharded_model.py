@@ -42,7 +42,7 @@ from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
-from ds_npu.models.hf_model import config_of, has_setting
+from ds_npu.models.hugging_face_model import config_of, has_setting
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.forward_wraps import wrap_forward

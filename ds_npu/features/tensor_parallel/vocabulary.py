@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from ds_npu.models.hf_model import is_hugging_face
+from ds_npu.models.hugging_face_model import is_hugging_face
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.axis import TensorAxis

@@ -16,7 +16,7 @@ from ds_npu.config.roles import ORDER, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention import configured
 from ds_npu.models.draft import Draft, finished
-from ds_npu.models.hf_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
+from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.tree import Tree
 

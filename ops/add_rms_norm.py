@@ -1,4 +1,4 @@
-"""Addition of a residual and RMS norm of the sum, which goes on as the next residual."""
+"""Addition of a residual, and RMS norm of the sum; the sum is the next residual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, one loss a token."""
+"""Cross-entropy of logits: one loss for each token."""
 
 from __future__ import annotations
 

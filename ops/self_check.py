@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 Sample = Callable[[torch.dtype], tuple[Any, ...]]
 
-# CANN takes an operator for right whose largest relative error is below 10 * 2**-7 in bf16, 10 * 2**-10 in fp16 and
+# CANN accepts an operator whose largest relative error is below 10 * 2**-7 in bf16, 10 * 2**-10 in fp16 and
 # 10 * 2**-13 in float32, where the device's exponentials and roots are less exact than its sums (cann/ops-math,
 # experimental/math/fused_mul_add_n/tests/st/torch/compare.py). Here it is relative to the largest value.
 ROUNDINGS, FLOAT32_UNIT = 10.0, 2.0**-13

@@ -1,4 +1,4 @@
-"""Attention that gives (out, lse), its masks as data, in the reference or in one NPU kernel."""
+"""Attention that returns (out, lse), with masks as data: the reference, or one NPU kernel (flash attention)."""
 
 from __future__ import annotations
 

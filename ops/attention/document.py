@@ -87,7 +87,7 @@ def backward(inputs: Inputs, upstream: Upstream, weighting: Weighting) -> Inputs
     scale = weighting.scale
     if dlse is None and weighting.takes_flash(q, k):
         return Inputs(*flash_cpu.backward(dout, inputs, (out, lse), weighting.band(q, k), scale))
-    # The softmax's term that all keys of a row share: sum over keys of weight times slope, here by dout and out.
+    # FlashAttention-2's D: rowsum(dout * out), the term of the softmax's gradient that all keys of a row share.
     shared = (for_accumulation(dout) * for_accumulation(out)).sum(-1)
     if dlse is not None:
         shared = shared - dlse

@@ -26,7 +26,7 @@ class Widened(NamedTuple):
 
 
 def _layout(options: Options) -> Layout:
-    # One in which every head's columns are the last dim.
+    # A layout in which the columns of a head are the last dim.
     return "TND" if options.layout == "TND" else "BNSD"
 
 

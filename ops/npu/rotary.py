@@ -19,8 +19,8 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     """``ds_npu.ops.rotary``, one kernel forward and one backward (aclnnRotaryPositionEmbedding and -Grad).
 
     cos and sin are rounded to x's dtype, which is the only one the kernel takes. Shapes it does not take go to the
-    reference: more than four dims, and cos and sin that lack other dims than a layout's batch and heads (or its batch
-    alone, where there is more than one head).
+    reference: more than four dims, and cos and sin without other dims than a layout's batch and heads (or without its
+    batch alone, where there is more than one head).
     """
     if x.dim() > 4 or max(cos.dim(), sin.dim()) > x.dim():
         return operator.reference(x, cos, sin, interleaved)
@@ -35,7 +35,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 
 def _dim_for_batch(x4: torch.Tensor, cos4: torch.Tensor) -> int:
-    """Where the batch is to stand: the kernel takes cos without a batch only where it has no heads either.
+    """The dim to which the batch is moved: the kernel takes cos without a batch only where it has no heads either.
 
     One head (multi-query attention, MLA's keys) is a dim of size 1, which can change places with the batch.
     """
@@ -45,7 +45,7 @@ def _dim_for_batch(x4: torch.Tensor, cos4: torch.Tensor) -> int:
 
 
 def _fits(x: torch.Tensor, cos: torch.Tensor, interleaved: bool, angle_gradient: bool) -> bool:
-    # BNSD, BSND and SBND all end in D; of the other three dims cos may lack N, or N and B.
+    # BNSD, BSND and SBND all end in D; of the other three dims cos may have no N, or no N and B.
     sizes = list(zip(x.shape[:3], cos.shape[:3], strict=True))
     lacking = [i for i, (size, own) in enumerate(sizes) if own == 1 and size != 1]
     held = [i for i, (_, own) in enumerate(sizes) if own != 1]

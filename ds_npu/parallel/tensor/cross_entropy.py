@@ -25,11 +25,11 @@ BLOCK_BYTES = {"cpu": 1 << 20, "npu": 1 << 25}
 """Bytes of float32 logits in one block: what fits a core's cache; what takes longer than to launch the kernels."""
 
 
-def _blocks(logits_TV: torch.Tensor, wide: torch.dtype) -> Iterator[slice]:
-    """Slices of the rows of ``logits_TV``, each of ``BLOCK_BYTES`` in dtype ``wide``, or of one row."""
+def _blocks(logits_TV: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """Slices of the rows of ``logits_TV``, each of ``BLOCK_BYTES`` in ``dtype``, or of one row."""
     tokens, words = logits_TV.shape
     size = BLOCK_BYTES.get(logits_TV.device.type, BLOCK_BYTES["npu"])
-    rows = max(1, size // (words * wide.itemsize))
+    rows = max(1, size // (words * dtype.itemsize))
     return (slice(first, first + rows) for first in range(0, tokens, rows))
 
 
@@ -43,16 +43,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         ignore_index: int,
     ) -> torch.Tensor:
-        wide = accumulation_dtype(logits_TV.dtype)
-        top_T = logits_TV.amax(dim=1).to(wide)
+        dtype = accumulation_dtype(logits_TV.dtype)
+        top_T = logits_TV.amax(dim=1).to(dtype)
         dist.all_reduce(top_T, dist.ReduceOp.MAX, group)
         ignored_T = targets_T == ignore_index
         local_T = targets_T - start
         elsewhere_T = (local_T < 0) | (local_T >= logits_TV.shape[1]) | ignored_T
         index_T1 = local_T.masked_fill(elsewhere_T, 0).unsqueeze(1)
-        # Row 0: the sum of the exponentials. Row 1: the target's logit, which one rank knows. One message for both.
+        # Row 0: the sum of the exponentials. Row 1: the target's logit, which one rank has. One message for both.
         sums_2T = top_T.new_empty(2, len(top_T))
-        for rows in _blocks(logits_TV, wide):
+        for rows in _blocks(logits_TV, dtype):
             sums_2T[0, rows] = (logits_TV[rows] - top_T[rows, None]).exp_().sum(dim=1)
         sums_2T[1] = (logits_TV.gather(1, index_T1).squeeze(1) - top_T).masked_fill_(elsewhere_T, 0)
         dist.all_reduce(sums_2T, group=group)

@@ -108,7 +108,7 @@ WEIGHT_REMEDY = (
 
 
 class ShardAccessError(RuntimeError):
-    """Somebody computes with one tensor rank's shard of a weight as if it were the whole."""
+    """Other code computes with one tensor rank's shard of a weight as if it were the whole."""
 
 
 class _Scopes(threading.local):

@@ -98,7 +98,7 @@ def accumulate(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _accumulates(node: Node) -> bool:
-    """Whether this backward goes on to ``node``, an AccumulateGrad."""
+    """Whether this backward executes ``node``, an AccumulateGrad."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # Inside torch.autograd.grad, which hands the gradient out.

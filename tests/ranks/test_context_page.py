@@ -1,4 +1,4 @@
-"""docs/context_parallel.md: its picture of tokens, and its script against one process."""
+"""docs/context_parallel.md's picture of tokens, and docs/own_model.md's context attention against one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from torch.nn import functional
 from ds_npu.config.context_algorithm import algorithm_of
 from ds_npu.parallel.context.load_balance import shard_evenly
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "context_parallel.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "context_parallel.md"
+OWN_MODEL = DOCS / "own_model.md"
 
 
 def test_the_picture_of_tokens():
@@ -38,15 +40,15 @@ def alone(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def script_body() -> None:
-    (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    _, script = re.findall(r"^```python\n(.*?)^```$", OWN_MODEL.read_text(), re.M | re.S)
     before_step, step = script.split("engine.step()")
     names: dict[str, object] = {}
-    exec(compile(before_step, PAGE.name, "exec"), names)
+    exec(compile(before_step, OWN_MODEL.name, "exec"), names)
     loss, model, ids = names["loss"].detach(), names["model"], names["ids"]
     assert dist.get_world_size() == names["engine"].topology.size("cp") == 2
     dist.all_reduce(loss)
     torch.testing.assert_close(loss, alone(model, ids).detach())
-    exec(compile(f"engine.step(){step}", PAGE.name, "exec"), names)
+    exec(compile(f"engine.step(){step}", OWN_MODEL.name, "exec"), names)
 
 
 @pytest.mark.slow

@@ -277,7 +277,8 @@ def test_what_is_too_small_for_the_ranks_is_named():
     run_on_ranks(4, refused_body)
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tensor_parallel.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "tensor_parallel.md"
 
 
 def page_body(folder):
@@ -289,6 +290,7 @@ def page_body(folder):
         for name, config in zip(("ds_config.json", "own.json"), configs, strict=True):
             Path(name).write_text(config)
     dist.barrier()
+    scripts += re.findall(r"^```python\n(.*?)^```$", (DOCS / "own_model.md").read_text(), re.M | re.S)[:1]
     for script in scripts:
         names = {}
         exec(compile(script, PAGE.name, "exec"), names)

@@ -8,32 +8,17 @@
 
 #include <cstddef>
 #include <exception>
-#include <string>
 #include <string_view>
+
+#include "failure.h"
+#include "fault.h"
 
 namespace sim {
 
-// An error code of ACL or HCCL with the words that explain it.
-class Failure : public std::exception {
- public:
-  Failure(int code, std::string message) : code_(code), message_(std::move(message)) {}
-  int code() const { return code_; }
-  const char* what() const noexcept override { return message_.c_str(); }
-
- private:
-  int code_;
-  std::string message_;
-};
-
-// Keeps `message` as this thread's last error, as aclGetRecentErrMsg gives it.
-void set_recent_error(std::string message);
-
-// The same for a call that failed; gives its code back. In the thread of torch_npu's task queue it also stops the device:
-// torch_npu reports such an error once and from then on drops what it is given, so nothing may be read from the device.
+// Keeps the error of a call that failed as this thread's last one, and gives its code back. In the thread of torch_npu's
+// task queue it also stops the device: torch_npu reports such an error once and from then on drops what it is given, so
+// nothing may be read from the device.
 int failed_call(const char* name, int code, const char* message) noexcept;
-
-// Throws the Failure that `ds_npu sim --fault` has planted in this call, if it has; may end the process.
-void throw_planted_fault(const char* name);
 
 // Runs `body`; its exceptions become an error code, with the message kept for aclGetRecentErrMsg.
 template <class Body>

@@ -1,5 +1,7 @@
 // `ds_npu sim --fault NAME[:CALL][@RANK]=CODE|exit`, several separated by commas: call number CALL (1 if left out) of the
 // function NAME fails with CODE, or the process is killed there; on every rank, or only where the variable RANK says so.
+#include "fault.h"
+
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
@@ -10,7 +12,7 @@
 #include <sstream>
 #include <vector>
 
-#include "api.h"
+#include "failure.h"
 #include "settings.h"
 
 namespace sim {

@@ -10,7 +10,7 @@
 
 #include "acl/acl_base.h"
 #include "acl/error_codes/rt_error_codes.h"
-#include "api.h"
+#include "failure.h"
 #include "settings.h"
 
 namespace sim {

@@ -6,8 +6,8 @@
 
 #include "acl/acl_base.h"
 #include "acl/error_codes/rt_error_codes.h"
-#include "api.h"
 #include "chaos.h"
+#include "failure.h"
 #include "trace.h"
 
 namespace sim {
@@ -54,7 +54,7 @@ Stream::~Stream() {
 }
 
 void Stream::push(const char* name, std::function<void()> work, std::string detail) {
-  enqueue({name, std::move(work), false, false, std::move(detail)});
+  enqueue({.name = name, .work = std::move(work), .detail = std::move(detail)});
 }
 
 void Stream::enqueue(Task task) {
@@ -111,7 +111,14 @@ void Stream::perform(Task& task) {
   if (device_.failed() && !task.always) return;
   const auto begun = Clock::now();
   const auto done = [&] {
-    if (tracing()) trace({device_.index(), id_, task.place, task.name, task.detail, begun, Clock::now()});
+    if (!tracing()) return;
+    trace({.device = device_.index(),
+           .stream = id_,
+           .place = task.place,
+           .name = task.name,
+           .detail = task.detail,
+           .begun = begun,
+           .ended = Clock::now()});
   };
   try {
     // What is waited for must have been written by then: the process may end right after.
@@ -140,13 +147,20 @@ std::string Moment::detail() const { return tracing() ? "event " + std::to_strin
 
 std::shared_ptr<Moment> Moment::recorded_on(Stream& stream) {
   const std::shared_ptr<Moment> moment(new Moment(stream.device()));
-  stream.enqueue({"record event", [moment] { moment->reach(); }, true, true, moment->detail()});
+  stream.enqueue({.name = "record event",
+                  .work = [moment] { moment->reach(); },
+                  .always = true,
+                  .marks_end = true,
+                  .detail = moment->detail()});
   return moment;
 }
 
 void Moment::wait(const std::shared_ptr<Moment>& moment, Stream& stream) {
-  stream.enqueue({"wait for event", [moment] { moment->await(); }, true, false, moment->detail(),
-                  [moment] { return moment->reached(); }});
+  stream.enqueue({.name = "wait for event",
+                  .work = [moment] { moment->await(); },
+                  .always = true,
+                  .detail = moment->detail(),
+                  .ready = [moment] { return moment->reached(); }});
 }
 
 void Moment::reach() {

@@ -49,8 +49,8 @@ class Stream {
   struct Task {
     const char* name;
     std::function<void()> work;
-    bool always;                    // also on a failed device: events, so that whoever waits gets to see the failure
-    bool marks_end;                 // has no work of its own: a stream with nothing else before it is idle
+    bool always = false;            // also on a failed device: events, so that whoever waits gets to see the failure
+    bool marks_end = false;         // has no work of its own: a stream with nothing else before it is idle
     std::string detail{};           // for the trace
     std::function<bool()> ready{};  // for a task that waits: whether it would not
     std::uint64_t place{};          // as Span's

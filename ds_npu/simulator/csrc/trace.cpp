@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "acl/acl_base.h"
-#include "api.h"
+#include "failure.h"
 #include "settings.h"
 
 namespace sim {

@@ -172,7 +172,7 @@ SIM_API(aclError, aclrtMallocPhysical,
         (aclrtDrvMemHandle * handle, size_t bytes, const aclrtPhysicalMemProp* wanted, uint64_t)) {
   sim::Device& device = sim::device(static_cast<int>(wanted->location.id));
   device.memory().charge(bytes, "physical memory");
-  *handle = reinterpret_cast<aclrtDrvMemHandle>(new Physical{&device, bytes});
+  *handle = reinterpret_cast<aclrtDrvMemHandle>(new Physical{.device = &device, .bytes = bytes});
 }
 
 SIM_API(aclError, aclrtFreePhysical, (aclrtDrvMemHandle handle)) {

@@ -2,7 +2,7 @@
 #include <pthread.h>
 
 #include <cstring>
-#include <utility>
+#include <string>
 
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
@@ -10,19 +10,15 @@
 #include "device.h"
 
 namespace sim {
-namespace {
-thread_local std::string recent_error;
 
 constexpr std::string_view kTaskQueueThread = "acl_thread";  // Ascend/pytorch, NPUAffinityController.cpp
-}  // namespace
-
-void set_recent_error(std::string message) { recent_error = std::move(message); }
 
 int failed_call(const char* name, int code, const char* message) noexcept {
-  set_recent_error(std::string(name) + ": " + message);
+  const std::string error = std::string(name) + ": " + message;
+  set_recent_error(error);
   char thread[16] = "";
   pthread_getname_np(pthread_self(), thread, sizeof thread);
-  if (std::string_view(thread) == kTaskQueueThread) device_or_first().fail(code, recent_error);
+  if (std::string_view(thread) == kTaskQueueThread) device_or_first().fail(code, error);
   return code;
 }
 
@@ -36,7 +32,7 @@ SIM_API(aclError, aclmdlFinalizeDump, ()) {}
 
 SIM_PLAIN const char* aclGetRecentErrMsg() {
   static thread_local std::string given;  // the pointer stays good until the thread's next call
-  given = std::exchange(sim::recent_error, {});
+  given = sim::take_recent_error();
   return given.empty() ? nullptr : given.c_str();
 }
 

@@ -50,7 +50,7 @@ struct AttentionHead {
   HiddenRow hidden_row;
   double scale;
   bool pse_before_scale;
-  std::optional<float> sink;
+  std::optional<float> sink{};
   const uint8_t* keep_bits = nullptr;  // one for each score, of which this head's begin at first_bit
   int64_t first_bit = 0;
   double keep_probability = 1;
@@ -86,7 +86,7 @@ void attend_backward(const AttentionHead& head, const AttentionResult& result, c
 // One sequence (of a batch, or a document of TND); tensors are [heads, rows, size].
 struct AttentionSequence {
   Tensor query, key, value;
-  Tensor pse, mask;  // [heads or 1, rows or 1, keys] or undefined
+  Tensor pse{}, mask{};  // [heads or 1, rows or 1, keys] or undefined
   VisibleKeys visible;
   HiddenRow hidden_row;
   int64_t first_bit;  // of its first head in the dropout mask

@@ -29,7 +29,8 @@ std::vector<Block> blocks_of(const AttentionHead& head) {
   const int64_t step = rows_per_block(head.visible.keys);
   for (int64_t begin = 0; begin < head.rows(); begin += step) {
     const int64_t end = std::min(begin + step, head.rows());
-    blocks.push_back({begin, end, head.visible.begin(begin), head.visible.end(end - 1)});
+    blocks.push_back(
+        {.begin = begin, .end = end, .first = head.visible.begin(begin), .past = head.visible.end(end - 1)});
   }
   return blocks;
 }
@@ -107,7 +108,8 @@ struct Normalizer {
 
 Normalizer normalizer_of(const Block& block, const AttentionResult& result) {
   const Tensor sum = block.rows_of(result.sum).narrow(1, 0, 1);
-  return {block.rows_of(result.max).narrow(1, 0, 1), sum.reciprocal().masked_fill_(sum.eq(kLargest), 0)};
+  return {.max = block.rows_of(result.max).narrow(1, 0, 1),
+          .reciprocal_sum = sum.reciprocal().masked_fill_(sum.eq(kLargest), 0)};
 }
 
 void attend_backward_block(const AttentionHead& head, const Block& block, const AttentionResult& result,

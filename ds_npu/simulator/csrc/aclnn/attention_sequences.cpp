@@ -29,23 +29,26 @@ Tensor by_head(const Tensor& tensor, const std::string& layout, int64_t heads) {
   refuse("input_layout " + layout);
 }
 
+VisibleKeys all_of(int64_t keys) { return {.keys = keys, .lower = -kUnlimited, .upper = kUnlimited}; }
+
 // A band that starts at the last row and key: CANN counts its tokens from the lower right corner.
 VisibleKeys band(const AttentionCall& call, int64_t rows, int64_t keys, int64_t corner) {
   const int64_t before = std::clamp(call.pre_tokens, -kUnlimited, kUnlimited);
   const int64_t after = std::clamp(call.next_tokens, -kUnlimited, kUnlimited);
   if (before + after < 0) reject("pre_tokens and next_tokens have no key between them");
-  if (call.sparse_mode == kDefaultMask && before >= rows - 1 && after >= keys - 1) return {keys, -kUnlimited, kUnlimited};
-  return {keys, corner - before, corner + after};
+  if (call.sparse_mode == kDefaultMask && before >= rows - 1 && after >= keys - 1) return all_of(keys);
+  return {.keys = keys, .lower = corner - before, .upper = corner + after};
 }
 
 // What sequence `index` of a call whose first and last sequences with any rows are `first` and `last` lets its rows see.
 VisibleKeys visible_keys(const AttentionCall& call, int64_t rows, int64_t keys, int64_t index, int64_t first, int64_t last) {
   const int64_t corner = keys - rows;
-  const VisibleKeys right_down{keys, -kUnlimited, corner}, left_up{keys, -kUnlimited, 0};
-  if (!call.mask) return {keys, -kUnlimited, kUnlimited};
+  const VisibleKeys right_down{.keys = keys, .lower = -kUnlimited, .upper = corner};
+  const VisibleKeys left_up{.keys = keys, .lower = -kUnlimited, .upper = 0};
+  if (!call.mask) return all_of(keys);
   switch (call.sparse_mode) {
     case kDefaultMask: return band(call, rows, keys, 0);
-    case kAllMask: return {keys, -kUnlimited, kUnlimited};
+    case kAllMask: return all_of(keys);
     case kLeftUpCausal: return left_up;
     case kRightDownCausal: return right_down;
     case kBand: return band(call, rows, keys, corner);
@@ -56,7 +59,7 @@ VisibleKeys visible_keys(const AttentionCall& call, int64_t rows, int64_t keys, 
       if (!call.prefix || static_cast<int64_t>(call.prefix->size()) <= index) reject("prefix has too few numbers");
       const int64_t prefix = (*call.prefix)[index];
       if (prefix < std::max<int64_t>(corner, 0) || prefix > keys) reject("prefix " + std::to_string(prefix) + " out of range");
-      return {keys, -kUnlimited, corner, prefix};
+      return {.keys = keys, .lower = -kUnlimited, .upper = corner, .prefix = prefix};
     }
     default: refuse("sparse_mode " + std::to_string(call.sparse_mode));
   }
@@ -196,7 +199,12 @@ std::vector<AttentionSequence> sequences_of(const AttentionCall& call) {
   for (size_t i = 0; i < queries.size(); ++i) {
     const int64_t rows = queries[i].size(1), width = keys[i].size(1), index = static_cast<int64_t>(i);
     if (rows == 0) {
-      result.push_back({queries[i], keys[i], values[i], {}, {}, {width, 0, 0}, hidden, bit});
+      result.push_back({.query = queries[i],
+                        .key = keys[i],
+                        .value = values[i],
+                        .visible = {.keys = width, .lower = 0, .upper = 0},
+                        .hidden_row = hidden,
+                        .first_bit = bit});
       continue;
     }
     const VisibleKeys visible = visible_keys(call, rows, width, index, first, last);
@@ -207,7 +215,14 @@ std::vector<AttentionSequence> sequences_of(const AttentionCall& call) {
     const Tensor shown = tensor_mask ? mask_of(mask, index, call.heads, rows, width, is_packed(call)) : Tensor();
     if (tensor_mask && !visible.all(rows)) check_window(shown, visible);
     const Tensor pse = call.pse ? pse_of(*call.pse, index, rows, width) : Tensor();
-    result.push_back({queries[i], keys[i], values[i], pse, shown, visible, hidden, bit});
+    result.push_back({.query = queries[i],
+                      .key = keys[i],
+                      .value = values[i],
+                      .pse = pse,
+                      .mask = shown,
+                      .visible = visible,
+                      .hidden_row = hidden,
+                      .first_bit = bit});
     bit += call.heads * rows * width;
   }
   if (call.keep_probability < 1 && call.drop_mask->numel() * 8 < bit) reject("the dropout mask has too few bits");

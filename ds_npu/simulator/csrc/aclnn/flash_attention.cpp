@@ -15,8 +15,15 @@ AttentionCall with_rope_joined(AttentionCall call) {
 AttentionHead head_of(const AttentionCall& call, const AttentionSequence& sequence, const Tensor& query, const Tensor& key,
                       const Tensor& value, int64_t head) {
   const auto of_head = [&](const Tensor& all) { return all.defined() ? all[all.size(0) == 1 ? 0 : head] : Tensor(); };
-  AttentionHead result{query, key, value, of_head(sequence.pse), of_head(sequence.mask), sequence.visible,
-                       sequence.hidden_row, call.scale, call.pse_type == 1, std::nullopt};
+  AttentionHead result{.query = query,
+                       .key = key,
+                       .value = value,
+                       .pse = of_head(sequence.pse),
+                       .mask = of_head(sequence.mask),
+                       .visible = sequence.visible,
+                       .hidden_row = sequence.hidden_row,
+                       .scale = call.scale,
+                       .pse_before_scale = call.pse_type == 1};
   if (call.sink) result.sink = (*call.sink)[head].item<float>();
   if (call.keep_probability < 1) {
     result.keep_bits = call.drop_mask->const_data_ptr<uint8_t>();
@@ -41,7 +48,8 @@ void forward_attention(const AttentionCall& given, Tensor& softmax_max, Tensor& 
       const Tensor key = sequence.key[shared].to(at::kFloat), value = sequence.value[shared].to(at::kFloat);
       for (int64_t head = shared * group; head < (shared + 1) * group; ++head) {
         const Tensor query = sequence.query[head].to(at::kFloat);
-        attend(head_of(call, sequence, query, key, value, head), {outs[i][head], maxima[i][head], sums[i][head]}, scores);
+        attend(head_of(call, sequence, query, key, value, head),
+               {.out = outs[i][head], .max = maxima[i][head], .sum = sums[i][head]}, scores);
       }
     }
   }
@@ -54,8 +62,10 @@ ACLNN(FlashAttentionScore,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalInts& prefix, double scale, double keep,
        int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
        int64_t sparse_mode, Tensor& softmax_max, Tensor& softmax_sum, const OptionalTensor&, Tensor& out)) {
-  forward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                     heads, layout, inner_precise, sparse_mode},
+  forward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                     .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                     .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                     .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode},
                     softmax_max, softmax_sum, out);
 }
 
@@ -66,8 +76,10 @@ ACLNN(FlashAttentionScoreV2,
        const OptionalInts&, double scale, double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads,
        const std::string& layout, int64_t inner_precise, int64_t sparse_mode, int64_t pse_type, Tensor& softmax_max,
        Tensor& softmax_sum, const OptionalTensor&, Tensor& out)) {
-  forward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                     heads, layout, inner_precise, sparse_mode, {}, {}, pse_type},
+  forward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                     .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                     .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                     .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode, .pse_type = pse_type},
                     softmax_max, softmax_sum, out);
 }
 
@@ -77,8 +89,11 @@ ACLNN(FlashAttentionScoreV3,
        const OptionalInts&, const OptionalInts&, double scale, double keep, int64_t pre_tokens, int64_t next_tokens,
        int64_t heads, const std::string& layout, int64_t inner_precise, int64_t sparse_mode, int64_t pse_type,
        Tensor& softmax_max, Tensor& softmax_sum, const OptionalTensor&, Tensor& out)) {
-  forward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                     heads, layout, inner_precise, sparse_mode, {}, {}, pse_type, "", sink},
+  forward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                     .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                     .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                     .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode, .pse_type = pse_type,
+                     .sink = sink},
                     softmax_max, softmax_sum, out);
 }
 
@@ -88,8 +103,11 @@ ACLNN(FlashAttentionVarLenScore,
        const OptionalInts& query_ends, const OptionalInts& key_ends, double scale, double keep, int64_t pre_tokens,
        int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise, int64_t sparse_mode,
        Tensor& softmax_max, Tensor& softmax_sum, const OptionalTensor&, Tensor& out)) {
-  forward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                     heads, layout, inner_precise, sparse_mode, query_ends, key_ends},
+  forward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                     .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                     .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                     .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                     .query_ends = query_ends, .key_ends = key_ends},
                     softmax_max, softmax_sum, out);
 }
 
@@ -99,8 +117,11 @@ ACLNN(FlashAttentionVarLenScoreV2,
        const OptionalInts& query_ends, const OptionalInts& key_ends, const OptionalInts&, const OptionalInts&, double scale,
        double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
        int64_t sparse_mode, int64_t pse_type, Tensor& softmax_max, Tensor& softmax_sum, const OptionalTensor&, Tensor& out)) {
-  forward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                     heads, layout, inner_precise, sparse_mode, query_ends, key_ends, pse_type},
+  forward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                     .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                     .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                     .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                     .query_ends = query_ends, .key_ends = key_ends, .pse_type = pse_type},
                     softmax_max, softmax_sum, out);
 }
 
@@ -111,8 +132,12 @@ ACLNN(FlashAttentionVarLenScoreV3,
        const OptionalInts&, const OptionalInts&, double scale, double keep, int64_t pre_tokens, int64_t next_tokens,
        int64_t heads, const std::string& layout, int64_t inner_precise, int64_t sparse_mode, int64_t pse_type,
        Tensor& softmax_max, Tensor& softmax_sum, const OptionalTensor&, Tensor& out)) {
-  forward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                     heads, layout, inner_precise, sparse_mode, query_ends, key_ends, pse_type, "", {}, query_rope, key_rope},
+  forward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                     .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                     .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                     .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                     .query_ends = query_ends, .key_ends = key_ends, .pse_type = pse_type, .query_rope = query_rope,
+                     .key_rope = key_rope},
                     softmax_max, softmax_sum, out);
 }
 
@@ -122,8 +147,11 @@ ACLNN(FlashAttentionVarLenScoreV4,
        const OptionalInts& query_ends, const OptionalInts& key_ends, double scale, double keep, int64_t pre_tokens,
        int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise, int64_t sparse_mode,
        const std::string& softmax_layout, Tensor& softmax_max, Tensor& softmax_sum, const OptionalTensor&, Tensor& out)) {
-  forward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                     heads, layout, inner_precise, sparse_mode, query_ends, key_ends, 1, softmax_layout},
+  forward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                     .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                     .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                     .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                     .query_ends = query_ends, .key_ends = key_ends, .softmax_layout = softmax_layout},
                     softmax_max, softmax_sum, out);
 }
 
@@ -135,8 +163,11 @@ ACLNN(FlashAttentionVarLenScoreV5,
        int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise, int64_t sparse_mode,
        int64_t pse_type, const std::string& softmax_layout, Tensor& softmax_max, Tensor& softmax_sum, const OptionalTensor&,
        Tensor& out)) {
-  forward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                     heads, layout, inner_precise, sparse_mode, query_ends, key_ends, pse_type, softmax_layout, sink,
-                     query_rope, key_rope},
+  forward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                     .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                     .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                     .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                     .query_ends = query_ends, .key_ends = key_ends, .pse_type = pse_type,
+                     .softmax_layout = softmax_layout, .sink = sink, .query_rope = query_rope, .key_rope = key_rope},
                     softmax_max, softmax_sum, out);
 }

@@ -14,9 +14,10 @@ struct Joined {
 };
 
 Joined join_rope(const AttentionCall& call, const AttentionGradients& gradients) {
-  if (!call.query_rope || !call.key_rope) return {call, gradients.query, gradients.key};
+  if (!call.query_rope || !call.key_rope)
+    return {.call = call, .query_gradient = gradients.query, .key_gradient = gradients.key};
   const AttentionCall joined = with_rope_joined(call);
-  return {joined, at::empty_like(joined.query), at::empty_like(joined.key)};
+  return {.call = joined, .query_gradient = at::empty_like(joined.query), .key_gradient = at::empty_like(joined.key)};
 }
 
 void part_rope(const Joined& joined, const AttentionGradients& gradients) {
@@ -64,10 +65,12 @@ void backward_attention(const AttentionCall& given, const AttentionSaved& saved,
       const Tensor value_sum = at::zeros_like(value, at::kFloat, at::MemoryFormat::Contiguous);
       for (int64_t head = shared * group; head < (shared + 1) * group; ++head) {
         const AttentionHead one = head_of(call, sequence, sequence.query[head].to(at::kFloat), key, value, head);
-        const AttentionGradient gradient{query_gradients[i][head], key_sum, value_sum,
-                                         pse_gradient_of(pse_sum, static_cast<int64_t>(i), head),
-                                         sink_sum.defined() ? sink_sum[head] : Tensor()};
-        attend_backward(one, {outs[i][head].to(at::kFloat), maxima[i][head], sums[i][head]},
+        const AttentionGradient gradient{.query = query_gradients[i][head],
+                                         .key = key_sum,
+                                         .value = value_sum,
+                                         .pse = pse_gradient_of(pse_sum, static_cast<int64_t>(i), head),
+                                         .sink = sink_sum.defined() ? sink_sum[head] : Tensor()};
+        attend_backward(one, {.out = outs[i][head].to(at::kFloat), .max = maxima[i][head], .sum = sums[i][head]},
                         upstream[i][head].to(at::kFloat), gradient, scores, products);
       }
       key_gradients[i][shared].copy_(key_sum);
@@ -88,9 +91,12 @@ ACLNN(FlashAttentionScoreGrad,
        const OptionalInts& prefix, double scale, double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads,
        const std::string& layout, int64_t inner_precise, int64_t sparse_mode, Tensor& dq, Tensor& dk, Tensor& dv,
        const OptionalTensor& dpse)) {
-  backward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                      heads, layout, inner_precise, sparse_mode},
-                     {softmax_max, softmax_sum, out, out_gradient}, {dq, dk, dv, dpse});
+  backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                      .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                      .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                      .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode},
+                     {.max = softmax_max, .sum = softmax_sum, .out = out, .out_gradient = out_gradient},
+                     {.query = dq, .key = dk, .value = dv, .pse = dpse});
 }
 
 ACLNN(FlashAttentionScoreGradV2,
@@ -100,9 +106,12 @@ ACLNN(FlashAttentionScoreGradV2,
        const OptionalInts& prefix, const OptionalInts&, const OptionalInts&, double scale, double keep, int64_t pre_tokens,
        int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise, int64_t sparse_mode,
        int64_t pse_type, Tensor& dq, Tensor& dk, Tensor& dv, const OptionalTensor& dpse)) {
-  backward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                      heads, layout, inner_precise, sparse_mode, {}, {}, pse_type},
-                     {softmax_max, softmax_sum, out, out_gradient}, {dq, dk, dv, dpse});
+  backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                      .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                      .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                      .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode, .pse_type = pse_type},
+                     {.max = softmax_max, .sum = softmax_sum, .out = out, .out_gradient = out_gradient},
+                     {.query = dq, .key = dk, .value = dv, .pse = dpse});
 }
 
 ACLNN(FlashAttentionScoreGradV3,
@@ -113,9 +122,13 @@ ACLNN(FlashAttentionScoreGradV3,
        double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
        int64_t sparse_mode, int64_t pse_type, Tensor& dq, Tensor& dk, Tensor& dv, const OptionalTensor& dpse,
        const OptionalTensor& dsink)) {
-  backward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                      heads, layout, inner_precise, sparse_mode, {}, {}, pse_type, "", sink},
-                     {softmax_max, softmax_sum, out, out_gradient}, {dq, dk, dv, dpse, dsink});
+  backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                      .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                      .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                      .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode, .pse_type = pse_type,
+                      .sink = sink},
+                     {.max = softmax_max, .sum = softmax_sum, .out = out, .out_gradient = out_gradient},
+                     {.query = dq, .key = dk, .value = dv, .pse = dpse, .sink = dsink});
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGrad,
@@ -125,9 +138,13 @@ ACLNN(FlashAttentionUnpaddingScoreGrad,
        const OptionalInts& prefix, const OptionalInts& query_ends, const OptionalInts& key_ends, double scale, double keep,
        int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
        int64_t sparse_mode, Tensor& dq, Tensor& dk, Tensor& dv, const OptionalTensor& dpse)) {
-  backward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                      heads, layout, inner_precise, sparse_mode, query_ends, key_ends},
-                     {softmax_max, softmax_sum, out, out_gradient}, {dq, dk, dv, dpse});
+  backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                      .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                      .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                      .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                      .query_ends = query_ends, .key_ends = key_ends},
+                     {.max = softmax_max, .sum = softmax_sum, .out = out, .out_gradient = out_gradient},
+                     {.query = dq, .key = dk, .value = dv, .pse = dpse});
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGradV2,
@@ -138,9 +155,13 @@ ACLNN(FlashAttentionUnpaddingScoreGradV2,
        const OptionalInts&, double scale, double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads,
        const std::string& layout, int64_t inner_precise, int64_t sparse_mode, int64_t pse_type, Tensor& dq, Tensor& dk,
        Tensor& dv, const OptionalTensor& dpse)) {
-  backward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                      heads, layout, inner_precise, sparse_mode, query_ends, key_ends, pse_type},
-                     {softmax_max, softmax_sum, out, out_gradient}, {dq, dk, dv, dpse});
+  backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                      .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                      .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                      .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                      .query_ends = query_ends, .key_ends = key_ends, .pse_type = pse_type},
+                     {.max = softmax_max, .sum = softmax_sum, .out = out, .out_gradient = out_gradient},
+                     {.query = dq, .key = dk, .value = dv, .pse = dpse});
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGradV3,
@@ -152,10 +173,14 @@ ACLNN(FlashAttentionUnpaddingScoreGradV3,
        double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
        int64_t sparse_mode, int64_t pse_type, Tensor& dq, const OptionalTensor& dq_rope, Tensor& dk,
        const OptionalTensor& dk_rope, Tensor& dv, const OptionalTensor& dpse)) {
-  backward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                      heads, layout, inner_precise, sparse_mode, query_ends, key_ends, pse_type, "", {}, query_rope,
-                      key_rope},
-                     {softmax_max, softmax_sum, out, out_gradient}, {dq, dk, dv, dpse, {}, dq_rope, dk_rope});
+  backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                      .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                      .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                      .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                      .query_ends = query_ends, .key_ends = key_ends, .pse_type = pse_type, .query_rope = query_rope,
+                      .key_rope = key_rope},
+                     {.max = softmax_max, .sum = softmax_sum, .out = out, .out_gradient = out_gradient},
+                     {.query = dq, .key = dk, .value = dv, .pse = dpse, .query_rope = dq_rope, .key_rope = dk_rope});
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGradV4,
@@ -166,9 +191,13 @@ ACLNN(FlashAttentionUnpaddingScoreGradV4,
        int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
        int64_t sparse_mode, Tensor& dq, Tensor& dk, Tensor& dv, const OptionalTensor& dpse,
        const std::string& softmax_layout)) {
-  backward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                      heads, layout, inner_precise, sparse_mode, query_ends, key_ends, 1, softmax_layout},
-                     {softmax_max, softmax_sum, out, out_gradient}, {dq, dk, dv, dpse});
+  backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                      .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                      .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                      .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                      .query_ends = query_ends, .key_ends = key_ends, .softmax_layout = softmax_layout},
+                     {.max = softmax_max, .sum = softmax_sum, .out = out, .out_gradient = out_gradient},
+                     {.query = dq, .key = dk, .value = dv, .pse = dpse});
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGradV5,
@@ -181,8 +210,13 @@ ACLNN(FlashAttentionUnpaddingScoreGradV5,
        const std::string& layout, int64_t inner_precise, int64_t sparse_mode, int64_t pse_type,
        const std::string& softmax_layout, Tensor& dq, const OptionalTensor& dq_rope, Tensor& dk,
        const OptionalTensor& dk_rope, Tensor& dv, const OptionalTensor& dpse, const OptionalTensor& dsink)) {
-  backward_attention({query, key, value, pse, drop_mask, padding_mask, mask, prefix, scale, keep, pre_tokens, next_tokens,
-                      heads, layout, inner_precise, sparse_mode, query_ends, key_ends, pse_type, softmax_layout, sink,
-                      query_rope, key_rope},
-                     {softmax_max, softmax_sum, out, out_gradient}, {dq, dk, dv, dpse, dsink, dq_rope, dk_rope});
+  backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
+                      .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
+                      .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
+                      .layout = layout, .inner_precise = inner_precise, .sparse_mode = sparse_mode,
+                      .query_ends = query_ends, .key_ends = key_ends, .pse_type = pse_type,
+                      .softmax_layout = softmax_layout, .sink = sink, .query_rope = query_rope, .key_rope = key_rope},
+                     {.max = softmax_max, .sum = softmax_sum, .out = out, .out_gradient = out_gradient},
+                     {.query = dq, .key = dk, .value = dv, .pse = dpse, .sink = dsink, .query_rope = dq_rope,
+                      .key_rope = dk_rope});
 }

@@ -54,7 +54,7 @@ static std::vector<Group> groups_of(const Ints& list, int64_t list_type, int64_t
       throw Failure(ACL_ERROR_INVALID_PARAM, "group_list: group " + std::to_string(index) + " takes rows " +
                                                  std::to_string(begin) + " to " + std::to_string(begin + rows) + " of " +
                                                  std::to_string(total));
-    groups.push_back({width == 2 ? list[i] : index, begin, rows});
+    groups.push_back({.weight = width == 2 ? list[i] : index, .begin = begin, .rows = rows});
     begin += rows;
   }
   return groups;
@@ -64,7 +64,7 @@ static std::vector<Group> groups_of(const Tensors& x) {
   std::vector<Group> groups;
   int64_t begin = 0;
   for (const Tensor& part : x) {
-    groups.push_back({static_cast<int64_t>(groups.size()), begin, part.size(0)});
+    groups.push_back({.weight = static_cast<int64_t>(groups.size()), .begin = begin, .rows = part.size(0)});
     begin += part.size(0);
   }
   return groups;

@@ -68,7 +68,9 @@ SIM_PLAIN aclDataType aclGetTensorDescType(const aclTensorDesc* desc) { return d
 SIM_PLAIN aclFormat aclGetTensorDescFormat(const aclTensorDesc* desc) { return desc->format; }
 SIM_PLAIN size_t aclGetTensorDescNumDims(const aclTensorDesc* desc) { return desc->dims.size(); }
 SIM_PLAIN void aclSetTensorDescName(aclTensorDesc*, const char*) {}
-SIM_PLAIN aclDataBuffer* aclCreateDataBuffer(void* data, size_t bytes) { return new aclDataBuffer{data, bytes}; }
+SIM_PLAIN aclDataBuffer* aclCreateDataBuffer(void* data, size_t bytes) {
+  return new aclDataBuffer{.data = data, .bytes = bytes};
+}
 SIM_PLAIN aclopAttr* aclopCreateAttr() { return new aclopAttr; }
 SIM_PLAIN void aclopDestroyAttr(const aclopAttr* attr) { delete attr; }
 

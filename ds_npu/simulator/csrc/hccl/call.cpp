@@ -1,6 +1,6 @@
 #include "hccl/call.h"
 
-#include "api.h"
+#include "failure.h"
 
 namespace sim::hccl {
 namespace {

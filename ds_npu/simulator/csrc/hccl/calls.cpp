@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "api.h"
+#include "failure.h"
 #include "hccl/call.h"
 #include "stream.h"
 #include "trace.h"

@@ -94,8 +94,10 @@ SIM_API(HcclResult, HcclReduceScatterV,
   const auto communicator = communicator_of(comm);
   check_reducible(type, reduction);
   const std::uint32_t ranks = communicator->size();
-  const Parts parts{numbers(send_counts, ranks), numbers(send_displacements, ranks),
-                    std::vector<std::uint64_t>(ranks, receive_count), std::vector<std::uint64_t>(ranks, 0)};
+  const Parts parts{.send_counts = numbers(send_counts, ranks),
+                    .send_displacements = numbers(send_displacements, ranks),
+                    .receive_counts = std::vector<std::uint64_t>(ranks, receive_count),
+                    .receive_displacements = std::vector<std::uint64_t>(ranks, 0)};
   const std::uint64_t size = bytes_of(type);
   enqueue("HcclReduceScatterV", communicator, stream, {{send, parts.send_extent() * size}, {receive, receive_count * size}},
           [=](Communicator& group, std::uint64_t sequence) {
@@ -134,8 +136,10 @@ SIM_API(HcclResult, HcclAllGatherV,
          HcclDataType type, HcclComm comm, aclrtStream stream)) {
   const auto communicator = communicator_of(comm);
   const std::uint32_t ranks = communicator->size();
-  Parts parts{std::vector<std::uint64_t>(ranks, send_count), std::vector<std::uint64_t>(ranks, 0),
-              numbers(receive_counts, ranks), numbers(receive_displacements, ranks)};
+  Parts parts{.send_counts = std::vector<std::uint64_t>(ranks, send_count),
+              .send_displacements = std::vector<std::uint64_t>(ranks, 0),
+              .receive_counts = numbers(receive_counts, ranks),
+              .receive_displacements = numbers(receive_displacements, ranks)};
   enqueue_exchange("HcclAllGatherV", Operation::all_gather_v, send, receive, type, std::move(parts), communicator, stream);
 }
 
@@ -161,8 +165,10 @@ SIM_API(HcclResult, HcclAlltoAllV,
   const auto communicator = communicator_of(comm);
   check_same_type(send_type, receive_type);
   const std::uint32_t ranks = communicator->size();
-  Parts parts{numbers(send_counts, ranks), numbers(send_displacements, ranks), numbers(receive_counts, ranks),
-              numbers(receive_displacements, ranks)};
+  Parts parts{.send_counts = numbers(send_counts, ranks),
+              .send_displacements = numbers(send_displacements, ranks),
+              .receive_counts = numbers(receive_counts, ranks),
+              .receive_displacements = numbers(receive_displacements, ranks)};
   enqueue_exchange("HcclAlltoAllV", Operation::all_to_all_v, send, const_cast<void*>(receive), send_type, std::move(parts),
                    communicator, stream);
 }
@@ -195,18 +201,24 @@ SIM_API(HcclResult, HcclBarrier, (HcclComm comm, aclrtStream stream)) {
 
 SIM_API(HcclResult, HcclSend,
         (void* buffer, uint64_t count, HcclDataType type, uint32_t target, HcclComm comm, aclrtStream stream)) {
-  enqueue("HcclSend", communicator_of(comm), stream, std::vector<Message>{{true, target, 0, buffer, count, type}});
+  const Message message{.sends = true, .peer = target, .buffer = buffer, .count = count, .type = type};
+  enqueue("HcclSend", communicator_of(comm), stream, {message});
 }
 
 SIM_API(HcclResult, HcclRecv,
         (void* buffer, uint64_t count, HcclDataType type, uint32_t source, HcclComm comm, aclrtStream stream)) {
-  enqueue("HcclRecv", communicator_of(comm), stream, std::vector<Message>{{false, source, 0, buffer, count, type}});
+  const Message message{.sends = false, .peer = source, .buffer = buffer, .count = count, .type = type};
+  enqueue("HcclRecv", communicator_of(comm), stream, {message});
 }
 
 SIM_API(HcclResult, HcclBatchSendRecv, (HcclSendRecvItem* items, uint32_t count, HcclComm comm, aclrtStream stream)) {
   std::vector<Message> messages;
   for (const HcclSendRecvItem* item = items; item != items + count; ++item)
-    messages.push_back({item->sendRecvType == HCCL_SEND, item->remoteRank, 0, item->buf, item->count, item->dataType});
+    messages.push_back({.sends = item->sendRecvType == HCCL_SEND,
+                        .peer = item->remoteRank,
+                        .buffer = item->buf,
+                        .count = item->count,
+                        .type = item->dataType});
   enqueue("HcclBatchSendRecv", communicator_of(comm), stream, std::move(messages));
 }
 

@@ -6,8 +6,8 @@
 
 #include "acl/acl_base.h"
 #include "acl/error_codes/rt_error_codes.h"
-#include "api.h"
 #include "chaos.h"
+#include "failure.h"
 #include "settings.h"
 
 namespace sim::hccl {

@@ -12,7 +12,7 @@ namespace sim::hccl {
 struct Message {
   bool sends;
   std::uint32_t peer;
-  std::uint64_t number;  // among those from this rank to the peer, or from the peer to it: Communicator::reserve_send
+  std::uint64_t number = 0;  // among those from this rank to the peer, or from the peer to it: Communicator::reserve_send
   void* buffer;
   std::uint64_t count;
   HcclDataType type;

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <utility>
 
-#include "api.h"
+#include "failure.h"
 #include "hccl/hccl.h"
 
 namespace sim::hccl {

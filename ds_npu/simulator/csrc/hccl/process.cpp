@@ -11,7 +11,7 @@
 #include <sstream>
 #include <string>
 
-#include "api.h"
+#include "failure.h"
 #include "hccl/hccl_types.h"
 
 namespace sim::hccl {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "api.h"
+#include "failure.h"
 #include "hccl/call.h"
 
 namespace sim::hccl {

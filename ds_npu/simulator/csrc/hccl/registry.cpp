@@ -3,7 +3,7 @@
 #include <list>
 #include <mutex>
 
-#include "api.h"
+#include "failure.h"
 #include "hccl/communicator.h"
 
 namespace sim::hccl {

@@ -12,7 +12,7 @@
 #include <climits>
 #include <cstring>
 
-#include "api.h"
+#include "failure.h"
 
 namespace sim::hccl {
 

@@ -92,7 +92,7 @@ def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def refuse_saving_shards(model: nn.Module) -> None:
-    """Make ``model.save_pretrained`` and ``copy.deepcopy(model)`` raise RuntimeError for shards of weights."""
+    """Make ``copy.deepcopy(model)``, and ``model.save_pretrained`` of weight shards, raise RuntimeError."""
     refuse_copies(model)
     if SAVE in dir(type(model)) and isinstance(model, _Saves):
         set_attribute(model, SAVE, functools.partial(_save_whole, model, model.save_pretrained))

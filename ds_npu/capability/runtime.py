@@ -89,7 +89,7 @@ def torch_npu_state() -> TorchNpuState:
 def missing_functions(names: Sequence[str]) -> Lack | None:
     """Why not all of ``names`` can be called in torch_npu, which can be imported; None if they can."""
     module, _ = _torch_npu()
-    absent = [name for name in names if name not in vars(module)]
+    absent = [name for name in names if not hasattr(module, name)]
     if not absent:
         return None
     version = installed_version("torch_npu")
@@ -259,4 +259,4 @@ def range_marker() -> Any | None:
     if torch_npu_importable():
         return None
     module: Any = _torch_npu()[0]
-    return vars(module.npu).get("mstx")
+    return getattr(module.npu, "mstx", None)

@@ -19,11 +19,11 @@ OKAY, NO = f"{GREEN}[OKAY]{END}", f"{YELLOW}[NO]{END}"
 NAME_COLUMNS = 33
 RULE = "-" * 74
 
-Feature = tuple[str, list[str]]
+FeatureRow = tuple[str, list[str]]
 """A feature's name, and what it lacks on this machine."""
 
 
-def report(file: TextIO | None = None, features: Iterable[Feature] = ()) -> None:
+def report(file: TextIO | None = None, features: Iterable[FeatureRow] = ()) -> None:
     """Writes the part about NPUs to ``file`` (stdout by default).
 
     Starts the Ascend runtime where there is one; on any other machine it says why there is none.
@@ -70,7 +70,7 @@ def show_installed_operators() -> None:
     report.accelerator_name = versions.accelerator_name = "npu"
 
 
-def feature_lacks() -> list[Feature]:
+def feature_lacks() -> list[FeatureRow]:
     """Each key of the section, and what it lacks: code, in this version, or something of this machine."""
     features = {feature.key: feature for feature in FEATURES}
     return [
@@ -162,7 +162,7 @@ def _kernel_lines() -> Iterator[str]:
         yield from _answer(name, ["see NPUs above" if said and reason == str(said) else reason] if reason else [])
 
 
-def _feature_lines(features: Iterable[Feature]) -> Iterator[str]:
+def _feature_lines(features: Iterable[FeatureRow]) -> Iterator[str]:
     rows = list(features)
     if not rows:
         yield "none"

@@ -86,4 +86,5 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return vars(importlib.import_module(HOMES[name]))[name]
+    found: object = getattr(importlib.import_module(HOMES[name]), name)
+    return found

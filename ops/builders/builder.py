@@ -93,9 +93,9 @@ class NotImplementedBuilder(AscendPaths, npu.NotImplementedBuilder):  # type: ig
 
 def upstream(name: str) -> Any:
     """The base of a builder that only later versions of DeepSpeed have for NPUs (Lamb, Lion, Quantizer: 0.19.8)."""
-    if name not in vars(npu):
+    if not hasattr(npu, name):
         return NotImplementedBuilder
-    return type(name, (AscendPaths, vars(npu)[name]), {"__module__": __name__})
+    return type(name, (AscendPaths, getattr(npu, name)), {"__module__": __name__})
 
 
 class ModuleBuilder(AscendPaths, npu.builder.NPUOpBuilder):  # type: ignore[misc]

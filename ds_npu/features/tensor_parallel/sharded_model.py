@@ -57,8 +57,8 @@ from ds_npu.parallel.tensor.region import (
     check_sequences,
     join_hidden_states,
     make_region,
+    run_on_sequence_shards,
     run_on_whole_sequences,
-    shard_sequences,
 )
 from ds_npu.parallel.tensor.sharding import keep_shard, sharding_of
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
@@ -279,7 +279,7 @@ class _ModelSharder:
             make_region(module, self.axis, self.shards if sequence else None, **numbers)
         if sequence and blocks:
             # With sequence parallelism ranks hold different tokens in all of a block.
-            shard_sequences(blocks, self.shards, **self._random_numbers(*blocks))
+            run_on_sequence_shards(blocks, self.shards, **self._random_numbers(*blocks))
             join_hidden_states(self.model, len(blocks), self.shards)
             for each in map(self.modules.__getitem__, self._whole):
                 numbers = {"random_numbers": self.randomness.outside} if any(map(drops, each.modules())) else {}

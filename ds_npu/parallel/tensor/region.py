@@ -224,7 +224,7 @@ def run_on_whole_sequences(
     wrap_forward(module, whole)
 
 
-def shard_sequences(
+def run_on_sequence_shards(
     blocks: list[nn.Module], shards: SequenceShards, random_numbers: RandomNumbers = nullcontext
 ) -> None:
     """Shard the hidden states that the first of ``blocks`` is given, gather those that the last returns.

@@ -5,13 +5,16 @@ The forkserver imports what they need once (``preloaded``).
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -21,6 +24,19 @@ import torch.multiprocessing as mp
 DEADLINE_S = 180.0
 
 multiprocessing.set_forkserver_preload(["ds_npu", "hypothesis", "pytest", "deepspeed", "ranks", "preloaded"])
+
+
+@functools.cache
+def _start_forkserver() -> None:
+    """Start it where it finds this folder: Python 3.11's does not get sys.path, and what it misses it leaves out."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,7 @@ class World:
 
 
 def _rank_main(rank: int, world: World, body: Callable[..., None], args: tuple[object, ...]) -> None:
+    assert "preloaded" in sys.modules, "the forkserver could not import it, and says nothing"
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # DeepSpeed reads these; its own communication extension would cost a minute of compilation.
@@ -70,6 +87,7 @@ def run_on_ranks(
     not, ``body`` builds an engine, and must have used no other NPU at its end. Past ``deadline_s`` every rank is
     killed and TimeoutError raised: a hang is a failure with a name.
     """
+    _start_forkserver()
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _rank_main,

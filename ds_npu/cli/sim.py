@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ds_npu.cli.command import Command
+from ds_npu.config.problems import printable
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import ELSEWHERE, BuildError
 from ds_npu.simulator.contents import markdown
@@ -79,7 +80,8 @@ def _run(arguments: Namespace) -> int:
     if program is None:
         print(markdown(home))
         return 0
-    print(f"ds_npu sim: {simulation}", file=sys.stderr, flush=True)
+    # A folder's name may hold control characters.
+    print(f"ds_npu sim: {printable(str(simulation))}", file=sys.stderr, flush=True)
     environment = simulation.environment(home, os.environ)
     try:
         if faults:

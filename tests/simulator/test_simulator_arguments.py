@@ -105,6 +105,7 @@ WORD = OPTION | TEXT | NUMBER | st.builds("{}{}".format, NUMBER, UNIT) | FAULT |
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=500)
 @given(st.lists(WORD, max_size=6), st.sampled_from([[], ["--", "true"], ["true", "--devices"], ["--"]]))
 @example(["--memory", "1e400"], ["--", "true"])
+@example(["--trace=\r"], ["--", "true"])
 def test_any_arguments_work_or_end_in_one_line(stopped, arguments, command):
     code, err = ended([*arguments, *command])
     assert code in (0, None, 2, 127), (code, err)

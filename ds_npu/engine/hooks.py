@@ -57,12 +57,12 @@ def initialize(original: Function) -> Function:
         given = signature.bind(*args, **kwargs).arguments
         config = with_section(_config_in(given))
         if config is not None:
-            from ds_npu.engine.session import validate
-
             if FAILED:
                 raise RuntimeError("the config asks for ds_npu, which cannot run here:\n  " + "\n  ".join(FAILED))
             if given.get("mpu") is not None:
                 raise ValueError("initialize(mpu=...): found one, and a ds_npu section, which makes its own; pass none")
+            from ds_npu.engine.session import validate
+
             validate(config, _stages(given.get("model")))
         return original(*args, **kwargs)
 

@@ -36,12 +36,12 @@ from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
 from ds_npu.models.compiled import check_engine_may_compile
+from ds_npu.models.zero3 import partition
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
-from ds_npu.zero_ext.gradient_norm import clip_gradients
+from ds_npu.zero_ext.gradient_norm import SHARDED, clip_gradients
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
@@ -156,16 +156,11 @@ def _shard_over(group: Any, model: nn.Module) -> None:
         parameter.ds_zero_partition_process_group = group  # type: ignore[attr-defined]
 
 
-MODEL_PARALLEL = (TensorAttribute[bool]("tensor_model_parallel"), TensorAttribute[bool]("model_parallel"))
-"""DeepSpeed's marks of what model-parallel ranks hold shards of."""
-ZERO3_SHARD = TensorAttribute[torch.Tensor]("ds_tensor")
-
-
 def _replicated_weights(model: nn.Module) -> Iterator[torch.Tensor]:
     """What tensor peers hold alike: whole weights, or this rank's part of those that zero.Init has sharded."""
     for parameter in model.parameters():
-        if not any(attribute.get(parameter) for attribute in MODEL_PARALLEL):
-            shard = ZERO3_SHARD.get(parameter)
+        if not any(mark.get(parameter) for mark in SHARDED):
+            shard = partition(parameter)
             yield parameter.data if shard is None else shard.data
 
 

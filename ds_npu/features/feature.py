@@ -15,16 +15,12 @@ def _needs_nothing(value: object) -> list[str]:
     return []
 
 
-def _does_nothing(value: object, build: Build) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Feature(Generic[V]):
     """One key of the ``"ds_npu"`` section, whose value is a V (a Section, or a plain value)."""
 
     key: str
+    apply: Callable[[V, Build], None]
+    """Changes the build as the value says; not at all where it is off."""
     unmet: Callable[[V], list[str]] = _needs_nothing
     """Why this machine cannot do what the value needs; empty where it can."""
-    apply: Callable[[V, Build], None] = _does_nothing
-    """Changes the build as the value says; not at all where it is off."""

@@ -14,6 +14,11 @@ def unpartitioned_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(parameter.shape if shape is None else shape)
 
 
+def partition(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a ``parameter`` that was made under ``deepspeed.zero.Init``; None of any other."""
+    return attribute(parameter, "ds_tensor", torch.Tensor)
+
+
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Whether ``parameter`` was made under ``deepspeed.zero.Init``."""
     return has_attribute(parameter, "ds_tensor")

@@ -1,4 +1,4 @@
-"""Records, bit for bit, what some forty runs compute and send, and compares two records.
+"""Records, bit for bit, what 49 runs compute and send, and compares two records.
 
     python tests/support/goldens.py record FILE   losses, norms, weights and collectives, in order, of every rank
     python tests/support/goldens.py compare A B   say what differs; exit with 1 where anything does

@@ -21,7 +21,7 @@ from ds_npu.planner.context_cost import Layer
 
 NOT_SHARDED = (
     "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. "
-    "Give each context rank other tokens, compute attention by context_attention (ds_npu.parallel.context.attention), "
+    "Give each context rank other tokens, compute attention by ds_npu.parallel.context_attention, "
     "and return each rank's share of the loss; shares are added up"
 )
 

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from ds_npu import capability
-from ds_npu.capability import Lack
+from ds_npu.capability import Unavailable
 
 KERNELS = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
 DTYPES = (torch.float16, torch.bfloat16)
@@ -16,11 +16,11 @@ RANKS = (2, 4, 8)
 INNER = range(256, 65535)
 
 
-def why_unavailable() -> Lack | None:
+def why_unavailable() -> Unavailable | None:
     """Why this machine has no such kernel; None if it has. Starts the Ascend runtime."""
     state = capability.torch_npu_state()
     if not state.usable:
-        return Lack(state.reason, state.advice)
+        return Unavailable(state.reason, state.advice)
     return capability.missing_functions(KERNELS)
 
 

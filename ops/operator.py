@@ -11,7 +11,7 @@ from typing import Generic, ParamSpec, TypeVar
 import torch
 
 from ds_npu import capability
-from ds_npu.capability import Lack
+from ds_npu.capability import Unavailable
 from ds_npu.log import warn_once
 from ds_npu.ops.self_check import Sample, difference
 
@@ -39,7 +39,7 @@ class Operator(Generic[P, R]):
     needs: Sequence[str] = ()
     """Functions of torch_npu that the kernel calls."""
     dtypes: Sequence[torch.dtype] = KERNEL_DTYPES
-    _refusal: Lack | None = field(default=None, init=False)
+    _refusal: Unavailable | None = field(default=None, init=False)
     # Called for NPU tensors: at first ``_first_call``, then the kernel or the reference.
     _on_npu: Callable[P, R] = field(init=False, repr=False)
 
@@ -55,7 +55,7 @@ class Operator(Generic[P, R]):
                 break
         return self.reference(*args, **kwargs)
 
-    def why_unavailable(self) -> Lack | None:
+    def why_unavailable(self) -> Unavailable | None:
         """Why the kernel is not used on NPUs, None if it is. Imports torch_npu, and asks for no device."""
         return self._refusal or capability.torch_npu_importable() or self._missing()
 
@@ -86,7 +86,7 @@ class Operator(Generic[P, R]):
 
     def set_aside(self, reason: str, advice: str) -> None:
         """Use the reference from now on, in all of this process, because of ``reason``."""
-        self._refusal = Lack(reason, advice)
+        self._refusal = Unavailable(reason, advice)
         self._on_npu = self.reference
 
     def _first_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -102,5 +102,5 @@ class Operator(Generic[P, R]):
         kernel: Callable[P, R] = vars(importlib.import_module(module))[function]
         return kernel
 
-    def _missing(self) -> Lack | None:
+    def _missing(self) -> Unavailable | None:
         return capability.missing_functions(self.needs)

@@ -1,15 +1,15 @@
 """What this machine has: torch_npu, CANN, the driver, devices, and whether their versions go together.
 
-Imports neither torch nor torch_npu until asked. Every answer that is "no" is a Lack: a reason and an advice.
+Imports neither torch nor torch_npu until asked. Every answer that is "no" is an Unavailable: a reason and an advice.
 """
 
 from ds_npu.capability.releases import (
     Versions,
     cann_home,
-    cann_lack,
     cann_version,
     installed_version,
     mismatches,
+    missing_cann,
     versions,
 )
 from ds_npu.capability.runtime import (
@@ -30,19 +30,18 @@ from ds_npu.capability.runtime import (
     try_import,
 )
 from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
-from ds_npu.capability.unavailable import Lack
+from ds_npu.capability.unavailable import Unavailable
 
 __all__ = [
     "DEFAULTS_MARK",
     "SETTINGS",
     "VISIBLE_DEVICES",
-    "Lack",
     "Setting",
     "TorchNpuState",
+    "Unavailable",
     "Versions",
     "ascend_hardware_present",
     "cann_home",
-    "cann_lack",
     "cann_version",
     "current_npu",
     "explain",
@@ -51,6 +50,7 @@ __all__ = [
     "hidden_devices",
     "installed_version",
     "mismatches",
+    "missing_cann",
     "missing_devices",
     "missing_functions",
     "range_marker",

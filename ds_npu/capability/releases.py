@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from ds_npu.capability.unavailable import SOURCE_CANN, Lack
+from ds_npu.capability.unavailable import SOURCE_CANN, Unavailable
 
 DRIVER_INFO = Path("/usr/local/Ascend/driver/version.info")
 
@@ -77,13 +77,13 @@ def cann_home() -> Path | None:
     return Path(home) if home and Path(home).is_dir() else None
 
 
-def cann_lack() -> Lack | None:
+def missing_cann() -> Unavailable | None:
     """Why CANN's files cannot be used for building, None if they can."""
     if cann_home():
         return None
     home = os.environ.get("ASCEND_HOME_PATH")
     found = f"ASCEND_HOME_PATH={home!r} is no folder" if home else "ASCEND_HOME_PATH is not set"
-    return Lack(f"{found}, so CANN's headers and libraries cannot be found", SOURCE_CANN)
+    return Unavailable(f"{found}, so CANN's headers and libraries cannot be found", SOURCE_CANN)
 
 
 def _first_match(path: Path, pattern: str) -> str | None:

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ds_npu.capability.releases import installed_version
-from ds_npu.capability.unavailable import SOURCE_CANN, Lack, use_cpu
+from ds_npu.capability.unavailable import SOURCE_CANN, Unavailable, use_cpu
 
 DEV = Path("/dev")
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
@@ -65,35 +65,37 @@ def torch_npu_path() -> Path | None:
     return Path(str(module.__file__)).parent if module and module.__file__ else None
 
 
-def torch_npu_importable() -> Lack | None:
+def torch_npu_importable() -> Unavailable | None:
     """None if ``import torch_npu`` succeeds, else why it does not; whether there is a device is not asked."""
     if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
-        return Lack("torch_npu is not installed", "install the torch_npu that matches torch, as pip install torch_npu")
+        return Unavailable(
+            "torch_npu is not installed", "install the torch_npu that matches torch, as pip install torch_npu"
+        )
     module, error = _torch_npu()
-    return None if module else _import_lack(error or ImportError("torch_npu"))
+    return None if module else _import_failure(error or ImportError("torch_npu"))
 
 
 def torch_npu_state() -> TorchNpuState:
     """Imports torch_npu and asks it for devices, which starts the Ascend runtime of this process."""
     version = installed_version("torch_npu")
-    lack = torch_npu_importable()
-    if lack:
-        installed = version is not None or lack.reason != "torch_npu is not installed"
-        return TorchNpuState(installed, version, False, lack.reason, lack.advice)
+    why = torch_npu_importable()
+    if why:
+        installed = version is not None or why.reason != "torch_npu is not installed"
+        return TorchNpuState(installed, version, False, why.reason, why.advice)
     module: Any = _torch_npu()[0]
     version = version or str(module.__version__)
-    lack = None if module.npu.device_count() > 0 else (hidden_devices() or _silent_driver())
-    return TorchNpuState(True, version, not lack, lack.reason if lack else "", lack.advice if lack else "")
+    why = None if module.npu.device_count() > 0 else (hidden_devices() or _silent_driver())
+    return TorchNpuState(True, version, not why, why.reason if why else "", why.advice if why else "")
 
 
-def missing_functions(names: Sequence[str]) -> Lack | None:
+def missing_functions(names: Sequence[str]) -> Unavailable | None:
     """Why not all of ``names`` can be called in torch_npu, which can be imported; None if they can."""
     module, _ = _torch_npu()
     absent = [name for name in names if not hasattr(module, name)]
     if not absent:
         return None
     version = installed_version("torch_npu")
-    return Lack(f"torch_npu {version} has no {', '.join(absent)}", "install the newest torch_npu for this torch")
+    return Unavailable(f"torch_npu {version} has no {', '.join(absent)}", "install the newest torch_npu for this torch")
 
 
 def ascend_hardware_present() -> bool:
@@ -101,16 +103,16 @@ def ascend_hardware_present() -> bool:
     return (DEV / "davinci_manager").exists() or any(DEV.glob("davinci[0-9]*"))
 
 
-def hidden_devices() -> Lack | None:
+def hidden_devices() -> Unavailable | None:
     """Why no device can be seen, as far as /dev and the environment tell; the Ascend runtime is not started."""
     visible = os.environ.get(VISIBLE_DEVICES)
     if visible is not None and not re.match(r"\d", visible):
-        return Lack(
+        return Unavailable(
             f"{VISIBLE_DEVICES}={visible!r} names no device, which hides every NPU from this process",
             f"unset it, or list device numbers, as {VISIBLE_DEVICES}=0,1",
         )
     if not ascend_hardware_present():
-        return Lack(
+        return Unavailable(
             "no NPU: there is neither /dev/davinci* nor /dev/davinci_manager, so the Ascend driver is not loaded, or "
             "this container was started without its devices",
             f"install the driver (npu-smi info must list NPUs), pass --device=/dev/davinci0 to docker, or {use_cpu()}",
@@ -118,21 +120,21 @@ def hidden_devices() -> Lack | None:
     present = {int(node.name[7:]) for node in DEV.glob("davinci[0-9]*") if node.name[7:].isdigit()}
     unknown = sorted({int(number) for number in re.findall(r"\d+", visible or "")} - present)
     if present and unknown:
-        return Lack(
+        return Unavailable(
             f"{VISIBLE_DEVICES}={visible!r} names device {unknown[0]}, and this machine has {sorted(present)}",
             f"list numbers out of {sorted(present)} in {VISIBLE_DEVICES}, ascending",
         )
     return None
 
 
-def missing_devices() -> Lack | None:
+def missing_devices() -> Unavailable | None:
     """``hidden_devices``, unless the runtime sees a device all the same (a simulated one has no node in /dev).
 
     Where there are nodes the runtime is left alone: started here, it could not be used after a fork.
     """
-    lack = hidden_devices()
-    module: Any = _torch_npu()[0] if lack else None
-    return None if module and module.npu.device_count() > 0 else lack
+    why = hidden_devices()
+    module: Any = _torch_npu()[0] if why else None
+    return None if module and module.npu.device_count() > 0 else why
 
 
 def current_npu() -> int | None:
@@ -142,8 +144,8 @@ def current_npu() -> int | None:
     return None if index < 0 else index
 
 
-def _silent_driver() -> Lack:
-    return Lack(
+def _silent_driver() -> Unavailable:
+    return Unavailable(
         "torch_npu sees no NPU although the driver's nodes are in /dev",
         "run npu-smi info: the NPUs may be taken by another container, unhealthy, or closed to this user",
     )
@@ -203,10 +205,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _import_lack(error: BaseException) -> Lack:
+def _import_failure(error: BaseException) -> Unavailable:
     torch, wanted = installed_version("torch"), _wanted_torch()
     if torch and wanted and not wanted.specifier.contains(Version(torch).public, prereleases=True):
-        return Lack(
+        return Unavailable(
             f"torch_npu {installed_version('torch_npu')} was built for {wanted} and found torch {torch}",
             f'install the matching torch, as pip install "{wanted}", or the torch_npu of torch {torch}',
         )
@@ -215,8 +217,8 @@ def _import_lack(error: BaseException) -> Lack:
         for match in filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)):
             off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0"
             ways = {"cpu": use_cpu(), "stay": "uninstall it" if off else "set TORCH_DEVICE_BACKEND_AUTOLOAD=0"}
-            return Lack(reason.format(*match.groups()), advice.format(*match.groups(), **ways))
-    return Lack(
+            return Unavailable(reason.format(*match.groups()), advice.format(*match.groups(), **ways))
+    return Unavailable(
         f"importing torch_npu ended in {type(error).__name__}: {texts[-1].strip() or 'no message'}",
         f"run python -c 'import torch, torch_npu' to see all of it; {SOURCE_CANN}, or {use_cpu()}",
     )
@@ -233,7 +235,7 @@ def explain(error: BaseException) -> str:
     """One paragraph about an ``error`` that importing torch_npu raised: what, why, what to do. Imports nothing."""
     version = installed_version("torch_npu")
     said = str(list(_chain(error))[-1]).strip().split("\n")[0]
-    return f"torch_npu {version or '(no version)'} cannot be imported ({said}): {_import_lack(error)}"
+    return f"torch_npu {version or '(no version)'} cannot be imported ({said}): {_import_failure(error)}"
 
 
 def hccl_options(buffer_mib: int) -> object | None:

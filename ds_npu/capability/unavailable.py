@@ -23,7 +23,7 @@ def use_cpu() -> str:
 
 
 @dataclass(frozen=True)
-class Lack:
+class Unavailable:
     """Why something cannot be used, and what to do about it; neither ends in a full stop."""
 
     reason: str

@@ -11,7 +11,7 @@ from ds_npu.config.section import ContextRanks, Section
 
 
 class ContextParallelSection(Section):
-    """How attention runs over a sequence split along ``parallel.context``."""
+    """How attention runs over a sequence sharded along ``parallel.context``."""
 
     algorithm: AlgorithmName | None = None
     """Exchange heads (ulysses), pass keys and values around (ring), both (hybrid), or gather them; left out: chosen."""

@@ -13,7 +13,7 @@ class MoeSection(Section):
     dispatcher: Literal["alltoall", "allgather"] | None = None
     """Send each token to its experts' ranks, or every token to every rank; left out: alltoall."""
     tp_extends_ep: bool = False
-    """Spread whole experts over the tensor ranks too, in place of splitting each expert."""
+    """Distribute whole experts over the tensor ranks too, instead of sharding each expert over them."""
     grouped_matmul: bool | None = None
     """Multiply all experts' tokens in one kernel."""
     overlap: bool = False

@@ -11,7 +11,7 @@ from ds_npu.topology.degrees import Degrees
 REPLICAS = {
     "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
     "expert": "ds_npu places no expert along it yet",
-    "expert_tensor": "ds_npu splits no expert along it yet",
+    "expert_tensor": "ds_npu shards no expert along it yet",
 }
 """What this version does not do with an axis of more than one rank."""
 UNDIVIDED = (
@@ -33,7 +33,7 @@ class ParallelSection(Section):
     pipeline: Ranks = 1
     """Pipeline ranks, each with some of the layers; equals the stages of a deepspeed.PipelineModule."""
     expert: Ranks = 1
-    """Ranks over which the experts of a mixture-of-experts layer are spread."""
+    """Ranks over which the experts of a mixture-of-experts layer are distributed, whole experts on each."""
     expert_tensor: Ranks = 1
     """Ranks that share each expert's weight matrices."""
     probe: bool = True

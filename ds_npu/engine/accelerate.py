@@ -77,7 +77,7 @@ def get_state_dict(original: Function) -> Function:
         if self.distributed_type == "DEEPSPEED":
             from ds_npu.engine.weights import WholeWeights
 
-            if isinstance(model, WholeWeights) and model.is_split:
+            if isinstance(model, WholeWeights) and model.is_sharded:
                 return model.whole_state_dict()
         return original(self, model, *args, **kwargs)
 

@@ -14,9 +14,9 @@ first, or torch's autoloading is off, that import raises ImportError with the te
 DS_ACCELERATOR=npu, which cannot be had, ends the program with it; where it names another accelerator, nobody is
 warned. The order of entry points is undefined, so only the ``.pth`` line makes sure that the guard is there first.
 
-[Note: begun before us] Where the entry point is the only way and ``import deepspeed`` the first import, ``deepspeed``
-is half executed when we come (its line ``import torch``), and no loader of ours will see the end of it. Such a module
-is patched when an attribute of it is first asked for after its import.
+[Note: half imported] Where the entry point is the only way and ``import deepspeed`` the first import, ``deepspeed`` is
+half executed when ds_npu is activated (at its line ``import torch``), and no loader of ours sees the end of it. Such a
+module is patched when an attribute of it is first read after its import.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def activate() -> None:
     sys.meta_path.insert(0, _Finder())
     for name in PATCHED:
         if _being_imported(name):
-            sys.modules[name].__class__ = _Begun  # [Note: begun before us]
+            sys.modules[name].__class__ = _HalfImported  # [Note: half imported]
         elif name in sys.modules:
             _apply_patches(sys.modules[name])
 
@@ -112,14 +112,14 @@ def _warn(text: str) -> None:
     importlib.import_module("ds_npu.log").warn_once(text)
 
 
-class _Begun(ModuleType):
-    """[Note: begun before us]"""
+class _HalfImported(ModuleType):
+    """[Note: half imported]"""
 
     def __getattribute__(self, name: str) -> Any:
         if not _unfinished(super().__getattribute__("__dict__")):
             self.__class__ = ModuleType  # type: ignore[assignment]
             _apply_patches(self)
-        return ModuleType.__getattribute__(self, name)  # not super(): this is no _Begun any more
+        return ModuleType.__getattribute__(self, name)  # not super(): this is no _HalfImported any more
 
 
 class _Finder:

@@ -22,7 +22,7 @@ UNFINISHED = ".unfinished"
 SHOWN = 4
 
 
-class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
+class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     """Writes the files of one checkpoint under other names, and renames them when every rank has written its own.
 
     It takes the place of ``plain`` while one checkpoint is saved. A failure is kept until ``commit``, which raises
@@ -101,7 +101,7 @@ class FilesTogether(TorchCheckpointEngine):  # type: ignore[misc]
         ) from self.error
 
 
-class WholeCheckpoints:
+class AtomicCheckpoints:
     """What ds_npu changes in how an engine saves checkpoints; every rank calls it together, as DeepSpeed wants."""
 
     checkpoint_engine: Any
@@ -119,7 +119,7 @@ class WholeCheckpoints:
         plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
         if type(plain) is not TorchCheckpointEngine:  # another of DeepSpeed's, which writes in its own time
             return bool(upstream.save_checkpoint(save_dir, tag, *given))
-        self.checkpoint_engine = together = FilesTogether(plain, save_latest)
+        self.checkpoint_engine = together = CheckpointTransaction(plain, save_latest)
         try:
             return bool(upstream.save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
         finally:
@@ -128,7 +128,7 @@ class WholeCheckpoints:
 
     def _copy_recovery_script(self, save_path: str) -> None:
         upstream: Any = super()
-        if isinstance(self.checkpoint_engine, FilesTogether):
+        if isinstance(self.checkpoint_engine, CheckpointTransaction):
             self.checkpoint_engine.attempt(Path(save_path), lambda: upstream._copy_recovery_script(save_path))
         else:
             upstream._copy_recovery_script(save_path)

@@ -22,10 +22,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_npu.capability import try_import
-from ds_npu.engine.checkpoint_files import WholeCheckpoints
+from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
+from ds_npu.engine.failed_ranks import explain_failed_ranks
 from ds_npu.engine.grid import ContextGrid
-from ds_npu.engine.lost_ranks import explain_lost_ranks
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
@@ -45,12 +45,12 @@ from ds_npu.zero_ext.gradient_norm import SHARDED, clip_gradients
 from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
 
 
-class TopologyMixin(WholeWeights, WholeCheckpoints):
+class TopologyMixin(WholeWeights, AtomicCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))
-        explain_lost_ranks()
+        explain_failed_ranks()
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()
@@ -100,8 +100,8 @@ class TopologyMixin(WholeWeights, WholeCheckpoints):
             self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        split = sharded_model_of(self.module)
-        with gathered_as_one(split.fetched_together if split else ()):
+        sharded = sharded_model_of(self.module)
+        with gathered_as_one(sharded.fetched_together if sharded else ()):
             zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) and self.topology.size("cp") > 1:
             restore_sequence_factor(zero, self.topology.size("cp"))

@@ -75,10 +75,10 @@ def _refuse_idle_npus() -> None:
 
     if get_accelerator().device_name() != "cpu" or "DS_ACCELERATOR" in os.environ or not ascend_hardware_present():
         return
-    lack = torch_npu_importable()
-    if lack is not None:
+    unavailable = torch_npu_importable()
+    if unavailable is not None:
         raise RuntimeError(
-            f"this machine has Ascend NPUs, and DeepSpeed would train on the CPU: {lack} "
+            f"this machine has Ascend NPUs, and DeepSpeed would train on the CPU: {unavailable} "
             f"DS_ACCELERATOR=cpu alone trains on the CPU on purpose."
         )
 
@@ -109,7 +109,7 @@ def deepspeed_config_init(original: Function) -> Function:
 
             stages = mpu.pipe_parallel_size if isinstance(mpu, PipelineParallelGrid) else None
             self.ds_npu = open_session(found, stages)
-            # Which axes split the model does not matter here: only the data axes are asked for.
+            # Which axes shard the model does not matter here: only the data axes are asked for.
             mpu, mesh_device = mpu_of(self.ds_npu.topology, WHOLE_ON_EACH_STAGE), None
         original(self, config, mpu, mesh_device)
 
@@ -169,7 +169,7 @@ def report_main(original: Function) -> Function:
     def main(*args: Any, **kwargs: Any) -> None:
         from deepspeed.accelerator import get_accelerator
 
-        from ds_npu.engine.report import feature_lacks, report, show_installed_operators
+        from ds_npu.engine.report import feature_report, report, show_installed_operators
 
         accelerator = get_accelerator()
         if accelerator.device_name() == "npu":
@@ -178,6 +178,6 @@ def report_main(original: Function) -> Function:
                 original(*args, **kwargs)
         else:
             original(*args, **kwargs)
-        report(features=feature_lacks())
+        report(features=feature_report())
 
     return main

@@ -29,7 +29,7 @@ WHOLE_ON_EACH_STAGE: tuple[Axis, ...] = ("tp",)
 def mpu_of(topology: Topology, model_axes: tuple[Axis, ...]) -> SimpleNamespace:
     """For each word: ``get_<word>_world_size``, ``_rank``, ``_group`` and ``_group_ranks``, all without arguments.
 
-    ``model_axes`` are the axes that split the model, over which DeepSpeed adds up norms and looks for overflow:
+    ``model_axes`` are the axes that shard the model, over which DeepSpeed adds up norms and looks for overflow:
     SPLIT_BY_STAGES for a PipelineModule. Any other model is whole on each stage, so stages add nothing.
     """
     mpu = SimpleNamespace()

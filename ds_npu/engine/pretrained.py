@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints straight into a model that is split over tensor ranks."""
+"""Hugging Face checkpoints straight into a model that is sharded over tensor ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
     time; the process group is made where there is none. On the host this takes the rank's part and, where a weight has
     to be converted, the largest single one.
 
-    Raises ConfigError, PlanError or ValueError for a config or a model that cannot be split, and CheckpointError with
+    Raises ConfigError, PlanError or ValueError for a config or a model that cannot be sharded, and CheckpointError with
     every weight that is missing, left over or of another shape.
     """
     ds_config = load(config)

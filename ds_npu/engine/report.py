@@ -20,7 +20,7 @@ NAME_COLUMNS = 33
 RULE = "-" * 74
 
 FeatureRow = tuple[str, list[str]]
-"""A feature's name, and what it lacks on this machine."""
+"""A feature's name, and why it cannot be used on this machine; nothing where it can."""
 
 
 def report(file: TextIO | None = None, features: Iterable[FeatureRow] = ()) -> None:
@@ -70,8 +70,8 @@ def show_installed_operators() -> None:
     report.accelerator_name = versions.accelerator_name = "npu"
 
 
-def feature_lacks() -> list[FeatureRow]:
-    """Each key of the section, and what it lacks: code, in this version, or something of this machine."""
+def feature_report() -> list[FeatureRow]:
+    """Each key of the section, and why it cannot be used: not built in this version, or missing on this machine."""
     features = {feature.key: feature for feature in FEATURES}
     return [
         (key, ["not built in this version of ds_npu"] if key in PLANNED else features[key].unmet(default))
@@ -113,8 +113,8 @@ def _version_lines() -> Iterator[str]:
 
 
 def _unknown_cann() -> str:
-    lack = capability.cann_lack()
-    return lack.reason if lack else f"no file that tells it under {capability.cann_home()}"
+    unavailable = capability.missing_cann()
+    return unavailable.reason if unavailable else f"no file that tells it under {capability.cann_home()}"
 
 
 def _device_lines() -> Iterator[str]:
@@ -166,5 +166,5 @@ def _feature_lines(features: Iterable[FeatureRow]) -> Iterator[str]:
     rows = list(features)
     if not rows:
         yield "none"
-    for name, lacks in rows:
-        yield from _answer(name, lacks)
+    for name, reasons in rows:
+        yield from _answer(name, reasons)

@@ -1,4 +1,4 @@
-"""Whole weights out of an engine whose model is split over tensor ranks."""
+"""Whole weights out of an engine whose model is sharded over tensor ranks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 
 
 class WholeWeights:
-    """What an engine can say of its model as one that is not split; every rank calls these together."""
+    """The weights of an engine's model as one process would have them. Every rank calls these together."""
 
     topology: Any
     module: nn.Module
 
     @property
-    def is_split(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether this rank holds parts of weights: tensor ranks share the model."""
         return bool(self.topology.size("tp") > 1)
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state dict, on the CPU of global rank 0; empty on every other rank.
 
-        Names and shapes are those of the model before it was split, so that it loads into the plain one. Weights are
+        Names and shapes are those of the model before it was sharded, so that it loads into the plain one. Weights are
         gathered one at a time.
         """
         weights = self._gathered_weights()
@@ -67,9 +67,9 @@ class WholeWeights:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """DeepSpeed's, with whole weights where the model is split over tensor ranks."""
+        """DeepSpeed's, with whole weights where the model is sharded over tensor ranks."""
         final, unfinished = Path(save_dir, save_filename), Path(save_dir, f".{save_filename}.unfinished")
-        if not self.is_split:
+        if not self.is_sharded:
             upstream: Any = super()
             with _named_together(unfinished, final, self.module.state_dict()):
                 return bool(upstream.save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))
@@ -88,11 +88,11 @@ class WholeWeights:
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         upstream: Any = super()
-        return self.is_split or bool(upstream.zero_gather_16bit_weights_on_model_save())
+        return self.is_sharded or bool(upstream.zero_gather_16bit_weights_on_model_save())
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        """DeepSpeed's, with whole weights where the model is split over tensor ranks."""
-        if not self.is_split:
+        """DeepSpeed's, with whole weights where the model is sharded over tensor ranks."""
+        if not self.is_sharded:
             upstream: Any = super()
             return upstream._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         left_out = self._frozen() if exclude_frozen_parameters else set()

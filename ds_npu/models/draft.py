@@ -27,7 +27,7 @@ ds_npu knows the parts of Hugging Face's decoders; of any other model the DeepSp
                       "layers.*.mlp": "mlp", "layers.*.mlp.wide": "up", "layers.*.mlp.narrow": "down",
                       "norm": "final_norm", "head": "head", "vision": "replicated"}}
 * stands for any part of a name, ** for any number of parts; the last glob that matches decides. {"**": "replicated"}
-splits nothing, on purpose: the ranks are replicas. Roles: %s"""
+shards nothing, on purpose: the ranks are replicas. Roles: %s"""
 
 Fault = tuple[str, str]
 """A module's name, and what is wrong with it."""
@@ -138,9 +138,9 @@ def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
         layer = plan.adapted(name) if kinds.own_shapes(module) else None
         role = plan.of(layer) if layer else None
         if role is Role.EXPERTS:
-            yield name, "what PEFT adds to experts cannot be split"
+            yield name, "what PEFT adds to experts cannot be sharded"
         elif role not in (None, Role.REPLICATED) and plan.of(name) not in (Role.LORA_A, Role.LORA_B):
-            yield name, f"of what PEFT adds to a {role}, only the two factors of LoRA can be split"
+            yield name, f"of what PEFT adds to a {role}, only the two factors of LoRA can be sharded"
 
 
 def _misplaced(plan: ModelPlan) -> Iterator[Fault]:

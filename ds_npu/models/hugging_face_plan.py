@@ -219,6 +219,6 @@ class _Placing:
         if role in (Role.QUERY_KEY_VALUE, Role.GATE_UP) and not known:
             self.refuse(name, f"{ORDER_UNKNOWN}; {role} means {ORDER[role]}")
         elif style in STYLES and role not in STYLES[style] and role not in (Role.COLUMN, Role.ROW):
-            self.refuse(name, f"its name says {role}, but transformers splits it {style}")
+            self.refuse(name, f"its name says {role}, but transformers shards it {style}")
         else:
             self.place(name, role)

@@ -23,7 +23,7 @@ class Answer:
     error_log: str | None
     name: str
 
-    def lack(self) -> str:
+    def missing(self) -> str:
         """What is missing for this operator; empty if nothing is known to be."""
         found = capability.torch_npu_importable()
         return str(found) if found else ""
@@ -34,7 +34,7 @@ class Answer:
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the operator can be loaded here; if not, the reason stays in ``error_log`` for jit_load."""
-        self.error_log = self.lack() or None
+        self.error_log = self.missing() or None
         if self.error_log and verbose:
             loud: Any = self
             loud.warning(f"{self.name}: {self.error_log}")
@@ -69,7 +69,7 @@ class AscendPaths(Answer):
         return capability.cann_version() or ""
 
 
-def compiler_lack() -> str:
+def missing_compiler() -> str:
     """What is missing for compiling any C++ operator; empty if nothing is."""
     for program, package in (("g++", "g++"), ("ninja", "ninja")):
         if not shutil.which(program):
@@ -80,14 +80,14 @@ def compiler_lack() -> str:
 class Compiled(AscendPaths):
     """Mixin of DeepSpeed's NPU builders that compile C++ against CANN and torch_npu."""
 
-    def lack(self) -> str:
-        return super().lack() or str(capability.cann_lack() or "") or compiler_lack()
+    def missing(self) -> str:
+        return super().missing() or str(capability.missing_cann() or "") or missing_compiler()
 
 
 class NotImplementedBuilder(AscendPaths, npu.NotImplementedBuilder):  # type: ignore[misc]
     """What DeepSpeed gets for an operator that has no NPU implementation; ``load`` raises ValueError."""
 
-    def lack(self) -> str:
+    def missing(self) -> str:
         return "DeepSpeed has no NPU implementation of this operator"
 
 
@@ -102,7 +102,7 @@ class ModuleBuilder(AscendPaths, npu.builder.NPUOpBuilder):  # type: ignore[misc
     """Base of ds_npu's own builders: the operator is a Python module, and nothing is compiled.
 
     A subclass names the operator (``NAME``), its build switch (``BUILD_VAR``) and the module (``MODULE``), and may say
-    in ``lack`` what else it needs. It then appears in ds_report by standing in this folder and in its ``__init__``.
+    in ``missing`` what else it needs. It then appears in ds_report by standing in this folder and in its ``__init__``.
     """
 
     BUILD_VAR: ClassVar[str] = ""

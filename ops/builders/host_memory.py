@@ -20,5 +20,5 @@ class AsyncIOBuilder(builder.Compiled, npu.AsyncIOBuilder):  # type: ignore[misc
 class PinMemoryBuilder(builder.Answer, npu.PinMemoryBuilder):  # type: ignore[misc]
     """Page-locked host memory; the same C++ on every device, without CANN."""
 
-    def lack(self) -> str:
-        return builder.compiler_lack()
+    def missing(self) -> str:
+        return builder.missing_compiler()

@@ -1,4 +1,4 @@
-"""Accelerate and the Hugging Face Trainer save, resume and load models split over tensor ranks."""
+"""Accelerate and the Hugging Face Trainer save, resume and load models sharded over tensor ranks."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import activation_probe
 import npu_double
 import pytest
 
-from ds_npu.capability import Lack
+from ds_npu.capability import Unavailable
 from ds_npu.engine import activation, hooks, patches
 
 ON = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -214,7 +214,9 @@ def idle_npus(monkeypatch):
     """A machine with NPUs, a torch_npu that cannot be imported, and no word from the user."""
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(hooks, "ascend_hardware_present", lambda: True)
-    monkeypatch.setattr(hooks, "torch_npu_importable", lambda: Lack("libhccl.so was not found", "source set_env.sh"))
+    monkeypatch.setattr(
+        hooks, "torch_npu_importable", lambda: Unavailable("libhccl.so was not found", "source set_env.sh")
+    )
 
 
 def test_npus_that_torch_npu_cannot_reach_end_training_before_it_starts(idle_npus, initialize):

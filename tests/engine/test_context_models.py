@@ -1,4 +1,4 @@
-"""The gradient rule for Hugging Face models whose sequences are spread: DeepSpeed's engine against one process.
+"""The gradient rule for Hugging Face models whose sequences are sharded: DeepSpeed's engine against one process.
 
 The corners have every algorithm and every stage of ZeRO, tensor ranks and data ranks.
 """

@@ -129,8 +129,8 @@ def refusals(section):
 
 
 def test_what_is_asked_for_and_not_there_is_an_error(machine):
-    lack = ("ds_npu.fused_ops", "rms_norm: kernel not available: torch_npu has it not")
-    assert refusals({"rms_norm": True, "swiglu": True}) == [lack]
+    unavailable = ("ds_npu.fused_ops", "rms_norm: kernel not available: torch_npu has it not")
+    assert refusals({"rms_norm": True, "swiglu": True}) == [unavailable]
     assert refusals({}) == refusals({"rms_norm": False}) == refusals({"swiglu": True}) == []
 
 
@@ -180,7 +180,7 @@ def engine_steps(tensor, stages):
 
 
 def partitioned():
-    """With zero.Init weights are split over the data ranks before anything is fused."""
+    """With zero.Init weights are sharded over the data ranks before anything is fused."""
     import deepspeed
 
     rule.without_extension()

@@ -234,7 +234,7 @@ def one_rank_reads(zero_stage: int) -> None:
             try:
                 result = read(engine.module)
             except ShardAccessError as error:
-                assert "is split over 2 tensor ranks" in str(error), what
+                assert "is sharded over 2 tensor ranks" in str(error), what
             else:
                 raise AssertionError(f"{what}: {result}")
     for name, parameter in model.named_parameters():
@@ -254,7 +254,7 @@ def reads_in_a_region() -> None:
         model=model, config=tensor_rule.config(1, torch.float64, {"parallel": {"tensor": 2}})
     )
     attention.o_proj.register_forward_pre_hook(lambda module, args: (args[0] + module.weight.mean(),))
-    with pytest.raises(ShardAccessError, match=r"model.layers.0.self_attn.o_proj.weight \[32, 32\] is split over 2"):
+    with pytest.raises(ShardAccessError, match=r"model.layers.0.self_attn.o_proj.weight \[32, 32\] is sharded over 2"):
         tensor_rule.loss_of(engine, tensor_rule.batches(2), torch.float64)
 
 

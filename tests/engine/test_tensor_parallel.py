@@ -1,4 +1,4 @@
-"""The gradient rule for Hugging Face models split over tensor ranks: DeepSpeed's engine against one process.
+"""The gradient rule for Hugging Face models sharded over tensor ranks: DeepSpeed's engine against one process.
 
 The corners: every way of sharding on 2 tensor ranks, uneven sizes on 4, data ranks beside them, bf16.
 """

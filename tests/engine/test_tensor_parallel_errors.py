@@ -56,9 +56,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict, str, list[str]]] = {
     "more ranks than heads": (
         one_head,
         TP,
-        "ValueError: ds_npu.parallel.tensor: found 2; these modules of LlamaForCausalLM cannot be split over so many ",
+        "ValueError: ds_npu.parallel.tensor: found 2; these modules of LlamaForCausalLM cannot be sharded over so ",
         [
-            "model.layers.{0..1}.self_attn.q_proj (query, 32 wide): 1 heads cannot be split over 2 tensor ranks",
+            "model.layers.{0..1}.self_attn.q_proj (query, 32 wide): 1 heads cannot be sharded over 2 tensor ranks",
             "model.layers.{0..1}.self_attn.k_proj (key, 32 wide): 1 heads",
             "model.layers.{0..1}.self_attn.o_proj (attention_output, 32 wide): 1 heads",
         ],
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict, str, list[str]]] = {
         own,
         SEQUENCE | {"plan": TABLE_AND_LINEARS},
         "ValueError: ds_npu.parallel.sequence_parallel: found true; outside of blocks",
-        ["Sequential splits 1 (column), 3 (row).", "the role block in ds_npu.plan"],
+        ["Sequential shards 1 (column), 3 (row).", "the role block in ds_npu.plan"],
     ),
     "zero.Init": (
         under_zero_init,

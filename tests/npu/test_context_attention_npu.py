@@ -1,4 +1,4 @@
-"""Attention over tokens spread over NPUs, through npu_fusion_attention and HCCL, against one process in float64."""
+"""Attention over tokens sharded over NPUs, through npu_fusion_attention and HCCL, against one process in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model split over simulated NPUs: one step of DeepSpeed's engine over HCCL, against one process on the CPU."""
+"""A model sharded over simulated NPUs: one step of DeepSpeed's engine over HCCL, against one process on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vocabulary split over simulated NPUs, and random numbers of tensor-parallel regions on them."""
+"""A vocabulary sharded over simulated NPUs, and random numbers of tensor-parallel regions on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters (peft) on layers that are split over the tensor ranks, against one process in float64."""
+"""LoRA adapters (peft) on layers that are sharded over the tensor ranks, against one process in float64."""
 
 from __future__ import annotations
 

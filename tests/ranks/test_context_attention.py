@@ -185,7 +185,7 @@ def test_bfloat16_is_as_exact_as_one_process():
     run_on_ranks(4, as_one_process_in, torch.bfloat16)
 
 
-def departs_early() -> None:
+def projection_starts_its_transfer() -> None:
     case = Case("gqa", CAUSAL, length=33)
     q, k, v, dout = case.inputs(torch.float64)
     expected = reference(case)
@@ -202,7 +202,7 @@ def departs_early() -> None:
 
 
 def test_what_departed_behind_its_projection_is_taken():
-    run_on_ranks(2, departs_early)
+    run_on_ranks(2, projection_starts_its_transfer)
 
 
 def refuses() -> None:

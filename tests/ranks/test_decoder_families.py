@@ -30,7 +30,7 @@ MPT = {
 }
 EXACT, STATE = "exact", "layers with a state"
 CASES: list[tuple[str, str, dict[str, str], str]] = [
-    # Nobody needs a tensor plan to spread a sequence.
+    # Nobody needs a tensor plan to shard a sequence.
     ("olmo2", "context", {}, EXACT),
     ("phi", "context", {}, EXACT),
     ("gpt_neox", "context", {}, EXACT),

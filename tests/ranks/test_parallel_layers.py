@@ -144,9 +144,9 @@ def test_the_loss_of_a_head_that_is_split():
 def too_small_body():
     topology = tensor_world()
     for make, said in [
-        (lambda: ColumnParallelLinear(H, 3, topology), "3 columns cannot be split over 4 tensor ranks"),
-        (lambda: RowParallelLinear(2, H, topology), "2 columns cannot be split over 4 tensor ranks"),
-        (lambda: VocabParallelEmbedding(3, H, topology), "3 columns cannot be split over 4 tensor ranks"),
+        (lambda: ColumnParallelLinear(H, 3, topology), "3 columns cannot be sharded over 4 tensor ranks"),
+        (lambda: RowParallelLinear(2, H, topology), "2 columns cannot be sharded over 4 tensor ranks"),
+        (lambda: VocabParallelEmbedding(3, H, topology), "3 columns cannot be sharded over 4 tensor ranks"),
     ]:
         with pytest.raises(ValueError, match=said):
             make()
@@ -258,16 +258,16 @@ def test_a_model_that_is_split_by_globs(size):
 
 def refused_body():
     for sizes, said in [
-        ({"heads": 3, "kv_heads": 1}, "layers.{0..1}.attention.q (query, 12 wide): 3 heads cannot be split over 4"),
+        ({"heads": 3, "kv_heads": 1}, "layers.{0..1}.attention.q (query, 12 wide): 3 heads cannot be sharded over 4"),
         ({"heads": 3, "kv_heads": 1}, "layers.{0..1}.attention.out (attention_output, 12 wide): 3 heads cannot be"),
-        ({"width": 2}, "layers.{0..1}.mlp.0 (up, 2 wide): 2 columns cannot be split over 4 tensor ranks"),
-        ({"width": 2}, "layers.{0..1}.mlp.2 (down, 2 wide): 2 columns cannot be split over 4 tensor ranks"),
-        ({"words": 3}, "embed (embedding, 3 wide): 3 words cannot be split over 4 tensor ranks"),
-        ({"words": 3}, "head (head, 3 wide): 3 words cannot be split over 4 tensor ranks"),
+        ({"width": 2}, "layers.{0..1}.mlp.0 (up, 2 wide): 2 columns cannot be sharded over 4 tensor ranks"),
+        ({"width": 2}, "layers.{0..1}.mlp.2 (down, 2 wide): 2 columns cannot be sharded over 4 tensor ranks"),
+        ({"words": 3}, "embed (embedding, 3 wide): 3 words cannot be sharded over 4 tensor ranks"),
+        ({"words": 3}, "head (head, 3 wide): 3 words cannot be sharded over 4 tensor ranks"),
     ]:
         model = Own(**sizes)
         before = {name: each.shape for name, each in model.named_parameters()}
-        with pytest.raises(ValueError, match="found 4; these modules of Own cannot be split") as caught:
+        with pytest.raises(ValueError, match="found 4; these modules of Own cannot be sharded") as caught:
             shard_model(model, plan_for(model, GLOBS), tensor_world())
         assert said in str(caught.value), str(caught.value)
         assert {name: each.shape for name, each in model.named_parameters()} == before

@@ -1,4 +1,4 @@
-"""Dropout and activation checkpointing in models that are split over tensor ranks."""
+"""Dropout and activation checkpointing in models that are sharded over tensor ranks."""
 
 from __future__ import annotations
 

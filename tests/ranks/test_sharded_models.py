@@ -1,4 +1,4 @@
-"""What users do with a model that is split over tensor ranks, beside training it."""
+"""What users do with a model that is sharded over tensor ranks, beside training it."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def from_initialize() -> None:
 
     rule.without_extension()
     said = refused_by_all(own(), OWN)
-    begin = "ds_npu.parallel.tensor: found 2; split over so many ranks, Net does not compute what it does whole:"
+    begin = "ds_npu.parallel.tensor: found 2; sharded over so many ranks, Net does not compute what it does whole:"
     assert said.startswith(begin) and INTERLEAVED in said
     assert "ds_npu.parallel.probe false\nturns this check off" in said
     assert "layers.*.inner.qkv (Linear, weight [48, 16], bias [48]): query_key_value, which means" in said

@@ -1,4 +1,4 @@
-"""Embedding, loss and logits of a vocabulary that is split over tensor ranks."""
+"""Embedding, loss and logits of a vocabulary that is sharded over tensor ranks."""
 
 from __future__ import annotations
 
@@ -186,14 +186,14 @@ def refusals_body() -> None:
     for wrong in (-1, 13):
         with pytest.raises(IndexError, match=rf"{wrong} .*embedding of 13 words"):
             embedding(torch.tensor([3, wrong, 3]))
-    with pytest.raises(ValueError, match=r"1 .*cannot be split over 2 tensor ranks"):
+    with pytest.raises(ValueError, match=r"1 .*cannot be sharded over 2 tensor ranks"):
         VocabParallelEmbedding(1, H, topology)
     for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        with pytest.raises(ValueError, match=rf"13 words with {next(iter(option))} cannot be split over 2"):
+        with pytest.raises(ValueError, match=rf"13 words with {next(iter(option))} cannot be sharded over 2"):
             VocabParallelEmbedding.adopt(nn.Embedding(13, H, **option), topology)
     otherwise = nn.Embedding(13, H)
     mark_sharded(otherwise.weight, shard_sections(1, [H], 2))
-    with pytest.raises(ValueError, match="is to be split as"):
+    with pytest.raises(ValueError, match="is to be sharded as"):
         VocabParallelEmbedding.adopt(otherwise, topology)
     assert type(otherwise) is nn.Embedding
 

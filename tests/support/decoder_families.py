@@ -1,6 +1,6 @@
 """A tiny model of every causal language model that the installed transformers knows, and what ds_npu makes of it.
 
-Which settings a family is split or spread with exactly, and what it is refused with, on the road that
+Which settings a family is sharded with exactly, and what it is refused with, on the road that
 ``deepspeed.initialize`` takes (the features), against one process.
 """
 

@@ -1,4 +1,4 @@
-"""Tiny models split over all ranks of a world, without an engine, and the same model in one process beside them."""
+"""Tiny models sharded over all ranks of a world, without an engine, and the same model in one process beside them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Pair:
 
 
 def pair(family: str, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64, **changes: object) -> Pair:
-    """Split over all ranks of this world."""
+    """Sharded over all ranks of this world."""
     topology = Topology(Degrees(tp=dist.get_world_size()))
     model = tiny_models.tiny(family, dtype, **changes)
     shard_model(model, plan_for(model, {}), topology, sequence_parallel)

@@ -1,4 +1,4 @@
-"""A tiny model of each family that ds_npu splits, and float64 all through what transformers computes in float32."""
+"""A tiny model of each family that ds_npu shards, and float64 all through what transformers computes in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vocabulary split over tensor ranks, against plain PyTorch in one process, which has the whole of it, in float64.
+"""A vocabulary sharded over tensor ranks, against plain PyTorch in one process, which has the whole of it, in float64.
 
 Each function runs on every rank of a world that is one tensor-parallel group. T tokens, V vocabulary, H hidden.
 """

@@ -151,8 +151,8 @@ class _Json(builder.ModuleBuilder):
 
 
 class _Picky(_Json):
-    def lack(self):
-        return super().lack() or "this machine is too small"
+    def missing(self):
+        return super().missing() or "this machine is too small"
 
 
 def test_a_module_builder_loads_its_module(monkeypatch):

@@ -167,8 +167,8 @@ def test_a_visible_device_that_does_not_exist(dev, monkeypatch):
     for number in (0, 1):
         (dev / f"davinci{number}").touch()
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,9")
-    lack = capability.hidden_devices()
-    assert lack and "names device 9" in lack.reason and "[0, 1]" in lack.reason
+    unavailable = capability.hidden_devices()
+    assert unavailable and "names device 9" in unavailable.reason and "[0, 1]" in unavailable.reason
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
     assert capability.hidden_devices() is None
 
@@ -217,7 +217,7 @@ def test_cann_version_from_its_files(cann, files, version):
         (cann / name).parent.mkdir(exist_ok=True)
         (cann / name).write_text(text)
     assert capability.cann_version() == version
-    assert capability.cann_lack() is None
+    assert capability.missing_cann() is None
 
 
 def test_cann_version_from_bytes_that_are_no_text(cann):
@@ -239,8 +239,8 @@ def test_cann_home_unset_or_wrong(monkeypatch, home, said):
         monkeypatch.setenv("ASCEND_HOME_PATH", home)
     assert capability.cann_home() is None
     assert capability.cann_version() is None
-    lack = capability.cann_lack()
-    assert lack and said in lack.reason and "set_env.sh" in lack.advice
+    unavailable = capability.missing_cann()
+    assert unavailable and said in unavailable.reason and "set_env.sh" in unavailable.advice
 
 
 def test_versions_of_this_environment(monkeypatch, tmp_path, cann):

@@ -1,4 +1,4 @@
-"""Nothing but attention goes from token to token in a model that is spread: what is not known to stay is refused."""
+"""Only attention mixes tokens in a model whose sequences are sharded: a module that may mix them is refused."""
 
 from __future__ import annotations
 

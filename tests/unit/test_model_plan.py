@@ -294,7 +294,7 @@ def refused(model):
             lambda: made("Olmo2ForCausalLM", **SIZES),
             [
                 f"model.layers.{{0..1}}.self_attn.{name}_proj (Linear, weight [32, 32]): its name says {role}, but "
-                "transformers splits it colwise_gather_output"
+                "transformers shards it colwise_gather_output"
                 for name, role in (("q", "query"), ("k", "key"), ("v", "value"))
             ]
             + [

@@ -100,10 +100,10 @@ def test_a_torch_npu_that_lacks_a_function_leaves_the_reference_and_says_which(h
 
 
 def test_without_torch_npu_every_operator_says_so(monkeypatch):
-    lack = module.Lack("torch_npu is not installed", "install it")
-    monkeypatch.setattr(module.capability, "torch_npu_importable", lambda: lack)
-    assert made().why_unavailable() == lack
-    assert report() == [(operator.name, str(lack)) for operator in OPERATORS]
+    unavailable = module.Unavailable("torch_npu is not installed", "install it")
+    monkeypatch.setattr(module.capability, "torch_npu_importable", lambda: unavailable)
+    assert made().why_unavailable() == unavailable
+    assert report() == [(operator.name, str(unavailable)) for operator in OPERATORS]
 
 
 def test_a_right_kernel_is_kept(here):

@@ -254,7 +254,7 @@ ds_npu knows the parts of Hugging Face's decoders; of any other model the DeepSp
                       "layers.*.mlp": "mlp", "layers.*.mlp.wide": "up", "layers.*.mlp.narrow": "down",
                       "norm": "final_norm", "head": "head", "vision": "replicated"}}}}
 * stands for any part of a name, ** for any number of parts; the last glob that matches decides. {{"**": "replicated"}}
-splits nothing, on purpose: the ranks are replicas. Roles: {ROLES}
+shards nothing, on purpose: the ranks are replicas. Roles: {ROLES}
 {ORDERS}"""
     )
 

@@ -126,13 +126,13 @@ def test_adapters_of_experts_are_refused(parameters):
         plan_of(adapted(model, "q_proj", target_parameters=targets))
     problems = caught.value.problems
     assert len(problems) == 2 * len(parameters)
-    assert all(text.endswith("what PEFT adds to experts cannot be split") for text in problems)
+    assert all(text.endswith("what PEFT adds to experts cannot be sharded") for text in problems)
 
 
 def test_other_adapters_of_a_layer_that_is_split_are_refused():
     model = adapted(llama(), "q_proj", use_dora=True)
     name = f"{PREFIX}model.layers.{{0..1}}.self_attn.q_proj.lora_magnitude_vector.default"
-    problem = "of what PEFT adds to a query, only the two factors of LoRA can be split"
+    problem = "of what PEFT adds to a query, only the two factors of LoRA can be sharded"
     for globs in ({}, {"**.lora_magnitude_vector.default": "replicated"}):
         with pytest.raises(PlanError) as caught:
             plan_for(model, globs)

@@ -170,7 +170,7 @@ class SequenceShardForward:
             if name == "loss" and self.loss is not None and labelled:
                 out[name] = self.loss.whole(value, batch, self.who)
             elif name in GATHERED and not gathers:
-                described = f"{name} of all tokens, in training on labels, are split over {CONTEXT_RANKS}"
+                described = f"{name} of all tokens, in training on labels, are sharded over {CONTEXT_RANKS}"
                 out[name] = tree_map(partial(guard_shard, described=described), value)
             elif name in GATHERED:
                 out[name] = tuple(map(batch.gather, value)) if isinstance(value, tuple) else batch.gather(value)

@@ -63,7 +63,7 @@ def check_adapters(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> None:
         more = f"\n  and {len(problems) - 8} more like these" if len(problems) > 8 else ""
         listed = "\n  ".join(problems[:8])
         raise ValueError(
-            f"adapters that cannot be split over tensor ranks:\n  {listed}{more}\n"
+            f"adapters that cannot be sharded over tensor ranks:\n  {listed}{more}\n"
             "Use plain LoRA (no variant of it, no quantised weights) for these layers, or ds_npu.parallel.tensor = 1"
         )
 

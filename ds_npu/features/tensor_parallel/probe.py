@@ -35,7 +35,7 @@ from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
 MISMATCH = """\
-ds_npu.parallel.tensor: found {size}; split over so many ranks, {model} does not compute what it does whole:
+ds_npu.parallel.tensor: found {size}; sharded over so many ranks, {model} does not compute what it does whole:
 {faults}
 What to do: give these modules, in ds_npu.plan, roles that say in which order their weights hold what they hold; where
 none does, give the module around them the role replicated. (Found with random weights; ds_npu.parallel.probe false

@@ -51,7 +51,7 @@ def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None
     if absent:
         raise ValueError(
             f"{plan.model} was made under deepspeed.zero.Init: {absent[0]} and {len(absent) - 1} more modules to be "
-            "split over tensor ranks hold shards over the data ranks already. What to do: make the model "
+            "sharded over tensor ranks hold shards over the data ranks already. What to do: make the model "
             "without zero.Init (for the Hugging Face Trainer, which enters it under ZeRO-3: before TrainingArguments), "
             "or read a checkpoint part by part with ds_npu.engine.pretrained.from_pretrained"
         )
@@ -63,7 +63,7 @@ def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None
         more = " ..." if len(outside) > 4 else ""
         raise ValueError(
             "ds_npu.parallel.sequence_parallel: found true; outside of blocks, where sequences are whole, "
-            f"{plan.model} splits {', '.join(outside[:4])}{more}. What to do: false, or give the modules around them "
+            f"{plan.model} shards {', '.join(outside[:4])}{more}. What to do: false, or give the modules around them "
             "the role block in ds_npu.plan"
         )
 

@@ -147,8 +147,8 @@ def role_shards_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dic
     if problems:
         told = [f"  {names.abbreviated(like)} {why}" for (_, why), like in problems.items()]
         raise ValueError(
-            f"ds_npu.parallel.tensor: found {size}; these modules of {plan.model} cannot be split over so many ranks:\n"
-            + "\n".join(told)
+            f"ds_npu.parallel.tensor: found {size}; these modules of {plan.model} cannot be sharded over so many "
+            "ranks:\n" + "\n".join(told)
         )
     return shards
 

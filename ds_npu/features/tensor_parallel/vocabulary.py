@@ -70,7 +70,7 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
 def _with_guarded_logits(out: T, vocabulary: Sharding) -> T:
     if isinstance(out, dict) and "logits" in out:
         ranks = f"{len(vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
-        described = f"logits of {vocabulary.size} words, in training on labels, are split over {ranks}"
+        described = f"logits of {vocabulary.size} words, in training on labels, are sharded over {ranks}"
         out["logits"] = guard_shard(out["logits"], described)
     return out
 

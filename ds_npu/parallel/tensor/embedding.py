@@ -58,7 +58,7 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
         refused = [name for name, on in asked.items() if on]
         if refused:
             raise ValueError(
-                f"an embedding of {embedding.num_embeddings} words with {', '.join(refused)} cannot be split over "
+                f"an embedding of {embedding.num_embeddings} words with {', '.join(refused)} cannot be sharded over "
                 f"{topology.size('tp')} tensor ranks: leave {', '.join(refused)} out, or the tensor degree at 1"
             )
         rows = _keep_rows(embedding, topology)

@@ -95,7 +95,7 @@ class WeightShard(Shard):
     @staticmethod
     def of(name: str, shape: Sequence[int], sharding: Sharding, group: dist.ProcessGroup | None) -> WeightShard:
         ranks = f"{len(sharding.ranges)} tensor ranks along dim {sharding.dim} (ds_npu.parallel.tensor)"
-        described = f"{name} {list(shape)} is split over {ranks}"
+        described = f"{name} {list(shape)} is sharded over {ranks}"
         return WeightShard(described, WEIGHT_REMEDY, name, tuple(shape), sharding, group)
 
 

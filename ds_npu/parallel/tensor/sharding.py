@@ -71,7 +71,7 @@ def near_even(count: int, parts: int, what: str = "columns") -> list[tuple[int, 
     Raises ValueError where there are fewer than one for each.
     """
     if count < parts:
-        raise ValueError(f"{count} {what} cannot be split over {parts} tensor ranks: each needs at least one")
+        raise ValueError(f"{count} {what} cannot be sharded over {parts} tensor ranks: each needs at least one")
     short, longer = divmod(count, parts)
     bounds = [0, *itertools.accumulate(short + (index < longer) for index in range(parts))]
     return list(itertools.pairwise(bounds))
@@ -110,7 +110,7 @@ def keep_shard(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
     if already == sharding:
         return
     if already is not None:
-        raise ValueError(f"a weight that two modules share is to be split as {already} and as {sharding}")
+        raise ValueError(f"a weight that two modules share is to be sharded as {already} and as {sharding}")
     parameter.data = sharding.take(parameter.data, rank)
     mark_sharded(parameter, sharding)
 

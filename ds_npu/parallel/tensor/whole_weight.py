@@ -151,8 +151,8 @@ class WholeWeight(torch.Tensor):
 
 def _not_written(whole: WholeWeight) -> ShardAccessError:
     return ShardAccessError(
-        f"{whole.shard.name} is split over {len(whole.shard.sharding.ranges)} tensor ranks, and what its module shows "
-        "is a gathered copy: writing to it would change nothing. What to do: change the weight before "
+        f"{whole.shard.name} is sharded over {len(whole.shard.sharding.ranges)} tensor ranks, and what its module "
+        "shows is a gathered copy: writing to it would change nothing. What to do: change the weight before "
         "deepspeed.initialize, or write to the shard, local_shard(parameter) of ds_npu.parallel.tensor.shard_access"
     )
 

@@ -17,11 +17,13 @@ from types import TracebackType
 from ds_npu.log import logger
 
 # Of gloo (third_party/gloo/gloo/transport/tcp), torch's TCPStore, HCCL and ds_npu sim's HCCL.
-GONE = re.compile(
+PEER_GONE = re.compile(
     r"Connection (?:closed|reset) by peer(?: \[\S+\d)?|Broken pipe|Socket closed|Failed to recv, got 0 bytes"
     r"|rank \d+ \(pid \d+\) has (?:exited|stopped)|remote process exited|HCCL_E_REMOTE"
 )
-LATE = re.compile(r"Timed out waiting \d+ms|(?:Socket|Store|Wait) ?[Tt]imeout|HCCL_E_TIMEOUT|EI000[26]\b|wait timeout")
+TIMED_OUT = re.compile(
+    r"Timed out waiting \d+ms|(?:Socket|Store|Wait) ?[Tt]imeout|HCCL_E_TIMEOUT|EI000[26]\b|wait timeout"
+)
 
 
 def explanation(error: BaseException) -> str | None:
@@ -30,13 +32,13 @@ def explanation(error: BaseException) -> str | None:
     for each in _chain(error):
         if not isinstance(each, RuntimeError):  # an OSError is a client's own connection
             continue
-        if found := GONE.search(str(each)):
+        if found := PEER_GONE.search(str(each)):
             return (
                 f"rank {rank} of {ranks} stopped because another rank ended first ({found[0]}); the traceback "
                 "above shows where it waited, not the cause. What to do: find the first error in the logs of the other "
                 "ranks; one that was killed says nothing: look for the out-of-memory killer in dmesg, or the scheduler"
             )
-        if found := LATE.search(str(each)):
+        if found := TIMED_OUT.search(str(each)):
             return (
                 f"rank {rank} of {ranks} waited for another rank until its time was over ({found[0]}). What to "
                 "do: see in the logs of the other ranks which one hangs, has failed or never makes this call; if one "
@@ -46,7 +48,7 @@ def explanation(error: BaseException) -> str | None:
 
 
 @functools.cache
-def explain_lost_ranks() -> None:
+def explain_failed_ranks() -> None:
     """Add the explanation to what is printed of an exception that ends this process."""
     shown_by = sys.excepthook
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from dying_ranks import ended
 
-from ds_npu.engine.lost_ranks import explanation
+from ds_npu.engine.failed_ranks import explanation
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:"
@@ -60,8 +60,8 @@ def test_other_errors_are_left_alone(error):
 
 def test_the_error_itself_is_shown_first(tmp_path):
     code = (
-        "import sys; from ds_npu.engine.lost_ranks import explain_lost_ranks\n"
-        "explain_lost_ranks(); explain_lost_ranks()\n"
+        "import sys; from ds_npu.engine.failed_ranks import explain_failed_ranks\n"
+        "explain_failed_ranks(); explain_failed_ranks()\n"
         "raise RuntimeError('Connection closed by peer [127.0.0.1]:5' if sys.argv[1] == 'lost' else 'mine')"
     )
     for word, extra in (("lost", 1), ("mine", 0)):

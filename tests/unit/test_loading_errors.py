@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
+from ds_npu.parallel.placement import mark_sharded
 from ds_npu.parallel.tensor.sharding import Sharding
 
 
@@ -92,7 +93,7 @@ def test_experts_that_are_not_there(gone, kind, tmp_path):
 
 def test_a_shard_of_another_size_than_its_sharding_says(llama):
     model = sharded(FAMILIES["llama"], llama, 2, 0)
-    vars(model.lm_head.weight)["ds_npu_sharding"] = Sharding(0, V, (((0, 19),), ((19, V),)))
+    mark_sharded(model.lm_head.weight, Sharding(0, V, (((0, 19),), ((19, V),))))
     with pytest.raises(ValueError, match=r"lm_head\.weight has the shape \(20, 16\).* rank 0 holds 19 of 40"):
         load_checkpoint(model, llama, 0)
 

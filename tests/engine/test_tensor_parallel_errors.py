@@ -17,6 +17,8 @@ import transformers
 from ranks import run_on_ranks
 from torch import nn
 
+from ds_npu.parallel.placement import sharding_of
+
 ROOT = Path(__file__).resolve().parents[2]
 TP = {"parallel": {"tensor": 2}}
 SEQUENCE = {"parallel": {"tensor": 2, "sequence_parallel": True}}
@@ -193,7 +195,7 @@ def replicas() -> None:
         section = TP | {"plan": {"**": "replicated"}}
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(section))
         assert engine.topology.size("tp") == 2
-        assert not any("ds_npu_sharding" in vars(weight) for weight in model.parameters())
+        assert all(sharding_of(weight) is None for weight in model.parameters())
 
 
 def test_replicas_on_purpose():

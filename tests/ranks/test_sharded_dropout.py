@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ds_npu.parallel.placement import sharding_of
+
 pytestmark = pytest.mark.slow
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
@@ -52,7 +54,7 @@ def checkpointed(family: str, sequence_parallel: bool) -> None:
         model.gradient_checkpointing_disable()
     assert agree(plain["loss"]) and agree(plain["next"])
     for name, weight in model.named_parameters():
-        assert "ds_npu_sharding" in vars(weight) or agree(plain[name]), name
+        assert sharding_of(weight) is not None or agree(plain[name]), name
 
 
 @SEQUENCE

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from gradient_rule import ACCUMULATION, CLIP, LR, MICRO
 from torch import nn
 
+from ds_npu.parallel.placement import sharding_of
+
 EXACT = 1e-12
 SINGLE = 1e-6
 """ZeRO keeps its masters, and most of its norms, in float32, whatever the model."""
@@ -107,7 +109,7 @@ def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
 
 def assembled(engine, model: nn.Module, name: str, part: torch.Tensor) -> torch.Tensor:
     """The whole gradient from every tensor rank's part; of one that is whole, this rank's own."""
-    sharding = vars(model.get_parameter(name)).get("ds_npu_sharding")
+    sharding = sharding_of(model.get_parameter(name))
     if sharding is None:
         return part
     lengths = [sharding.length(rank) for rank in range(len(sharding.ranges))]

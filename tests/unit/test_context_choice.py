@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms, wrong_factors
 from ds_npu.config.problems import ConfigError
+from ds_npu.features.context_parallel import feature
 from ds_npu.models.plan import AttentionShape
 from ds_npu.parallel.context.ring_schedule import ring_steps
 from ds_npu.parallel.tensor.sharding import near_even
@@ -380,5 +383,8 @@ def test_a_world_within_a_node_is_near():
     assert A2.near(Degrees(cp=3, dp=2)) == 3 and A2.near(Degrees(cp=3, dp=4)) == 1
 
 
-def test_machines_are_known_by_their_devices():
+def test_machines_are_known_by_their_devices(monkeypatch):
     assert [machine_of(name) for name in ("Ascend910B2", "Ascend910_9391", "cpu")] == [A2, A3, A2]
+    npu = types.SimpleNamespace(get_device_name=lambda: "Ascend910_9391")
+    monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.get)
+    assert feature._machine("npu") == A3 and feature._machine("cpu") == A2

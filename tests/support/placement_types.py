@@ -96,7 +96,8 @@ def _placed(parameter: nn.Parameter, axis: str) -> object:
     hooks = (parameter._backward_hooks or {}).values()
     sums = sum(hook.__qualname__.startswith(sum_gradient.__name__) for hook in hooks)
     if sums > 1 or (sums and sharding_of(parameter) is not None):
-        raise SpmdTypeError(f"a gradient {tuple(parameter.shape)} is summed {sums} times, sharded or not")
+        kind = "replicated" if sharding_of(parameter) is None else "sharded"
+        raise SpmdTypeError(f"{sums} sums over tp of the gradient of a {kind} parameter {tuple(parameter.shape)}")
     return V if sharding_of(parameter) is not None else R if sums else I
 
 

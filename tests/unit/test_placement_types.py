@@ -10,6 +10,8 @@ import torch
 from placement_types import MOVES, ends, fake_world, is_invariant, of_all_ranks, typed
 from sequence_sharded_models import algorithm
 from spmd_types import I, P, R, SpmdTypeError, V
+from torch import nn
+from torch.nn import functional
 
 from ds_npu.comm import crossing
 from ds_npu.features.context_parallel import loss
@@ -18,6 +20,13 @@ from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.tensor_parallel import experts
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
+from ds_npu.parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLoss,
+    sharding_of,
+)
 from ds_npu.parallel.tensor import embedding, region
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.topology.degrees import Degrees
@@ -68,6 +77,44 @@ def test_every_family_types(family, tensor):
     # but not by types.
     changes = {"output_router_logits": False} if "output_router_logits" in tiny_models.FAMILIES[family][1] else {}
     assert loss_types(Degrees(tp=2, cp=2), TENSOR[tensor][1], "ulysses", family=family, **changes)
+
+
+class OwnModel(nn.Module):
+    """Of the layers that ds_npu.parallel exports; with ``sequence_parallel`` between the embedding and the head."""
+
+    def __init__(self, topology, sequence_parallel):
+        super().__init__()
+        self.sequence_parallel, self.group = sequence_parallel, topology.group("tp")
+        self.embed = VocabParallelEmbedding(64, 32, topology)
+        self.up = ColumnParallelLinear(32, 48, topology, sequence_parallel=sequence_parallel)
+        self.down = RowParallelLinear(48, 32, topology, sequence_parallel=sequence_parallel)
+        self.head = ColumnParallelLinear(32, 64, topology, bias=False)
+        self.loss = VocabParallelLoss(topology, sharding_of(self.head.weight))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = crossing.shard(x, 1, self.group) if self.sequence_parallel else x
+        x = x + self.down(functional.gelu(self.up(x)))
+        x = crossing.collect(x, 1, self.group) if self.sequence_parallel else x
+        return self.loss(self.head(x), ids, vocab_size=64)
+
+
+def own_loss_types(sequence_parallel, change=None):
+    with fake_world(Degrees(tp=2)) as topology:
+        model = OwnModel(topology, sequence_parallel)
+        if change:
+            change(model, topology)
+        with typed(model, topology):
+            return is_invariant(model(of_all_ranks(torch.randint(0, 64, (2, 16)), topology)), topology)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_for_models_of_ones_own_type(sequence_parallel):
+    assert own_loss_types(sequence_parallel)
+    # Its gradient is then not summed over sequence shards, or summed where every rank has all of it.
+    change = without("down.bias") if sequence_parallel else summed_again("down.bias")
+    with pytest.raises(SpmdTypeError, match="cannot mix"):
+        own_loss_types(sequence_parallel, change)
 
 
 # ---- faults ----

@@ -27,8 +27,21 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    matrix.mark_slow(items)
     if matrix.is_exhaustive() or any("[" in argument for argument in config.args):
         return
     left_out = matrix.left_out(items)
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+took: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    took[report.nodeid] = took.get(report.nodeid, 0) + report.duration
+
+
+def pytest_sessionfinish() -> None:
+    if matrix.is_exhaustive():
+        matrix.record(took)

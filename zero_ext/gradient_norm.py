@@ -13,42 +13,44 @@ import torch
 import torch.distributed as dist
 
 from ds_npu.ops.precision import accumulation_dtype
-from ds_npu.parallel.tensor.sharding import TENSOR_PARALLEL
+from ds_npu.parallel.placement import placement_of
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.topology.degrees import Axis
+from ds_npu.topology.topology import Topology
 
 REPLICATED = TensorAttribute[bool]("ds_pipe_replicated")
 """DeepSpeed's mark of a weight that pipeline stages share, on all stages but the one that counts it."""
-SHARDED = tuple(TensorAttribute[bool](name) for name in (TENSOR_PARALLEL, "model_parallel"))
-"""DeepSpeed's marks of a weight of which every model-parallel rank has a shard."""
+EXPERT_MODEL_AXES: tuple[Axis, ...] = ("ep", "etp")
+"""Axes of the expert view along which ranks hold other experts, or other shards of them."""
 EPSILON = 1e-6
 """DeepSpeed's and torch's own, against division by zero."""
 
 
-def counts_here(parameter: torch.nn.Parameter, tensor_rank: int) -> bool:
-    """Whether this rank adds ``parameter``'s gradient to the norm: of ranks with the same parameter, one does."""
-    if REPLICATED.get(parameter):
-        return False
-    return tensor_rank == 0 or any(mark.get(parameter) for mark in SHARDED)
-
-
 def clip_gradients(
-    parameters: Iterable[torch.nn.Parameter], max_norm: float, tensor_rank: int, model_group: dist.ProcessGroup | None
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, topology: Topology, model_axes: tuple[Axis, ...]
 ) -> torch.Tensor:
     """Scale every gradient so that their joint 2-norm is at most ``max_norm``; return the norm from before, a scalar.
 
-    ``model_group``: the process group of the ranks that hold other parts of the model. The norm is summed in float32,
-    in float64 where there are float64 gradients. Nothing waits for the device.
+    ``model_axes``: the axes of the dense view along which ranks hold other weights of the model. The norm is summed in
+    float32, in float64 where there are float64 gradients. Nothing waits for the device.
     """
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not held:
         return torch.zeros(())
     dtype = accumulation_dtype(held[0][1].dtype)
-    squares = torch.zeros((), dtype=dtype, device=held[0][0].device)
+    dense, experts = (torch.zeros((), dtype=dtype, device=held[0][0].device) for _ in range(2))
     for parameter, gradient in held:
-        if counts_here(parameter, tensor_rank):
-            squares += torch.linalg.vector_norm(gradient, dtype=dtype).square()
-    dist.all_reduce(squares, group=model_group)
-    norm = squares.sqrt()
+        placement = placement_of(parameter)
+        axes, total = (EXPERT_MODEL_AXES, experts) if placement.is_expert else (model_axes, dense)
+        if placement.counts_at(topology.place, axes) and not REPLICATED.get(parameter):
+            total += torch.linalg.vector_norm(gradient, dtype=dtype).square()
+    if topology.size(*EXPERT_MODEL_AXES) > 1:
+        dist.all_reduce(experts, group=topology.group(*EXPERT_MODEL_AXES))
+        # Every tensor rank of a stage has this sum; one of them adds it.
+        if topology.rank("tp") == 0:
+            dense += experts
+    dist.all_reduce(dense, group=topology.group(*model_axes))
+    norm = dense.sqrt()
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     for _, gradient in held:
         gradient.mul_(factor)

@@ -26,7 +26,8 @@ from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
 from ds_npu.checkpoint.fit import check_fit
 from ds_npu.models.attributes import copy_attributes, set_attribute
 from ds_npu.models.hugging_face_model import settings
-from ds_npu.parallel.tensor.sharding import Sharding, sharding_of
+from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.tensor.sharding import Sharding
 
 INITIALIZED = "_is_hf_initialized"
 """transformers' initialisation skips tensors and modules with this attribute."""

@@ -8,7 +8,7 @@ parallelism: gradients are summed over cp and averaged over dp.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from torch import nn
 from ds_npu.capability import try_import
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
+from ds_npu.engine.expert_view import ExpertView
 from ds_npu.engine.failed_ranks import explain_failed_ranks
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.placements import equalise_copies, place_parameters
 from ds_npu.engine.same_batch import check_first_batch
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.build import Build
@@ -36,17 +38,23 @@ from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
 from ds_npu.models.compiled import check_engine_may_compile
-from ds_npu.models.zero3 import partition
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
+from ds_npu.topology.degrees import Axis
+from ds_npu.zero_ext.data_average import average_over_data_ranks
 from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
+from ds_npu.zero_ext.expert_norm import add_up_experts
+from ds_npu.zero_ext.float64_reduction import reduce_in_float64
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
-from ds_npu.zero_ext.gradient_norm import SHARDED, clip_gradients
-from ds_npu.zero_ext.sequence_factor import restore_sequence_factor
+from ds_npu.zero_ext.gradient_norm import clip_gradients
 
 
-class TopologyMixin(WholeWeights, AtomicCheckpoints):
+class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
+
+    is_made_narrow = False
+    """Whether a ZeRO optimizer for float64 is being made as if gradients travelled in float32 (float64_reduction)."""
+    zero_optimization_stage: Callable[[], int]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))
@@ -59,6 +67,8 @@ class TopologyMixin(WholeWeights, AtomicCheckpoints):
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         self.model_axes = SPLIT_BY_STAGES if is_pipeline else WHOLE_ON_EACH_STAGE
         apply_features(session.config, self.build)
+        stages: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
+        place_parameters(model, self.topology, stages, kwargs["config_class"].zero_optimization_stage)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
@@ -81,17 +91,8 @@ class TopologyMixin(WholeWeights, AtomicCheckpoints):
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
-            _shard_over(self.topology.group("dp", "cp"), model)
-        super()._configure_distributed_model(model)  # type: ignore[misc]
-        self._equalise_replicas(model)
-
-    def _equalise_replicas(self, model: nn.Module) -> None:
-        """Give tensor and pipeline peers that hold the same weights the same values; DeepSpeed stops at dp x cp."""
-        axes = tuple(axis for axis in SPLIT_BY_STAGES if axis == "tp" or axis not in self.model_axes)
-        group, source = self.topology.group(*axes), self.topology.ranks(*axes)[0]
-        for weights in _replicated_weights(model):
-            dist.broadcast(weights, source, group=group)
+        super()._configure_distributed_model(model)
+        equalise_copies(model, self.topology)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()  # type: ignore[misc]
@@ -101,15 +102,29 @@ class TopologyMixin(WholeWeights, AtomicCheckpoints):
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         sharded = sharded_model_of(self.module)
+        self.is_made_narrow = self.is_float64 and self.has_moe_layers and self.zero_optimization_stage() < 3
         with gathered_as_one(sharded.fetched_together if sharded else ()):
-            zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
-        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) and self.topology.size("cp") > 1:
-            restore_sequence_factor(zero, self.topology.size("cp"))
+            zero: Any = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+        if self.is_made_narrow:
+            self.is_made_narrow = False
+            reduce_in_float64(zero)
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+            average_over_data_ranks(zero, self.topology)
+            if self.has_moe_layers:
+                add_up_experts(zero, self.topology)
         return zero
 
     def _reduce_non_expert_gradients(self, grads: list[Any], elements_per_buffer: int) -> None:
-        """Over dp x cp in a pipeline too, where DeepSpeed leaves cp out, and in any dtype."""
-        over = {"dp_group": self.topology.group("dp", "cp"), "dp_world_size": self.topology.size("dp")}
+        """Over dp x cp in a pipeline too, where DeepSpeed leaves cp out."""
+        self._reduce(grads, elements_per_buffer, ("dp", "cp"))
+
+    def _reduce_expert_gradients(self, expert_grads: dict[str, list[Any]], elements_per_buffer: int) -> None:
+        for grads in expert_grads.values():
+            self._reduce(grads, elements_per_buffer, ("edp",))
+
+    def _reduce(self, grads: list[Any], elements_per_buffer: int, axes: tuple[Axis, ...]) -> None:
+        """Sum over ``axes`` and divide by dp, in any dtype; DeepSpeed knows four."""
+        over = {"dp_group": self.topology.group(*axes), "dp_world_size": self.topology.size("dp")}
         buckets: dict[Any, list[Any]] = {}
         for grad in grads:
             buckets.setdefault((isinstance(grad, SparseTensor), grad.dtype), []).append(grad)
@@ -120,12 +135,8 @@ class TopologyMixin(WholeWeights, AtomicCheckpoints):
                 self.allreduce_no_retain(bucket, numel_per_bucket=elements_per_buffer, **over)  # type: ignore[attr-defined]
 
     def clip_fp32_gradients(self) -> None:
-        self._global_grad_norm = clip_gradients(
-            self.module.parameters(),
-            self.gradient_clipping(),  # type: ignore[attr-defined]
-            self.topology.rank("tp"),
-            self.topology.group(*self.model_axes),
-        )
+        clip_norm: float = self.gradient_clipping()  # type: ignore[attr-defined]
+        self._global_grad_norm = clip_gradients(self.module.parameters(), clip_norm, self.topology, self.model_axes)
 
     # A float64 model keeps float64 gradients. DeepSpeed knows three dtypes and would round them to float32; its
     # reduce-scatter accepts no other.
@@ -137,31 +148,19 @@ class TopologyMixin(WholeWeights, AtomicCheckpoints):
         return (torch.float64, torch.float64) if self.is_float64 and zero else types
 
     def zero_reduce_scatter(self) -> bool:
-        return not self.is_float64 and super().zero_reduce_scatter()  # type: ignore[misc]
+        upstream: Any = super()
+        narrow = not self.is_float64 or (self.has_moe_layers and self.zero_optimization_stage() < 3)
+        return bool(narrow and upstream.zero_reduce_scatter())
 
     @property
     def communication_data_type(self) -> torch.dtype:
         """In which gradients travel."""
         narrow: torch.dtype = super().communication_data_type  # type: ignore[misc]
-        return torch.float64 if self.is_float64 else narrow
+        return torch.float64 if self.is_float64 and not self.is_made_narrow else narrow
 
     @communication_data_type.setter
     def communication_data_type(self, dtype: torch.dtype) -> None:
         DeepSpeedEngine.communication_data_type.fset(self, dtype)
-
-
-def _shard_over(group: Any, model: nn.Module) -> None:
-    """ZeRO-3 shards each parameter over the group it carries, and else over the mpu's dp group, which lacks cp."""
-    for parameter in model.parameters():
-        parameter.ds_zero_partition_process_group = group  # type: ignore[attr-defined]
-
-
-def _replicated_weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    """What tensor peers hold alike: whole weights, or this rank's part of those that zero.Init has sharded."""
-    for parameter in model.parameters():
-        if not any(mark.get(parameter) for mark in SHARDED):
-            shard = partition(parameter)
-            yield parameter.data if shard is None else shard.data
 
 
 class PipelineMixin(TopologyMixin):

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_npu.capability import SETTINGS, hccl_options
-from ds_npu.config.check import check
+from ds_npu.config.check import Checked, check
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.driver import unmet
@@ -45,11 +45,18 @@ def world_size() -> int | None:
     return int(size) if size.isascii() and size.isdecimal() and len(size) < MOST_DIGITS else None
 
 
+_checked: dict[tuple[str, int | None, int | None], Checked] = {}
+"""DeepSpeed reads one config several times, too; it is checked once for a world and a model."""
+
+
 def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:
     """Check ``config`` for this world and a PipelineModule of ``stages``; raises ConfigError with every reason."""
-    checked = check(config, world_size(), stages, unmet)
-    for warning in checked.warnings:
-        warn_once(warning)
+    key = (repr(config), world_size(), stages)
+    if key not in _checked:
+        _checked[key] = check(config, world_size(), stages, unmet)
+        for warning in _checked[key].warnings:
+            warn_once(warning)
+    checked = _checked[key]
     return checked.config, checked.degrees
 
 
@@ -77,10 +84,10 @@ def buffer_mib(axes: tuple[Axis, ...], config: dict[str, Any]) -> int:
     Elements are counted as float32, the widest that DeepSpeed reduces.
     """
     default = int(os.environ.get("HCCL_BUFFSIZE", HCCL_DEFAULT_MIB))
-    if axes in (("tp",), ("cp",), ("pp",)):
-        return default
-    if axes != ("dp", "cp") and axes != ("dp",):
+    if axes == ("pp", "tp"):
         return 1
+    if axes not in (("dp", "cp"), ("dp",), ("edp",)):
+        return default
     elements = [value_at(config, f"zero_optimization.{key}") for key in BUCKETS]
     if not all(isinstance(value, int | float) for value in elements):
         return default

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ds_npu.parallel.context.axis import ContextAxis, context_axis
     from ds_npu.parallel.context.load_balance import Tokens, shard_documents, shard_evenly
     from ds_npu.parallel.context.ulysses import post_to_heads, post_to_tokens
+    from ds_npu.parallel.placement import sharding_of
     from ds_npu.parallel.tensor.axis import TensorAxis, tensor_axis
     from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary, vocab_parallel_cross_entropy
     from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
     from ds_npu.parallel.tensor.gradient import sum_gradient
     from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
     from ds_npu.parallel.tensor.region import SequenceShards
-    from ds_npu.parallel.tensor.sharding import sharding_of
     from ds_npu.parallel.tensor.whole_weight import whole_weight
     from ds_npu.topology.degrees import Degrees
     from ds_npu.topology.topology import Topology
@@ -45,7 +45,7 @@ HOMES = {
     "post_to_tokens": "ds_npu.parallel.context.ulysses",
     "shard_documents": "ds_npu.parallel.context.load_balance",
     "shard_evenly": "ds_npu.parallel.context.load_balance",
-    "sharding_of": "ds_npu.parallel.tensor.sharding",
+    "sharding_of": "ds_npu.parallel.placement",
     "sum_gradient": "ds_npu.parallel.tensor.gradient",
     "tensor_axis": "ds_npu.parallel.tensor.axis",
     "ulysses_plan": "ds_npu.parallel.context.attention",

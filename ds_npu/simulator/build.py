@@ -40,6 +40,10 @@ SONAMES = (
 CONTENTS = "simulated.json"
 """Beside the library: the functions of CANN's interface that each source has."""
 
+TORCH_INCLUDE = "#include <ATen/ATen.h>"
+MOST_WITHOUT = 2
+"""Files a core compiles without precompiled headers, which take as long to make."""
+
 CANN_FOLDERS = ("runtime", "compiler", "opp")
 
 
@@ -143,27 +147,46 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
     kept = folder.parent / "objects"
     kept.mkdir(exist_ok=True)
     identity = toolchain.identity().encode()
-
-    def compiled(source: Path) -> Path:
-        key = hashlib.sha256(identity)
-        for file in (*sorted(_included(source)), source):
-            key.update(file.read_bytes())
-        target = kept / f"{source.stem}-{key.hexdigest()[:16]}.o"
-        if not is_sealed(target):
-            made = folder / target.name
-            _run([toolchain.compiler, *FLAGS, *toolchain.include_flags(), "-c", str(source), "-o", str(made)])
-            seal(made)
-            for file in (made, made.with_name(made.name + SEAL)):
-                file.rename(kept / file.name)
-        return target
-
+    targets = {source: _object_of(source, identity, kept) for source in sources}
+    missing = [source for source in sources if not is_sealed(targets[source])]
     _say("building the simulated NPUs; this happens once")
-    objects = []
+    with_torch = [source for source in missing if _includes_torch(source)]
+    precompiled = _precompiled(toolchain, folder) if len(with_torch) > 2 * MOST_WITHOUT else []
+
+    def compiled(source: Path) -> None:
+        made = folder / targets[source].name
+        extra = precompiled if source in with_torch else []
+        command = [toolchain.compiler, *FLAGS, *toolchain.include_flags(), *extra]
+        _run([*command, "-c", str(source), "-o", str(made)])
+        seal(made)
+        for file in (made, made.with_name(made.name + SEAL)):
+            file.rename(kept / file.name)
+
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for done, made in enumerate(pool.map(compiled, sources), start=1):
-            objects.append(made)
-            _say(f"{done} of {len(sources)} files compiled")
-    return objects
+        for done, _ in enumerate(pool.map(compiled, missing), start=1):
+            _say(f"{done} of {len(missing)} files compiled")
+    return list(targets.values())
+
+
+def _object_of(source: Path, identity: bytes, kept: Path) -> Path:
+    """The object of ``source`` in the folder ``kept``, named by all that it is made from."""
+    key = hashlib.sha256(identity)
+    for file in (*sorted(_included(source)), source):
+        key.update(file.read_bytes())
+    return kept / f"{source.stem}-{key.hexdigest()[:16]}.o"
+
+
+def _includes_torch(source: Path) -> bool:
+    return any(TORCH_INCLUDE in file.read_text() for file in (source, *_included(source)))
+
+
+def _precompiled(toolchain: Toolchain, folder: Path) -> list[str]:
+    """The options with which a file finds torch's headers read already; reading them takes half of a compilation."""
+    header = folder / "torch_headers.h"
+    header.write_text(f"{TORCH_INCLUDE}\n")
+    command = [toolchain.compiler, *FLAGS, *toolchain.include_flags()]
+    _run([*command, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return ["-include", str(header)]
 
 
 def _included(source: Path, found: frozenset[Path] = frozenset()) -> frozenset[Path]:

@@ -16,6 +16,9 @@ ALONE = "ds_npu_alone"
 GROUPS: tuple[tuple[Axis, ...], ...] = (("dp", "cp"), ("dp",), ("cp",), ("tp",), ("pp",), ("pp", "tp"))
 """The groups DeepSpeed asks for, in the order in which every rank makes them."""
 
+EXPERT_GROUPS: tuple[tuple[Axis, ...], ...] = (("edp",), ("ep", "etp"), ("ep",), ("etp",))
+"""The groups of the expert view, which are made where it shards anything (ep * etp > 1)."""
+
 BackendOptions = Callable[[tuple[Axis, ...]], c10d.Backend.Options | None]
 """From the axes of a communicator to its backend options (with the size of its buffer); None: the backend's own."""
 
@@ -61,7 +64,7 @@ class Topology:
         self._ranks: dict[tuple[Axis, ...], list[int]] = {}
         self._groups: GroupsByRanks = {tuple(range(degrees.world_size)): dist.group.WORLD}
         self._own: dict[str, GroupsByRanks] = {}
-        for axes in GROUPS:
+        for axes in (*GROUPS, *(EXPERT_GROUPS if degrees.ep * degrees.etp > 1 else ())):
             for ranks in map(tuple, degrees.groups(*axes)):
                 if ranks not in self._groups:
                     self._groups[ranks] = self._open(ranks, axes, "x".join(axes))
@@ -101,7 +104,7 @@ class Topology:
         return self._ranks[axes]
 
     def group(self, *axes: Axis) -> dist.ProcessGroup:
-        """This rank's process group along ``axes``; one of ``GROUPS``."""
+        """This rank's process group along ``axes``; one of ``GROUPS``, or of ``EXPERT_GROUPS`` where experts are."""
         group = self._groups[tuple(self.ranks(*axes))]
         assert group is not None, "this rank is in it"
         return group

@@ -17,8 +17,8 @@ from torch import nn
 
 from ds_npu.features.fused_ops.fused_model import FUSIONS, fuse
 from ds_npu.models.globs import plan_for
+from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.region import RegionInput
-from ds_npu.parallel.tensor.sharding import sharding_of
 
 pytestmark = pytest.mark.slow
 

@@ -17,13 +17,13 @@ from torch.nn import functional
 
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
+from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.axis import tensor_axis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from ds_npu.parallel.tensor.region import SequenceShards
-from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

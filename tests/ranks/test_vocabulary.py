@@ -24,10 +24,11 @@ from vocabulary import (
 )
 from wire import Memory
 
+from ds_npu.parallel.placement import mark_sharded, sharding_of
 from ds_npu.parallel.tensor import cross_entropy
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
-from ds_npu.parallel.tensor.sharding import TENSOR_PARALLEL, mark_sharded, shard_sections, sharding_of
+from ds_npu.parallel.tensor.sharding import shard_sections
 
 pytestmark = pytest.mark.slow
 
@@ -220,7 +221,6 @@ def adoption_body() -> None:
         assert model["embedding"].weight is weight
         assert isinstance(adopted, type(plain))
         assert list(model.state_dict()) == ["embedding.weight"]
-        assert vars(weight)[TENSOR_PARALLEL]
         sharding = sharding_of(weight)
         assert weight.untyped_storage().nbytes() == sharding.length(topology.rank("tp")) * H * 8
         for _ in range(2):

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ds_npu.checkpoint.loading import meta_model
-from ds_npu.parallel.tensor.sharding import Sharding, mark_sharded, shard_sections, sharding_of
+from ds_npu.parallel.placement import mark_sharded, sharding_of
+from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 
 SINGLE = "model.safetensors"
 

@@ -31,9 +31,9 @@ from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
 from ds_npu.features.tensor_parallel import experts
 from ds_npu.ops.attention import operator
 from ds_npu.parallel.context import blockwise_attention, ulysses
+from ds_npu.parallel.placement import placement_of
 from ds_npu.parallel.tensor import cross_entropy, linear
 from ds_npu.parallel.tensor.gradient import sum_gradient
-from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -90,15 +90,15 @@ def is_invariant(x: torch.Tensor, topology: Topology) -> bool:
 
 
 def _placed(parameter: nn.Parameter, axis: str) -> object:
-    """The type of a parameter along ``axis``, from the marks that ds_npu put on it."""
-    if axis == "cp":
-        return R  # ZeRO sums its gradient over dp x cp.
+    """The type of a parameter along ``axis`` by its placement, with which the hooks that sum its gradient agree."""
+    placement = placement_of(parameter)
+    if axis in placement.data_axes:
+        return R  # ZeRO reduces its gradient.
     hooks = (parameter._backward_hooks or {}).values()
     sums = sum(hook.__qualname__.startswith(sum_gradient.__name__) for hook in hooks)
-    if sums > 1 or (sums and sharding_of(parameter) is not None):
-        kind = "replicated" if sharding_of(parameter) is None else "sharded"
-        raise SpmdTypeError(f"{sums} sums over tp of the gradient of a {kind} parameter {tuple(parameter.shape)}")
-    return V if sharding_of(parameter) is not None else R if sums else I
+    if sums != (axis in placement.partial) or (sums and axis in placement.sharded):
+        raise SpmdTypeError(f"{sums} sums over {axis} of the gradient of {tuple(parameter.shape)}, placed {placement}")
+    return V if axis in placement.sharded else R if sums else I
 
 
 def _type(x: torch.Tensor, group: dist.ProcessGroup) -> object:

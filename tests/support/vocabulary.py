@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn import functional
 from wire import Wire
 
+from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor import cross_entropy
 from ds_npu.parallel.tensor.cross_entropy import gather_vocabulary, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
-from ds_npu.parallel.tensor.sharding import Sharding, shard_sections, sharding_of
+from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import WeightRenaming
 
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
-from ds_npu.parallel.tensor.sharding import TENSOR_PARALLEL, Sharding, sharding_of
+from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.tensor.sharding import Sharding
 
 FORMS = (save_single, save_in_files, save_pickled, save_pickled_in_files)
 
@@ -218,7 +219,7 @@ def test_marks_and_ties_stay(tmp_path):
         assert type(each) is torch.nn.Parameter and each.is_leaf
         assert each.requires_grad == (name != "model.norm.weight")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert vars(model.lm_head.weight)[TENSOR_PARALLEL] and model.lm_head.weight.shape == (V // 2, H)
+    assert sharding_of(model.lm_head.weight) is not None and model.lm_head.weight.shape == (V // 2, H)
     assert not any(each.is_meta for each in tensors_of(model).values())
 
 

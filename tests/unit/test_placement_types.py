@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -27,6 +28,7 @@ from ds_npu.parallel import (
     VocabParallelLoss,
     sharding_of,
 )
+from ds_npu.parallel.placement import placement_of, set_placement
 from ds_npu.parallel.tensor import embedding, region
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.topology.degrees import Degrees
@@ -120,9 +122,16 @@ def test_layers_for_models_of_ones_own_type(sequence_parallel):
 # ---- faults ----
 
 
-def without(name):
-    """The gradient of this weight is not summed over the tensor ranks."""
-    return lambda model, topology: model.get_parameter(name)._backward_hooks.clear()
+def without(name, replaced=True):
+    """The gradient of this weight is not summed over the tensor ranks, nor, if ``replaced``, is it placed so."""
+
+    def change(model, topology):
+        weight = model.get_parameter(name)
+        weight._backward_hooks.clear()
+        if replaced:
+            set_placement(weight, dataclasses.replace(placement_of(weight), partial=frozenset()))
+
+    return change
 
 
 def summed_again(name):
@@ -133,6 +142,7 @@ def summed_again(name):
 BLOCK = "model.layers.0."
 WEIGHTS = {
     "norm of sequence shards, not summed": (True, without(f"{BLOCK}input_layernorm.weight")),
+    "norm of sequence shards, placed as summed": (True, without(f"{BLOCK}input_layernorm.weight", replaced=False)),
     "norm of sequence shards, summed twice": (True, summed_again(f"{BLOCK}input_layernorm.weight")),
     "norm of whole sequences, summed": (False, summed_again(f"{BLOCK}input_layernorm.weight")),
     "norm behind the last shard, summed": (True, summed_again("model.norm.weight")),

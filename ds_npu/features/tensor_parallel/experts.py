@@ -16,10 +16,11 @@ from torch import nn
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
 from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.placement import keep_shard
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import SequenceShards
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-from ds_npu.parallel.tensor.sharding import Sharding, keep_shard
+from ds_npu.parallel.tensor.sharding import Sharding
 
 P = ParamSpec("P")
 

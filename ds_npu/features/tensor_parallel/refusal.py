@@ -19,8 +19,8 @@ from ds_npu.models.copying import refuse_copies
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import is_partitioned
+from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.axis import TensorAxis
-from ds_npu.parallel.tensor.sharding import sharding_of
 
 SHARDED_IN_REGIONS = (
     *(role for role, parent in PARENT.items() if parent in (Role.ATTENTION, Role.MLP)),

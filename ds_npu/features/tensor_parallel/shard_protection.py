@@ -12,8 +12,8 @@ from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.shard_access import ShardedParameter, WeightShard, model_forward_scope, protect
-from ds_npu.parallel.tensor.sharding import sharding_of
 from ds_npu.topology.topology import Topology
 
 P = ParamSpec("P")

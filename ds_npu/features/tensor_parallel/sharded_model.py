@@ -46,6 +46,7 @@ from ds_npu.models.hugging_face_model import config_of, has_setting
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.placement import keep_shard, sharding_of
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.gradient import sum_gradient
@@ -60,7 +61,6 @@ from ds_npu.parallel.tensor.region import (
     run_on_sequence_shards,
     run_on_whole_sequences,
 )
-from ds_npu.parallel.tensor.sharding import keep_shard, sharding_of
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.topology.topology import Topology
 

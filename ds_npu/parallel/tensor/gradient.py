@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_npu.comm.collectives import all_reduce
+from ds_npu.parallel.placement import mark_partial
 
 
 def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
-    """Sum every gradient of ``parameter`` over ``group``, before it is accumulated and before ZeRO sees it."""
+    """Sum every gradient of ``parameter`` over ``group``, the tensor ranks, before ZeRO or an accumulation sees it."""
+    mark_partial(parameter, "tp")
     register: Callable[[Callable[[torch.Tensor], torch.Tensor]], RemovableHandle] = parameter.register_hook
     # A frozen one may be trained later on; torch registers hooks only on what is trained, and then keeps them.
     trained = parameter.requires_grad

@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather, all_reduce
 from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.placement import keep_shard
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, SerialCollectives, TensorAxis, sum_of_products, tensor_axis
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.region import RegionInput, padded
-from ds_npu.parallel.tensor.sharding import keep_shard, shard_sections
+from ds_npu.parallel.tensor.sharding import shard_sections
 from ds_npu.parallel.tensor.weight_gradient import (
     GRADIENT_BUFFER,
     GradientBuffer,

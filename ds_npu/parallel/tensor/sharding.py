@@ -1,7 +1,4 @@
-"""Which shard of a weight each tensor rank holds: index ranges along one dim, as data.
-
-A sharded parameter carries its Sharding (``mark_sharded``, ``sharding_of``); one without is whole on every rank.
-"""
+"""Which shard of a weight each rank of an axis holds: index ranges along one dim, as data."""
 
 from __future__ import annotations
 
@@ -10,20 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open index ranges, in the order in which they are held."""
 
-TENSOR_PARALLEL = "tensor_model_parallel"
-"""DeepSpeed counts the gradient of a parameter with this mark on every model-parallel rank, else on the first only."""
-
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor of ``size`` along ``dim`` is sharded: tensor rank r holds ``ranges[r]``."""
+    """How a tensor of ``size`` along ``dim`` is sharded: rank r of the axis holds ``ranges[r]``."""
 
     dim: int
     size: int
@@ -89,32 +80,3 @@ def shard_sections(dim: int, sections: Sequence[int], tensor_size: int, unit: in
         mine = [near_even(section // unit, tensor_size)[rank] for section in sections]
         ranges.append(tuple((base + a * unit, base + b * unit) for base, (a, b) in zip(starts[:-1], mine, strict=True)))
     return Sharding(dim, starts[-1], tuple(ranges))
-
-
-_SHARDING = TensorAttribute[Sharding]("ds_npu_sharding")
-_TENSOR_PARALLEL = TensorAttribute[bool](TENSOR_PARALLEL)
-
-
-def mark_sharded(parameter: nn.Parameter, sharding: Sharding) -> None:
-    """Mark ``parameter`` as this rank's shard of a weight, for ds_npu and for DeepSpeed."""
-    _SHARDING.set(parameter, sharding)
-    _TENSOR_PARALLEL.set(parameter, True)
-
-
-def keep_shard(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
-    """Reduce ``parameter``, which holds the whole weight, to the shard of ``rank``; it stays the same object.
-
-    A parameter of two modules (a tied one) is sharded once. Raises ValueError where they want it sharded differently.
-    """
-    already = sharding_of(parameter)
-    if already == sharding:
-        return
-    if already is not None:
-        raise ValueError(f"a weight that two modules share is to be sharded as {already} and as {sharding}")
-    parameter.data = sharding.take(parameter.data, rank)
-    mark_sharded(parameter, sharding)
-
-
-def sharding_of(parameter: nn.Parameter) -> Sharding | None:
-    """How ``parameter`` is sharded; None where it is whole."""
-    return _SHARDING.get(parameter)

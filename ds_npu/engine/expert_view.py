@@ -1,0 +1,190 @@
+"""The expert view in DeepSpeed's engines: experts' weights have groups, reductions and optimizer groups of their own.
+
+DeepSpeed opens these roads for layers of its own classes only (0.19.8 runtime/engine.py:2104, :2330); here they are
+opened by the placements of the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.utils import groups as deepspeed_groups
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ds_npu.engine.placements import expert_group_name
+from ds_npu.parallel.placement import placement_of
+from ds_npu.topology.topology import Topology
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ParameterGroup = dict[str, Any]
+UNPROVEN = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer)
+"""Optimizer wrappers whose norm of experts is DeepSpeed's own, which averages over ranks."""
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a parameter of ``model`` is placed on the expert view."""
+    return any(placement_of(parameter).is_expert for parameter in model.parameters())
+
+
+def tell_deepspeed_of_experts(topology: Topology) -> None:
+    """Put the groups of the expert view where DeepSpeed looks for them; it makes none that it finds there."""
+    name = expert_group_name(topology)
+    for word, axes in (("EXPERT_PARALLEL", ("ep", "etp")), ("EXPERT_DATA_PARALLEL", ("edp",))):
+        known: Any = getattr(deepspeed_groups, f"_{word}_GROUP")
+        ranks: Any = getattr(deepspeed_groups, f"_{word}_GROUP_RANKS")
+        known[name], ranks[name] = topology.group(*axes), topology.ranks(*axes)
+
+
+class SeparateGroups:
+    """The parameter groups of an optimizer, experts' weights in groups of their own that follow those they came from.
+
+    DeepSpeed reduces and shards each group over one process group. A user's learning-rate schedule knows the groups
+    that the optimizer was made with: it goes on changing these (``schedule``), and ``followed`` copies their settings.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.marks = {"moe": True, "name": expert_group_name(topology)}
+        self._pairs: list[tuple[ParameterGroup, ParameterGroup]] = []
+
+    def separate(self, parameter_groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
+        """``parameter_groups``, of which each keeps its dense weights, and behind them the groups of experts."""
+        found = list(parameter_groups)
+        for group in list(found):
+            parameters = list(group["params"])
+            experts = [each for each in parameters if placement_of(each).is_expert]
+            if not experts:
+                continue
+            if len(experts) == len(parameters):
+                group.update(self.marks)
+                continue
+            group["params"] = [each for each in parameters if not placement_of(each).is_expert]
+            of_experts = {**group, "params": experts, **self.marks}
+            found.append(of_experts)
+            self._pairs.append((group, of_experts))
+        return found
+
+    def separate_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        optimizer.param_groups[:] = self.separate(optimizer.param_groups)
+        return optimizer
+
+    def schedule(self, scheduler: Any) -> None:
+        """Show ``scheduler``, which was made before the groups were separated, the groups that it was made with."""
+        if self._pairs and isinstance(scheduler, LRScheduler):
+            separate = [experts for _, experts in self._pairs]
+            known = [each for each in scheduler.optimizer.param_groups if all(each is not other for other in separate)]
+            if len(scheduler.base_lrs) == len(known):
+                scheduler.optimizer = _KnownGroups(scheduler.optimizer, known)  # type: ignore[assignment]
+
+    def followed(self, step: Callable[P, T]) -> Callable[P, T]:
+        """``step`` behind giving each group of experts the settings that the group it came from has by then."""
+
+        @functools.wraps(step)
+        def follow(*args: P.args, **kwargs: P.kwargs) -> T:
+            for source, experts in self._pairs:
+                experts.update({key: value for key, value in source.items() if key not in ("params", *self.marks)})
+            return step(*args, **kwargs)
+
+        return follow
+
+
+class _KnownGroups:
+    """An optimizer with some of its parameter groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: list[ParameterGroup]) -> None:
+        self.optimizer, self.param_groups = optimizer, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def _as_groups(parameters: Iterable[Any]) -> list[ParameterGroup]:
+    found = list(parameters)
+    return [dict(each) for each in found] if found and isinstance(found[0], dict) else [{"params": found}]
+
+
+class ExpertView:
+    """What ds_npu changes in an engine whose model has weights on the expert view."""
+
+    module: nn.Module
+    topology: Topology
+    has_moe_layers: bool
+    client_lr_scheduler: Any
+    lr_scheduler: Any
+    expert_groups: SeparateGroups | None = None
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        if has_experts(model):
+            self.has_moe_layers = True
+            tell_deepspeed_of_experts(self.topology)
+            self.expert_groups = SeparateGroups(self.topology)
+        upstream: Any = super()
+        upstream._configure_distributed_model(model)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        separate = self.expert_groups
+        if separate is not None:
+            if client_optimizer is None:
+                model_parameters = separate.separate(_as_groups(model_parameters))
+            elif isinstance(client_optimizer, torch.optim.Optimizer):
+                if self.client_lr_scheduler is None and hasattr(client_optimizer.step, "_wrapped_by_lr_sched"):
+                    raise ValueError(
+                        "ds_npu.parallel.expert: the optimizer has a learning-rate schedule, which knows no groups of "
+                        "experts. What to do: deepspeed.initialize(lr_scheduler=...), or a scheduler in the config"
+                    )
+                separate.separate_in(client_optimizer)
+            else:
+                client_optimizer = _separated(client_optimizer, separate)
+        upstream: Any = super()
+        upstream._configure_optimizer(client_optimizer, model_parameters)
+        if separate is not None:
+            engine: Any = self
+            engine._take_model_step = separate.followed(engine._take_model_step)
+        made: Any = vars(self)["optimizer"]
+        if separate is not None and isinstance(made, UNPROVEN):
+            raise ValueError(
+                f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__}, whose norm of "
+                "experts' gradients is an average over ranks. What to do: zero_optimization.stage 1, 2 or 3, or float32"
+            )
+
+    def _configure_lr_scheduler(self) -> None:
+        upstream: Any = super()
+        upstream._configure_lr_scheduler()
+        if self.expert_groups is not None:
+            self.expert_groups.schedule(self.lr_scheduler)
+
+    def _validate_zero3_moe_compatibility(self) -> None:
+        """DeepSpeed accepts layers of its own only; ours carry the group that ZeRO-3 shards each weight over."""
+
+    def _resolve_zero3_param_placement(self) -> None:
+        """DeepSpeed would put every parameter on the data ranks."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """DeepSpeed's; raises NotImplementedError for a model with experts."""
+        self._refuse_checkpoints()
+        upstream: Any = super()
+        return bool(upstream.save_checkpoint(*args, **kwargs))
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; raises NotImplementedError for a model with experts."""
+        self._refuse_checkpoints()
+        upstream: Any = super()
+        return upstream.load_checkpoint(*args, **kwargs)
+
+    def _refuse_checkpoints(self) -> None:
+        if self.expert_groups is not None:
+            raise NotImplementedError(
+                f"{type(self.module).__name__} has experts on the ranks of ds_npu.parallel.expert, whose checkpoints "
+                "this version of ds_npu neither writes nor reads"
+            )
+
+
+def _separated(make: Callable[[Any], torch.optim.Optimizer], groups: SeparateGroups) -> Callable[[Any], Any]:
+    return lambda parameters: groups.separate_in(make(parameters))

@@ -1,0 +1,79 @@
+"""From the placement of each parameter to what DeepSpeed reads off parameters: marks, and ZeRO's process group."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.distributed as dist
+from torch import nn
+
+from ds_npu.models import names
+from ds_npu.models.zero3 import partition, unpartitioned_shape
+from ds_npu.parallel.placement import Placement, placement_of, set_placement
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.topology.degrees import Axis
+from ds_npu.topology.topology import Topology
+
+TENSOR_PARALLEL = TensorAttribute[bool]("tensor_model_parallel")
+"""DeepSpeed counts the gradient of a parameter with this mark on every model-parallel rank, else on the first only."""
+MODEL_PARALLEL = TensorAttribute[bool]("model_parallel")
+"""The same, as Megatron-LM's older layers say it."""
+ALL_REDUCED = TensorAttribute[bool]("allreduce")
+"""False on the weights of experts: DeepSpeed reduces their gradients over another group (moe/utils.py)."""
+EXPERT_GROUP_NAME = TensorAttribute[str]("group_name")
+"""The name under which ``deepspeed.utils.groups`` has the groups of an expert's weight."""
+ZERO_GROUP = TensorAttribute[dist.ProcessGroup]("ds_zero_partition_process_group")
+"""The group over which ZeRO-3 shards a parameter (runtime/zero/partition_parameters.py)."""
+
+
+def expert_group_name(topology: Topology) -> str:
+    """As DeepSpeed forms it: its end is read as a number (utils/groups.py, _get_max_expert_size)."""
+    return f"ep_size_{topology.size('ep', 'etp')}"
+
+
+def place_parameters(model: nn.Module, topology: Topology, stage_axes: tuple[Axis, ...], zero_stage: int) -> None:
+    """Complete the placement of every parameter of ``model``, and mark it for DeepSpeed accordingly.
+
+    ``stage_axes``: ("pp",) where each rank along it has other layers, () where each has the whole model. Raises
+    ValueError for an expert's weight that ranks along the axes of experts hold alike.
+    """
+    for name, parameter in model.named_parameters():
+        placement = placement_of(parameter)
+        absent = set(stage_axes)
+        if not placement.sharded and (TENSOR_PARALLEL.get(parameter) or MODEL_PARALLEL.get(parameter)):
+            absent.add("tp")  # A tensor-parallel layer of the user's own: nobody tells which ranges.
+        shape = list(unpartitioned_shape(parameter))
+        for sharding in placement.sharded.values():
+            shape[sharding.dim] = sharding.size
+        placement = dataclasses.replace(placement, name=names.plain(name), shape=tuple(shape), absent=frozenset(absent))
+        set_placement(parameter, placement)
+        _mark(parameter, placement, topology, zero_stage)
+
+
+def _mark(parameter: nn.Parameter, placement: Placement, topology: Topology, zero_stage: int) -> None:
+    if placement.is_expert:
+        alike = [axis for axis in placement.copied if axis != "pp" and topology.size(axis) > 1]
+        if alike:
+            raise ValueError(
+                f"{placement.name} is an expert's weight that the ranks along {', '.join(alike)} hold alike; ds_npu "
+                "reduces gradients of experts that are sharded along every axis of the expert view"
+            )
+        ALL_REDUCED.set(parameter, False)
+        EXPERT_GROUP_NAME.set(parameter, expert_group_name(topology))
+    if placement.is_expert or placement.part("tp") != "replicated":
+        TENSOR_PARALLEL.set(parameter, True)
+    if zero_stage == 3:
+        ZERO_GROUP.set(parameter, topology.group(*placement.data_axes))
+
+
+def equalise_copies(model: nn.Module, topology: Topology) -> None:
+    """Give ranks that hold the same weight outside of the data axes the first one's values; DeepSpeed does the rest.
+
+    Where zero.Init has sharded a weight, this rank's part of it is what others hold alike.
+    """
+    for parameter in model.parameters():
+        axes = tuple(axis for axis in placement_of(parameter).copied if topology.size(axis) > 1)
+        if axes:
+            shard = partition(parameter)
+            values = parameter.data if shard is None else shard.data
+            dist.broadcast(values, topology.ranks(*axes)[0], group=topology.group(*axes))

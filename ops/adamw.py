@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ds_npu.operator_costs import adamw_cost
 from ds_npu.ops.operator import Operator
 from ds_npu.ops.precision import accumulation_dtype
 
@@ -92,4 +93,4 @@ def sample(dtype: torch.dtype) -> tuple[object, ...]:
     return *lists, AdamStep(lr=0.05, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, step=3)
 
 
-adamw_ = Operator("adamw", reference, kernel="ds_npu.ops.npu.adamw:adamw_", sample=sample)
+adamw_ = Operator("adamw", reference, kernel="ds_npu.ops.npu.adamw:adamw_", sample=sample, cost=adamw_cost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ds_npu.operator_costs import add_rms_norm_cost
 from ds_npu.ops import rms_norm
 from ds_npu.ops.operator import Operator
 
@@ -33,4 +34,5 @@ add_rms_norm = Operator(
     kernel="ds_npu.ops.npu.add_rms_norm:add_rms_norm",
     needs=("npu_add_rms_norm", "npu_rms_norm"),
     sample=sample,
+    cost=add_rms_norm_cost,
 )

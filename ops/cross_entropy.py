@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from ds_npu.operator_costs import cross_entropy_cost
 from ds_npu.ops.operator import Operator
 from ds_npu.ops.precision import for_accumulation
 
@@ -29,4 +30,5 @@ cross_entropy = Operator(
     kernel="ds_npu.ops.npu.cross_entropy:cross_entropy",
     needs=("npu_cross_entropy_loss",),
     sample=sample,
+    cost=cross_entropy_cost,
 )

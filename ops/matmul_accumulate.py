@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ds_npu.operator_costs import matmul_accumulate_cost
 from ds_npu.ops.operator import Operator
 
 
@@ -30,4 +31,5 @@ matmul_accumulate_ = Operator(
     kernel="ds_npu.ops.npu.matmul_accumulate:matmul_accumulate_",
     needs=("npu_grouped_matmul_add_",),
     sample=sample,
+    cost=matmul_accumulate_cost,
 )

@@ -13,6 +13,7 @@ import torch
 from ds_npu import capability
 from ds_npu.capability import Unavailable
 from ds_npu.log import warn_once
+from ds_npu.operator_costs import Cost
 from ds_npu.ops.self_check import Sample, difference
 
 P = ParamSpec("P")
@@ -36,6 +37,8 @@ class Operator(Generic[P, R]):
     """``module:function``, with exactly the signature and the result of the reference."""
     sample: Sample
     """Makes small arguments on the CPU for ``check``, in a dtype; those that are differentiated require gradients."""
+    cost: Callable[..., Cost]
+    """FLOP and bytes of a call, from the shapes and dtypes of its tensors: ``ds_npu.operator_costs``."""
     needs: Sequence[str] = ()
     """Functions of torch_npu that the kernel calls."""
     dtypes: Sequence[torch.dtype] = KERNEL_DTYPES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ds_npu.operator_costs import rms_norm_cost
 from ds_npu.ops.operator import Operator
 from ds_npu.ops.precision import accumulation_dtype
 
@@ -29,5 +30,10 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float, float
 
 
 rms_norm = Operator(
-    "rms_norm", reference, kernel="ds_npu.ops.npu.rms_norm:rms_norm", needs=("npu_rms_norm",), sample=sample
+    "rms_norm",
+    reference,
+    kernel="ds_npu.ops.npu.rms_norm:rms_norm",
+    needs=("npu_rms_norm",),
+    sample=sample,
+    cost=rms_norm_cost,
 )

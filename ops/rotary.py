@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ds_npu.operator_costs import rotary_cost
 from ds_npu.ops.operator import Operator
 from ds_npu.ops.precision import accumulation_dtype
 
@@ -34,4 +35,11 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return x_BNSD.requires_grad_(), angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-rotary = Operator("rotary", reference, kernel="ds_npu.ops.npu.rotary:rotary", needs=("npu_rotary_mul",), sample=sample)
+rotary = Operator(
+    "rotary",
+    reference,
+    kernel="ds_npu.ops.npu.rotary:rotary",
+    needs=("npu_rotary_mul",),
+    sample=sample,
+    cost=rotary_cost,
+)

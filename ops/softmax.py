@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ds_npu.operator_costs import softmax_cost
 from ds_npu.ops.operator import Operator
 from ds_npu.ops.precision import for_accumulation
 
@@ -32,4 +33,5 @@ softmax = Operator(
     kernel="ds_npu.ops.npu.softmax:softmax",
     needs=("npu_scaled_masked_softmax",),
     sample=sample,
+    cost=softmax_cost,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from ds_npu.operator_costs import swiglu_cost
 from ds_npu.ops.operator import Operator
 from ds_npu.ops.precision import for_accumulation
 
@@ -24,4 +25,6 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor]:
     return (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_(),)
 
 
-swiglu = Operator("swiglu", reference, kernel="ds_npu.ops.npu.swiglu:swiglu", needs=("npu_swiglu",), sample=sample)
+swiglu = Operator(
+    "swiglu", reference, kernel="ds_npu.ops.npu.swiglu:swiglu", needs=("npu_swiglu",), sample=sample, cost=swiglu_cost
+)

@@ -17,7 +17,7 @@ from ds_npu.config.problems import ConfigError, printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import PLANNED, switched_on
 from ds_npu.planner.context_report import context_part
-from ds_npu.planner.machine import MACHINES
+from ds_npu.topology.machine import MACHINES
 
 MOST = 2**40
 """Ranks, or tokens; how many ranks a world may have is checked with the config."""

@@ -28,7 +28,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--devices", type=_said(count_of), default=standard.devices, metavar="N", help="NPUs (8)")
     parser.add_argument("--soc", choices=SOCS, default=standard.soc, metavar="NAME", help=f"{', '.join(SOCS)} (910B2)")
     parser.add_argument(
-        "--memory", type=_said(bytes_of), default=standard.memory_bytes, metavar="SIZE", help="of each NPU (64GiB)"
+        "--memory",
+        type=_said(bytes_of),
+        default=standard.memory_bytes,
+        metavar="SIZE",
+        help=f"of each NPU ({standard.memory_bytes >> 30}GiB)",
     )
     parser.add_argument(
         "--chaos", type=_said(seed_of), metavar="SEED", help="delay streams at random, the same way for a seed"

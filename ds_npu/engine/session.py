@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_npu.capability import hccl_options
+from ds_npu.capability import SETTINGS, hccl_options
 from ds_npu.config.check import Checked, check
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.sections import DsNpuConfig
@@ -21,7 +21,7 @@ MIB = 2**20
 BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 MOST_DIGITS = 20
 """Of a world size: Python reads no integer of thousands."""
-HCCL_DEFAULT_MIB = 200
+HCCL_DEFAULT_MIB = int(next(default for name, default, _ in SETTINGS if name == "HCCL_BUFFSIZE"))
 """HCCL_BUFFSIZE's default; each communicator takes twice that (torch_npu documentation of hccl_buffer_size)."""
 
 

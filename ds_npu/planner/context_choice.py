@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms
 from ds_npu.config.problems import ConfigError, Problem
-from ds_npu.planner.context_cost import Cost, Layer, cost, impossible
-from ds_npu.planner.machine import A2, Machine
+from ds_npu.planner.context_cost import Layer, LayerCost, impossible, layer_cost
 from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.machine import A2, Machine
 
 EQUAL_FACTOR = 1.001
 """Times within this factor count as equal."""
@@ -24,7 +24,7 @@ class Candidate:
     """An algorithm with its estimated cost, or why it is impossible."""
 
     algorithm: ContextAlgorithm
-    cost: Cost | None
+    cost: LayerCost | None
     impossible: str | None
 
     def __str__(self) -> str:
@@ -76,7 +76,9 @@ def estimated(
     candidates = []
     for algorithm in found:
         reason = impossible(layer, algorithm, degrees)
-        candidates.append(Candidate(algorithm, None if reason else cost(layer, algorithm, degrees, machine), reason))
+        candidates.append(
+            Candidate(algorithm, None if reason else layer_cost(layer, algorithm, degrees, machine), reason)
+        )
     return candidates
 
 

@@ -17,9 +17,10 @@ from functools import cached_property
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.models.plan import AttentionShape
+from ds_npu.operator_costs import Shape, attention_backward_cost, attention_forward_cost
 from ds_npu.parallel.context.ring_schedule import Link, Step, ring_steps
-from ds_npu.planner.machine import Machine
 from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.machine import Machine
 
 CAUSAL_ROWS = 0.75
 """The mean part of a rank's rows that sees another's block in a zigzag ring: all rows, or the later half."""
@@ -47,7 +48,7 @@ class Pass:
     messages: int = 0
     """Messages and collectives."""
     attention_s: float = 0.0
-    """Attention kernels, with the cost of their calls."""
+    """Attention kernels."""
     exposed_s: float = 0.0
     """Communication that does not overlap with attention."""
     copy_s: float = 0.0
@@ -55,7 +56,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Cost:
+class LayerCost:
     """The cost of one layer on a rank."""
 
     forward: Pass
@@ -84,13 +85,13 @@ def impossible(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees) -> s
     return None
 
 
-def cost(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees, machine: Machine) -> Cost:
+def layer_cost(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees, machine: Machine) -> LayerCost:
     """The cost of a possible ``algorithm`` on the tensor rank with the most heads."""
     rank = _Rank(layer, algorithm, degrees, machine)
     route = _gather if algorithm.gather else _ring if algorithm.ring > 1 else _no_ring
     forward = [rank.exchange(), rank.attention(), route(rank)]
     backward = [rank.exchange_back(), rank.attention(backward=True), route(rank, backward=True)]
-    return Cost(_sum(forward), _sum(backward), rank.kept_bytes(), rank.working_bytes())
+    return LayerCost(_sum(forward), _sum(backward), rank.kept_bytes(), rank.working_bytes())
 
 
 def _sum(passes: Iterable[Pass]) -> Pass:
@@ -156,13 +157,16 @@ class _Rank:
         return sum(self.again) / sum(self.widths)
 
     def attention(self, backward: bool = False) -> Pass:
-        """2 products of B S^2 n / r scores with D and V forward (2 FLOPs each), 3 with D and 2 with V backward."""
+        """Its FLOP at the rate that the kernel reaches with the keys of one call, and the least time of each call."""
         layer, ring, (key, value) = self.layer, self.algorithm.ring, self.widths
-        scores = layer.samples * layer.length**2 / ring * max(self.heads[0]) / (2 if layer.causal else 1)
-        products = 3 * key + 2 * value if backward else key + value
+        pairs = layer.samples * layer.length**2 / ring / (2 if layer.causal else 1)
         # Gathered, the two chunks of a zigzag rank are a call each; a block of a ring is one.
-        calls = 1 + layer.causal if self.algorithm.gather else ring
-        return Pass(attention_s=2 * scores * products / self.machine.attention + calls * self.machine.call)
+        calls, keys = (1 + layer.causal, layer.length) if self.algorithm.gather else (ring, layer.length / ring)
+        rows, e = math.ceil(layer.length / ring), layer.number_bytes
+        q = Shape((layer.samples, rows, max(self.heads[0]), key), e)
+        k, v = (Shape((layer.samples, layer.length, max(self.heads[1]), width), e) for width in (key, value))
+        cost = attention_backward_cost(q, k, v, pairs) if backward else attention_forward_cost(q, k, v, pairs)
+        return Pass(attention_s=cost.flop / self.machine.attention_rate(keys) + calls * self.machine.kernel)
 
     def exchange(self) -> Pass:
         """Ulysses, forward: a rank sends each other rank its heads of q, k, v, and receives its own tokens' result."""

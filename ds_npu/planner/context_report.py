@@ -11,9 +11,9 @@ from ds_npu.config.check import Checked
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms
 from ds_npu.planner.context_choice import Candidate, algorithm_text, choose, choose_for, estimated, refusals
-from ds_npu.planner.context_cost import Cost, Layer
-from ds_npu.planner.machine import MACHINES, Machine
+from ds_npu.planner.context_cost import Layer, LayerCost
 from ds_npu.planner.model_file import attention_of
+from ds_npu.topology.machine import MACHINES, Machine
 
 CANDIDATES_SHOWN = 12
 """How many candidates the table shows."""
@@ -56,11 +56,11 @@ def _number_bytes(ds_config: dict[str, Any]) -> int:
 def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
     speeds = [
         f"{machine.node} ranks a node, {machine.port / 1e9:.0f} GB/s to all of them together",
-        f"{machine.link / 1e9:.0f} GB/s to one of them",
+        f"{machine.link / 1e9:.1f} GB/s to one of them",
         f"{machine.network / 1e9:.1f} GB/s to other nodes",
         f"{machine.memory / 1e9:,.0f} GB/s of memory",
-        f"{machine.attention / 1e12:.0f} TFLOP/s in attention",
-        f"{machine.call * 1e6:.0f} us a kernel",
+        _attention(machine),
+        f"{machine.kernel * 1e6:.0f} us a kernel",
         f"{machine.message * 1e6:.0f} us a message",
     ]
     size = "1 sample" if layer.samples == 1 else f"{layer.samples} samples"
@@ -70,6 +70,11 @@ def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
         f"Assumed of an {machine.name}: {', '.join(speeds)}."
     )
     yield from textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent="  ")
+
+
+def _attention(machine: Machine) -> str:
+    (fewest, slowest), (most, fastest) = machine.attention[0], machine.attention[-1]
+    return f"{slowest / 1e12:.0f} to {fastest / 1e12:.0f} TFLOP/s in attention at {fewest:,} to {most:,} keys a call"
 
 
 def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator[str]:
@@ -84,7 +89,7 @@ def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator
         yield f"    and {len(candidates) - CANDIDATES_SHOWN} that are slower"
 
 
-def _row(cost: Cost) -> str:
+def _row(cost: LayerCost) -> str:
     both = cost.both
     milliseconds = [1e3 * seconds for seconds in (cost.seconds, both.attention_s, both.exposed_s, both.copy_s)]
     times = "{:>9.2f}{:>10.2f}{:>9.2f}{:>9.2f}".format(*milliseconds)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_npu.topology.machine import A2
+
 SOCS = (
     "910B1", "910B2", "910B2C", "910B3", "910B4", "910B4-1",
     "910_9391", "910_9392", "910_9381", "910_9382", "910_9372", "910_9362",
@@ -27,7 +29,7 @@ class Simulation:
 
     devices: int = 8
     soc: str = "910B2"
-    memory_bytes: int = 64 * 2**30
+    memory_bytes: int = A2.hbm
     chaos: int | None = None
     faults: tuple[str, ...] = ()
     trace: str = ""

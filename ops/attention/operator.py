@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
+from ds_npu.operator_costs import attention_backward_cost, attention_forward_cost
 from ds_npu.ops.attention import reference
 from ds_npu.ops.attention.document import Inputs
 from ds_npu.ops.attention.mask import CAUSAL
@@ -81,6 +82,7 @@ attention_forward = Operator(
     kernel="ds_npu.ops.npu.attention:forward",
     needs=("npu_fusion_attention",),
     sample=_sample,
+    cost=attention_forward_cost,
 )
 """``(q, k, v, options) -> Result(out, lse, dropout)``, without autograd: for merging several such results."""
 
@@ -90,5 +92,6 @@ attention_backward = Operator(
     kernel="ds_npu.ops.npu.attention:backward",
     needs=("npu_fusion_attention_grad",),
     sample=_backward_sample,
+    cost=attention_backward_cost,
 )
 """``(dout, Inputs(q, k, v), Result, options, dlse=None) -> Inputs`` of gradients; ``Result`` may be a merged one."""

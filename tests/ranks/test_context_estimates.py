@@ -17,9 +17,9 @@ from ds_npu.parallel.context.axis import context_axis
 from ds_npu.parallel.context.load_balance import shard_evenly
 from ds_npu.parallel.context.ulysses_heads import share_heads
 from ds_npu.planner.context_choice import algorithm_text
-from ds_npu.planner.context_cost import Layer, Pass, cost, shared_heads
-from ds_npu.planner.machine import A2
+from ds_npu.planner.context_cost import Layer, Pass, layer_cost, shared_heads
 from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.machine import A2
 from ds_npu.topology.topology import Topology
 
 LENGTH, SAMPLES = 32, 2
@@ -72,7 +72,7 @@ def counted_is_estimated(size: int, dtype: torch.dtype) -> None:
                     )
                     shape = AttentionShape(heads, key_heads, width, value_width)
                     layer = Layer(shape, LENGTH, SAMPLES, dtype.itemsize)
-                    expected = cost(layer, algorithm, topology.degrees, A2)
+                    expected = layer_cost(layer, algorithm, topology.degrees, A2)
                     out = context_attention(q, k, v, axis, Options("BSND", CAUSAL), tokens)
                     where = f"{algorithm_text(algorithm)}, {kv_cache}, {name}"
                     assert count.take() == estimated(expected.forward), f"forward of {where}"

@@ -44,6 +44,7 @@ def test_an_installation_has_every_file_and_its_startup_line(checkout, tmp_path)
     assert not [path for path in target.rglob("*") if path.is_symlink()]
     assert (target / "ds_npu.pth").read_text() == (ROOT / "ds_npu" / "ds_npu.pth").read_text()
     assert (target / "ds_npu" / "py.typed").exists()
+    assert all((target / "ds_npu" / each).exists() for each in ("topology/machines.json", "config/deepspeed_versions"))
     (info,) = target.glob("ds_npu-*.dist-info")
     assert "ds_npu.engine.activation:autoload" in (info / "entry_points.txt").read_text()
     assert "ds_npu.pth" in (info / "RECORD").read_text()

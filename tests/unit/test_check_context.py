@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 import transformers
@@ -200,3 +202,11 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_configs_as_transformers_writes_them(tmp_path, config, shape):
     config.save_pretrained(tmp_path)
     assert attention_of(str(tmp_path)) == attention_of(str(tmp_path / "config.json")) == shape
+
+
+def test_estimates_need_no_torch(check, tmp_path):
+    assert check({"parallel": {"context": 4}}, "--sequence-length", 64, model=LLAMA)[0] == 0
+    command = ["check", str(tmp_path / "ds_config.json"), "--model", str(tmp_path), "--sequence-length", "64"]
+    code = f"import sys; from ds_npu.cli.main import main; main({command}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "total attention" in done.stdout and done.stdout.endswith("\nFalse\n")

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms, wrong_factors
 from ds_npu.config.problems import ConfigError
+from ds_npu.features.context_parallel import feature
 from ds_npu.models.plan import AttentionShape
 from ds_npu.parallel.context.ring_schedule import ring_steps
 from ds_npu.parallel.tensor.sharding import near_even
 from ds_npu.planner import context_cost
 from ds_npu.planner.context_choice import algorithm_text, choose, choose_for, communicators, estimated, refusals
-from ds_npu.planner.context_cost import Layer, cost, impossible
-from ds_npu.planner.machine import A2, A3, machine_of
+from ds_npu.planner.context_cost import Layer, impossible, layer_cost
 from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.machine import A2, A3, machine_of
 
 LLAMA = AttentionShape(32, 8, 128, 128)
 MLA = AttentionShape(16, 16, 192, 128)
@@ -30,7 +33,7 @@ FAST = dataclasses.replace(A2, node=1 << 20)
 
 
 def costs(shape, length, degrees, algorithm, machine=FAST, **layer):
-    return cost(Layer(shape, length, **layer), algorithm, degrees, machine)
+    return layer_cost(Layer(shape, length, **layer), algorithm, degrees, machine)
 
 
 def total(one_pass):
@@ -148,7 +151,7 @@ def test_memory():
 
 
 def test_attention_counts_the_operations_of_its_products():
-    machine = dataclasses.replace(A2, call=0.0, attention=1.0)
+    machine = dataclasses.replace(A2, kernel=0.0, attention=((1, 1.0),))
     found = costs(MLA, 64, Degrees(cp=4), algorithm_of("ring", 4), machine, samples=3)
     scores = 3 * 16 * 64 * 64 / 4 / 2
     assert found.forward.attention_s == 2 * scores * (192 + 128)
@@ -156,6 +159,14 @@ def test_attention_counts_the_operations_of_its_products():
     assert found.backward.attention_s == 2 * scores * (192 + 128 + 128 + 192 + 192)
     full = costs(MLA, 64, Degrees(cp=4), algorithm_of("ring", 4), machine, samples=3, causal=False)
     assert full.both.attention_s == 2 * found.both.attention_s
+
+
+def test_attention_runs_at_the_rate_of_the_keys_of_one_call():
+    machine = dataclasses.replace(A2, kernel=1e-3, attention=((64, 1.0), (256, 4.0)))
+    for algorithm, keys_rate, calls in (("ulysses", 4.0, 1), ("allgather", 4.0, 2), ("ring", 1.0, 4)):
+        found = costs(LLAMA, 256, Degrees(cp=4), algorithm_of(algorithm, 4), machine).forward
+        flop = 2 * (32 * 256 * 256 / 4 / 2) * (128 + 128)
+        assert found.attention_s == pytest.approx(flop / keys_rate + calls * 1e-3, rel=1e-12)
 
 
 def test_ranks_wait_for_the_one_with_most_heads():
@@ -197,10 +208,16 @@ SIZES = st.sampled_from([2, 3, 4, 6, 8, 12, 16])
 SPEEDS = ("port", "link", "network", "attention", "memory")
 
 
+def twice_as_fast(machine, speed):
+    found = getattr(machine, speed)
+    twice = tuple((keys, 2 * rate) for keys, rate in found) if speed == "attention" else 2 * found
+    return dataclasses.replace(machine, **{speed: twice})
+
+
 @given(SIZES, st.sampled_from([1, 2, 8]), st.integers(6, 20), st.sampled_from(SPEEDS), st.sampled_from([A2, A3]))
 def test_a_faster_machine_is_no_slower(context, tensor, logarithm, speed, machine):
     layer, degrees = Layer(LLAMA, 2**logarithm), Degrees(cp=context, tp=tensor, dp=8)
-    faster = dataclasses.replace(machine, **{speed: 2 * getattr(machine, speed)})
+    faster = twice_as_fast(machine, speed)
     for slow, fast in zip(
         *(estimated(algorithms(OPEN, context), layer, degrees, m) for m in (machine, faster)), strict=True
     ):
@@ -222,7 +239,9 @@ def test_known_points():
     assert chosen(few, 1 << 20, nodes) == "hybrid (ulysses 8)"
     assert chosen(AttentionShape(8, 8, 128, 128), 131072, Degrees(cp=16, dp=4)) == "hybrid (ulysses 8)"
     # All of a node's ranks are tensor ranks: everything goes to other nodes, and most of it hides in a ring.
-    assert chosen(AttentionShape(64, 8, 128, 128), 131072, Degrees(cp=8, tp=8)) == "ring"
+    assert chosen(AttentionShape(64, 8, 128, 128), 1 << 18, Degrees(cp=8, tp=8)) == "ring"
+    # So it would here, but blocks of 8,192 keys leave the kernel at three quarters of its rate.
+    assert chosen(AttentionShape(64, 8, 128, 128), 65536, Degrees(cp=8, tp=8)) == "allgather"
     # One super node: no link is slow.
     assert chosen(LLAMA, 131072, Degrees(cp=16, dp=4), A3) == "ulysses"
 
@@ -364,5 +383,8 @@ def test_a_world_within_a_node_is_near():
     assert A2.near(Degrees(cp=3, dp=2)) == 3 and A2.near(Degrees(cp=3, dp=4)) == 1
 
 
-def test_machines_are_known_by_their_devices():
+def test_machines_are_known_by_their_devices(monkeypatch):
     assert [machine_of(name) for name in ("Ascend910B2", "Ascend910_9391", "cpu")] == [A2, A3, A2]
+    npu = types.SimpleNamespace(get_device_name=lambda: "Ascend910_9391")
+    monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.get)
+    assert feature._machine("npu") == A3 and feature._machine("cpu") == A2

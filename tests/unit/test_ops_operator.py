@@ -8,6 +8,7 @@ import npu_double
 import pytest
 import torch
 
+from ds_npu.operator_costs import Cost
 from ds_npu.ops import operator as module
 from ds_npu.ops.all import OPERATORS, report
 from ds_npu.ops.operator import Operator
@@ -31,6 +32,10 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor, float]:
     return torch.linspace(-1, 1, 8).to(dtype).requires_grad_(), 3.0
 
 
+def cost(x: torch.Tensor) -> Cost:
+    return Cost(0, x.nbytes, x.nbytes)
+
+
 class NpuTensor(torch.Tensor):
     """A CPU tensor that says that it is on an NPU."""
 
@@ -52,7 +57,7 @@ def on_npu(value: float = 1.0, dtype=torch.float32):
 
 
 def made(kernel: str = "right", **others):
-    return Operator("scale", reference, kernel=f"{__name__}:{kernel}", sample=sample, **others)
+    return Operator("scale", reference, kernel=f"{__name__}:{kernel}", sample=sample, cost=cost, **others)
 
 
 def test_the_device_of_the_first_tensor_decides(here):
@@ -65,7 +70,9 @@ def test_the_device_of_the_first_tensor_decides(here):
 
 
 def test_the_first_of_a_list_of_tensors_decides(here):
-    total = Operator("total", lambda xs: CALLS.append("reference"), kernel=f"{__name__}:right", sample=sample)
+    total = Operator(
+        "total", lambda xs: CALLS.append("reference"), kernel=f"{__name__}:right", sample=sample, cost=cost
+    )
     total([torch.ones(2)])
     total([])
     with pytest.raises(TypeError):

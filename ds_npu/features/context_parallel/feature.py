@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ALGORITHM, ContextParallelSection, algorithms
 from ds_npu.config.problems import ConfigError, Problem
@@ -18,6 +20,7 @@ from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.parallel.tensor.randomness import align_generators
 from ds_npu.planner.context_choice import algorithm_text, choose_for
 from ds_npu.planner.context_cost import Layer
+from ds_npu.topology.machine import Machine, machine_of
 
 NOT_SHARDED = (
     "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. "
@@ -45,7 +48,7 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
 
     Raises ConfigError where no algorithm is possible with the model's number of heads.
     """
-    degrees, plan = build.topology.degrees, build.partial_plan
+    degrees, plan, machine = build.topology.degrees, build.partial_plan, _machine(build.device_type)
     # The attention with the fewest heads limits Ulysses most.
     shape = min(plan.attentions.values(), key=lambda each: each.heads, default=None)
     found = algorithms(section, degrees.cp)
@@ -56,19 +59,24 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
         accepted = f"keys that leave one of {names}: nothing says how many heads {plan.model} has"
         raise ConfigError([Problem(ALGORITHM, section.algorithm, accepted)])
     # The shortest sequence that is long enough for every algorithm.
-    choose_for(section, Layer(shape, 2 * degrees.cp), degrees)
+    choose_for(section, Layer(shape, 2 * degrees.cp), degrees, machine)
     if len(found) == 1:
         return found[0]
 
     def chosen(samples: int, length: int) -> ContextAlgorithm:
         # Read here: by the first forward, DeepSpeed has cast the model.
         number_bytes = next(build.model.parameters()).element_size()
-        choice = choose_for(section, Layer(shape, length, samples, number_bytes), degrees)
+        choice = choose_for(section, Layer(shape, length, samples, number_bytes), degrees, machine)
         sizes = f"{samples} x {length:,} tokens, {shape}, {degrees.cp} ranks"
         logger().info("context_parallel: %s, %s (%s)", algorithm_text(choice.algorithm), choice.reason, sizes)
         return choice.algorithm
 
     return chosen
+
+
+def _machine(device_type: str) -> Machine:
+    """Whose speeds the estimates assume: this process's NPU's, elsewhere an A2's."""
+    return machine_of("" if device_type == "cpu" else torch.get_device_module(device_type).get_device_name())
 
 
 CONTEXT_PARALLEL: Feature[ContextParallelSection] = Feature("context_parallel", apply=_apply)

@@ -22,12 +22,13 @@ from ds_npu.comm.pending import Pending
 from ds_npu.log import warn_once
 from ds_npu.ops import matmul_collective
 from ds_npu.parallel.tensor.axis import unflatten_rows
+from ds_npu.topology.machine import A2
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 PIECES = 8
-LATENCY_BYTES = 2**20
-"""Bytes that a link carries while a collective starts: 20 us at 50 GB/s. Assumed, not measured."""
+LATENCY_BYTES = round(A2.message * A2.port)
+"""Bytes that a rank sends while a collective starts, by the profile of an A2."""
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_npu.parallel.tensor.direct_linear import direct_weights, is_plain, use_direct_gradient
+from ds_npu.parallel.tensor.direct_layers import direct_weights, is_plain, use_direct_gradient
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
-from ds_npu.parallel.tensor.weight_gradient import GRADIENT_BUFFER, Buffer, GradientBuffer
+from ds_npu.parallel.tensor.weight_gradient import GRADIENT_SINK, Buffer, GradientSink
 
 KEY = "ds_npu.fused_ops.matmul_accumulate"
 GRAD_ACCUM = TensorAttribute[torch.Tensor | None]("grad_accum")
 HP_GRADIENT = TensorAttribute[torch.Tensor]("_hp_grad")
 """Attributes in which DeepSpeed keeps the accumulated gradient of a weight."""
+
+ZERO = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
 def install_gradient_buffers(engine: Any) -> list[str]:
@@ -42,7 +44,7 @@ def install_gradient_buffers(engine: Any) -> list[str]:
     weights = {name: weight for name, weight in direct_weights(engine.module) if weight.requires_grad}
     if not weights:
         return [f"{KEY} has no effect: {type(engine.module).__name__} has no linear layer that is trained"]
-    buffer_of = _accumulator(engine.optimizer)
+    buffer_of = accumulator(engine.optimizer)
     ordinary = {}
     for name, weight in weights.items():
         if weight._backward_hooks:
@@ -50,30 +52,36 @@ def install_gradient_buffers(engine: Any) -> list[str]:
         elif (buffer := buffer_of(weight)) is None:
             ordinary[name] = "the optimizer does not have it"
         else:
-            GradientBuffer(weight, buffer)
+            GradientSink(weight, buffer)
     return [f"{KEY} leaves out {name}: {reason}" for name, reason in ordinary.items()]
 
 
 def remove_gradient_buffers(model: nn.Module) -> None:
-    """Remove the buffers of an earlier engine of ``model``; its weights have ordinary gradients again."""
+    """Remove the sinks of an earlier engine of ``model``; its weights have ordinary gradients again."""
     for parameter in model.parameters():
-        GRADIENT_BUFFER.remove(parameter)
+        GRADIENT_SINK.remove(parameter)
 
 
 def _why_not(engine: Any) -> str | None:
+    optimizer = engine.optimizer
+    if reason := foreign_accumulation(engine):
+        return reason
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return _reduced_each_time(2) if optimizer.partition_gradients else None
+    return _reduced_each_time(3) if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else None
+
+
+def foreign_accumulation(engine: Any) -> str | None:
+    """Why nobody but DeepSpeed may add gradients where ``engine``'s optimizer accumulates them; None where one may."""
     optimizer = engine.optimizer
     if engine.is_deepcompile_enabled():
         return "DeepCompile makes the backward itself; leave compile.deepcompile out to use it"
     if isinstance(optimizer, BF16_Optimizer):
         folded = _setting(optimizer, "autoep_folding_tp_group") is not None
         return "AutoEP folding corrects every gradient before it is accumulated" if folded else None
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if _setting(optimizer, "zenflow"):
-            return "ZenFlow picks gradients apart before it accumulates them; leave zenflow out to use it"
-        return _reduced_each_time(2) if optimizer.partition_gradients else None
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return _reduced_each_time(3)
-    if isinstance(optimizer, ZeROOptimizer):
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and _setting(optimizer, "zenflow"):
+        return "ZenFlow picks gradients apart before it accumulates them; leave zenflow out to use it"
+    if isinstance(optimizer, ZeROOptimizer) and not isinstance(optimizer, ZERO):
         return f"it is not known where {type(optimizer).__name__} accumulates gradients"
     return None
 
@@ -90,7 +98,7 @@ def _reduced_each_time(stage: int) -> str:
     )
 
 
-def _accumulator(optimizer: Any) -> Callable[[nn.Parameter], Buffer | None]:
+def accumulator(optimizer: Any) -> Callable[[nn.Parameter], Buffer | None]:
     """From a weight to its buffer; None for a weight that ``optimizer`` does not accumulate."""
     if isinstance(optimizer, BF16_Optimizer):
         places = {

@@ -16,7 +16,7 @@ from gradient_buffer import Case
 from ranks import run_on_ranks
 from torch import nn
 
-from ds_npu.parallel.tensor.weight_gradient import gradient_buffer
+from ds_npu.parallel.tensor.weight_gradient import gradient_sink
 from ds_npu.zero_ext.gradient_buffer import install_gradient_buffers
 
 pytestmark = pytest.mark.slow
@@ -191,7 +191,7 @@ def says_why(case: Case, expected: list[str]) -> None:
         for message, part in zip(found, expected, strict=True):
             assert "ds_npu.fused_ops.matmul_accumulate" in message and part in message, message
         # The model is as without the key.
-        assert not any(gradient_buffer(weight) for weight in engine.module.parameters())
+        assert not any(gradient_sink(weight) for weight in engine.module.parameters())
         assert type(engine.module.up) is nn.Linear
 
 
@@ -209,12 +209,12 @@ def names_the_weights_left_out(case: Case) -> None:
     up, twice = install_gradient_buffers(engine)
     assert "leaves out up.weight: the optimizer does not have it" in up
     assert "leaves out twice.weight: a hook of its own" in twice
-    carry = {name for name, weight in model.named_parameters() if gradient_buffer(weight)}
+    carry = {name for name, weight in model.named_parameters() if gradient_sink(weight)}
     assert carry == {"down.weight", "embedding.weight"}
     for weight in model.parameters():
         weight.requires_grad_(False)
     assert "Model has no linear layer that is trained" in install_gradient_buffers(engine)[0]
-    assert not any(gradient_buffer(weight) for weight in model.parameters())
+    assert not any(gradient_sink(weight) for weight in model.parameters())
 
 
 @pytest.mark.parametrize("road", ["BF16_Optimizer", "ZeRO 1, bf16, float32 gradients, offloaded"])
@@ -233,7 +233,7 @@ def test_engines_that_are_not_known_are_refused(optimizer, deepcompile, part):
     engine = SimpleNamespace(module=nn.Linear(2, 2), optimizer=optimizer, is_deepcompile_enabled=lambda: deepcompile)
     (message,) = install_gradient_buffers(engine)
     assert message.startswith("ds_npu.fused_ops.matmul_accumulate has no effect: ") and part in message
-    assert type(engine.module) is nn.Linear and gradient_buffer(engine.module.weight) is None
+    assert type(engine.module) is nn.Linear and gradient_sink(engine.module.weight) is None
 
 
 def the_key_installs_them(case: Case) -> None:
@@ -243,7 +243,7 @@ def the_key_installs_them(case: Case) -> None:
         config = case.config()
         config["ds_npu"]["fused_ops"] = {"matmul_accumulate": asked}
         deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        carry = {name for name, weight in model.named_parameters() if gradient_buffer(weight)}
+        carry = {name for name, weight in model.named_parameters() if gradient_sink(weight)}
         expected = {"up.weight", "twice.weight", "down.weight", "embedding.weight"}
         assert carry == (expected if asked else set()), (case, asked, carry)
 

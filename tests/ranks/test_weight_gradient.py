@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_npu.parallel.tensor import weight_gradient
-from ds_npu.parallel.tensor.direct_linear import use_direct_gradient
+from ds_npu.parallel.tensor.direct_layers import use_direct_gradient
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, ColumnParallelLinear, RowParallelLinear
-from ds_npu.parallel.tensor.weight_gradient import GradientBuffer, gradient_buffer
+from ds_npu.parallel.tensor.weight_gradient import GradientQueue, GradientSink, gradient_sink
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -32,7 +33,7 @@ def direct(kind: str = "linear") -> tuple[nn.Module, torch.Tensor]:
     layer = (nn.Linear(K, N) if kind == "linear" else Conv1D(N, K)).to(torch.float64)
     use_direct_gradient(layer)
     buffer = torch.ones_like(layer.weight)
-    GradientBuffer(layer.weight, lambda dtype: buffer)
+    GradientSink(layer.weight, lambda dtype: buffer)
     return layer, buffer
 
 
@@ -145,7 +146,7 @@ def test_a_copy_and_a_file_have_layers_of_their_own(duplicate, kind, plain):
         other.weight.zero_()
     assert torch.equal(other(inputs(4, K)), other.bias.expand(4, N))
     assert torch.equal(read, layer.weight) and not torch.equal(layer.weight, other.weight)
-    assert gradient_buffer(other.weight) is None and gradient_buffer(read) is None
+    assert gradient_sink(other.weight) is None and gradient_sink(read) is None
     other(inputs(4, K)).square().sum().backward()
     assert other.weight.grad is not None and torch.equal(buffer, torch.ones_like(buffer))
 
@@ -168,7 +169,7 @@ def test_autocast_adds_to_a_float32_buffer_without_rounding(dtype):
     use_direct_gradient(layer)
     buffer = torch.zeros(N, K)
     asked: list[torch.dtype] = []
-    GradientBuffer(layer.weight, lambda low: asked.append(low) or buffer)
+    GradientSink(layer.weight, lambda low: asked.append(low) or buffer)
     x, dy = torch.randn(64, K), torch.randn(64, N).to(dtype)
     with torch.autocast("cpu", dtype):
         y = layer(x)
@@ -184,7 +185,7 @@ def test_a_buffer_of_another_low_dtype_is_left_alone():
     layer = nn.Linear(K, N)
     use_direct_gradient(layer)
     buffer = torch.zeros(N, K, dtype=torch.bfloat16)
-    GradientBuffer(layer.weight, lambda dtype: buffer)
+    GradientSink(layer.weight, lambda dtype: buffer)
     layer(torch.randn(4, K)).sum().backward()
     assert layer.weight.grad is not None and not buffer.any()
 
@@ -207,33 +208,72 @@ class Parallel(nn.Module):
         return self.row(torch.tanh(self.inside(torch.tanh(self.column(x)))))
 
 
-def adds_shards(sequence_parallel: bool) -> None:
-    topology = Topology(Degrees(tp=2))
-    rank = topology.rank("tp")
-    model = Parallel(topology, sequence_parallel)
-    buffers = {name: torch.zeros_like(weight) for name, weight in model.named_parameters() if name.endswith("weight")}
-    for name, buffer in buffers.items():
-        GradientBuffer(model.get_parameter(name), lambda dtype, buffer=buffer: buffer)
-    x = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    mine = x[:, 2 * rank : 2 * rank + 2] if sequence_parallel else x
-    dy = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    for _ in range(2):
-        model(mine).backward(dy[:, 2 * rank : 2 * rank + 2] if sequence_parallel else dy)
-
+def backwards(model: Parallel, sequence_parallel: bool, count: int) -> Iterator[nn.ModuleDict]:
+    """``count`` backwards of ``model``; behind each the layers of one process, which has the gradients up to there."""
+    rank = dist.get_rank()
     torch.manual_seed(4)
-    column, row, inside = (nn.Linear(*size, dtype=torch.float64) for size in ((6, 8), (8, 6), (4, 4)))
-    hidden = torch.cat([inside(part) for part in torch.tanh(column(x)).split(4, dim=-1)], dim=-1)
-    (2 * row(torch.tanh(hidden))).backward(dy)
-    half = slice(4 * rank, 4 * rank + 4)
-    torch.testing.assert_close(buffers["column.weight"], column.weight.grad[half], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(buffers["row.weight"], row.weight.grad[:, half], rtol=1e-12, atol=1e-12)
+    sizes = {"column": (6, 8), "row": (8, 6), "inside": (4, 4)}
+    plain = nn.ModuleDict({name: nn.Linear(*size, dtype=torch.float64) for name, size in sizes.items()})
+    for index in range(count):
+        generator = torch.Generator().manual_seed(5 + index)
+        x, dy = (torch.randn(2, 4, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+        mine = slice(2 * rank, 2 * rank + 2) if sequence_parallel else slice(None)
+        model(x[:, mine]).backward(dy[:, mine])
+        parts = torch.tanh(plain["column"](x)).split(4, dim=-1)
+        plain["row"](torch.tanh(torch.cat([plain["inside"](part) for part in parts], dim=-1))).backward(dy)
+        yield plain
+
+
+def hold_shards(found: dict[str, torch.Tensor], plain: nn.ModuleDict) -> None:
+    """The gradients of this rank's weights are those of one process."""
+    half = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    torch.testing.assert_close(found["column"], plain["column"].weight.grad[half], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["row"], plain["row"].weight.grad[:, half], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["inside"], plain["inside"].weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def adds_shards(sequence_parallel: bool) -> None:
+    model = Parallel(Topology(Degrees(tp=2)), sequence_parallel)
+    layers = {"column": model.column, "row": model.row, "inside": model.inside}
+    buffers = {name: torch.zeros_like(layer.weight) for name, layer in layers.items()}
+    for name, buffer in buffers.items():
+        GradientSink(layers[name].weight, lambda dtype, buffer=buffer: buffer)
+    *_, plain = backwards(model, sequence_parallel, 2)
+    # This one is summed over tensor ranks by a hook, which is given it.
+    assert not buffers["inside"].any()
+    hold_shards(buffers | {"inside": model.inside.weight.grad}, plain)
     assert model.column.weight.grad is None and model.row.weight.grad is None
-    # It is summed over tensor ranks by a hook, which is given it.
-    torch.testing.assert_close(model.inside.weight.grad, inside.weight.grad, rtol=1e-12, atol=1e-12)
-    assert not buffers["inside.weight"].any()
     dist.barrier()
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_layers_add_their_shards(sequence_parallel):
-    run_on_ranks(2, adds_shards, sequence_parallel)
+def queues_shards(sequence_parallel: bool) -> None:
+    model = Parallel(Topology(Degrees(tp=2)), sequence_parallel)
+    layers = {"column": model.column, "row": model.row, "inside": model.inside}
+    queue = GradientQueue()
+    queue.is_open = True
+    for name, layer in layers.items():
+        weight = layer.weight
+        sink = GradientSink(weight, lambda dtype, weight=weight: weight.grad, direct=False)
+        sink.name, sink.queue = name, queue
+    later = []
+    for plain in backwards(model, sequence_parallel, 3):  # noqa: B007
+        later.append(queue.collect())
+        assert later[-1].names == ["row", "inside", "column"]
+        if len(later) > 1:
+            later.pop(0).compute()
+        else:
+            assert not any(layer.weight.grad is not None for layer in layers.values())
+    later.pop().compute()
+    assert queue.close() == []
+    hold_shards({name: layer.weight.grad for name, layer in layers.items()}, plain)
+    dist.barrier()
+
+
+def adds_and_queues_shards() -> None:
+    for sequence_parallel in (False, True):
+        adds_shards(sequence_parallel)
+        queues_shards(sequence_parallel)
+
+
+def test_tensor_parallel_layers_add_and_queue_their_shards():
+    run_on_ranks(2, adds_and_queues_shards)

@@ -6,6 +6,7 @@ In Megatron sequence parallelism (arXiv:2205.05198) norms, and biases between re
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,26 @@ from ds_npu.comm.collectives import all_reduce
 from ds_npu.parallel.placement import mark_partial
 
 
+@dataclass(frozen=True)
+class PartialSum:
+    """A hook on a parameter that sums its gradient over ``group``; it is linear, so it may be run for parts of it."""
+
+    group: dist.ProcessGroup | None
+
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum; None in a backward that has left the whole gradient for later."""
+        if gradient is None:
+            return None
+        # The sum is of a copy: somebody else may hold the gradient that autograd hands out.
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self.group).wait()
+
+
 def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
     """Sum every gradient of ``parameter`` over ``group``, the tensor ranks, before ZeRO or an accumulation sees it."""
     mark_partial(parameter, "tp")
-    register: Callable[[Callable[[torch.Tensor], torch.Tensor]], RemovableHandle] = parameter.register_hook
+    register: Callable[[PartialSum], RemovableHandle] = parameter.register_hook
     # A frozen one may be trained later on; torch registers hooks only on what is trained, and then keeps them.
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
-    # The sum is of a copy: somebody else may hold the gradient that autograd hands out.
-    register(lambda gradient: all_reduce(gradient.clone(memory_format=torch.contiguous_format), group).wait())
+    register(PartialSum(group))
     parameter.requires_grad_(trained)

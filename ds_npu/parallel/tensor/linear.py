@@ -20,11 +20,7 @@ from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, SerialCollectives, TensorA
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.region import RegionInput, padded
 from ds_npu.parallel.tensor.sharding import shard_sections
-from ds_npu.parallel.tensor.weight_gradient import (
-    GRADIENT_BUFFER,
-    GradientBuffer,
-    gradient_buffer,
-)
+from ds_npu.parallel.tensor.weight_gradient import GRADIENT_SINK, GradientSink, gradient_sink, taken
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.parallel.tensor.whole_weight import ShowsWhole
 from ds_npu.topology.topology import Topology
@@ -34,7 +30,7 @@ class _ColumnContext(Context):
     axis: TensorAxis
     layouts: Sequence[WeightLayout]
     stacked: bool
-    buffers: Sequence[GradientBuffer | None]
+    sinks: Sequence[GradientSink | None]
 
 
 class _Columns(torch.autograd.Function):
@@ -56,7 +52,7 @@ class _Columns(torch.autograd.Function):
         weights, biases = parameters[::2], parameters[1::2]
         ctx.axis, ctx.layouts, ctx.stacked = axis, layouts, stacked
         # Not read from saved tensors: activation checkpointing puts other tensors in their place.
-        ctx.buffers = [None if weight is None else gradient_buffer(weight) for weight in weights]
+        ctx.sinks = [None if weight is None else gradient_sink(weight) for weight in weights]
         # Where all weights are frozen (beside adapters) backward does not need x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[4::2]) else None, *parameters)
         used = [layout.used(bias) for layout, bias in zip(layouts, biases, strict=True)]
@@ -84,9 +80,8 @@ class _Columns(torch.autograd.Function):
         inputs = x if gathered is None else gathered.wait()
         gradients: list[torch.Tensor | None] = []
         for index, (dy, layout, weight, bias) in enumerate(zip(dys, layouts, weights, biases, strict=True)):
-            gradients.append(
-                layout.weight_gradient(weight, inputs, dy, ctx.buffers[index]) if wanted[2 * index] else None
-            )
+            product = layout.product(weight, inputs, dy) if wanted[2 * index] else None
+            gradients.append(None if product is None else taken(ctx.sinks[index], product))
             gradients.append(layout.bias_gradient(bias, dy) if wanted[2 * index + 1] else None)
         return (pending.wait() if pending else None, None, None, None, *gradients)
 
@@ -130,7 +125,7 @@ def _stacked(
 class _RowContext(Context):
     axis: TensorAxis
     layout: WeightLayout
-    buffer: GradientBuffer | None
+    sink: GradientSink | None
 
 
 class _Row(torch.autograd.Function):
@@ -140,7 +135,7 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: _RowContext, x: torch.Tensor, axis: TensorAxis, layout: WeightLayout, weight: torch.Tensor
     ) -> torch.Tensor:
-        ctx.axis, ctx.layout, ctx.buffer = axis, layout, gradient_buffer(weight)
+        ctx.axis, ctx.layout, ctx.sink = axis, layout, gradient_sink(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
         pair = (x, layout.matrix(weight))
         if axis.sequence_parallel:
@@ -157,7 +152,7 @@ class _Row(torch.autograd.Function):
         else:
             dx = torch.matmul(dy, matrix)
         wanted = ctx.needs_input_grad[3]
-        return dx, None, None, layout.weight_gradient(weight, x, dy, ctx.buffer) if wanted else None
+        return dx, None, None, taken(ctx.sink, layout.product(weight, x, dy)) if wanted else None
 
 
 _row = applied(_Row, _Row.forward)
@@ -165,17 +160,17 @@ _row = applied(_Row, _Row.forward)
 
 class _LinearContext(Context):
     layout: WeightLayout
-    buffer: GradientBuffer | None
+    sink: GradientSink | None
 
 
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b on one rank, whose weight has a gradient buffer."""
+    """y = x Wᵀ + b on one rank, whose weight has a gradient sink."""
 
     @staticmethod
     def forward(
         ctx: _LinearContext, x: torch.Tensor, layout: WeightLayout, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.layout, ctx.buffer = layout, gradient_buffer(weight)
+        ctx.layout, ctx.sink = layout, gradient_sink(weight)
         ctx.save_for_backward(x, weight, bias)
         return functional.linear(x, layout.matrix(weight).t(), layout.used(bias))
 
@@ -184,7 +179,7 @@ class _Linear(torch.autograd.Function):
         (x, weight, bias), layout, dy = ctx.saved_tensors, ctx.layout, dys[0]
         wanted = ctx.needs_input_grad
         dx = torch.matmul(dy, layout.matrix(weight).t()) if wanted[0] else None
-        gradient = layout.weight_gradient(weight, x, dy, ctx.buffer) if wanted[2] else None
+        gradient = taken(ctx.sink, layout.product(weight, x, dy)) if wanted[2] else None
         return dx, None, gradient, layout.bias_gradient(bias, dy) if wanted[3] else None
 
 
@@ -194,13 +189,13 @@ _linear = applied(_Linear, _Linear.forward)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: WeightLayout) -> torch.Tensor:
     """[..., K] to [..., N], with the whole weight of this rank."""
     plain = type(x) in (torch.Tensor, nn.Parameter)  # A subclass of Tensor has a product of its own.
-    if not plain or torch.compiler.is_compiling() or gradient_buffer(weight) is None or not weight.requires_grad:
+    if not plain or torch.compiler.is_compiling() or gradient_sink(weight) is None or not weight.requires_grad:
         return functional.linear(x, layout.matrix(weight).t(), layout.used(bias))
     return _linear(_autocast(x), layout, _autocast(weight), None if bias is None else _autocast(bias))
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the dtype in which autocast multiplies, with its gradient buffer: the gradient is added uncast.
+    """``tensor`` in the dtype in which autocast multiplies, with its gradient sink, which takes the product uncast.
 
     Autocast does not see the operands of our autograd functions.
     """
@@ -208,8 +203,8 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     if not torch.is_autocast_enabled(device):
         return tensor
     cast = tensor.to(torch.get_autocast_dtype(device))
-    if buffer := gradient_buffer(tensor):
-        GRADIENT_BUFFER.set(cast, buffer)
+    if sink := gradient_sink(tensor):
+        GRADIENT_SINK.set(cast, sink)
     return cast
 
 

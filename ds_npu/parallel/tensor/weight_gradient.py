@@ -1,18 +1,22 @@
-"""Weight gradients that the matrix product itself adds to the buffer in which the optimizer accumulates them.
+"""Where the products of weight gradients go: to autograd, into the optimizer's buffer, or into a queue.
 
-Megatron-LM calls this gradient accumulation fusion.
+A weight whose products ds_npu takes has a ``GradientSink``, to which its layers give each product in backward; a weight
+without one has ordinary gradients. The sink adds the product to the buffer in which the optimizer accumulates
+(Megatron-LM: gradient accumulation fusion), leaves it in a ``GradientQueue`` (zero-bubble pipelines compute it later,
+arXiv:2401.10241), or returns it for autograd.
 
-[Note: None for a gradient] A linear layer that has added its weight's gradient gives autograd None for it. The weight's
-AccumulateGrad node is executed all the same, once in a backward and after every use of the weight, and so are the
-weight's post-accumulate hooks, by which DeepSpeed learns that a gradient is complete. A use that went the ordinary way
-(a tied embedding) ends in ``weight.grad``, as ever, from where DeepSpeed adds it to the same buffer. PyTorch 2.13 runs
-the hooks after None too; where a PyTorch does not, they are run behind the node.
+[Note: None for a gradient] A layer whose product was taken gives autograd None for it. The weight's AccumulateGrad node
+is executed all the same, once in a backward and after every use of the weight, and so are the weight's post-accumulate
+hooks, by which DeepSpeed learns that a gradient is complete. A use that went the ordinary way (functional.linear in a
+user's code) ends in ``weight.grad``, as ever, from where DeepSpeed adds it to the same buffer. PyTorch 2.13 runs the
+hooks after None too; where a PyTorch does not, they are run behind the node. While products are queued, the hooks that
+reduce gradients do nothing (``ds_npu.zero_ext.held_reduction``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -20,46 +24,78 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ds_npu.ops.autograd import Context, applied
-from ds_npu.ops.matmul_accumulate import matmul_accumulate_
+from ds_npu.parallel.tensor.gradient import PartialSum
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
-
-WIDE = (torch.float32, torch.float64)
+from ds_npu.parallel.tensor.weight_product import WeightProduct
 
 Hook = Callable[[torch.Tensor], None]
 
 Buffer = Callable[[torch.dtype], torch.Tensor | None]
-"""From the dtype of a product's operands to the tensor, in the weight's shape, to which the product is added; None
-where it is not added."""
+"""From the dtype of what is added to the tensor, in the weight's shape, in which the optimizer accumulates; None where
+it has none yet, and ``weight.grad`` is to become it."""
 
 
-class GradientBuffer:
-    """The attribute of a weight whose gradient the matrix product adds to a buffer."""
+class GradientSink:
+    """The attribute of a weight that takes the products of its gradient.
 
-    def __init__(self, weight: nn.Parameter, buffer: Buffer) -> None:
-        self._weight, self._buffer = weight, buffer
+    With ``direct``, products are added to the ``buffer`` by the matrix multiplication itself; else only what comes out
+    of the ``queue`` is added to it.
+    """
+
+    def __init__(self, weight: nn.Parameter, buffer: Buffer, direct: bool = True) -> None:
+        self.weight, self.buffer, self.direct = weight, buffer, direct
+        self.name = ""
+        """Of the weight, for errors."""
+        self.queue: GradientQueue | None = None
         self._hooks_run = hooks_run_after_none()
         self._backward = -1
-        GRADIENT_BUFFER.set(weight, self)
+        GRADIENT_SINK.set(weight, self)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # A weight read from a file has no buffer.
+        return type(None), ()  # A weight read from a file has no sink.
 
-    def add(self, dy: torch.Tensor, x: torch.Tensor) -> bool:
-        """Add dyᵀ x of [T, rows] and [T, columns] in the buffer's precision, within a backward.
+    def take(self, product: WeightProduct) -> torch.Tensor | None:
+        """What a layer gives autograd for the weight, within a backward: the product, or None where it is taken.
 
-        False, and nothing is added, where autograd is to have the gradient: for hooks that change it (those that sum it
-        over ranks), for gradients of gradients, and for torch.autograd.grad.
+        Autograd has it for gradients of gradients, for torch.autograd.grad, and for hooks that change the gradient;
+        the hooks of partial sums are run when a queued product is computed.
         """
-        node = get_gradient_edge(self._weight).node
-        if torch.is_grad_enabled() or self._weight._backward_hooks or not _accumulates(node):
-            return False
-        buffer = self._buffer(dy.dtype)
-        if buffer is None or buffer.dtype not in (*WIDE, dy.dtype):
-            return False
-        accumulate(buffer, dy, x)
+        node = get_gradient_edge(self.weight).node
+        if torch.is_grad_enabled() or not _accumulates(node):
+            return product.gradient()
+        if self.queue is not None and self.queue.is_open and _only_sums(self.weight):
+            self.queue.put(self, product)
+            return None
+        if self.weight._backward_hooks or not self._add(product):
+            return product.gradient()
         if not self._hooks_run:
             self._run_hooks_after(node)
-        return True
+        return None
+
+    def accumulate(self, products: Sequence[WeightProduct]) -> None:
+        """Compute all ``products`` of one backward and add them where the optimizer accumulates.
+
+        To the bit what autograd and DeepSpeed would have made of them in that backward.
+        """
+        total: torch.Tensor | None = None
+        for product in products:
+            if self.weight._backward_hooks or not self._add(product):
+                gradient = product.gradient().to(self.weight.dtype)
+                total = gradient if total is None else total.add_(gradient)
+        if total is None:
+            return
+        for hook in (self.weight._backward_hooks or {}).values():
+            changed = hook(total)
+            total = total if changed is None else changed
+        buffer = self.buffer(total.dtype)
+        if buffer is None:
+            self.weight.grad = total
+        else:
+            buffer.add_(total.to(buffer.dtype))
+
+    def _add(self, product: WeightProduct) -> bool:
+        buffer = self.buffer(product.dtype) if self.direct else None
+        return buffer is not None and product.add_to(buffer)
 
     def _run_hooks_after(self, node: Node) -> None:
         if self._backward == (task := torch._C._current_graph_task_id()):
@@ -68,33 +104,76 @@ class GradientBuffer:
 
         def after(_: object, gradients: tuple[torch.Tensor | None]) -> None:
             handle.remove()
-            hooks: dict[int, Hook] = self._weight._post_accumulate_grad_hooks or {}
+            hooks: dict[int, Hook] = self.weight._post_accumulate_grad_hooks or {}
             for hook in list(hooks.values()) if gradients[0] is None else ():
-                hook(self._weight)
+                hook(self.weight)
 
         # The graph keeps the node for this backward. It keeps the weight alive, so the weight does not keep it.
         handle = node.register_hook(after)
 
 
-GRADIENT_BUFFER = TensorAttribute[GradientBuffer]("ds_npu_gradient_buffer")
+GRADIENT_SINK = TensorAttribute[GradientSink]("ds_npu_gradient_sink")
 
 
-def gradient_buffer(weight: torch.Tensor) -> GradientBuffer | None:
-    """The buffer of ``weight``, or of the weight it was cast from; None where it has an ordinary gradient."""
-    return GRADIENT_BUFFER.get(weight)
+def gradient_sink(weight: torch.Tensor) -> GradientSink | None:
+    """The sink of ``weight``, or of the weight it was cast from; None where it has an ordinary gradient."""
+    return GRADIENT_SINK.get(weight)
 
 
-def weight_gradient(buffer: GradientBuffer | None, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """dyᵀ x of [T, rows] and [T, columns]; None where it was added to ``buffer``."""
-    return None if buffer is not None and buffer.add(dy, x) else dy.t() @ x
+def taken(sink: GradientSink | None, product: WeightProduct) -> torch.Tensor | None:
+    """What a layer gives autograd for its weight: the product, or None where the ``sink`` has taken it."""
+    return product.gradient() if sink is None else sink.take(product)
 
 
-def accumulate(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """buffer [rows, columns] += dyᵀ x, without a tensor of the buffer's size beside it."""
-    if buffer.dtype in WIDE:
-        matmul_accumulate_(buffer, dy, x)
-    else:
-        buffer.addmm_(dy.t(), x)
+class QueuedGradients:
+    """The products that one backward left in a queue; they hold their operands until they are computed."""
+
+    def __init__(self, products: dict[GradientSink, list[WeightProduct]]) -> None:
+        self._products = products
+
+    @property
+    def names(self) -> list[str]:
+        """The weights whose products are not computed yet."""
+        return [sink.name for sink in self._products]
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Add the products to the gradients, weight by weight; ranks that share partial sums call this in one order."""
+        while self._products:
+            sink = next(iter(self._products))
+            sink.accumulate(self._products.pop(sink))
+
+
+class GradientQueue:
+    """Products of weight gradients that backwards leave for later, while it ``is_open``."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._products: dict[GradientSink, list[WeightProduct]] = {}
+        self._collected: list[QueuedGradients] = []
+
+    def put(self, sink: GradientSink, product: WeightProduct) -> None:
+        self._products.setdefault(sink, []).append(product)
+
+    def collect(self) -> QueuedGradients:
+        """The products of the backward that has ended: all that were queued since the last call."""
+        collected = QueuedGradients(self._products)
+        self._products = {}
+        self._collected = [each for each in (*self._collected, collected) if each.names]
+        return collected
+
+    def close(self) -> list[str]:
+        """Queue no more, and forget what is queued; returns the names of the weights that had products in it."""
+        self.is_open = False
+        self.collect()
+        names = {name for each in self._collected for name in each.names}
+        self._collected = []
+        return sorted(names)
+
+
+def _only_sums(weight: nn.Parameter) -> bool:
+    """Whether the hooks that change ``weight``'s gradient, if any, may be given its products at different times."""
+    return all(isinstance(hook, PartialSum) for hook in (weight._backward_hooks or {}).values())
 
 
 def _accumulates(node: Node) -> bool:

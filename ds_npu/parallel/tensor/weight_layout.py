@@ -1,6 +1,6 @@
-"""How the weight of a linear layer is laid out in memory, and its gradient in that layout.
+"""How the weight of a linear layer is laid out in memory, and the product of its gradient in that layout.
 
-Shape letters: K inputs, N outputs.
+Shape letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_npu.parallel.tensor.sharding import Ranges
-from ds_npu.parallel.tensor.weight_gradient import GradientBuffer, weight_gradient
+from ds_npu.parallel.tensor.weight_product import MatrixProduct, WeightProduct
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,12 @@ class WeightLayout:
         """The part of ``bias`` that is used, [N]."""
         return bias if bias is None or self.outputs is None else torch.cat(self._pieces(bias), dim=-1)
 
-    def weight_gradient(
-        self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, buffer: GradientBuffer | None
-    ) -> torch.Tensor | None:
-        """The gradient of ``weight`` from [..., K] and [..., N]; None where it was added to the ``buffer``."""
+    def product(self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> WeightProduct:
+        """The product of the gradient of ``weight`` from [..., K] and [..., N]."""
         x, dy = _rows(x), _rows(dy)
-        if self.outputs is None:
-            return weight_gradient(buffer, x, dy) if self.transposed else weight_gradient(buffer, dy, x)
-        whole = torch.zeros_like(weight)
-        self._add(whole if self.transposed else whole.t(), x.t() @ dy)
-        return whole
+        if self.outputs is not None:
+            return _PickedProduct(self, dy, x, weight.shape)
+        return MatrixProduct(x, dy) if self.transposed else MatrixProduct(dy, x)
 
     def bias_gradient(self, bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         """The gradient of ``bias`` from [..., N]."""
@@ -48,17 +44,41 @@ class WeightLayout:
         if self.outputs is None:
             return gradient
         whole = torch.zeros_like(bias)
-        self._add(whole, gradient)
+        self.add_used(whole, gradient)
         return whole
 
-    def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        return [whole.narrow(-1, start, stop - start) for start, stop in self.outputs or ()]
-
-    def _add(self, whole: torch.Tensor, used: torch.Tensor) -> None:
+    def add_used(self, whole: torch.Tensor, used: torch.Tensor) -> None:
+        """Add ``used`` [..., N], of the outputs that are computed, to ``whole`` [..., outputs of the whole weight]."""
         pieces = self._pieces(whole)
         lengths = [each.shape[-1] for each in pieces]
         for piece, part in zip(pieces, torch.split(used, lengths, dim=-1), strict=True):
             piece += part
+
+    def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole.narrow(-1, start, stop - start) for start, stop in self.outputs or ()]
+
+
+@dataclass(frozen=True)
+class _PickedProduct:
+    """The product for the ``outputs`` of a layout from dy [T, N] and x [T, K]; the weight's other outputs get 0."""
+
+    layout: WeightLayout
+    dy: torch.Tensor
+    x: torch.Tensor
+    shape: torch.Size
+    """Of the weight."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dy.dtype
+
+    def gradient(self) -> torch.Tensor:
+        whole = self.dy.new_zeros(self.shape)
+        self.layout.add_used(whole if self.layout.transposed else whole.t(), self.x.t() @ self.dy)
+        return whole
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        return False
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,123 @@
+"""Linear layers and embeddings of one tensor rank whose weight's gradient goes to the weight's sink."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.forward_wraps import has_own_forward
+from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, linear
+from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
+from ds_npu.parallel.tensor.weight_layout import WeightLayout
+from ds_npu.parallel.tensor.weight_product import LookupProduct
+
+
+class DirectLinear:
+    """First base of the class of a plain linear layer: it multiplies by ``ds_npu.parallel.tensor.linear.linear``."""
+
+    layout = WeightLayout()
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] to [..., N]."""
+        return linear(x, self.weight, self.bias, self.layout)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _as_plain(self, type(self).__bases__[1])
+
+
+class _LookupContext(Context):
+    padding_idx: int | None
+    sink: GradientSink | None
+    rows: int
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of an embedding [V, H] by word numbers [...]: [..., H]."""
+
+    @staticmethod
+    def forward(
+        ctx: _LookupContext, words: torch.Tensor, weight: torch.Tensor, padding_idx: int | None
+    ) -> torch.Tensor:
+        ctx.padding_idx, ctx.sink, ctx.rows = padding_idx, gradient_sink(weight), weight.shape[0]
+        ctx.save_for_backward(words)
+        return functional.embedding(words, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: _LookupContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (words,) = ctx.saved_tensors
+        padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
+        return None, taken(ctx.sink, LookupProduct(dys[0], words, ctx.rows, padding_idx)), None
+
+
+_lookup = applied(_Lookup, _Lookup.forward)
+
+
+class DirectEmbedding(nn.Embedding):
+    """Last base but one of the class of an embedding: what a subclass does beside the lookup (Gemma scales) stays."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Word numbers [...] to [..., H]."""
+        weight = self.weight
+        if torch.compiler.is_compiling() or gradient_sink(weight) is None or not weight.requires_grad:
+            return super().forward(input)
+        return _lookup(input, weight, self.padding_idx)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _as_plain(self, type(self).__bases__[0])
+
+
+def _as_plain(module: object, kind: type) -> tuple[object, ...]:
+    """What ``__reduce__`` returns so that copies and files hold a layer of the plain class ``kind``."""
+    return copyreg._reconstructor, (kind, object, None), dict(vars(module))  # type: ignore[attr-defined]
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether ``module`` is exactly an nn.Linear or a Conv1D of transformers, with the forward of its class."""
+    kind = type(module)
+    known = kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+    return known and not has_own_forward(module)
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Whether ``module`` is an embedding, or one of a subclass, with a dense gradient of each lookup by itself."""
+    if not isinstance(module, nn.Embedding) or isinstance(module, DirectEmbedding) or has_own_forward(module):
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def use_direct_gradient(module: nn.Module) -> None:
+    """Make ``module``, for which ``is_plain`` or ``is_lookup``, use its weight's sink; it stays the same object."""
+    # A class, and not a forward of its own: a copy of the module multiplies with its own weight.
+    kind: Any = type(module)
+    object.__setattr__(module, "__class__", _direct(kind))
+
+
+LINEARS = (DirectLinear, ColumnLinear, RowLinear)
+
+
+def direct_weights(model: nn.Module, kinds: tuple[type, ...] = LINEARS) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights whose layers, of ``kinds``, use a gradient sink, by name; a tied one comes once."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        direct = isinstance(module, kinds)
+        weight = module.get_parameter("weight") if direct else None
+        if weight is not None and id(weight) not in seen:
+            seen.add(id(weight))
+            yield f"{name}.weight".lstrip("."), weight
+
+
+@functools.cache
+def _direct(kind: Any) -> type[nn.Module]:
+    name = f"Direct{kind.__name__}"
+    if issubclass(kind, nn.Embedding):
+        return DirectEmbedding if kind is nn.Embedding else type(name, (kind, DirectEmbedding), {})
+    return type(name, (DirectLinear, kind), {"layout": WeightLayout(transposed=kind is not nn.Linear)})

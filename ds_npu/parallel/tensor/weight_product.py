@@ -1,0 +1,79 @@
+"""The products of which a weight's gradient is the sum: one for each use of the weight in a forward.
+
+A product keeps its operands, so that it can be computed later than the backward that found it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ds_npu.ops.matmul_accumulate import matmul_accumulate_
+
+WIDE = (torch.float32, torch.float64)
+
+
+class WeightProduct(Protocol):
+    """One product of a weight's gradient."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the operands."""
+
+    def gradient(self) -> torch.Tensor:
+        """Compute it, in the weight's shape: a new, contiguous tensor in the dtype of the operands."""
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        """Add it to ``buffer`` [the weight's shape] in the buffer's precision, without a tensor of that size beside it.
+
+        False, and nothing is added, where this product or the buffer's dtype has no such kernel.
+        """
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """dyᵀ x of [T, rows] and [T, columns], for a weight [rows, columns]: of a linear layer."""
+
+    dy: torch.Tensor
+    x: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dy.dtype
+
+    def gradient(self) -> torch.Tensor:
+        return self.dy.t() @ self.x
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        if buffer.dtype in WIDE:
+            matmul_accumulate_(buffer, self.dy, self.x)
+        elif buffer.dtype == self.dtype:
+            buffer.addmm_(self.dy.t(), self.x)
+        else:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class LookupProduct:
+    """The sum of rows of dy [..., H] by the word numbers [...] of an embedding [rows, H] that looked them up."""
+
+    dy: torch.Tensor
+    words: torch.Tensor
+    rows: int
+    padding_idx: int
+    """A row that gets no gradient; -1 for none."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dy.dtype
+
+    def gradient(self) -> torch.Tensor:
+        backward = torch.ops.aten.embedding_dense_backward
+        gradient: torch.Tensor = backward(self.dy, self.words, self.rows, self.padding_idx, False)
+        return gradient
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        return False

@@ -29,7 +29,7 @@ from ds_npu.engine.failed_ranks import explain_failed_ranks
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.placements import equalise_copies, place_parameters
-from ds_npu.engine.same_batch import check_first_batch
+from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
@@ -78,7 +78,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
             engine: Any = self
             engine._take_model_step = allow_shard_access()(engine._take_model_step)
         if not is_pipeline:
-            check_first_batch(model, self.topology)
+            agree_on_first_batch(model, self.topology)
         remove_gradient_buffers(model)
         for install in self.build.when_built:
             for line in install(self):

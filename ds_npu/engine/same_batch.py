@@ -1,7 +1,8 @@
-"""Tensor and context ranks must be given the same batch: looked at once, at the first forward."""
+"""What the ranks agree on before the first forward: that peers were given the same batch, and a context algorithm."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
+from ds_npu.features.context_parallel.forward import OF_TOKENS, generates
+from ds_npu.features.context_parallel.sharded_sequences import algorithm_choice_of, has_sharded_sequences
 from ds_npu.parallel.forward_wraps import disable_tracing
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
@@ -17,25 +19,44 @@ from ds_npu.topology.topology import Topology
 KEYS: dict[Axis, str] = {"tp": "tensor", "cp": "context"}
 
 
-def check_first_batch(model: nn.Module, topology: Topology) -> None:
-    """Let the first forward of ``model`` raise RuntimeError where ranks that share samples were given other tensors.
+def agree_on_first_batch(model: nn.Module, topology: Topology) -> None:
+    """Let all ranks agree on what they must before the first forward of ``model``, which all of them call together.
 
-    Context ranks share them if ds_npu divides the sequences; else the script gives each of them other tokens.
+    It raises RuntimeError where ranks that share samples were given other tensors. Context ranks share them if ds_npu
+    divides the sequences; else the script gives each of them other tokens. A context algorithm that is to be chosen is
+    chosen before the first forward that divides them, which generation with a cache does not.
     """
     axes: list[Axis] = [
         axis for axis in KEYS if topology.size(axis) > 1 and (axis == "tp" or has_sharded_sequences(model))
     ]
     if not axes:
         return
+    choice = algorithm_choice_of(model)
 
     @disable_tracing
-    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        mine = [_described(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for axis in axes:
-            _compare(mine, axis, topology)
+    def agree(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if axes:
+            mine, compared = [_described(leaf) for leaf in _tensors((args, kwargs))], axes.copy()
+            axes.clear()  # Once, also where it raises.
+            for axis in compared:
+                _compare(mine, axis, topology)
+        if choice is not None and choice.is_open and not generates(kwargs):
+            choice.choose(*_sizes(args, kwargs))
+        if choice is None or not choice.is_open:
+            handle.remove()
 
-    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+    handle = model.register_forward_pre_hook(agree, with_kwargs=True)
+
+
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+
+
+def _sizes(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """The samples and the tokens of each in a batch; 0 where no argument tells them."""
+    named = [kwargs[name] for name in OF_TOKENS if kwargs.get(name) is not None]
+    found = next((each for each in _tensors((named, args, kwargs)) if each.dim() > 1), None)
+    return (0, 0) if found is None else (found.shape[0], found.shape[1])
 
 
 def _compare(mine: list[Any], axis: Axis, topology: Topology) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from unittest import mock
 
 import gradient_rule as rule
 import peft
@@ -20,6 +22,7 @@ from trainer_runs import run_trainer
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
+from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -36,15 +39,26 @@ def made(family: str, section: dict[str, object], stage: int = 1, **options: obj
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **options)
 
 
+def gathers_nothing(calls: list[int], forward: object, *args: object, **kwargs: object) -> object:
+    """Counts what is asked of all ranks of the world inside of a forward."""
+    with mock.patch.object(dist, "all_gather_object") as gathered, mock.patch.object(dist, "new_group") as opened:
+        out = forward(*args, **kwargs)
+    calls.append(gathered.call_count + opened.call_count)
+    return out
+
+
 def chosen() -> None:
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("ds_npu").addHandler(handler)
     engine, *_ = made("llama", {"parallel": {"context": 2}})
+    inside = []
+    wrap_forward(engine.module, partial(gathers_nothing, inside))
     for length in (20, 31):
         ids = tiny_models.tokens(2, length)
         assert agree(engine(input_ids=ids, labels=ids).loss)
+    assert inside == [0, 0]
     found = [line for line in lines if line.startswith("context_parallel: ")]
     if dist.get_rank() == 0:
         assert len(found) == 1 and "2 x 20 tokens, 4 heads of 8, 2 ranks" in found[0], lines

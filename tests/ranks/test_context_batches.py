@@ -28,7 +28,7 @@ from sequence_sharded_models import (
 from sharded_models import EXACT, agree, close, first_fast
 from torch.nn import functional
 
-from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
+from ds_npu.features.context_parallel.sharded_sequences import algorithm_choice_of, shard_sequences
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.context.load_balance import shard_evenly
 from ds_npu.parallel.tensor.shard_access import ShardAccessError, allow_shard_access
@@ -319,7 +319,11 @@ def lengths_of_all_ranks() -> None:
         return algorithm("ring", 2)
 
     both = sequence_sharded("llama", choose)
-    for length in (9 + dist.get_rank() // 2, 14):
+    choice = algorithm_choice_of(both.model)
+    with pytest.raises(RuntimeError, match="no algorithm has been chosen"):
+        step(both.model, input_ids=tokens(2, 9), labels=tokens(2, 9))
+    choice.choose(2, 9 - dist.get_rank())
+    for length in (9, 14):
         ids = tokens(2, length)
         close(step(both.model, input_ids=ids, labels=ids), step(both.plain, input_ids=ids, labels=ids))
     assert asked == [(2, 9)]

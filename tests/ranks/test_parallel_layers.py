@@ -60,7 +60,7 @@ class Parallel(nn.Module):
         self.wide = ColumnParallelLinear(H, F, sequence_parallel=sequence_parallel, **layers)
         self.narrow = RowParallelLinear(F, H, sequence_parallel=sequence_parallel, **layers)
         self.head = ColumnParallelLinear(H, V, **layers)
-        self.shards = SequenceShards(tensor_axis(topology, True)) if sequence_parallel else None
+        self.axis = tensor_axis(topology, sequence_parallel)
         self.group = topology.group("tp")
         if sequence_parallel:
             for parameter in self.norm.parameters():
@@ -68,10 +68,11 @@ class Parallel(nn.Module):
 
     def forward(self, ids, labels):
         x = self.embed(ids)
-        if self.shards:
-            x = self.shards.shard(x)
-            x = x + self.narrow(functional.gelu(self.shards.unpad(self.wide(self.norm(x)))))
-            x = self.shards.collect(x)
+        if self.axis.sequence_parallel:
+            shards = SequenceShards(self.axis, x.shape[1])
+            x = shards.shard(x)
+            x = x + self.narrow(functional.gelu(shards.unpad(self.wide(self.norm(x)))))
+            x = shards.collect(x)
         else:
             x = x + self.narrow(functional.gelu(self.wide(self.norm(x))))
         words = sharding_of(self.head.weight).ranges[dist.get_rank()]

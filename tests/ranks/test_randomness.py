@@ -52,16 +52,9 @@ class Failing(nn.Module):
 def exceptions_body() -> None:
     numbers = RegionRandomness(tensor_world(), "cpu")
     module = Failing()
-    handles = numbers.attach(module, module)
     torch.manual_seed(5)
     torch.randint(2**63 - 1, ())
     after = torch.get_rng_state()
-    torch.manual_seed(5)
-    with pytest.raises(ArithmeticError):
-        module(torch.ones(1))
-    assert torch.equal(torch.get_rng_state(), after)
-    for handle in handles:
-        handle.remove()
     torch.manual_seed(5)
     with pytest.raises(ArithmeticError), numbers.region(), numbers.region():
         module(torch.ones(1))
@@ -80,7 +73,7 @@ def deepspeed_body() -> None:
     from region_dropout import Block, one_step
 
     numbers = RegionRandomness(tensor_world(), "cpu")
-    block = Block(numbers, hooks=False)
+    block = Block(numbers)
     x = torch.randn(32, 16)
     plain = one_step([block], x, None)
     torch.manual_seed(11)

@@ -33,7 +33,7 @@ from ds_npu.ops.attention import operator
 from ds_npu.parallel.context import blockwise_attention, ulysses
 from ds_npu.parallel.placement import placement_of
 from ds_npu.parallel.tensor import cross_entropy, linear
-from ds_npu.parallel.tensor.gradient import sum_gradient
+from ds_npu.parallel.tensor.gradient import PartialSum
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -95,7 +95,7 @@ def _placed(parameter: nn.Parameter, axis: str) -> object:
     if axis in placement.data_axes:
         return R  # ZeRO reduces its gradient.
     hooks = (parameter._backward_hooks or {}).values()
-    sums = sum(hook.__qualname__.startswith(sum_gradient.__name__) for hook in hooks)
+    sums = sum(isinstance(hook, PartialSum) for hook in hooks)
     if sums != (axis in placement.partial) or (sums and axis in placement.sharded):
         raise SpmdTypeError(f"{sums} sums over {axis} of the gradient of {tuple(parameter.shape)}, placed {placement}")
     return V if axis in placement.sharded else R if sums else I

@@ -94,24 +94,18 @@ def regions_body(device: str) -> None:
 class Block(nn.Module):
     """Column linear, dropout inside the region, row linear, dropout outside of it."""
 
-    def __init__(self, numbers: RegionRandomness, hooks: bool) -> None:
+    def __init__(self, numbers: RegionRandomness) -> None:
         super().__init__()
         self.column, self.row = nn.Linear(16, 64), nn.Linear(64, 16)
         self.numbers, self.inner = numbers, False
-        self.hooks = hooks
-        if hooks:
-            numbers.attach(self.column, self.row)
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         return functional.dropout(functional.gelu(x), 0.4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = functional.dropout(x, 0.1)
-        if self.hooks:
+        with self.numbers.region():
             x = self.row(self.within(self.column(x)))
-        else:
-            with self.numbers.region():
-                x = self.row(self.within(self.column(x)))
         return x + functional.dropout(x, 0.3)
 
     def within(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,17 +129,16 @@ def checkpoint_body(device: str) -> None:
     numbers = RegionRandomness(tensor_world(), device)
     torch.manual_seed(1)
     x = torch.randn(32, 16).to(device)
-    for hooks in (False, True):
-        blocks = [Block(numbers, hooks).to(device) for _ in range(3)]
-        plain = one_step(blocks, x, None)
-        for inner in (False, True):
-            for block in blocks:
-                block.inner = inner
-            for how in (None, {"use_reentrant": True}, {"use_reentrant": False}):
-                found = one_step(blocks, x, how)
-                assert all(map(torch.equal, found, plain)), (hooks, inner, how)
-        assert not agree(plain[0])
-        assert agree(plain[-2])
+    blocks = [Block(numbers).to(device) for _ in range(3)]
+    plain = one_step(blocks, x, None)
+    for inner in (False, True):
+        for block in blocks:
+            block.inner = inner
+        for how in (None, {"use_reentrant": True}, {"use_reentrant": False}):
+            found = one_step(blocks, x, how)
+            assert all(map(torch.equal, found, plain)), (inner, how)
+    assert not agree(plain[0])
+    assert agree(plain[-2])
 
 
 def alignment_body(device: str) -> None:

@@ -108,7 +108,7 @@ def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
     names = {id(each): name for name, each in model.named_parameters()}
     stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, {}
     if stage == 0:
-        return {name: each.grad.cpu().double() for name, each in model.named_parameters()}
+        return {name: each.grad.clone().cpu().double() for name, each in model.named_parameters()}
     for index, group in enumerate(optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups):
         parts = [part.flatten() for part in optimizer.averaged_gradients[index]]
         if stage == 3:

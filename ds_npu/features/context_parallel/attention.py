@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, SequenceShardMask, ShardedBatch, UnshardedBatch
+from ds_npu.features.context_parallel.sharded_batch import RunningBatch, SequenceShardMask, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.models import attention_mask as masks
 from ds_npu.models.attention_function import (
@@ -26,10 +26,10 @@ _numbers = itertools.count()
 
 
 class SequenceShardAttention:
-    """The attention and mask function of one model; ``current`` is the batch whose tokens they are given."""
+    """The attention and mask function of one model; ``running_batch`` tells whose tokens they are given."""
 
-    def __init__(self, current: CurrentBatch, values: ValueExchangeOverlap) -> None:
-        self.current, self.values = current, values
+    def __init__(self, running_batch: RunningBatch, values: ValueExchangeOverlap) -> None:
+        self.running_batch, self.values = running_batch, values
         self.name = f"ds_npu_context_{next(_numbers)}"
         self.not_called: dict[nn.Module, str] = {}
         """Attentions of the model, with their names, that have not called ``attend`` since the first forward began."""
@@ -45,7 +45,7 @@ class SequenceShardAttention:
         Documents that transformers found in this rank's positions are ignored: the batch has those of whole sequences.
         Raises ValueError for a mask that is no band, which cannot be evaluated on a shard of the sequence.
         """
-        batch = self.current.require("an attention mask")
+        batch = self.running_batch.require("an attention mask")
         if isinstance(batch, UnshardedBatch):
             return masks.attention_mask(**arguments)
         keys, offsets = arguments["kv_length"], (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
@@ -83,7 +83,7 @@ class SequenceShardAttention:
         if isinstance(attention_mask, SequenceShardMask):
             batch, given = attention_mask.batch, attention_mask.mask
         else:
-            found = self.current.require("attention")
+            found = self.running_batch.require("attention")
             if isinstance(found, UnshardedBatch):
                 return attention_function(module, query, key, value, attention_mask, **arguments)
             batch, given = found, None

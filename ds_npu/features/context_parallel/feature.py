@@ -8,8 +8,8 @@ from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ALGORITHM, ContextParallelSection, algorithms
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.features.build import Build
+from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChooser
 from ds_npu.features.context_parallel.sharded_sequences import (
-    AlgorithmChooser,
     has_sharded_sequences,
     shard_sequences,
     shardable_model,

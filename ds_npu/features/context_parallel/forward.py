@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice
 from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
-from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch, UnshardedBatch
+from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
 from ds_npu.models.hugging_face_model import HuggingFaceModel, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
-from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
+from ds_npu.parallel.micro_batch import MicroBatch, new_forward
 from ds_npu.parallel.tensor.region import RandomNumbers
 
 OF_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
@@ -29,24 +30,28 @@ ROUTERS = "output_router_logits"
 CONTEXT_RANKS = "the ranks of ds_npu.parallel.context"
 
 
+def generates(given: Mapping[str, Any]) -> bool:
+    """Whether a forward with the arguments ``given`` begins or continues a cache."""
+    return not torch.is_grad_enabled() and (given.get("past_key_values") is not None or bool(given.get("use_cache")))
+
+
 class SequenceShardForward:
     """Wraps the forward of ``model``: shards its arguments, runs it, and makes its outputs whole.
 
-    ``axis_of``: from (samples, tokens of each) to the context axis of a batch. ``owns_positions``: whether the model
-    numbers positions in a way of its own where it is given none.
+    ``owns_positions``: whether the model numbers positions in a way of its own where it is given none.
     """
 
     def __init__(
         self,
         model: HuggingFaceModel,
-        current: CurrentBatch,
-        axis_of: Callable[[int, int], ContextAxis],
+        running_batch: RunningBatch,
+        choice: AlgorithmChoice,
         random_numbers: RandomNumbers,
         loss: LossShare | None,
         owns_positions: bool,
     ) -> None:
-        self.model, self.current, self.axis_of, self.random_numbers = model, current, axis_of, random_numbers
-        self.loss, self.owns_positions = loss, owns_positions
+        self.model, self.running_batch, self.choice = model, running_batch, choice
+        self.random_numbers, self.loss, self.owns_positions = random_numbers, loss, owns_positions
         self.signature = inspect.signature(model.forward)
 
     @property
@@ -56,16 +61,16 @@ class SequenceShardForward:
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs).arguments
         given = {name: value for name, value in bound.items() if name not in self._collected} | kwargs
-        if self._goes_on_with_a_cache(given):
-            with self.current.of(UnshardedBatch()):
+        with new_forward() as micro_batch:
+            if self._goes_on_with_a_cache(given):
+                self.running_batch.set(micro_batch, UnshardedBatch())
                 return inner(**given)
-        batch, local = self.shard_arguments(given)
-        # Training on labels needs no whole logits, which are large.
-        labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
-        as_tuple = local.pop("return_dict", None) is False
-        with self.current.of(batch), self.random_numbers():
-            out = inner(**local)
-        self._finish(out, batch, labelled, gathers=not (labelled and self.model.training))
+            batch, local = self._shard_arguments(given, micro_batch)
+            self.running_batch.set(micro_batch, batch)
+            as_tuple = local.pop("return_dict", None) is False
+            with self.random_numbers():
+                out = inner(**local)
+            self._finish(out, batch, micro_batch, given)
         return out.to_tuple() if as_tuple else out
 
     @property
@@ -76,21 +81,20 @@ class SequenceShardForward:
 
     def _goes_on_with_a_cache(self, given: dict[str, Any]) -> bool:
         """Whether the call generates with a cache: tokens come one by one, so every rank computes all of them."""
-        cached = given.get("past_key_values") is not None
-        if cached and torch.is_grad_enabled():
+        if given.get("past_key_values") is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"{self.who} is given past_key_values and is trained: ds_npu.parallel.context divides sequences, "
                 "which a cache does not have. What to do: leave them out, or generate under torch.no_grad()"
             )
-        return cached or (bool(given.get("use_cache")) and not torch.is_grad_enabled())
+        return generates(given)
 
-    def shard_arguments(self, given: dict[str, Any]) -> tuple[ShardedBatch, dict[str, Any]]:
+    def _shard_arguments(self, given: dict[str, Any], micro_batch: MicroBatch) -> tuple[ShardedBatch, dict[str, Any]]:
         """The batch of the arguments ``given``, and this rank's arguments; raises ValueError for one without shards."""
         shape = next((given[name].shape for name in OF_TOKENS if given.get(name) is not None), None)
         if shape is None:
             raise ValueError(f"{self.who} is given neither input_ids nor inputs_embeds")
         samples, length = int(shape[0]), int(shape[1])
-        axis = self.axis_of(samples, length)
+        axis = self.choice.axis
         self._check(given, samples, length)
         shifted = self.loss is None or self.loss.shifted
         targets = Targets(given, shifted)
@@ -116,15 +120,11 @@ class SequenceShardForward:
         if routers and mask is not None and mask.dim() == 2:
             # The auxiliary loss needs it to leave padding out.
             local["attention_mask"] = mask
-        return batch, local | self._labels(given, targets, batch)
-
-    def _labels(self, given: dict[str, Any], targets: Targets, batch: ShardedBatch) -> dict[str, Any]:
-        """This rank's labels under every name that was given; passes them and their count to the loss function."""
         if self.loss is None or targets.tokens is None:
-            return {}
+            return batch, local
         mine = batch.shard(targets.tokens)
-        self.loss.expect({COUNT: targets.count} | ({"shift_labels": mine} if self.loss.shifted else {}))
-        return {name: mine for name in LABEL_ARGUMENTS if given.get(name) is not None}
+        self.loss.expect(micro_batch, {COUNT: targets.count} | ({"shift_labels": mine} if self.loss.shifted else {}))
+        return batch, local | {name: mine for name in LABEL_ARGUMENTS if given.get(name) is not None}
 
     def _positions(self, given: dict[str, Any], length: int, device: torch.device) -> torch.Tensor:
         """Positions [..., 1 or B, S]."""
@@ -163,12 +163,17 @@ class SequenceShardForward:
                 "ds_npu.parallel.context"
             )
 
-    def _finish(self, out: MutableMapping[str, Any], batch: ShardedBatch, labelled: bool, gathers: bool) -> None:
-        """Make the loss of a forward with labels whole; gather outputs of tokens if ``gathers``, else guard them."""
+    def _finish(
+        self, out: MutableMapping[str, Any], batch: ShardedBatch, micro_batch: MicroBatch, given: dict[str, Any]
+    ) -> None:
+        """Make the loss of a forward with labels whole; gather outputs of tokens, or guard those that nobody needs."""
+        labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
+        # Training on labels needs no whole logits, which are large.
+        gathers = not (labelled and self.model.training)
         for name, value in list(out.items()):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if name == "loss" and self.loss is not None and labelled:
-                out[name] = self.loss.whole(value, batch, self.who)
+                out[name] = self.loss.whole(value, micro_batch, batch, self.who)
             elif name in GATHERED and not gathers:
                 described = f"{name} of all tokens, in training on labels, are sharded over {CONTEXT_RANKS}"
                 out[name] = tree_map(partial(guard_shard, described=described), value)

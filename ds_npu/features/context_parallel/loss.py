@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ds_npu.comm.crossing import reduce
-from ds_npu.features.context_parallel.sharded_batch import CurrentBatch, ShardedBatch
+from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, transformers_module
 from ds_npu.models.logits import IGNORED_LABEL
+from ds_npu.parallel.micro_batch import Fact, MicroBatch, running
 
 SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 """Losses of transformers that are a mean over tokens: whether token s predicts token s + 1, or itself."""
@@ -62,44 +64,53 @@ class Targets:
             self.count = (self.tokens != self.ignored).sum()
 
 
+@dataclass
+class _Share:
+    """This rank's share of the loss of one forward."""
+
+    arguments: dict[str, Any]
+    """Arguments of the loss function that are not what the model gives it."""
+    computed: torch.Tensor | None = None
+    returned: torch.Tensor | None = None
+    calls: int = 0
+
+
 class LossShare:
     """Replaces the loss function of one model: computes this rank's share, with the labels of this rank's tokens."""
 
-    def __init__(self, usual: Callable[..., torch.Tensor], current: CurrentBatch, shifted: bool) -> None:
-        self.usual, self.current, self.shifted = usual, current, shifted
-        self.arguments: dict[str, Any] = {}
-        self.share: torch.Tensor | None = None
-        self.returned: torch.Tensor | None = None
-        self.calls = 0
+    def __init__(self, usual: Callable[..., torch.Tensor], running_batch: RunningBatch, shifted: bool) -> None:
+        self.usual, self.running_batch, self.shifted = usual, running_batch, shifted
+        self._share: Fact[_Share] = Fact(while_running=True)
 
-    def expect(self, arguments: dict[str, Any]) -> None:
-        """Override these arguments of the loss function in the next forward, which must call it once."""
-        self.arguments, self.share, self.returned, self.calls = arguments, None, None, 0
+    def expect(self, micro_batch: MicroBatch, arguments: dict[str, Any]) -> None:
+        """Override these arguments of the loss function in the forward that begins, which must call it once."""
+        self._share.set(micro_batch, _Share(arguments))
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.current.sharded is None:
+        share = self._share.of(running())
+        if share is None or self.running_batch.sharded is None:
             return self.usual(*args, **kwargs)
-        self.share = self.usual(*args, **{**kwargs, **self.arguments})
+        share.computed = self.usual(*args, **{**kwargs, **share.arguments})
         # A clone: the model may add to what it is given in place.
-        self.calls, self.returned = self.calls + 1, self.share.clone()
-        return self.returned
+        share.calls, share.returned = share.calls + 1, share.computed.clone()
+        return share.returned
 
-    def whole(self, loss: torch.Tensor, batch: ShardedBatch, who: str) -> torch.Tensor:
+    def whole(self, loss: torch.Tensor, micro_batch: MicroBatch, batch: ShardedBatch, who: str) -> torch.Tensor:
         """The loss of the whole batch, the same on every rank; in backward each rank gets the gradient of its share.
 
         ``loss`` is what the model ``who`` made of the share: it may add the routers' auxiliary loss, which is whole on
         each rank. Raises ValueError where it made anything else of it.
         """
-        # Not kept: the graph behind them holds the activations of a whole forward.
-        (share, returned), self.share, self.returned = (self.share, self.returned), None, None
-        if share is None or self.calls != 1:
+        found = self._share.of(micro_batch)
+        calls, share = (0, None) if found is None else (found.calls, found.computed)
+        if found is None or share is None or calls != 1:
             raise ValueError(
-                f"{who} called its loss_function {self.calls} times in a forward with labels, so its loss is its own, "
+                f"{who} called its loss_function {calls} times in a forward with labels, so its loss is its own, "
                 "and the share of this rank's tokens is not known. What to do: give it no labels, and compute the loss "
                 "from its logits"
             )
         whole = reduce(share, batch.group)
-        if loss is returned and loss._version == 0:
+        if loss is found.returned and loss._version == 0:
             return whole
         if not batch.gathers_routers:
             raise ValueError(

@@ -6,8 +6,6 @@ of its weights and inputs are those of this rank's tokens; their sum over the ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +18,7 @@ from ds_npu.features.context_parallel.visibility import Visibility
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import Tokens, copy_to_device
+from ds_npu.parallel.micro_batch import Fact, MicroBatch, running
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 
 
@@ -93,7 +92,7 @@ def _selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 class SequenceShardMask:
     """The mask that a layer is given, with its batch.
 
-    A layer that is recomputed in backward reads the batch from here; the current batch may be a later one by then.
+    A layer that is recomputed in backward is passed it again, and reads the batch from here.
     """
 
     mask: Mask
@@ -104,31 +103,27 @@ class UnshardedBatch:
     """A batch of which every context rank computes all tokens (generation with a cache)."""
 
 
-class CurrentBatch:
-    """The batch of the forward that is running."""
+class RunningBatch:
+    """The batch of the forward that runs, or is computed again, as its MicroBatch knows it."""
 
     def __init__(self) -> None:
-        self.batch: ShardedBatch | UnshardedBatch | None = None
+        self._batch: Fact[ShardedBatch | UnshardedBatch] = Fact()
 
-    @contextmanager
-    def of(self, batch: ShardedBatch | UnshardedBatch) -> Iterator[None]:
-        """Within this context, ``batch`` is the current one."""
-        before, self.batch = self.batch, batch
-        try:
-            yield
-        finally:
-            self.batch = before
+    def set(self, micro_batch: MicroBatch, batch: ShardedBatch | UnshardedBatch) -> None:
+        self._batch.set(micro_batch, batch)
 
     @property
     def sharded(self) -> ShardedBatch | None:
-        """The current batch if its sequences are sharded, else None."""
-        return self.batch if isinstance(self.batch, ShardedBatch) else None
+        """The batch if its sequences are sharded, else None."""
+        batch = self._batch.of(running())
+        return batch if isinstance(batch, ShardedBatch) else None
 
     def require(self, who: str) -> ShardedBatch | UnshardedBatch:
-        """The current batch; raises RuntimeError where ``who`` is computed outside of a forward."""
-        if self.batch is None:
+        """The batch; raises RuntimeError where ``who`` is computed outside of a forward."""
+        batch = self._batch.of(running())
+        if batch is None:
             raise RuntimeError(
                 f"{who} is computed outside of the forward of the model that ds_npu.parallel.context has sharded over "
                 "its ranks, so it is not known which tokens it has: call the whole model, as engine(...)"
             )
-        return self.batch
+        return batch

@@ -15,17 +15,17 @@ from types import NoneType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
+from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice, AlgorithmChooser
 from ds_npu.features.context_parallel.attention import SequenceShardAttention
 from ds_npu.features.context_parallel.forward import SequenceShardForward
 from ds_npu.features.context_parallel.layers import depends_on_length, gather_router_logits, show_last_position
 from ds_npu.features.context_parallel.loss import LossShare, shifts
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_settings
-from ds_npu.features.context_parallel.sharded_batch import CurrentBatch
+from ds_npu.features.context_parallel.sharded_batch import RunningBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.models.attention_function import check_exchangeable, use_attention
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
@@ -34,7 +34,6 @@ from ds_npu.models.copying import refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.context.axis import ContextAxis, context_axis
 from ds_npu.parallel.forward_wraps import wrap_forward
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.topology.topology import Topology
@@ -44,13 +43,18 @@ T = TypeVar("T")
 
 SEQUENCES_SHARDED = "ds_npu_sequences_sharded"
 """The attribute of a sharded model, and of the model wrap_forward it, that is the latter."""
-AlgorithmChooser = Callable[[int, int], ContextAlgorithm]
-"""(samples, tokens of each) of the first batch -> the algorithm."""
+ALGORITHM_CHOICE = "ds_npu_context_algorithm"
+"""The attribute of a model that is its AlgorithmChoice."""
 
 
 def has_sharded_sequences(model: nn.Module) -> bool:
     """Whether ``shard_sequences`` was called with this ``model``."""
     return attribute(model, SEQUENCES_SHARDED, nn.Module) is model
+
+
+def algorithm_choice_of(model: nn.Module) -> AlgorithmChoice | None:
+    """That of a model whose sequences are sharded."""
+    return attribute(model, ALGORITHM_CHOICE, AlgorithmChoice)
 
 
 def shard_sequences(
@@ -62,31 +66,32 @@ def shard_sequences(
 ) -> None:
     """Shard the sequences of the one model of transformers that ``model`` is or holds.
 
-    An AlgorithmChooser is called in the first forward, in which all ranks of the world must take part. Raises
+    With an AlgorithmChooser, ``algorithm_choice_of(model).choose`` is to be called before the first forward. Raises
     ValueError, before anything is changed, for a model in which more than attention mixes tokens.
     """
     inner = shardable_model(model, plan)
     shifted = shifts(inner)
-    current = CurrentBatch()
-    values = ValueExchangeOverlap(model, plan, topology, current)
-    attention = SequenceShardAttention(current, values)
+    running_batch = RunningBatch()
+    values = ValueExchangeOverlap(model, plan, topology, running_batch)
+    attention = SequenceShardAttention(running_batch, values)
     attention.not_called = {module: name for name, module in attentions_of(inner).items()}
     use_attention(model, attention.implementation)
-    axis_of = _axis(topology, algorithm)
+    choice = AlgorithmChoice(topology, algorithm)
     randomness = RegionRandomness(topology, device_type, "cp")
-    loss = None if shifted is None else LossShare(inner.loss_function, current, shifted)
+    loss = None if shifted is None else LossShare(inner.loss_function, running_batch, shifted)
     if loss is not None:
         inner.loss_function = loss
     numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
-    gather_router_logits(inner.get_decoder(), current)
-    wrap_forward(inner, SequenceShardForward(inner, current, axis_of, numbers, loss, _owns_positions(inner)))
+    gather_router_logits(inner.get_decoder(), running_batch)
+    wrap_forward(inner, SequenceShardForward(inner, running_batch, choice, numbers, loss, _owns_positions(inner)))
     wrap_forward(inner, partial(_checked, attention))
     for rotary in list(filter(depends_on_length, inner.modules())):
-        show_last_position(rotary, current)
+        show_last_position(rotary, running_batch)
     if inner is not model:
         _share_gradients(model, inner, topology.size("cp"))
     set_attribute(inner, SEQUENCES_SHARDED, model)
     set_attribute(model, SEQUENCES_SHARDED, model)
+    set_attribute(model, ALGORITHM_CHOICE, choice)
     refuse_copies(model)
     refuse_compiling(model, "context")
 
@@ -115,24 +120,6 @@ def _checked(attention: SequenceShardAttention, forward: Callable[P, T], *args: 
     out = forward(*args, **kwargs)
     attention.check_all_called()
     return out
-
-
-def _axis(topology: Topology, algorithm: ContextAlgorithm | AlgorithmChooser) -> Callable[[int, int], ContextAxis]:
-    """From (samples, tokens of each) to the axis that the batch is sharded over."""
-    if isinstance(algorithm, ContextAlgorithm):
-        axis = context_axis(topology, algorithm)
-        return lambda *_: axis
-    chosen: list[ContextAxis] = []
-
-    def choose(samples: int, length: int) -> ContextAxis:
-        if not chosen:
-            # Once in a run. Ranks with batches of different sizes must open the same groups.
-            sizes: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-            dist.all_gather_object(sizes, (samples, length))
-            chosen.append(context_axis(topology, algorithm(*map(max, zip(*sizes, strict=True)))))
-        return chosen[0]
-
-    return choose
 
 
 def _check_forward(inner: nn.Module) -> None:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.context_parallel.sharded_batch import CurrentBatch
+from ds_npu.features.context_parallel.sharded_batch import RunningBatch
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.attention import ulysses_plan
 from ds_npu.parallel.context.ulysses import PostedTensor, post_to_heads
+from ds_npu.parallel.micro_batch import Fact, running
 from ds_npu.topology.topology import Topology
 
 
@@ -24,9 +25,9 @@ class ValueExchangeOverlap:
     fused projection of queries, keys and values, nor with an adapter.
     """
 
-    def __init__(self, model: nn.Module, plan: ModelPlan, topology: Topology, current: CurrentBatch) -> None:
-        self.current = current
-        self._in_flight: dict[nn.Module, PostedTensor] = {}
+    def __init__(self, model: nn.Module, plan: ModelPlan, topology: Topology, running_batch: RunningBatch) -> None:
+        self.running_batch = running_batch
+        self._in_flight: Fact[dict[nn.Module, PostedTensor]] = Fact(while_running=True)
         self._changed: set[nn.Module] = set()
         """Attentions that change values between projection and attention function: they exchange them there."""
         self._to_hook: dict[nn.Module, tuple[nn.Module, int, int]] = {}
@@ -45,7 +46,7 @@ class ValueExchangeOverlap:
             # Registered in the first forward, so behind other hooks, which may replace the output (ZeRO-3's hook that
             # fetches weights for backward does).
             projection.register_forward_hook(partial(self._send, attention, heads, width))
-        flight = self._in_flight.pop(attention, None)
+        flight = (self._in_flight.of(running()) or {}).pop(attention, None)
         if flight is None or _same(flight.sent, value_BSND):
             return flight or value_BSND
         # The attention changed the values: this exchange was in vain, on every rank, and no rank will start another.
@@ -62,15 +63,16 @@ class ValueExchangeOverlap:
         _args: tuple[torch.Tensor, ...],
         out: torch.Tensor,
     ) -> None:
-        batch = self.current.sharded
-        if batch is None or batch.axis.algorithm.ulysses == 1 or attention in self._changed:
+        micro_batch, batch = running(), self.running_batch.sharded
+        if micro_batch is None or batch is None or batch.axis.algorithm.ulysses == 1 or attention in self._changed:
             return
         if projection._backward_hooks or projection._backward_pre_hooks:
             # torch calls these with the gradient of the module's output, which would then go unused.
             return
         values = torch.unflatten(out, -1, (-1, width))
         exchange = ulysses_plan(batch.axis, heads, values.shape[2], batch.tokens).key
-        self._in_flight[attention] = post_to_heads(values, exchange)
+        in_flight = self._in_flight.of(micro_batch) or {}
+        self._in_flight.set(micro_batch, {**in_flight, attention: post_to_heads(values, exchange)})
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,9 +16,10 @@ from torch import nn
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
 from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.micro_batch import running
 from ds_npu.parallel.placement import keep_shard
 from ds_npu.parallel.tensor.axis import TensorAxis
-from ds_npu.parallel.tensor.region import SequenceShards
+from ds_npu.parallel.tensor.region import SequenceParallel
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.parallel.tensor.sharding import Sharding
 
@@ -59,7 +60,7 @@ def _enter(tokens: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     return all_gather(tokens, TOKENS_DIM, axis.group).wait()
 
 
-def show_all_tokens(router: nn.Module, shards: SequenceShards) -> None:
+def show_all_tokens(router: nn.Module, sequences: SequenceParallel) -> None:
     """Make ``router``, which returns (logits, weights, experts), return the logits of the tokens of all ranks.
 
     The layer ignores them; the auxiliary load-balancing loss takes means of them over all tokens.
@@ -69,7 +70,8 @@ def show_all_tokens(router: nn.Module, shards: SequenceShards) -> None:
         forward: Callable[P, tuple[torch.Tensor, ...]], *args: P.args, **kwargs: P.kwargs
     ) -> tuple[torch.Tensor, ...]:
         logits_TE, *rest = forward(*args, **kwargs)
-        all_BSE = shards.collect(logits_TE.view(shards.batch, -1, logits_TE.shape[-1]))
+        shards = sequences.find(running())
+        all_BSE = shards.collect(logits_TE.view(-1, shards.count, logits_TE.shape[-1]))
         return (all_BSE.flatten(0, 1), *rest)
 
     wrap_forward(router, routed)

@@ -29,6 +29,7 @@ from ds_npu.features.tensor_parallel.adapters import (
 )
 from ds_npu.features.tensor_parallel.experts import shard_experts, show_all_tokens
 from ds_npu.features.tensor_parallel.latent import make_latent
+from ds_npu.features.tensor_parallel.recomputation import recompute_in_micro_batch
 from ds_npu.features.tensor_parallel.refusal import check_shardable, refuse_saving_shards
 from ds_npu.features.tensor_parallel.role_shards import (
     ROW_ROLES,
@@ -54,7 +55,8 @@ from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, project_toget
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import (
     RandomNumbers,
-    SequenceShards,
+    SequenceParallel,
+    begin_micro_batches,
     check_sequences,
     join_hidden_states,
     make_region,
@@ -129,7 +131,7 @@ class _ModelSharder:
         self, model: nn.Module, plan: ModelPlan, axis: TensorAxis, topology: Topology, randomness: RegionRandomness
     ) -> None:
         self.model, self.plan, self.axis, self.topology, self.randomness = model, plan, axis, topology, randomness
-        self.shards = SequenceShards(axis)
+        self.sequences = SequenceParallel(axis) if axis.sequence_parallel else None
         self.modules = dict(model.named_modules())
 
     def run(self) -> ShardedModel:
@@ -262,8 +264,6 @@ class _ModelSharder:
 
     def _regions(self) -> list[nn.Module]:
         regions = list(self._of(*REGION_ROLES))
-        blocks = [self.modules[name] for name in self.plan.blocks]
-        sequence = self.axis.sequence_parallel
         for name, module in regions:
             for roles in TOGETHER:
                 found = self.plan.inside(name, *roles)
@@ -271,23 +271,31 @@ class _ModelSharder:
                 layers = [each for each in mine if isinstance(each, ColumnLinear)]
                 if layers:
                     project_together(layers)
-            numbers = {} if sequence else self._random_numbers(module)
+            numbers = {} if self.sequences else self._random_numbers(module)
             if numbers:
                 # Dropout behind the row linear (GPT-2) must be the same on every rank.
                 for row in self._rows(name):
                     row.register_forward_hook(lambda *_: self.randomness.leave())
-            make_region(module, self.axis, self.shards if sequence else None, **numbers)
-        if sequence and blocks:
-            # With sequence parallelism ranks hold different tokens in all of a block.
-            run_on_sequence_shards(blocks, self.shards, **self._random_numbers(*blocks))
-            join_hidden_states(self.model, len(blocks), self.shards)
-            for each in map(self.modules.__getitem__, self._whole):
-                numbers = {"random_numbers": self.randomness.outside} if any(map(drops, each.modules())) else {}
-                run_on_whole_sequences(each, self.shards, **numbers)
-            for _, router in self._of(Role.ROUTER):
-                if self._counts_tokens:
-                    show_all_tokens(router, self.shards)
+            make_region(module, self.axis, self.sequences, **numbers)
+        if self.sequences and self.plan.blocks:
+            self._shard_sequences(self.sequences)
         return [module for _, module in regions]
+
+    def _shard_sequences(self, sequences: SequenceParallel) -> None:
+        """With sequence parallelism ranks hold different tokens in all of a block."""
+        blocks = [self.modules[name] for name in self.plan.blocks]
+        run_on_sequence_shards(blocks, sequences, **self._random_numbers(*blocks))
+        for block in blocks:
+            recompute_in_micro_batch(block)
+        join_hidden_states(self.model, len(blocks), sequences)
+        for each in map(self.modules.__getitem__, self._whole):
+            numbers = {"random_numbers": self.randomness.outside} if any(map(drops, each.modules())) else {}
+            run_on_whole_sequences(each, sequences, **numbers)
+        for _, router in self._of(Role.ROUTER):
+            if self._counts_tokens:
+                show_all_tokens(router, sequences)
+        for name in dict.fromkeys(around for block in self.plan.blocks for around in names.ancestors(block)):
+            begin_micro_batches(self.modules[name])
 
     @cached_property
     def _counts_tokens(self) -> bool:

@@ -245,23 +245,18 @@ def column_outputs(layers: Sequence[ColumnLinear], x: torch.Tensor, stacked: boo
 class Projections:
     """Column linears that a module calls one after another with the same hidden states (query, key and value).
 
-    The first call computes the outputs of all of them, so that hidden states enter the region once.
+    The first call computes the outputs of all of them, so that hidden states enter the region once. The RegionInput
+    keeps those of the others until they are called.
     """
 
     def __init__(self, layers: Sequence[ColumnLinear]) -> None:
         self.layers = list(layers)
-        self._input: RegionInput | None = None
-        self._outputs: dict[int, torch.Tensor] = {}
 
     def output(self, layer: ColumnLinear, x: RegionInput) -> torch.Tensor:
-        index = next(place for place, each in enumerate(self.layers) if each is layer)
-        if x is not self._input or index not in self._outputs:
+        if layer not in x.projected:
             outputs = column_outputs(self.layers, x.source)
-            self._input, self._outputs = x, {place: x.unpad(output) for place, output in enumerate(outputs)}
-        output = self._outputs.pop(index)
-        if not self._outputs:
-            self._input = None
-        return output
+            x.projected.update(zip(self.layers, map(x.unpad, outputs), strict=True))
+        return x.projected.pop(layer)
 
     def stacked(self, x: RegionInput) -> torch.Tensor:
         """The outputs of all layers in one tensor, [n, B, S, N]."""

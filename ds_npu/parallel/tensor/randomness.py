@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from ds_npu.parallel.micro_batch import Fact, running, within
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 
@@ -46,68 +46,68 @@ def _seed(device_type: str, seed: int) -> None:
 
 
 class RegionRandomness:
-    """Gives each rank along ``axis`` random numbers of its own between ``enter`` and ``leave``.
+    """Gives each rank along ``axis`` random numbers of its own in ``region``.
 
-    ``enter`` draws one number from the default CPU generator and seeds the CPU's and the device's default generators
-    with it and the rank; ``leave`` restores their states from after the draw. Regions may be nested. Nothing waits for
-    the device: the states are on the host. With one rank nothing is drawn and nothing changes.
+    ``region`` draws one number from the default CPU generator and seeds the CPU's and the device's default generators
+    with it and the rank; at its end (or at ``leave``) it restores their states from after the draw. Regions may be
+    nested. Nothing waits for the device: the states are on the host, and the MicroBatch that runs knows them. With one
+    rank nothing is drawn and nothing changes.
     """
 
     def __init__(self, topology: Topology, device_type: str, axis: Axis = "tp") -> None:
         self.rank = topology.rank(axis)
         self.is_sharded = topology.size(axis) > 1
         self.device_type = device_type
-        self._outside: list[States] = []
-
-    def enter(self) -> None:
-        if self.is_sharded:
-            draw = int(torch.randint(SEEDS - 1, (), device="cpu"))
-            self._outside.append([generator.get_rng_state() for generator in _generators(self.device_type)])
-            _seed(self.device_type, (draw + self.rank * STEP) % SEEDS)
-
-    def leave(self) -> None:
-        """Restore the generators; does nothing outside of a region."""
-        if self._outside:
-            for generator, state in zip(_generators(self.device_type), self._outside.pop(), strict=True):
-                generator.set_rng_state(state)
+        self._outside: Fact[tuple[States, ...]] = Fact()
+        """Around each of the regions, outermost first."""
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """A region as a context; one that ``attach`` began in it and an exception kept open ends with it."""
-        depth = len(self._outside)
-        self.enter()
-        try:
+        """A region as a context."""
+        if not self.is_sharded:
             yield
-        finally:
-            while len(self._outside) > depth:
-                self.leave()
+            return
+        with within(running()) as micro_batch:
+            around = self._outside.of(micro_batch) or ()
+            draw = int(torch.randint(SEEDS - 1, (), device="cpu"))
+            self._outside.set(micro_batch, (*around, self._states()))
+            _seed(self.device_type, (draw + self.rank * STEP) % SEEDS)
+            try:
+                yield
+            finally:
+                while len(self._outside.of(micro_batch) or ()) > len(around):
+                    self.leave()
+
+    def leave(self) -> None:
+        """Leave the innermost region before its end; does nothing outside of a region."""
+        micro_batch = running()
+        outside = self._outside.of(micro_batch)
+        if micro_batch is not None and outside:
+            self._restore(outside[-1])
+            self._outside.set(micro_batch, outside[:-1])
 
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Inside of a region, draw the numbers from outside of it: for what every tensor rank computes alike."""
-        if not self._outside:
+        micro_batch = running()
+        states = self._outside.of(micro_batch)
+        if micro_batch is None or not states:
             yield
             return
-        generators = _generators(self.device_type)
-        inside = [generator.get_rng_state() for generator in generators]
-        for generator, state in zip(generators, self._outside[0], strict=True):
-            generator.set_rng_state(state)
+        inside = self._states()
+        self._restore(states[0])
         try:
             yield
         finally:
-            self._outside[0] = [generator.get_rng_state() for generator in generators]
-            for generator, state in zip(generators, inside, strict=True):
-                generator.set_rng_state(state)
+            self._outside.set(micro_batch, (self._states(), *states[1:]))
+            self._restore(inside)
 
-    def attach(self, first: nn.Module, last: nn.Module) -> list[RemovableHandle]:
-        """Make a region from the start of ``first`` to the end of ``last``; the handles undo it.
+    def _states(self) -> States:
+        return [generator.get_rng_state() for generator in _generators(self.device_type)]
 
-        It ends also where ``last`` raises. Where a module between the two may raise, put ``region`` around both.
-        """
-        return [
-            first.register_forward_pre_hook(lambda *_: self.enter()),
-            last.register_forward_hook(lambda *_: self.leave(), always_call=True),
-        ]
+    def _restore(self, states: States) -> None:
+        for generator, state in zip(_generators(self.device_type), states, strict=True):
+            generator.set_rng_state(state)
 
 
 def align_generators(topology: Topology, device_type: str, axis: Axis = "tp") -> None:

@@ -11,9 +11,12 @@ one collective. Any other use of it uses hidden states that have entered the reg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.comm.crossing import collect, copy, gather, shard
 from ds_npu.parallel.forward_wraps import Forward, first_parameter_name, replace_first_argument, wrap_forward
+from ds_npu.parallel.micro_batch import Fact, MicroBatch, carried_by, new_forward, running, within
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis
 from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, Operation, region_scope
 from ds_npu.parallel.tensor.tensor_attribute import tensor_property
@@ -38,38 +42,24 @@ SHAPE_ONLY: set[Operation] = {
 """Operations on a RegionInput for which it need not enter the region."""
 
 
+@dataclass(frozen=True, eq=False)
 class SequenceShards:
-    """The shards of the sequences of one model (Megatron sequence parallelism), and the length of these sequences.
+    """The shards of sequences of ``length`` tokens over the tensor ranks (Megatron sequence parallelism).
 
     Sequences that tp does not divide are padded with zeros; the padding never enters a region.
     """
 
-    def __init__(self, axis: TensorAxis) -> None:
-        self.axis = axis
-        self.batch = self.length = 0
+    axis: TensorAxis
+    length: int
+
+    @property
+    def count(self) -> int:
+        """How many tokens of each sequence a rank holds, with padding: S / tp, rounded up."""
+        return -(-self.length // self.axis.size)
 
     def shard(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """This rank's [B, ceil(S / tp), H] of hidden states that are the same on every rank."""
-        self.batch, self.length = x_BSH.shape[:2]
         return shard(padded(x_BSH, self.axis.size), SEQUENCE_DIM, self.axis.group)
-
-    def set_lengths(self, x_BsH: torch.Tensor, keywords: Mapping[str, Any]) -> None:
-        """Set batch and length from the arguments of a region: ``position_ids`` or ``position_embeddings``.
-
-        A region that is recomputed may be of an earlier forward, whose sequences had another length. Without these
-        arguments the length is that of the latest forward; raises ValueError where it cannot be.
-        """
-        self.batch = x_BsH.shape[0]
-        if keywords.get("position_ids") is not None:
-            self.length = keywords["position_ids"].shape[-1]
-        elif keywords.get("position_embeddings") is not None:
-            self.length = keywords["position_embeddings"][0].shape[-2]
-        if -(-self.length // self.axis.size) != x_BsH.shape[SEQUENCE_DIM]:
-            raise ValueError(
-                f"a sequence shard of {x_BsH.shape[SEQUENCE_DIM]} tokens is recomputed, but the latest forward was of "
-                f"{self.length} tokens over {self.axis.size} tensor ranks: call backward before the next forward, or "
-                "give the region its position_ids by name"
-            )
 
     def collect(self, x_BsH: torch.Tensor) -> torch.Tensor:
         """[B, S, H], the same on every rank."""
@@ -78,6 +68,71 @@ class SequenceShards:
     def unpad(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """``x`` without the padding of its sequence: a view."""
         return x_BSH if x_BSH.shape[SEQUENCE_DIM] == self.length else x_BSH[:, : self.length]
+
+
+class SequenceParallel:
+    """Finds the SequenceShards of the hidden states that parts of one model are given."""
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
+        self._shards: Fact[SequenceShards] = Fact()
+        self._in_use: WeakSet[SequenceShards] = WeakSet()
+
+    @contextmanager
+    def new_forward(self, x_BSH: torch.Tensor) -> Iterator[tuple[MicroBatch, SequenceShards]]:
+        """Make the calls within part of a MicroBatch that knows those of ``x``: the running one, if it knows none."""
+        around = running()
+        is_free = around is not None and self._shards.of(around) is None
+        with within(around) if is_free else new_forward() as micro_batch:
+            yield micro_batch, self._begin(micro_batch, x_BSH.shape[SEQUENCE_DIM])
+
+    def _begin(self, micro_batch: MicroBatch, length: int) -> SequenceShards:
+        made = SequenceShards(self.axis, length)
+        self._shards.set(micro_batch, made)
+        self._in_use.add(made)
+        return made
+
+    def of(self, x_BsH: torch.Tensor, keywords: Keywords | None = None) -> SequenceShards:
+        """Those of the hidden states ``x`` of a module in a block, which carry their MicroBatch from now on."""
+        micro_batch = running() or carried_by(x_BsH)
+        if micro_batch is not None:
+            micro_batch.carry_by(x_BsH)
+        return self.find(micro_batch, x_BsH.shape[SEQUENCE_DIM], keywords)
+
+    def find(
+        self, micro_batch: MicroBatch | None, count: int | None = None, keywords: Keywords | None = None
+    ) -> SequenceShards:
+        """Those that ``micro_batch`` knows, of ``count`` tokens a rank (None: whatever their number).
+
+        A part of a block that a checkpoint of the user's computes again is in no MicroBatch. Then the ``position_ids``
+        or ``position_embeddings`` among ``keywords`` tell the length, or the forwards whose hidden states still exist
+        do, where only one length is possible; else raises ValueError.
+        """
+        known = self._shards.of(micro_batch)
+        if known is not None and count in (None, known.count):
+            return known
+        lengths = _length_told(keywords or {}) or {each.length for each in list(self._in_use)}
+        fitting = [
+            made for made in (SequenceShards(self.axis, each) for each in lengths) if count in (None, made.count)
+        ]
+        if len(fitting) != 1:
+            found = "a sequence shard" if count is None else f"a sequence shard of {count} tokens"
+            forwards = " and ".join(map(str, sorted(lengths))) or "no"
+            raise ValueError(
+                f"{found} is computed outside of the forward that it is of, and forwards of {forwards} tokens over "
+                f"{self.axis.size} tensor ranks are known: checkpoint whole blocks, call backward before the next "
+                "forward, or give the module its position_ids by name"
+            )
+        return fitting[0] if micro_batch is None or known is not None else self._begin(micro_batch, fitting[0].length)
+
+
+def _length_told(keywords: Keywords) -> set[int]:
+    """The length of the sequences that the arguments of an attention tell, if they do."""
+    if keywords.get("position_ids") is not None:
+        return {keywords["position_ids"].shape[-1]}
+    if keywords.get("position_embeddings") is not None:
+        return {keywords["position_embeddings"][0].shape[-2]}
+    return set()
 
 
 def padded(x_BSH: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -93,6 +148,8 @@ class RegionInput(torch.Tensor):
     """Hidden states outside of the region: [B, S, H], or a shard of it."""
     axis: TensorAxis
     shards: SequenceShards | None
+    projected: dict[object, torch.Tensor]
+    """By linear, the outputs of those that are computed together and have not been called yet."""
     _entered: torch.Tensor | None
 
     @staticmethod
@@ -103,7 +160,7 @@ class RegionInput(torch.Tensor):
             shape[SEQUENCE_DIM] = shards.length
         # One element, expanded to the whole shape: no memory, and no values to read.
         made = source.new_empty(()).expand(shape).as_subclass(RegionInput)
-        made.source, made.axis, made.shards, made._entered = source, axis, shards, None
+        made.source, made.axis, made.shards, made.projected, made._entered = source, axis, shards, {}, None
         return made
 
     def entered(self) -> torch.Tensor:
@@ -131,14 +188,19 @@ class RegionInput(torch.Tensor):
             return func(*entered[0], **(entered[1] or {}))
 
 
-def join_hidden_states(model: nn.Module, blocks: int, shards: SequenceShards) -> None:
+def join_hidden_states(model: nn.Module, blocks: int, sequences: SequenceParallel) -> None:
     """Gather the sequence shards in the output of ``model``: ``hidden_states``, those between its blocks."""
+
+    def collected(x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None:
+            return None
+        return sequences.find(carried_by(x) or running(), x.shape[SEQUENCE_DIM]).collect(x)
 
     def joined(states: Any) -> Any:
         # Those before the first block and after the last are whole already.
         if type(states) is tuple and len(states) == blocks + 1 and all(map(_is_hidden_states, states)):
             first, *between, last = states
-            return (first, *(None if each is None else shards.collect(each) for each in between), last)
+            return (first, *map(collected, between), last)
         return states
 
     def whole(forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -159,19 +221,22 @@ RandomNumbers = Callable[[], AbstractContextManager[None]]
 
 
 def make_region(
-    module: nn.Module, axis: TensorAxis, shards: SequenceShards | None, random_numbers: RandomNumbers = nullcontext
+    module: nn.Module,
+    axis: TensorAxis,
+    sequences: SequenceParallel | None,
+    random_numbers: RandomNumbers = nullcontext,
 ) -> None:
     """Make the forward of ``module``, whose projections are parallel, a region: its hidden states are a RegionInput.
 
-    It runs in ``random_numbers``.
+    It runs in ``random_numbers``. With ``sequences`` its hidden states are sequence shards.
     """
-    name = first_parameter_name(module)
+    name, who = first_parameter_name(module), type(module).__name__
 
     def enter(x: torch.Tensor, keywords: Keywords) -> RegionInput:
-        if shards is not None:
-            check_sequences(x, type(module).__name__)
-            shards.set_lengths(x, keywords)
-        return RegionInput.of(x, axis, shards)
+        if sequences is None:
+            return RegionInput.of(x, axis, None)
+        check_sequences(x, who)
+        return RegionInput.of(x, axis, sequences.of(x, keywords))
 
     def region(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = replace_first_argument(name, lambda x: enter(x, kwargs), args, kwargs)
@@ -191,7 +256,7 @@ def check_sequences(x: torch.Tensor, who: str) -> None:
 
 
 def run_on_whole_sequences(
-    module: nn.Module, shards: SequenceShards, random_numbers: RandomNumbers = nullcontext
+    module: nn.Module, sequences: SequenceParallel, random_numbers: RandomNumbers = nullcontext
 ) -> None:
     """Gather the sequence shards that ``module`` is given, run it on whole sequences on every rank, shard its output.
 
@@ -200,9 +265,9 @@ def run_on_whole_sequences(
     name, who = first_parameter_name(module), type(module).__name__
 
     def whole(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs[name]
+        given = _argument(name, args, kwargs)
         check_sequences(given, who)
-        shards.set_lengths(given, kwargs)
+        shards = sequences.of(given, kwargs)
 
         def collected(each: Any) -> Any:
             mine = isinstance(each, torch.Tensor) and each.shape == given.shape
@@ -212,40 +277,83 @@ def run_on_whole_sequences(
         args, kwargs = tree_map(collected, (args, kwargs))
         with random_numbers():
             out = forward(*args, **kwargs)
-        first = out[0] if isinstance(out, tuple) else out
-        if first.dim() != 3 or first.shape[:2] != (shards.batch, shards.length):
+        first = _hidden_states(out)
+        samples = given.shape[0]
+        if first.dim() != 3 or first.shape[:2] != (samples, shards.length):
             raise ValueError(
                 f"ds_npu.parallel.sequence_parallel: {who} (replicated) returns {list(first.shape)} for "
-                f"{shards.batch} sequences of {shards.length} tokens, which is not known how to shard. What to do: "
+                f"{samples} sequences of {shards.length} tokens, which is not known how to shard. What to do: "
                 "sequence_parallel false"
             )
-        return (shards.shard(first), *out[1:]) if isinstance(out, tuple) else shards.shard(first)
+        return _with_hidden_states(out, shards.shard(first))
 
     wrap_forward(module, whole)
 
 
 def run_on_sequence_shards(
-    blocks: list[nn.Module], shards: SequenceShards, random_numbers: RandomNumbers = nullcontext
+    blocks: list[nn.Module], sequences: SequenceParallel, random_numbers: RandomNumbers = nullcontext
 ) -> None:
     """Shard the hidden states that the first of ``blocks`` is given, gather those that the last returns.
 
-    The blocks run in ``random_numbers``.
+    The blocks run in ``random_numbers``. The hidden states between them carry their MicroBatch.
     """
 
-    def block(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def in_block(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         with random_numbers(), region_scope():
             return forward(*args, **kwargs)
 
     def first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = replace_first_argument(name, shards.shard, args, kwargs)
-        return forward(*args, **kwargs)
+        given = _argument(names[0], args, kwargs)
+        with sequences.new_forward(given) as (micro_batch, shards):
+            x = shards.shard(given)
+            micro_batch.carry_by(x)
+            args, kwargs = replace_first_argument(names[0], lambda _: x, args, kwargs)
+            out = forward(*args, **kwargs)
+            micro_batch.carry_by(_hidden_states(out))
+            return out
+
+    def later(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        given = _argument(name, args, kwargs)
+        with within(carried_by(given) or running()) as micro_batch:
+            micro_batch.carry_by(given)
+            sequences.find(micro_batch, given.shape[SEQUENCE_DIM], kwargs)
+            out = forward(*args, **kwargs)
+            micro_batch.carry_by(_hidden_states(out))
+            return out
 
     def last(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
-        return (shards.collect(out[0]), *out[1:]) if isinstance(out, tuple) else shards.collect(out)
+        x = _hidden_states(out)
+        return _with_hidden_states(out, sequences.find(carried_by(x), x.shape[SEQUENCE_DIM]).collect(x))
 
-    for each in blocks:
-        wrap_forward(each, block)
-    name = first_parameter_name(blocks[0])
-    wrap_forward(blocks[0], first)
+    names = [first_parameter_name(each) for each in blocks]
+    for name, each in zip(names, blocks, strict=True):
+        wrap_forward(each, in_block)
+        wrap_forward(each, first if each is blocks[0] else partial(later, name))
     wrap_forward(blocks[-1], last)
+
+
+def begin_micro_batches(module: nn.Module) -> None:
+    """Give each forward of ``module``, which holds blocks, a MicroBatch of its own."""
+
+    def begin(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        with new_forward():
+            return forward(*args, **kwargs)
+
+    wrap_forward(module, begin)
+
+
+def _argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument, given by position or by ``name``."""
+    return args[0] if args else kwargs[name]
+
+
+def _hidden_states(out: Any) -> torch.Tensor:
+    """Those that a block returns: ``out``, or the first of it."""
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def _with_hidden_states(out: Any, x: torch.Tensor) -> Any:
+    """``out`` of a block with other hidden states."""
+    return (x, *out[1:]) if isinstance(out, tuple) else x

@@ -1,4 +1,4 @@
-"""Typed access to attributes of tensors that torch does not declare: marks that ds_npu or DeepSpeed puts on them."""
+"""Typed access to attributes of tensors and storages that torch does not declare: marks of ds_npu or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Any, Generic, TypeVar
 import torch
 
 T = TypeVar("T")
+Marked = torch.Tensor | torch.UntypedStorage
 
 
 class TensorAttribute(Generic[T]):
-    """An attribute of single tensors with its ``name`` and its type."""
+    """An attribute of single tensors, or storages, with its ``name`` and its type."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def get(self, tensor: torch.Tensor) -> T | None:
+    def get(self, tensor: Marked) -> T | None:
         """Its value; None where ``tensor`` has no such attribute."""
         found: T | None = _attributes(tensor).get(self.name)
         return found
 
-    def set(self, tensor: torch.Tensor, value: T) -> None:
+    def set(self, tensor: Marked, value: T) -> None:
         _attributes(tensor)[self.name] = value
 
-    def remove(self, tensor: torch.Tensor) -> None:
+    def remove(self, tensor: Marked) -> None:
         """Nothing happens where ``tensor`` does not have it."""
         _attributes(tensor).pop(self.name, None)
 
-    def is_on(self, tensor: torch.Tensor) -> bool:
+    def is_on(self, tensor: Marked) -> bool:
         """Whether ``tensor`` has the attribute, whatever its value."""
         return self.name in _attributes(tensor)
 
 
-def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def _attributes(tensor: Marked) -> dict[str, Any]:
     # Not setattr, which subclasses of tensors overload.
     return vars(tensor)
 

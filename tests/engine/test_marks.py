@@ -93,14 +93,17 @@ def check_marks(stage: int, plain: nn.Module) -> None:
     assert {*vars(model)} - before - {*vars(plain)} <= {*MODEL_ATTRIBUTES}, {*vars(model)} - before
     wraps = {name: wraps_of(module) for name, module in model.named_modules() if "forward" in vars(module)}
     expected = {
-        "": ["_in_forward", "whole", "sharded"],
-        "model.layers.0": ["first", "block"],
-        "model.layers.1": ["last", "block"],
+        # The forward's MicroBatch begins, outermost where several are called of.
+        "": ["_in_forward", "begin", "whole", "sharded"],
+        "model": ["begin"],
+        "model.layers": ["begin"],
+        "model.layers.0": ["run", "first", "in_block"],
+        "model.layers.1": ["run", "last", "partial", "in_block"],
         **{f"model.layers.{index}.{part}": ["region"] for index in (0, 1) for part in ("self_attn", "mlp")},
         **{
-            f"model.layers.{index}.{part}": ["checked"]
+            f"model.layers.{index}.{row}": ["checked"]
             for index in (0, 1)
-            for part in ("self_attn.o_proj", "mlp.down_proj")
+            for row in ("self_attn.o_proj", "mlp.down_proj")
         },
         "lm_head": ["logits"],
     }

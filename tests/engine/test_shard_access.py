@@ -49,8 +49,8 @@ def test_metadata_is_free_and_a_computation_names_the_weight_and_the_reader():
     parameter = shard_of_a_weight()
     assert parameter.shape == (3, COLUMNS) and parameter.dtype == torch.float32 and parameter.device.type == "cpu"
     assert isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.grad is None
-    assert parameter.numel() == 12 and len(parameter) == 3 and "head.weight [6, 4] is split" in repr(parameter)
-    with pytest.raises(ShardAccessError, match=r"head.weight \[6, 4\] is split .*test_shard_access.py:\d+"):
+    assert parameter.numel() == 12 and len(parameter) == 3 and "head.weight [6, 4] is sharded" in repr(parameter)
+    with pytest.raises(ShardAccessError, match=r"head.weight \[6, 4\] is sharded .*test_shard_access.py:\d+"):
         parameter @ torch.ones(COLUMNS)
     with pytest.raises(ShardAccessError, match="linear"):
         functional.linear(torch.ones(COLUMNS), parameter)

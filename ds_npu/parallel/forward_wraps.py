@@ -1,10 +1,14 @@
-"""Wraps of the forward of single modules of a user's model; their classes do not change, and hooks stay outermost."""
+"""Wraps of the forward of single modules of a user's model; their classes do not change, and hooks stay outermost.
+
+Each wrap has a level, and wraps of an outer level are called first: features may wrap a module in any order.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -34,21 +38,49 @@ def disable_tracing(function: Callable[P, R]) -> Callable[P, R]:
     return made
 
 
+class Level(IntEnum):
+    """What a wrap is for, outermost first."""
+
+    MODEL = 0
+    """Holds for the whole forward of the model: how its weights may be read."""
+    SWAP = 1
+    """Outside of RECOMPUTE: only the innermost hooks on saved tensors apply, and a swap within a recomputation would
+    keep all that the recomputation frees."""
+    RECOMPUTE = 2
+    SEQUENCE = 3
+    """Shards the sequences of a batch over context ranks."""
+    REGION = 4
+    """Tensor-parallel regions, the blocks around them, and layers whose weights are sharded."""
+    OPERATOR = 5
+    """The computation itself, in an operator of ours."""
+
+
 class WrappedForward:
     """The forward of one module: ``wrapper`` around ``inner``."""
 
-    def __init__(self, wrapper: Wrapper, inner: Forward) -> None:
+    def __init__(self, wrapper: Wrapper, inner: Forward, level: Level) -> None:
         functools.update_wrapper(self, inner)
-        self.wrapper, self.inner = wrapper, inner
+        self.wrapper, self.inner, self.level = wrapper, inner, level
 
     @disable_tracing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.wrapper(self.inner, *args, **kwargs)
 
 
-def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
-    """Make ``wrapper(forward, *args, **kwargs)`` the forward of this one module, outside of earlier wraps."""
-    module.forward = WrappedForward(wrapper, module.forward)
+def wrap_forward(module: nn.Module, wrapper: Wrapper, level: Level) -> None:
+    """Put ``wrapper(forward, *args, **kwargs)`` around the forward of this one module.
+
+    It stands inside of the wraps of outer levels, and outside of all others.
+    """
+    outer: WrappedForward | None = None
+    inner: Forward = module.forward
+    while isinstance(inner, WrappedForward) and inner.level < level:
+        outer, inner = inner, inner.inner
+    made = WrappedForward(wrapper, inner, level)
+    if outer is None:
+        module.forward = made
+    else:
+        outer.inner = made
 
 
 def innermost_forward(module: nn.Module) -> Forward:
@@ -63,7 +95,7 @@ def replace_innermost_forward(module: nn.Module, forward: Forward) -> None:
     """Make ``forward`` the forward of this one module, inside of all its wraps."""
     outer = module.forward
     if not isinstance(outer, WrappedForward):
-        module.forward = WrappedForward(_call, forward)
+        module.forward = WrappedForward(_call, forward, Level.OPERATOR)
         return
     while isinstance(outer.inner, WrappedForward):
         outer = outer.inner

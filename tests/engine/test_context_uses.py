@@ -22,7 +22,7 @@ from trainer_runs import run_trainer
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -54,7 +54,7 @@ def chosen() -> None:
     logging.getLogger("ds_npu").addHandler(handler)
     engine, *_ = made("llama", {"parallel": {"context": 2}})
     inside = []
-    wrap_forward(engine.module, partial(gathers_nothing, inside))
+    wrap_forward(engine.module, partial(gathers_nothing, inside), Level.REGION)
     for length in (20, 31):
         ids = tiny_models.tokens(2, length)
         assert agree(engine(input_ids=ids, labels=ids).loss)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def show_last_position(rotary: nn.Module, running_batch: RunningBatch) -> None:
         angles = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
         return tree_map(lambda each: each[..., :-1, :], angles)
 
-    wrap_forward(rotary, turned)
+    wrap_forward(rotary, turned, Level.SEQUENCE)
 
 
 def gather_router_logits(decoder: nn.Module, running_batch: RunningBatch) -> None:
@@ -57,4 +57,4 @@ def gather_router_logits(decoder: nn.Module, running_batch: RunningBatch) -> Non
             out[ROUTER_LOGITS] = tuple(batch.gather(each).flatten(0, 1) for each in by_sample)
         return out
 
-    wrap_forward(decoder, gathered)
+    wrap_forward(decoder, gathered, Level.SEQUENCE)

@@ -34,7 +34,7 @@ from ds_npu.models.copying import refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.topology.topology import Topology
 
@@ -83,8 +83,10 @@ def shard_sequences(
         inner.loss_function = loss
     numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
     gather_router_logits(inner.get_decoder(), running_batch)
-    wrap_forward(inner, SequenceShardForward(inner, running_batch, choice, numbers, loss, _owns_positions(inner)))
-    wrap_forward(inner, partial(_checked, attention))
+    wrap_forward(
+        inner, SequenceShardForward(inner, running_batch, choice, numbers, loss, _owns_positions(inner)), Level.SEQUENCE
+    )
+    wrap_forward(inner, partial(_checked, attention), Level.SEQUENCE)
     for rotary in list(filter(depends_on_length, inner.modules())):
         show_last_position(rotary, running_batch)
     if inner is not model:
@@ -143,8 +145,8 @@ def _share_gradients(model: nn.Module, inner: nn.Module, size: int) -> None:
     def multiplied(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return _with_gradients(forward(*args, **kwargs), size, type(inner).__name__)
 
-    wrap_forward(model, divided)
-    wrap_forward(inner, multiplied)
+    wrap_forward(model, divided, Level.SEQUENCE)
+    wrap_forward(inner, multiplied, Level.SEQUENCE)
 
 
 def _with_gradients(out: T, factor: float, who: str) -> T:

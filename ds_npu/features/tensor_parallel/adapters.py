@@ -26,7 +26,7 @@ from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES, RoleShards
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput
 
@@ -99,9 +99,9 @@ def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers)
     ``outside`` gives the random numbers for the dropout before A.
     """
     for dropout in layer.get_submodule("lora_dropout").children():
-        wrap_forward(dropout, partial(_before_the_region, outside))
+        wrap_forward(dropout, partial(_before_the_region, outside), Level.REGION)
     for factor in layer.get_submodule("lora_A").children():
-        wrap_forward(factor, partial(_narrow, factor, axis))
+        wrap_forward(factor, partial(_narrow, factor, axis), Level.REGION)
 
 
 def _before_the_region(outside: RandomNumbers, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:

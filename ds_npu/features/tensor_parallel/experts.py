@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.micro_batch import running
 from ds_npu.parallel.placement import keep_shard
 from ds_npu.parallel.tensor.axis import TensorAxis
@@ -48,7 +48,7 @@ def shard_experts(module: nn.Module, gate_up: Sharding, down: Sharding, axis: Te
             return scatter_sum(partial, TOKENS_DIM, axis.group)
         return reduce(partial, axis.group)
 
-    wrap_forward(module, experts)
+    wrap_forward(module, experts, Level.REGION)
 
 
 def _enter(tokens: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
@@ -74,4 +74,4 @@ def show_all_tokens(router: nn.Module, sequences: SequenceParallel) -> None:
         all_BSE = shards.collect(logits_TE.view(-1, shards.count, logits_TE.shape[-1]))
         return (all_BSE.flatten(0, 1), *rest)
 
-    wrap_forward(router, routed)
+    wrap_forward(router, routed, Level.REGION)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.tensor.region import RegionInput
 
 
@@ -23,4 +23,4 @@ def make_latent(module: nn.Module) -> None:
             return RegionInput.of(forward(x.source), x.axis, x.shards).entered()
         return forward(x)
 
-    wrap_forward(module, latent)
+    wrap_forward(module, latent, Level.REGION)

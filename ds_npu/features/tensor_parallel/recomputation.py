@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
-from ds_npu.parallel.forward_wraps import Forward, wrap_forward
+from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
 from ds_npu.parallel.micro_batch import closing_over_micro_batch
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -37,4 +37,4 @@ def recompute_in_micro_batch(block: nn.Module) -> None:
             set_attribute(block, CHECKPOINT, ClosingCheckpoint(checkpoint))
         return forward(*args, **kwargs)
 
-    wrap_forward(block, run)
+    wrap_forward(block, run, Level.RECOMPUTE)

@@ -11,7 +11,7 @@ from ds_npu.features.tensor_parallel.sharded_model import SHARDED_ATTRIBUTE
 from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute
 from ds_npu.models.zero3 import unpartitioned_shape
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.shard_access import ShardedParameter, WeightShard, model_forward_scope, protect
 from ds_npu.topology.topology import Topology
@@ -35,7 +35,7 @@ def protect_shards(model: nn.Module, topology: Topology) -> bool:
                 protect(parameter, WeightShard.of(names.plain(name), shape, sharding, topology.group("tp")))
     protected = any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
     if protected:
-        wrap_forward(model, _in_forward)
+        wrap_forward(model, _in_forward, Level.MODEL)
     return protected
 
 

@@ -46,7 +46,7 @@ from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.hugging_face_model import config_of, has_setting
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.placement import keep_shard, sharding_of
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
@@ -205,7 +205,7 @@ class _ModelSharder:
             return forward(x)
 
         if self.axis.sequence_parallel:
-            wrap_forward(self.modules[name], checked)
+            wrap_forward(self.modules[name], checked, Level.REGION)
 
     def _prepare_adapters(self) -> None:
         for name in adapted_layers(self.plan):

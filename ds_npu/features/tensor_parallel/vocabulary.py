@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_npu.models.hugging_face_model import is_hugging_face
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
-from ds_npu.parallel.forward_wraps import wrap_forward
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
 from ds_npu.parallel.tensor.sharding import Sharding
@@ -53,11 +53,11 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
             state.keep_sharded = False
 
     for head in heads:
-        wrap_forward(head, logits)
+        wrap_forward(head, logits, Level.REGION)
     if not is_hugging_face(model):
         return
     signature = inspect.signature(model.forward)
-    wrap_forward(model, sharded)
+    wrap_forward(model, sharded, Level.REGION)
     # A property of transformers, which makes a new function at each access.
     vocab_parallel, usual = VocabParallelLoss(topology, vocabulary), model.loss_function
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ds_npu.comm.crossing import collect, copy, gather, shard
-from ds_npu.parallel.forward_wraps import Forward, first_parameter_name, replace_first_argument, wrap_forward
+from ds_npu.parallel.forward_wraps import Forward, Level, first_parameter_name, replace_first_argument, wrap_forward
 from ds_npu.parallel.micro_batch import Fact, MicroBatch, carried_by, new_forward, running, within
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis
 from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, Operation, region_scope
@@ -209,7 +209,7 @@ def join_hidden_states(model: nn.Module, blocks: int, sequences: SequenceParalle
             out["hidden_states"] = joined(out["hidden_states"])
         return tuple(map(joined, out)) if type(out) is tuple else out
 
-    wrap_forward(model, whole)
+    wrap_forward(model, whole, Level.REGION)
 
 
 def _is_hidden_states(value: Any) -> bool:
@@ -243,7 +243,7 @@ def make_region(
         with random_numbers(), region_scope():
             return forward(*args, **kwargs)
 
-    wrap_forward(module, region)
+    wrap_forward(module, region, Level.REGION)
 
 
 def check_sequences(x: torch.Tensor, who: str) -> None:
@@ -287,7 +287,7 @@ def run_on_whole_sequences(
             )
         return _with_hidden_states(out, shards.shard(first))
 
-    wrap_forward(module, whole)
+    wrap_forward(module, whole, Level.REGION)
 
 
 def run_on_sequence_shards(
@@ -328,9 +328,9 @@ def run_on_sequence_shards(
 
     names = [first_parameter_name(each) for each in blocks]
     for name, each in zip(names, blocks, strict=True):
-        wrap_forward(each, in_block)
-        wrap_forward(each, first if each is blocks[0] else partial(later, name))
-    wrap_forward(blocks[-1], last)
+        wrap_forward(each, in_block, Level.REGION)
+        wrap_forward(each, first if each is blocks[0] else partial(later, name), Level.REGION)
+    wrap_forward(blocks[-1], last, Level.REGION)
 
 
 def begin_micro_batches(module: nn.Module) -> None:
@@ -340,7 +340,7 @@ def begin_micro_batches(module: nn.Module) -> None:
         with new_forward():
             return forward(*args, **kwargs)
 
-    wrap_forward(module, begin)
+    wrap_forward(module, begin, Level.REGION)
 
 
 def _argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,56 @@
+"""Wraps of one module's forward: their levels decide who calls whom, the order in which they are put on does not."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_npu.parallel.forward_wraps import Level, replace_innermost_forward, wrap_forward
+
+
+def wrap(module: nn.Module, level: Level, called: list[str]) -> None:
+    def wrapper(forward, *args, **kwargs):
+        called.append(level.name)
+        return forward(*args, **kwargs)
+
+    wrap_forward(module, wrapper, level)
+
+
+@given(st.permutations(list(Level)), st.integers(0, len(Level)))
+def test_the_order_of_wrapping_means_nothing(levels, replaced_after):
+    module, called = nn.Linear(2, 2), []
+
+    def operator(x):
+        called.append("the forward itself")
+        return -x
+
+    for index, level in enumerate(levels):
+        if index == replaced_after:
+            replace_innermost_forward(module, operator)
+        wrap(module, level, called)
+    if replaced_after == len(levels):
+        replace_innermost_forward(module, operator)
+    assert torch.equal(module(torch.ones(2)), -torch.ones(2))
+    assert called == ["MODEL", "SWAP", "RECOMPUTE", "SEQUENCE", "REGION", "OPERATOR", "the forward itself"]
+
+
+def test_of_one_level_the_later_wrap_is_outside():
+    module, called = nn.Identity(), []
+    for name in ("first", "second"):
+
+        def wrapper(forward, x, name=name):
+            called.append(name)
+            return forward(x)
+
+        wrap_forward(module, wrapper, Level.REGION)
+    module(1)
+    assert called == ["second", "first"]
+
+
+def test_the_class_and_other_instances_stay_as_they_are():
+    module, other, called = nn.Linear(2, 2), nn.Linear(2, 2), []
+    wrap(module, Level.REGION, called)
+    other(torch.ones(2))
+    assert not called and "forward" not in vars(other)

@@ -27,7 +27,7 @@ from ds_npu.engine.device import use_own_device
 from ds_npu.engine.expert_view import ExpertView
 from ds_npu.engine.failed_ranks import explain_failed_ranks
 from ds_npu.engine.grid import ContextGrid
-from ds_npu.engine.mpu import SPLIT_BY_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.placements import equalise_copies, place_parameters
 from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.weights import WholeWeights
@@ -65,7 +65,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-        self.model_axes = SPLIT_BY_STAGES if is_pipeline else WHOLE_ON_EACH_STAGE
+        self.model_axes = CUT_INTO_STAGES if is_pipeline else WHOLE_ON_EACH_STAGE
         apply_features(session.config, self.build)
         stages: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
         place_parameters(model, self.topology, stages, kwargs["config_class"].zero_optimization_stage)

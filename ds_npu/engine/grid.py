@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from ds_npu.engine import session
 from ds_npu.engine.device import use_own_device
-from ds_npu.engine.mpu import SPLIT_BY_STAGES, mpu_of
+from ds_npu.engine.mpu import CUT_INTO_STAGES, mpu_of
 
 
 class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
@@ -23,4 +23,4 @@ class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
         use_own_device()
         super().__init__(topology=topology, process_group=process_group)
         opened = session.open_session(config, stages=self.pipe_parallel_size)
-        self.__dict__.update(vars(mpu_of(opened.topology, SPLIT_BY_STAGES)))
+        self.__dict__.update(vars(mpu_of(opened.topology, CUT_INTO_STAGES)))

@@ -22,7 +22,7 @@ An ``initialize_sequence_parallel`` must never join them: DeepSpeed takes its pr
 (DeepSpeed 0.19.8 utils/groups.py:774, runtime/zero/stage_1_and_2.py:309).
 """
 
-SPLIT_BY_STAGES: tuple[Axis, ...] = ("pp", "tp")
+CUT_INTO_STAGES: tuple[Axis, ...] = ("pp", "tp")
 WHOLE_ON_EACH_STAGE: tuple[Axis, ...] = ("tp",)
 
 
@@ -30,7 +30,7 @@ def mpu_of(topology: Topology, model_axes: tuple[Axis, ...]) -> SimpleNamespace:
     """For each word: ``get_<word>_world_size``, ``_rank``, ``_group`` and ``_group_ranks``, all without arguments.
 
     ``model_axes`` are the axes that shard the model, over which DeepSpeed adds up norms and looks for overflow:
-    SPLIT_BY_STAGES for a PipelineModule. Any other model is whole on each stage, so stages add nothing.
+    CUT_INTO_STAGES for a PipelineModule. Any other model is whole on each stage, so stages add nothing.
     """
     mpu = SimpleNamespace()
     for word, axes in {**AXES_OF, "model_parallel": model_axes}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 
@@ -51,6 +52,30 @@ EXPECTED: dict[int, set[str]] = {0: {"ds_npu.zero_ext.gradient_norm.clip_gradien
 def count_all() -> None:
     for stage, expected in EXPECTED.items():
         count_calls(stage, expected)
+
+
+def count_checks(file: str) -> None:
+    """The config is read for the process group, from the command line, for DeepSpeed's config and for the engine."""
+    import deepspeed
+
+    from ds_npu.engine import session
+
+    gradient_rule.without_extension()
+    checked, original = [], session.check
+    session.check = lambda *args: checked.append(args) or original(*args)
+    sys.argv += ["--deepspeed_config", file]
+    for expected in (1, 1):
+        model = nn.Linear(4, 4)
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=file)
+        assert len(checked) == expected
+
+
+def test_a_config_is_checked_once(tmp_path):
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "ds_npu": {}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config))
+    run_on_ranks(1, count_checks, str(file))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -82,6 +82,12 @@ def test_adapters_pass():
         passes(model, {}, 2, sequence_parallel, large=large)
 
 
+def test_a_trained_copy_of_the_embedding_passes():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    passes(peft.get_peft_model(tiny_models.tiny("qwen3", torch.float32), config), {})
+
+
 # ---- what is wrong is refused ----
 
 INTERLEAVED = "query_key_value, which means all heads' queries, then all keys, then all values along its output"

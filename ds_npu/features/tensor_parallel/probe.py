@@ -174,9 +174,10 @@ def _decoder(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: 
         return None
     decoder = root.get_decoder()
     name = next((name for name, each in model.named_modules() if each is decoder), None)
-    if name is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):
+    embedding = plan.embedding
+    if name is None or embedding is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):
         return None
-    width = kinds.own_shapes(root.get_input_embeddings())["weight"][1]
+    width = kinds.own_shapes(model.get_submodule(embedding))["weight"][1]
     return Unit(ModelPart(model, plan, name, blocks, large), width, "inputs_embeds")
 
 

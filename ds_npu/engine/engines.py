@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
@@ -102,7 +103,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         sharded = sharded_model_of(self.module)
-        self.is_made_narrow = self.is_float64 and self.has_moe_layers and self.zero_optimization_stage() < 3
+        self.is_made_narrow = self.is_float64 and self.has_experts and self.zero_optimization_stage() < 3
         with gathered_as_one(sharded.fetched_together if sharded else ()):
             zero: Any = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if self.is_made_narrow:
@@ -110,21 +111,21 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
             reduce_in_float64(zero)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
-            if self.has_moe_layers:
+            if self.has_experts:
                 add_up_experts(zero, self.topology)
         return zero
 
     def _reduce_non_expert_gradients(self, grads: list[Any], elements_per_buffer: int) -> None:
         """Over dp x cp in a pipeline too, where DeepSpeed leaves cp out."""
-        self._reduce(grads, elements_per_buffer, ("dp", "cp"))
+        self._reduce(grads, elements_per_buffer, self.topology.group("dp", "cp"))
 
     def _reduce_expert_gradients(self, expert_grads: dict[str, list[Any]], elements_per_buffer: int) -> None:
-        for grads in expert_grads.values():
-            self._reduce(grads, elements_per_buffer, ("edp",))
+        for name, grads in expert_grads.items():
+            self._reduce(grads, elements_per_buffer, deepspeed_groups._get_expert_data_parallel_group(name))
 
-    def _reduce(self, grads: list[Any], elements_per_buffer: int, axes: tuple[Axis, ...]) -> None:
-        """Sum over ``axes`` and divide by dp, in any dtype; DeepSpeed knows four."""
-        over = {"dp_group": self.topology.group(*axes), "dp_world_size": self.topology.size("dp")}
+    def _reduce(self, grads: list[Any], elements_per_buffer: int, group: dist.ProcessGroup) -> None:
+        """Sum over ``group`` and divide by dp, in any dtype; DeepSpeed knows four."""
+        over = {"dp_group": group, "dp_world_size": self.topology.size("dp")}
         buckets: dict[Any, list[Any]] = {}
         for grad in grads:
             buckets.setdefault((isinstance(grad, SparseTensor), grad.dtype), []).append(grad)
@@ -149,7 +150,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
 
     def zero_reduce_scatter(self) -> bool:
         upstream: Any = super()
-        narrow = not self.is_float64 or (self.has_moe_layers and self.zero_optimization_stage() < 3)
+        narrow = not self.is_float64 or (self.has_experts and self.zero_optimization_stage() < 3)
         return bool(narrow and upstream.zero_reduce_scatter())
 
     @property

@@ -29,11 +29,6 @@ UNPROVEN = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer)
 """Optimizer wrappers whose norm of experts is DeepSpeed's own, which averages over ranks."""
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Whether a parameter of ``model`` is placed on the expert view."""
-    return any(placement_of(parameter).is_expert for parameter in model.parameters())
-
-
 def tell_deepspeed_of_experts(topology: Topology) -> None:
     """Put the groups of the expert view where DeepSpeed looks for them; it makes none that it finds there."""
     name = expert_group_name(topology)
@@ -120,8 +115,13 @@ class ExpertView:
     lr_scheduler: Any
     expert_groups: SeparateGroups | None = None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has weights on the expert view."""
+        return self.expert_groups is not None
+
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        if has_experts(model):
+        if any(placement_of(parameter).is_expert for parameter in model.parameters()):
             self.has_moe_layers = True
             tell_deepspeed_of_experts(self.topology)
             self.expert_groups = SeparateGroups(self.topology)
@@ -161,10 +161,16 @@ class ExpertView:
             self.expert_groups.schedule(self.lr_scheduler)
 
     def _validate_zero3_moe_compatibility(self) -> None:
-        """DeepSpeed accepts layers of its own only; ours carry the group that ZeRO-3 shards each weight over."""
+        """DeepSpeed's; it accepts layers of its own only, where ours carry the group that ZeRO-3 shards them over."""
+        if not self.has_experts:
+            upstream: Any = super()
+            upstream._validate_zero3_moe_compatibility()
 
     def _resolve_zero3_param_placement(self) -> None:
-        """DeepSpeed would put every parameter on the data ranks."""
+        """DeepSpeed's, which would put every parameter on the data ranks."""
+        if not self.has_experts:
+            upstream: Any = super()
+            upstream._resolve_zero3_param_placement()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's; raises NotImplementedError for a model with experts."""
@@ -179,7 +185,7 @@ class ExpertView:
         return upstream.load_checkpoint(*args, **kwargs)
 
     def _refuse_checkpoints(self) -> None:
-        if self.expert_groups is not None:
+        if self.has_experts:
             raise NotImplementedError(
                 f"{type(self.module).__name__} has experts on the ranks of ds_npu.parallel.expert, whose checkpoints "
                 "this version of ds_npu neither writes nor reads"

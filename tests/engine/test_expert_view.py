@@ -55,3 +55,46 @@ def refused_checkpoint(folder: str) -> None:
 def test_checkpoints_of_experts_are_refused(tmp_path):
     run_on_ranks(2, refused_checkpoint, str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+class OwnedByDeepSpeed(torch.nn.Module):
+    """A mixture of experts that DeepSpeed dispatches, and whose groups it makes."""
+
+    def __init__(self) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.moe = torch.nn.Linear(8, 8), MoE(8, torch.nn.Linear(8, 8), num_experts=4, ep_size=2, k=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, auxiliary, _ = self.moe(self.dense(x))
+        return out.square().mean() + auxiliary / 100
+
+
+def losses_of(stage: int, section: dict) -> list[float]:
+    import deepspeed
+
+    model = OwnedByDeepSpeed()
+    config = {key: value for key, value in rule.config(stage, torch.float32, {}).items() if key != "ds_npu"}
+    config |= section | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=[*model.parameters()], config=config)
+    losses = []
+    for step in range(3 * rule.ACCUMULATION):
+        torch.manual_seed(step + 10 * torch.distributed.get_rank())
+        loss = engine(torch.randn(rule.MICRO, 4, 8))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def moe_of_deepspeed() -> None:
+    rule.without_extension()
+    for stage in (0, 2):
+        alone = losses_of(stage, {})
+        assert losses_of(stage, {"ds_npu": {}}) == alone and alone[0] != alone[-1], stage
+
+
+def test_moe_of_deepspeeds_own_trains_as_without_ds_npu():
+    run_on_ranks(2, moe_of_deepspeed)

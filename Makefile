@@ -82,8 +82,8 @@ fast: $(STAMP) unlock
 	python -m pytest -m "not slow"
 
 whole: $(STAMP) unlock
-	BUDGET=$${BUDGET:-150} $(ON_NPUS) python -m pytest tests/npu
-	BUDGET=$${BUDGET:-420} python -m pytest
+	BUDGET=$${BUDGET:-200} $(ON_NPUS) python -m pytest tests/npu
+	BUDGET=$${BUDGET:-600} python -m pytest
 
 bench: $(STAMP) unlock
 	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done

@@ -47,6 +47,12 @@ def ds_config(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     return config | {"tensor_parallel": {"autotp_size": 2}}
 
 
+def elements_held(model: Any) -> int:
+    """Elements of one weight that this rank holds; the attribute ``up_proj.weight`` shows the whole weight."""
+    held: int = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"].numel()
+    return held
+
+
 def make_engine(args: argparse.Namespace) -> Any:
     """An engine of the variant, sure to be what its name says."""
     sys.modules["torch_npu"] = None  # type: ignore[assignment]  # as if it were not installed
@@ -63,13 +69,13 @@ def make_engine(args: argparse.Namespace) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     )
-    whole = model.model.layers[0].mlp.up_proj.weight.numel()
+    whole = elements_held(model)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=ds_config(args.train, args)
     )
-    split = model.model.layers[0].mlp.up_proj.weight.numel()
-    if split * 2 != whole or (type(engine).__name__ == "NpuEngine") != ours:
-        raise RuntimeError(f"{args.train}: {type(engine).__name__} holds {split} of {whole} elements; half is expected")
+    held = elements_held(model)
+    if held * 2 != whole or (type(engine).__name__ == "NpuEngine") != ours:
+        raise RuntimeError(f"{args.train}: {type(engine).__name__} holds {held} of {whole} elements; half is expected")
     return engine
 
 

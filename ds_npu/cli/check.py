@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_npu.cli.command import Command
 from ds_npu.cli.layout import axes_table, grid_picture, zero_line
+from ds_npu.cli.model_part import model_part
 from ds_npu.config.batch import Batch
 from ds_npu.config.check import Checked, check, load
 from ds_npu.config.problems import ConfigError, printable, shown
@@ -64,7 +65,8 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield from ("", *grid_picture(checked.degrees))
         yield from ("", zero_line(checked.degrees, checked.zero_stage))
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
-        yield from (*context_part(ds_config, checked, arguments), "", *_features(checked))
+        yield from context_part(ds_config, checked, arguments)
+        yield from (*model_part(checked, arguments), "", *_features(checked))
     if checked.warnings:
         yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
 

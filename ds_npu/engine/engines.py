@@ -34,7 +34,7 @@ from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
-from ds_npu.features.driver import apply_features
+from ds_npu.features.driver import apply_features, values_in
 from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
@@ -67,7 +67,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         self.model_axes = CUT_INTO_STAGES if is_pipeline else WHOLE_ON_EACH_STAGE
-        apply_features(session.config, self.build)
+        apply_features(values_in(session.config), self.build)
         stages: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
         place_parameters(model, self.topology, stages, kwargs["config_class"].zero_optimization_stage)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.

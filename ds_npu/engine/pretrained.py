@@ -15,7 +15,7 @@ from ds_npu.config.loading import load
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.session import open_session
 from ds_npu.features.build import Build
-from ds_npu.features.driver import apply_features
+from ds_npu.features.driver import apply_features, values_in
 from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 
 
@@ -38,7 +38,7 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
     session = open_session(ds_config)
     model = meta_model(auto_class, Path(folder), **options)
     build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
-    apply_features(session.config, build)
+    apply_features(values_in(session.config), build)
     load_checkpoint(model, Path(folder), session.topology.rank("tp"))
     protect_shards(model, session.topology)
     return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -13,31 +12,16 @@ from torch import nn
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.tensor.axis import MatmulCollectives
 from ds_npu.topology.topology import Topology
 
 PLAN_ATTRIBUTE = "ds_npu_plan"
 """The attribute of a model that is its ModelPlan."""
 
 
-class Slot(Enum):
-    """A part of an engine that at most one feature provides."""
-
-    ATTENTION = "attention"
-    LINEAR = "linear"
-    NORM = "norm"
-    ROPE = "rope"
-    ACTIVATION = "activation"
-    BLOCK_WRAPPER = "block_wrapper"
-    OPTIMIZER = "optimizer"
-    SCHEDULE = "schedule"
-    GRAD_SYNC = "grad_sync"
-    MOE_DISPATCH = "moe_dispatch"
-    LOSS = "loss"
-
-
 @dataclass
 class Build:
-    """An engine under construction: features fill its slots, the engine reads them."""
+    """An engine under construction: features read and change it."""
 
     topology: Topology
     model: nn.Module
@@ -50,8 +34,12 @@ class Build:
     """Functions that are called with the built DeepSpeed engine and return lines for people."""
     is_pipeline: bool = False
     """Whether the model is a deepspeed.PipelineModule, of which this rank holds some layers."""
-    slots: dict[Slot, Any] = field(default_factory=dict)
-    _owners: dict[Slot, str] = field(default_factory=dict)
+    collectives: MatmulCollectives | None = None
+    """The products that overlap with sequence parallelism's collectives; None: one after the other."""
+    said: list[str] = field(default_factory=list)
+    """Lines for people, from features that declare."""
+    is_planned: bool = False
+    """Whether the engine is planned only: no rank is there, and no weight."""
 
     @cached_property
     def plan(self) -> ModelPlan:
@@ -75,10 +63,3 @@ class Build:
     def shards_sequences(self) -> bool:
         """Whether the sequences of the model are to be sharded over context ranks."""
         return self.topology.size("cp") > 1 and not self.is_pipeline
-
-    def fill(self, slot: Slot, part: Any, by: str) -> None:
-        """Provide ``part`` for ``slot``, by the feature with the key ``by``; raises ValueError where another has."""
-        if slot in self._owners:
-            raise ValueError(f"ds_npu.{self._owners[slot]} and ds_npu.{by} both set the {slot.value}; turn one off")
-        self._owners[slot] = by
-        self.slots[slot] = part

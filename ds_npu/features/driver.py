@@ -1,33 +1,96 @@
-"""Applies the features to a build, in a fixed order."""
+"""Asks the features what they will change, checks that against each other, and only then applies it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from torch import nn
 
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
+from ds_npu.features.declaration import Declaration, Phase, check_declarations
 from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.plan import PLAN
 from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
+from ds_npu.log import logger
+from ds_npu.models.attributes import attribute, set_attribute
 
 FEATURES: tuple[Feature[Any], ...] = (TENSOR_OVERLAP, PLAN, PARALLEL, FUSED_OPS, CONTEXT_PARALLEL)
+CHANGED_FOR = "ds_npu_changed_for"
+"""The attribute of a changed model: by the key of a feature, what was asked for."""
+
+Values = Sequence[tuple[Feature[Any], Any]]
+"""Features, and their values in the section."""
 
 
 def unmet(config: DsNpuConfig) -> Iterator[Problem]:
     """Yield why this machine cannot do what features of ``config`` need."""
-    values = dict(config)
-    for feature in FEATURES:
-        for reason in feature.unmet(values[feature.key]):
-            yield Problem(f"ds_npu.{feature.key}", values[feature.key], reason)
+    for feature, value in values_in(config):
+        for reason in feature.unmet(value):
+            yield Problem(f"ds_npu.{feature.key}", value, reason)
 
 
-def apply_features(config: DsNpuConfig, build: Build) -> None:
-    """Apply every feature to ``build`` with its value in ``config``, in the order of FEATURES."""
+def values_in(config: DsNpuConfig) -> Values:
+    """Every feature with its value in ``config``."""
     values = dict(config)
-    for feature in FEATURES:
-        feature.apply(values[feature.key], build)
+    return [(feature, values[feature.key]) for feature in FEATURES]
+
+
+def apply_features(features: Values, build: Build) -> None:
+    """Change the model of ``build``, and provide its engine's parts, as ``features`` declare, phase by phase.
+
+    Before anything of the model is changed, raises what a feature raises that cannot do its part, ConflictError where
+    two features contradict each other, and ValueError where the model was changed for something else before.
+    """
+    parts = declare_parts(features, build)
+    check_declarations(build.model, parts)
+    for declaration in parts:
+        declaration.apply()
+    declarations = declare(features, build)
+    check_declarations(build.model, declarations)
+    asked = {feature.key: feature.asked(value, build) for feature, value in features}
+    for line in build.said:
+        logger().info("%s", line)
+    for declaration in declarations:
+        declaration.apply()
+    done = changed_for(build.model)
+    set_attribute(build.model, CHANGED_FOR, done | {key: each for key, each in asked.items() if each})
+
+
+def declare_parts(features: Values, build: Build) -> list[Declaration]:
+    """The parts of the engine that ``features`` provide."""
+    found = [Declaration(feature.key, Phase.ENGINE, list(feature.parts(value, build))) for feature, value in features]
+    return [each for each in found if each.changes]
+
+
+def declare(features: Values, build: Build) -> list[Declaration]:
+    """What ``features`` change of the model of ``build``, which they only read, in the order of application.
+
+    A feature that has changed the model before declares nothing; raises ValueError where it did so for another value.
+    """
+    before = changed_for(build.model)
+    found = []
+    for feature, value in features:
+        asked = feature.asked(value, build)
+        if feature.key not in before:
+            found.append(Declaration(feature.key, feature.phase, list(feature.declare(value, build))))
+        elif asked != before[feature.key]:
+            raise ValueError(
+                f"ds_npu.{feature.key}: the {type(build.model).__name__} was changed for {before[feature.key]}, and "
+                f"this config asks for {asked or 'nothing of it'}. What to do: the same config for from_pretrained "
+                "and every engine of a model, or a model of its own for this engine"
+            )
+        else:
+            build.said.append(f"{feature.key}: the model has been changed for {asked} before, and is left as it is")
+    return sorted((each for each in found if each.changes), key=lambda each: each.phase)
+
+
+def changed_for(model: nn.Module) -> dict[str, str]:
+    """By key, what ``model``, or one that it was put around since (PEFT), has been changed for."""
+    records = (attribute(module, CHANGED_FOR, dict) for module in model.modules())
+    return dict(next(filter(None, records), {}))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ds_npu.config.plan import Plan
 from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change
 from ds_npu.features.feature import Feature
 
 
-def _apply(plan: Plan, build: Build) -> None:
+def _declare(plan: Plan, build: Build) -> Iterable[Change]:
     if plan:
         # Raises PlanError for wrong globs.
         build.partial_plan  # noqa: B018
+    return ()
 
 
-PLAN: Feature[Plan] = Feature("plan", apply=_apply)
+PLAN: Feature[Plan] = Feature("plan", declare=_declare)

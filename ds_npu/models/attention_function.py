@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -59,12 +59,15 @@ def use_attention(model: nn.Module, implementation: Implementation | None = None
     transformers_module("modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, attend)
     transformers_module("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
     copied: dict[int, object] = {}
-    for module in model.modules():
-        shared = config_of(module)
-        if shared is not None and is_pretrained_config(shared):
-            config = copy.deepcopy(shared, copied)
-            config._attn_implementation = name
-            set_attribute(module, "config", config)
+    for _, module in modules_with_config(model):
+        config: Any = copy.deepcopy(config_of(module), copied)
+        config._attn_implementation = name
+        set_attribute(module, "config", config)
+
+
+def modules_with_config(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules, by name, that hold one of transformers' configs themselves."""
+    return ((name, module) for name, module in model.named_modules() if is_pretrained_config(config_of(module)))
 
 
 def check_exchangeable(model: nn.Module) -> None:

@@ -120,3 +120,23 @@ class Topology:
         """The global rank ``step`` places further along ``axis``, around the ring."""
         ranks = self.ranks(axis)
         return ranks[(self.rank(axis) + step) % len(ranks)]
+
+
+class PlannedTopology(Topology):
+    """The Topology of one rank of a world that is not there: sizes and places, and groups that cannot communicate."""
+
+    def __init__(self, degrees: Degrees, global_rank: int = 0) -> None:
+        self.degrees, self.global_rank = degrees, global_rank
+        self.place = degrees.place(global_rank)
+        self._ranks, self._groups, self._own = {}, {}, {}
+
+    def _open(self, ranks: tuple[int, ...], axes: tuple[Axis, ...], name: str) -> dist.ProcessGroup | None:
+        if self.global_rank not in ranks:
+            return None
+        mine = ranks.index(self.global_rank)
+        return dist.ProcessGroup(c10d.HashStore(), mine, len(ranks))
+
+    def group(self, *axes: Axis) -> dist.ProcessGroup:
+        group = self._open(tuple(self.ranks(*axes)), axes, "x".join(axes))
+        assert group is not None, "this rank is in it"
+        return group

@@ -17,6 +17,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.features.context_parallel.visibility import BatchArguments
+from ds_npu.features.driver import apply_features
 from ds_npu.models.plan import ModelPlan
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
@@ -160,10 +161,10 @@ def test_a_model_of_ones_own_is_told_what_to_do(monkeypatch):
     said = []
     monkeypatch.setattr("ds_npu.features.context_parallel.feature.warn_once", said.append)
     topology = SimpleNamespace(size=lambda axis: 4)
-    CONTEXT_PARALLEL.apply(ContextParallelSection(), Build(topology, Plain()))
+    apply_features([(CONTEXT_PARALLEL, ContextParallelSection())], Build(topology, Plain()))
     assert len(said) == 1 and "context is 4, and Plain holds no model of transformers" in said[0]
     assert "context_attention" in said[0] and "share of the loss" in said[0]
-    CONTEXT_PARALLEL.apply(ContextParallelSection(), Build(topology, Plain(), is_pipeline=True))
+    apply_features([(CONTEXT_PARALLEL, ContextParallelSection())], Build(topology, Plain(), is_pipeline=True))
     assert len(said) == 1
 
 

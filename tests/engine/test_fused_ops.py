@@ -19,10 +19,11 @@ from ds_npu.config.check import check
 from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.config.problems import ConfigError
 from ds_npu.features.build import Build
-from ds_npu.features.driver import unmet
+from ds_npu.features.driver import apply_features, unmet
 from ds_npu.features.fused_ops import feature as fused_ops
 from ds_npu.features.fused_ops.feature import FUSED_OPS, OPERATORS_OF_KEY
 from ds_npu.features.fused_ops.fused_model import fuse
+from ds_npu.log import logger
 from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import PlanError
 from ds_npu.ops.adamw import adamw_
@@ -35,7 +36,7 @@ EVERY = dict.fromkeys(KEYS, True)
 def said(monkeypatch):
     """What is logged."""
     lines = []
-    monkeypatch.setattr(fused_ops.logger(), "info", lambda message, *args: lines.append(message % args))
+    monkeypatch.setattr(logger(), "info", lambda message, *args: lines.append(message % args))
     return lines
 
 
@@ -54,7 +55,7 @@ def npu(monkeypatch):
 def fused(section, device_type, model=None):
     """Which operators a step calls of a model that was built with ``section``."""
     model = model or tiny("llama")
-    FUSED_OPS.apply(FusedOpsSection(**section), Build(ONE_RANK, model, {}, device_type))
+    apply_features([(FUSED_OPS, FusedOpsSection(**section))], Build(ONE_RANK, model, {}, device_type))
     with counted() as calls:
         model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None])
     return set(calls)
@@ -101,11 +102,11 @@ def test_each_kernel_is_checked_once_in_a_process(monkeypatch, npu):
 
 def test_a_model_that_has_them_needs_no_plan(said):
     model = tiny("llama")
-    FUSED_OPS.apply(FusedOpsSection(**EVERY), Build(ONE_RANK, model, {}, "cpu"))
+    apply_features([(FUSED_OPS, FusedOpsSection(**EVERY))], Build(ONE_RANK, model, {}, "cpu"))
     count = len(said)
     build = Build(ONE_RANK, model, {}, "cpu")
-    FUSED_OPS.apply(FusedOpsSection(**EVERY), build)
-    assert len(said) == count and "plan" not in vars(build)
+    apply_features([(FUSED_OPS, FusedOpsSection(**EVERY))], build)
+    assert len(said) == count + 1 and "already" in said[-1] and "plan" not in vars(build)
 
 
 @pytest.fixture
@@ -149,17 +150,17 @@ def test_a_model_that_is_not_known(npu, said):
             self.weight = nn.Parameter(torch.ones(4, 4))
 
     model = nn.Sequential(Projection())
-    FUSED_OPS.apply(FusedOpsSection(), Build(ONE_RANK, model, {}, "npu"))
+    apply_features([(FUSED_OPS, FusedOpsSection())], Build(ONE_RANK, model, {}, "npu"))
     assert len(said) == 1 and said[0].startswith("fused_ops: none in Sequential, whose modules are not known (0 ")
     with pytest.raises(PlanError):
-        FUSED_OPS.apply(FusedOpsSection(rms_norm=True), Build(ONE_RANK, model, {}, "cpu"))
+        apply_features([(FUSED_OPS, FusedOpsSection(rms_norm=True))], Build(ONE_RANK, model, {}, "cpu"))
 
 
 def test_adamw_false_is_pytorchs_operators(npu):
     build = Build(ONE_RANK, nn.Identity(), {}, "cpu")
-    FUSED_OPS.apply(FusedOpsSection(adamw=True), build)
+    apply_features([(FUSED_OPS, FusedOpsSection(adamw=True))], build)
     assert adamw_._on_npu != adamw_.reference
-    FUSED_OPS.apply(FusedOpsSection(adamw=False), build)
+    apply_features([(FUSED_OPS, FusedOpsSection(adamw=False))], build)
     assert adamw_._on_npu == adamw_.reference
     assert adamw_.why_unavailable().reason == "ds_npu.fused_ops.adamw is false"
 

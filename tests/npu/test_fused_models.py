@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.features.build import Build
+from ds_npu.features.driver import apply_features
 from ds_npu.features.fused_ops import feature as fused_ops
 from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.fused_ops.fused_model import fuse
@@ -66,7 +67,7 @@ def batch(number):
 def on_npu(family, section):
     """The model in bf16 as the feature makes it."""
     model = tiny_models.tiny(family, torch.bfloat16).npu()
-    FUSED_OPS.apply(FusedOpsSection(**section), Build(ONE_RANK, model, {}, "npu"))
+    apply_features([(FUSED_OPS, FusedOpsSection(**section))], Build(ONE_RANK, model, {}, "npu"))
     return model
 
 

@@ -23,6 +23,7 @@ from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.config.parallel import ParallelSection
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
+from ds_npu.features.driver import apply_features
 from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -127,8 +128,8 @@ def outcome(kind: str, tensor: int, sequence_parallel: bool, globs: dict[str, st
     build = Build(topology, model, globs or {})
     parallel = ParallelSection(tensor=tensor, context=context, sequence_parallel=sequence_parallel)
     try:
-        PARALLEL.apply(parallel, build)
-        CONTEXT_PARALLEL.apply(ContextParallelSection(algorithm="ring"), build)
+        apply_features([(PARALLEL, parallel)], build)
+        apply_features([(CONTEXT_PARALLEL, ContextParallelSection(algorithm="ring"))], build)
     except ValueError as error:
         return f"refused: {error}"
     try:

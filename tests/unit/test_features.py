@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 from torch import nn
@@ -11,8 +12,9 @@ from ds_npu.config.check import check
 from ds_npu.config.problems import ConfigError
 from ds_npu.config.rules import broken_rules
 from ds_npu.config.sections import DsNpuConfig
-from ds_npu.features.build import Build, Slot
-from ds_npu.features.driver import FEATURES, apply_features, unmet
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change, ConflictError, Phase, table
+from ds_npu.features.driver import FEATURES, apply_features, declare, unmet
 from ds_npu.features.feature import Feature
 
 # Rules between keys, most of them of features that are not built yet: key paths, and the one that is named.
@@ -113,15 +115,69 @@ def test_a_machine_that_lacks_something_is_refused_where_it_matters(monkeypatch)
     ]
 
 
-def test_features_fill_slots_and_a_slot_has_one_owner(monkeypatch):
-    filled = [
-        Feature(key, apply=lambda value, build, key=key: build.fill(Slot.ATTENTION, key, by=key))
-        for key in ("swap", "moe")
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+def declaring(key, phase, *changes):
+    """A feature that declares ``changes``, of which each is noted in ``made`` when it is made."""
+    made = []
+    changes = [Change(*change, make=partial(made.append, (key, *change))) for change in changes]
+    return Feature(key, phase, declare=lambda value, build: changes), made
+
+
+CONFLICTS = [
+    (
+        (("swap", Phase.SHARDS, ("replaces", "layer.0", "a")), ("moe", Phase.SHARDS, ("replaces", "layer.0", "b"))),
+        r"both ds_npu\.swap and ds_npu\.moe want what only one can: replaces layer\.0: b",
+    ),
+    (
+        (("swap", Phase.OPERATORS, ("computes", "layer.0", "a")), ("moe", Phase.SHARDS, ("computes", "layer.0", "b"))),
+        r"both ds_npu\.moe and ds_npu\.swap want",
+    ),
+    (
+        (("swap", Phase.SHARDS, ("wraps", "layer.0", "a")), ("moe", Phase.SEQUENCES, ("replaces", "layer", "b"))),
+        r"ds_npu\.swap wraps layer\.0, and ds_npu\.moe replaces layer afterwards",
+    ),
+]
+
+
+@pytest.mark.parametrize(("declared", "said"), CONFLICTS)
+def test_features_that_contradict_each_other_are_named_before_anything_is_changed(declared, said):
+    features, made = zip(*(declaring(*each) for each in declared), strict=True)
+    with pytest.raises(ConflictError, match=said):
+        apply_features([(each, None) for each in features], Build(topology=None, model=Parts()))
+    assert not any(made)
+
+
+def test_features_are_applied_by_phases_whatever_their_order():
+    late, _ = declaring("swap", Phase.OPERATORS, ("wraps", "layer.0", "a"), ("computes", "layer.1", "b"))
+    early, _ = declaring("moe", Phase.SHARDS, ("replaces", "layer.0", "c"))
+    build = Build(topology=None, model=Parts())
+    assert [each.key for each in declare([(late, None), (early, None)], build)] == ["moe", "swap"]
+    assert list(table(declare([(late, None), (early, None)], build))) == [
+        "moe   replaces  layer.0  c",
+        "swap  wraps     layer.0  a",
+        "swap  computes  layer.1  b",
     ]
-    build = Build(topology=None, model=nn.Identity())
-    monkeypatch.setattr("ds_npu.features.driver.FEATURES", filled[:1])
-    apply_features(DsNpuConfig(), build)
-    assert build.slots == {Slot.ATTENTION: "swap"}
-    monkeypatch.setattr("ds_npu.features.driver.FEATURES", filled[1:])
-    with pytest.raises(ValueError, match=r"ds_npu\.swap and ds_npu\.moe both set the attention"):
-        apply_features(DsNpuConfig(), build)
+
+
+def test_a_change_of_what_is_not_there_is_a_mistake():
+    feature, _ = declaring("moe", Phase.SHARDS, ("wraps", "layer.7", "a"))
+    with pytest.raises(ValueError, match=r"ds_npu\.moe declares a change of layer\.7, which is not there"):
+        apply_features([(feature, None)], Build(topology=None, model=Parts()))
+
+
+def test_a_model_that_was_changed_for_something_else_is_refused(caplog):
+    feature, made = declaring("moe", Phase.SHARDS, ("wraps", "layer.0", "a"))
+    feature = dataclasses.replace(feature, asked=lambda value, build: value)
+    model = Parts()
+    apply_features([(feature, "four experts")], Build(topology=None, model=model))
+    with caplog.at_level("INFO", logger="ds_npu"):
+        apply_features([(feature, "four experts")], Build(topology=None, model=nn.Sequential(model)))
+    assert len(made) == 1
+    for asked, said in (("five", "five"), ("", "nothing of it")):
+        with pytest.raises(ValueError, match=rf"ds_npu\.moe: .* changed for four experts, and .* asks for {said}"):
+            apply_features([(feature, asked)], Build(topology=None, model=model))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
@@ -10,10 +13,11 @@ from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChooser
 from ds_npu.features.context_parallel.sharded_sequences import (
+    declare_sequences,
     has_sharded_sequences,
-    shard_sequences,
     shardable_model,
 )
+from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.feature import Feature
 from ds_npu.log import logger, warn_once
 from ds_npu.models.hugging_face_model import hugging_face_model
@@ -29,18 +33,35 @@ NOT_SHARDED = (
 )
 
 
-def _apply(section: ContextParallelSection, build: Build) -> None:
-    if not build.shards_sequences or has_sharded_sequences(build.model):
-        return
-    topology = build.topology
-    if hugging_face_model(build.model) is None:
-        warn_once(NOT_SHARDED.format(size=topology.size("cp"), model=type(build.model).__name__))
-        return
+def _applies(build: Build) -> bool:
+    return build.shards_sequences and hugging_face_model(build.model) is not None
+
+
+def _asked(section: ContextParallelSection, build: Build) -> str:
+    if not _applies(build):
+        return ""
+    keys = "".join(f", {key} {value}" for key, value in section if value is not None)
+    return f"context {build.topology.size('cp')}{keys}"
+
+
+def _parts(section: ContextParallelSection, build: Build) -> Iterable[Change]:
+    if _applies(build):
+        # What scripts draw (the order of samples) must agree over ranks that share samples.
+        make = partial(align_generators, build.topology, build.device_type, "cp")
+        yield Change("provides", "random generators over cp", "states of the first context rank", make)
+
+
+def _declare(section: ContextParallelSection, build: Build) -> Iterable[Change]:
+    if not _applies(build):
+        if build.shards_sequences:
+            warn_once(NOT_SHARDED.format(size=build.topology.size("cp"), model=type(build.model).__name__))
+        return []
+    if has_sharded_sequences(build.model):
+        return []
+    # Says why the model cannot be sharded before it looks for an algorithm.
     shardable_model(build.model, build.partial_plan)
     algorithm = _algorithm(section, build)
-    # What scripts draw (the order of samples) must agree over ranks that share samples.
-    align_generators(topology, build.device_type, "cp")
-    shard_sequences(build.model, build.partial_plan, topology, algorithm, build.device_type)
+    return declare_sequences(build.model, build.partial_plan, build.topology, algorithm, build.device_type)
 
 
 def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorithm | AlgorithmChooser:
@@ -48,7 +69,7 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
 
     Raises ConfigError where no algorithm is possible with the model's number of heads.
     """
-    degrees, plan, machine = build.topology.degrees, build.partial_plan, _machine(build.device_type)
+    degrees, plan, machine = build.topology.degrees, build.partial_plan, _machine(build)
     # The attention with the fewest heads limits Ulysses most.
     shape = min(plan.attentions.values(), key=lambda each: each.heads, default=None)
     found = algorithms(section, degrees.cp)
@@ -74,9 +95,12 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
     return chosen
 
 
-def _machine(device_type: str) -> Machine:
+def _machine(build: Build) -> Machine:
     """Whose speeds the estimates assume: this process's NPU's, elsewhere an A2's."""
-    return machine_of("" if device_type == "cpu" else torch.get_device_module(device_type).get_device_name())
+    has_device = build.device_type != "cpu" and not build.is_planned
+    return machine_of(torch.get_device_module(build.device_type).get_device_name() if has_device else "")
 
 
-CONTEXT_PARALLEL: Feature[ContextParallelSection] = Feature("context_parallel", apply=_apply)
+CONTEXT_PARALLEL: Feature[ContextParallelSection] = Feature(
+    "context_parallel", Phase.SEQUENCES, declare=_declare, parts=_parts, asked=_asked
+)

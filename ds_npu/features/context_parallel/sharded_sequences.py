@@ -8,7 +8,7 @@ modules are wrapped.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import NoneType
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
+from ds_npu.features.attention_exchange import exchanges_of_attention
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice, AlgorithmChooser
 from ds_npu.features.context_parallel.attention import SequenceShardAttention
 from ds_npu.features.context_parallel.forward import SequenceShardForward
@@ -27,7 +28,8 @@ from ds_npu.features.context_parallel.loss import LossShare, shifts
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_settings
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
-from ds_npu.models.attention_function import check_exchangeable, use_attention
+from ds_npu.features.declaration import Change, make_changes
+from ds_npu.models.attention_function import check_exchangeable
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.copying import refuse_copies
@@ -69,33 +71,78 @@ def shard_sequences(
     With an AlgorithmChooser, ``algorithm_choice_of(model).choose`` is to be called before the first forward. Raises
     ValueError, before anything is changed, for a model in which more than attention mixes tokens.
     """
+    make_changes(declare_sequences(model, plan, topology, algorithm, device_type))
+
+
+def declare_sequences(
+    model: nn.Module,
+    plan: ModelPlan,
+    topology: Topology,
+    algorithm: ContextAlgorithm | AlgorithmChooser,
+    device_type: str = "cpu",
+) -> list[Change]:
+    """What ``shard_sequences`` changes, in order; it takes the same arguments and raises the same errors."""
     inner = shardable_model(model, plan)
-    shifted = shifts(inner)
-    running_batch = RunningBatch()
-    values = ValueExchangeOverlap(model, plan, topology, running_batch)
-    attention = SequenceShardAttention(running_batch, values)
-    attention.not_called = {module: name for name, module in attentions_of(inner).items()}
-    use_attention(model, attention.implementation)
-    choice = AlgorithmChoice(topology, algorithm)
     randomness = RegionRandomness(topology, device_type, "cp")
-    loss = None if shifted is None else LossShare(inner.loss_function, running_batch, shifted)
-    if loss is not None:
-        inner.loss_function = loss
-    numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
-    gather_router_logits(inner.get_decoder(), running_batch)
-    wrap_forward(
-        inner, SequenceShardForward(inner, running_batch, choice, numbers, loss, _owns_positions(inner)), Level.SEQUENCE
-    )
-    wrap_forward(inner, partial(_checked, attention), Level.SEQUENCE)
-    for rotary in list(filter(depends_on_length, inner.modules())):
-        show_last_position(rotary, running_batch)
-    if inner is not model:
-        _share_gradients(model, inner, topology.size("cp"))
-    set_attribute(inner, SEQUENCES_SHARDED, model)
-    set_attribute(model, SEQUENCES_SHARDED, model)
-    set_attribute(model, ALGORITHM_CHOICE, choice)
-    refuse_copies(model)
-    refuse_compiling(model, "context")
+    sharder = _SequenceSharder(model, inner, AlgorithmChoice(topology, algorithm), randomness)
+    return list(sharder.changes(plan, topology))
+
+
+class _SequenceSharder:
+    """Says what is to be done to one model, and does it when the changes are made."""
+
+    def __init__(
+        self, model: nn.Module, inner: HuggingFaceModel, choice: AlgorithmChoice, randomness: RegionRandomness
+    ) -> None:
+        self.model, self.inner, self.choice, self.randomness = model, inner, choice, randomness
+        self.names = {module: name for name, module in model.named_modules()}
+        self.running_batch = RunningBatch()
+
+    def changes(self, plan: ModelPlan, topology: Topology) -> Iterator[Change]:
+        inner, running_batch = self.inner, self.running_batch
+        values = ValueExchangeOverlap(self.model, plan, topology, running_batch)
+        attention = SequenceShardAttention(running_batch, values)
+        attention.not_called = {module: name for name, module in attentions_of(inner).items()}
+        yield from exchanges_of_attention(self.model, "over sequence shards", attention.implementation)
+        for name in values.projections:
+            # In the first forward, behind other hooks.
+            yield Change("hooks", name, "its output starts the exchange of values")
+        if shifts(inner) is not None:
+            yield Change("sets", self.names[inner], "_loss_function: this rank's share")
+        decoder = inner.get_decoder()
+        yield self._wrap(decoder, "router logits of all tokens", partial(gather_router_logits, decoder, running_batch))
+        yield self._wrap(inner, "shards the batch", self._shard_batches)
+        yield self._wrap(inner, "every attention is called", partial(_check_called, inner, attention))
+        for rotary in filter(depends_on_length, inner.modules()):
+            yield self._wrap(rotary, "sees the last position", partial(show_last_position, rotary, running_batch))
+        if inner is not self.model:
+            yield self._wrap(self.model, "divides gradients", self._share_gradients)
+            yield self._wrap(inner, "multiplies gradients", None)
+        yield Change("sets", self.names[inner], SEQUENCES_SHARDED, self._finish)
+        yield Change("sets", "", f"{SEQUENCES_SHARDED}, {ALGORITHM_CHOICE}, __deepcopy__, compile")
+
+    def _wrap(self, module: nn.Module, what: str, make: Callable[[], object] | None) -> Change:
+        return Change("wraps", self.names[module], what, make, Level.SEQUENCE)
+
+    def _shard_batches(self) -> None:
+        inner, shifted = self.inner, shifts(self.inner)
+        loss = None if shifted is None else LossShare(inner.loss_function, self.running_batch, shifted)
+        if loss is not None:
+            inner.loss_function = loss
+        numbers = self.randomness.region if any(map(drops, inner.modules())) else nullcontext
+        owns = _owns_positions(inner)
+        forward = SequenceShardForward(inner, self.running_batch, self.choice, numbers, loss, owns)
+        wrap_forward(inner, forward, Level.SEQUENCE)
+
+    def _share_gradients(self) -> None:
+        _share_gradients(self.model, self.inner, self.choice.topology.size("cp"))
+
+    def _finish(self) -> None:
+        set_attribute(self.inner, SEQUENCES_SHARDED, self.model)
+        set_attribute(self.model, SEQUENCES_SHARDED, self.model)
+        set_attribute(self.model, ALGORITHM_CHOICE, self.choice)
+        refuse_copies(self.model)
+        refuse_compiling(self.model, "context")
 
 
 def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
@@ -118,10 +165,13 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     return inner
 
 
-def _checked(attention: SequenceShardAttention, forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    out = forward(*args, **kwargs)
-    attention.check_all_called()
-    return out
+def _check_called(inner: nn.Module, attention: SequenceShardAttention) -> None:
+    def checked(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        out = forward(*args, **kwargs)
+        attention.check_all_called()
+        return out
+
+    wrap_forward(inner, checked, Level.SEQUENCE)
 
 
 def _check_forward(inner: nn.Module) -> None:

@@ -26,25 +26,31 @@ class ValueExchangeOverlap:
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, topology: Topology, running_batch: RunningBatch) -> None:
-        self.running_batch = running_batch
+        self.model, self.running_batch = model, running_batch
         self._in_flight: Fact[dict[nn.Module, PostedTensor]] = Fact(while_running=True)
         self._changed: set[nn.Module] = set()
         """Attentions that change values between projection and attention function: they exchange them there."""
-        self._to_hook: dict[nn.Module, tuple[nn.Module, int, int]] = {}
+        self._to_hook: dict[nn.Module, tuple[str, int, int]] = {}
         """Attentions that have not been called yet: value projection, query heads of this rank, width of a value."""
         for name in plan.named(Role.VALUE):
             attention = plan.around(name, Role.ATTENTION)
             if attention is not None and attention in plan.attentions:
                 shape = plan.attentions[attention]
                 heads = len(local_heads(shape, topology.size("tp"))[topology.rank("tp")].queries)
-                self._to_hook[model.get_submodule(attention)] = model.get_submodule(name), heads, shape.value_dim
+                self._to_hook[model.get_submodule(attention)] = name, heads, shape.value_dim
+
+    @property
+    def projections(self) -> list[str]:
+        """The names of the value projections whose outputs are exchanged."""
+        return [name for name, _, _ in self._to_hook.values()]
 
     def of(self, attention: nn.Module, value_BSND: torch.Tensor) -> torch.Tensor | PostedTensor:
         """The values of ``attention`` in flight, if ``value_BSND`` is what was sent; else ``value_BSND``."""
         if attention in self._to_hook:
-            projection, heads, width = self._to_hook.pop(attention)
+            name, heads, width = self._to_hook.pop(attention)
             # Registered in the first forward, so behind other hooks, which may replace the output (ZeRO-3's hook that
             # fetches weights for backward does).
+            projection = self.model.get_submodule(name)
             projection.register_forward_hook(partial(self._send, attention, heads, width))
         flight = (self._in_flight.of(running()) or {}).pop(attention, None)
         if flight is None or _same(flight.sent, value_BSND):

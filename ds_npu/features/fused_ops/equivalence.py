@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from types import NoneType
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ds_npu.models.attributes import has_attribute
+from ds_npu.models import kinds
+from ds_npu.models.attributes import attributes, has_attribute
 from ds_npu.models.hugging_face_model import FLOAT32_TOLERANCE
 from ds_npu.parallel.forward_wraps import innermost_forward
+
+OF_TORCH = frozenset(attributes(nn.Module(), object))
+"""Attributes of every module: hooks, parameters, children."""
 
 
 @contextmanager
@@ -67,6 +72,20 @@ def own_forward(module: nn.Module) -> str | None:
         return "it has been given a forward of its own already"
     arguments = forward.__func__.__code__.co_argcount - 1
     return None if arguments == 1 else f"its forward takes {arguments} arguments, where the operator takes one"
+
+
+def likeness(module: nn.Module) -> Hashable:
+    """Equal for modules of one model that compute alike: class, shapes, attributes and children are the same.
+
+    Numbers and strings are compared by value, other attributes by identity.
+    """
+    own = [
+        (name, value if isinstance(value, int | float | str | NoneType) else id(value))
+        for name, value in attributes(module, object).items()
+        if name not in OF_TORCH
+    ]
+    children = tuple((name, likeness(child)) for name, child in module.named_children())
+    return type(module), tuple(kinds.own_shapes(module).items()), tuple(sorted(own)), children
 
 
 def forward_of_copy(

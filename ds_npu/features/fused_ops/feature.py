@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from ds_npu import capability
 from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.feature import Feature
-from ds_npu.features.fused_ops.fused_model import fuse, fused_keys
-from ds_npu.log import logger
+from ds_npu.features.fused_ops.fused_model import declare_operators, fused_keys
 from ds_npu.models.plan import PlanError
 from ds_npu.ops.adamw import adamw_
 from ds_npu.ops.attention import attention_backward, attention_forward
@@ -60,30 +62,47 @@ def _wrong(key: str, device_type: str) -> str | None:
     return next(filter(None, (operator.check(device_type) for operator in OPERATORS_OF_KEY[key])), None)
 
 
-def _apply(section: FusedOpsSection, build: Build) -> None:
+def _chosen(section: FusedOpsSection, build: Build) -> dict[str, str | None]:
+    """The keys of the operators to be used, and why their kernels cannot be."""
     values = {key: value for key, value in section if key in OPERATORS_OF_KEY}
     on_npu = build.device_type == "npu"
-    if values["adamw"] is False:
-        for operator in OPERATORS_OF_KEY["adamw"]:
-            operator.set_aside("ds_npu.fused_ops.adamw is false", "leave it out to use the kernel")
     chosen = [key for key, value in values.items() if value or (on_npu and value is None)]
-    refused = {key: reason for key in chosen if on_npu and (reason := _wrong(key, build.device_type))}
-    said = [f"{key} is left as it is: {reason}" for key, reason in refused.items()]
+    checked = on_npu and not build.is_planned
+    return {key: _wrong(key, build.device_type) if checked else None for key in chosen}
+
+
+def _parts(section: FusedOpsSection, build: Build) -> Iterable[Change]:
+    if section.adamw is False:
+        yield Change("provides", "AdamW", "PyTorch's own", _set_adamw_aside)
+    if "matmul_accumulate" in (chosen := _chosen(section, build)) and chosen["matmul_accumulate"] is None:
+        make = partial(build.when_built.append, install_gradient_buffers)
+        yield Change("provides", "weight gradients", "added up in the optimizer's buffers", make)
+
+
+def _set_adamw_aside() -> None:
+    for operator in OPERATORS_OF_KEY["adamw"]:
+        operator.set_aside("ds_npu.fused_ops.adamw is false", "leave it out to use the kernel")
+
+
+def _declare(section: FusedOpsSection, build: Build) -> Iterable[Change]:
+    chosen = _chosen(section, build)
+    said = [f"{key} is left as it is: {reason}" for key, reason in chosen.items() if reason]
     elsewhere = (*NOT_IN_THE_MODEL, *(["flash_attention"] if build.shards_sequences else []))
-    wanted = [key for key in chosen if key not in refused and key not in elsewhere]
-    if wanted:
-        said += _fuse(wanted, build, must=any(values[key] for key in wanted))
-    if "matmul_accumulate" in set(chosen) - set(refused):
-        build.when_built.append(install_gradient_buffers)
-    for line in said:
-        logger().info("fused_ops: %s", line)
+    wanted = [key for key, reason in chosen.items() if reason is None and key not in elsewhere]
+    must = any(value for key, value in section if key in wanted)
+    changes, lines = _operators(wanted, build, must) if wanted else ([], [])
+    build.said += [f"fused_ops: {line}" for line in (*said, *lines)]
+    return changes
 
 
-def _fuse(wanted: list[str], build: Build, must: bool) -> list[str]:
-    """Lines that say where each operator is; raises PlanError for an unknown model if an operator ``must`` be in it."""
+def _operators(wanted: list[str], build: Build, must: bool) -> tuple[list[Change], list[str]]:
+    """The changes, and lines that say where each operator goes.
+
+    Raises PlanError for an unknown model if an operator ``must`` be in it.
+    """
     if fused_keys(build.model).issuperset(wanted):
         # Sharded and fused before: the modules of the model are no longer those of a plan.
-        return []
+        return [], [f"the model computes with {', '.join(wanted)} already"]
     try:
         plan = build.plan
     except PlanError as error:
@@ -91,8 +110,10 @@ def _fuse(wanted: list[str], build: Build, must: bool) -> list[str]:
             raise
         unknown = f"none in {type(build.model).__name__}, whose modules are not known ({error.problems[0]}"
         more = len(error.problems) - 1
-        return [f"{unknown}{f', and {more} more' if more else ''}); ds_npu.plan can say what they are"]
-    return fuse(build.model, plan, wanted)
+        return [], [f"{unknown}{f', and {more} more' if more else ''}); ds_npu.plan can say what they are"]
+    return declare_operators(build.model, plan, wanted)
 
 
-FUSED_OPS: Feature[FusedOpsSection] = Feature("fused_ops", unmet=_unmet, apply=_apply)
+FUSED_OPS: Feature[FusedOpsSection] = Feature(
+    "fused_ops", Phase.OPERATORS, declare=_declare, parts=_parts, unmet=_unmet
+)

@@ -8,36 +8,36 @@ An operator goes inside of forwards that tensor parallelism has wrapped; the ord
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 from torch import nn
 
 from ds_npu.config.roles import Role
+from ds_npu.features.attention_exchange import exchanges_of_attention
+from ds_npu.features.declaration import Change, make_changes
 from ds_npu.features.fused_ops.fusion_result import FusionResult, result_lines
 from ds_npu.features.fused_ops.loss import fuse_loss
 from ds_npu.features.fused_ops.mlp import fuse_mlps
 from ds_npu.features.fused_ops.norm import fuse_norms
 from ds_npu.features.fused_ops.rotary import fuse_rotary
-from ds_npu.models.attention_function import use_attention
+from ds_npu.models.attention_function import check_exchangeable
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import ModelPlan
 
 FUSED_KEYS = "ds_npu_fused_ops"
-"""The attribute of a model that is the set of the keys of its operators."""
+"""The attribute of a model that is the frozenset of the keys of its operators."""
 
 
 def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Make the transformers models in ``model`` compute their attention with ``ops.attention``."""
-    attentions = plan.named(Role.ATTENTION)
-    if not attentions:
-        return
+    """Say how the transformers models in ``model`` come to compute their attention with ``ops.attention``."""
+    reason, changes = "", exchanges_of_attention(model, "ds_npu's")
     try:
-        use_attention(model)
+        check_exchangeable(model)
     except (TypeError, ValueError) as error:
-        reason = str(error)
-    else:
-        reason = ""
-    for name in attentions:
-        yield FusionResult(name, reason)
+        reason, changes = str(error), ()
+    for name in plan.named(Role.ATTENTION):
+        yield FusionResult(name, reason, changes)
+        changes = ()  # The first makes all.
 
 
 FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[FusionResult]]] = {
@@ -50,13 +50,9 @@ FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[FusionResult]]] 
 """By the key of ``ds_npu.fused_ops``."""
 
 
-def fused_keys(model: nn.Module) -> set[str]:
-    """The keys of the operators that ``model`` was given already; the set belongs to the model."""
-    keys = attribute(model, FUSED_KEYS, set)
-    if keys is None:
-        keys = set()
-        set_attribute(model, FUSED_KEYS, keys)
-    return keys
+def fused_keys(model: nn.Module) -> frozenset[str]:
+    """The keys of the operators that ``model`` was given already."""
+    return attribute(model, FUSED_KEYS, frozenset) or frozenset()
 
 
 def fuse(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> list[str]:
@@ -65,10 +61,21 @@ def fuse(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> list[str
     Returns lines for people: where each operator is, where it is not, and why. Call it before DeepSpeed takes the
     model, so that ZeRO-3's hooks stay outside; weights may be on the meta device.
     """
-    done = fused_keys(model)
-    lines: list[str] = []
-    for key, fusion in FUSIONS.items():
-        if key in wanted and key not in done:
-            lines += result_lines(key, list(fusion(model, plan)))
-            done.add(key)
+    changes, lines = declare_operators(model, plan, wanted)
+    make_changes(changes)
     return lines
+
+
+def declare_operators(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> tuple[list[Change], list[str]]:
+    """What ``fuse`` changes, in order, and the lines that it returns; it takes the same arguments."""
+    lines: list[str] = []
+    changes: list[Change] = []
+    new = [key for key in FUSIONS if key in wanted and key not in fused_keys(model)]
+    for key in new:
+        results = list(FUSIONS[key](model, plan))
+        lines += result_lines(key, results)
+        changes += [change for result in results for change in result.changes]
+    if new:
+        keys = fused_keys(model).union(new)
+        changes.append(Change("sets", "", FUSED_KEYS, partial(set_attribute, model, FUSED_KEYS, keys)))
+    return changes, lines

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from torch import nn
+
+from ds_npu.features.declaration import Change
 from ds_npu.models import names
+from ds_npu.parallel.forward_wraps import Forward, replace_innermost_forward
 
 
 class FusionResult(NamedTuple):
-    """Whether an operator was put into one module."""
+    """Whether an operator can be put into one module."""
 
     module: str
     """Its name in the model."""
     reason: str = ""
-    """Why it was left as it is; empty where the operator is in it now."""
+    """Why it is left as it is; empty where the operator goes into it."""
+    changes: tuple[Change, ...] = ()
+    """Those that put it in."""
+
+
+def computed_by(operator: str, module: nn.Module, name: str, forward: Forward) -> FusionResult:
+    """The result for the module ``name``, whose innermost forward becomes ``forward``, which calls ``operator``."""
+    make = partial(replace_innermost_forward, module, forward)
+    return FusionResult(name, changes=(Change("computes", name, operator, make),))
 
 
 def result_lines(operator: str, results: Sequence[FusionResult]) -> Iterator[str]:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
+from ds_npu.features.declaration import Change
 from ds_npu.features.fused_ops.equivalence import (
     computes_the_same,
     forward_of_copy,
     isolated_on_cpu,
+    likeness,
     own_forward,
     random_input,
 )
-from ds_npu.features.fused_ops.fusion_result import FusionResult
+from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.swiglu import swiglu
-from ds_npu.parallel.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.tensor.linear import stacked_outputs
 
 K, N = 6, 10
@@ -30,11 +31,22 @@ K, N = 6, 10
 
 
 def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Put ``ops.swiglu`` into every MLP, and all experts, of ``plan`` that compute the same."""
+    """Say how ``ops.swiglu`` goes into every MLP, and all experts, of ``plan`` that compute the same."""
+    compared: dict[Hashable, str | None] = {}
     for name in plan.named(Role.MLP):
-        yield FusionResult(name, _fuse(model.get_submodule(name), _linears(plan, name)) or "")
+        module, linears = model.get_submodule(name), _linears(plan, name)
+        fused = _with_operator(module, linears)
+        like = likeness(module), tuple(linears.items())
+        reason = compared[like] if like in compared else compared.setdefault(like, _differs(module, fused))
+        if reason is not None or fused is None:
+            yield FusionResult(name, reason or "")
+        else:
+            yield computed_by("swiglu", module, name, fused[0])
     for name in plan.named(Role.EXPERTS):
-        yield FusionResult(name, _fuse_experts(model.get_submodule(name)) or "")
+        experts = model.get_submodule(name)
+        reason = _why_not(experts)
+        make = functools.partial(set_attribute, experts, GATE_METHOD, swiglu)
+        yield FusionResult(name, reason or "", () if reason else (Change("sets", name, GATE_METHOD, make),))
 
 
 def _linears(plan: ModelPlan, mlp: str) -> dict[Role, str]:
@@ -43,27 +55,35 @@ def _linears(plan: ModelPlan, mlp: str) -> dict[Role, str]:
     return {plan.roles[name]: name[len(mlp) :].lstrip(".").split(".")[0] for name in plan.inside(mlp, *roles)}
 
 
-def _fuse(module: nn.Module, linears: dict[Role, str]) -> str | None:
-    """Fuse ``module``; returns why not where it was left as it is."""
+Fused = tuple[functools.partial[torch.Tensor], Mapping[str, tuple[int, int]]]
+"""The forward of an MLP with the operator; by name, inputs and outputs of the linears that it is compared with."""
+
+
+def _with_operator(module: nn.Module, linears: dict[Role, str]) -> Fused | None:
+    """``module`` with the operator; None for an MLP without a gate."""
     if set(linears) == {Role.GATE, Role.UP, Role.DOWN}:
         gate, up, down = linears[Role.GATE], linears[Role.UP], linears[Role.DOWN]
         ours = functools.partial(with_two_linears, module, gate, up, down)
-        sizes = {gate: (K, N), up: (K, N), down: (N, K)}
-    elif set(linears) == {Role.GATE_UP, Role.DOWN}:
+        return ours, {gate: (K, N), up: (K, N), down: (N, K)}
+    if set(linears) == {Role.GATE_UP, Role.DOWN}:
         gate_up, down = linears[Role.GATE_UP], linears[Role.DOWN]
-        ours = functools.partial(with_one_linear, module, gate_up, down)
-        sizes = {gate_up: (K, 2 * N), down: (N, K)}
-    else:
+        return functools.partial(with_one_linear, module, gate_up, down), {gate_up: (K, 2 * N), down: (N, K)}
+    return None
+
+
+def _differs(module: nn.Module, fused: Fused | None) -> str | None:
+    """Why ``module`` is left as it is; None where the operator computes the same."""
+    if fused is None:
         return "it has no gate"
     if reason := own_forward(module):
         return reason
+    ours, sizes = fused
     with isolated_on_cpu() as generator:
         small: dict[str, nn.Module] = {name: nn.Linear(*size).double() for name, size in sizes.items()}
         theirs = forward_of_copy(module, {}, small)
         mine = functools.partial(ours.func, theirs.__self__, *ours.args[1:])
         if not computes_the_same(theirs, mine, random_input(generator, 2, 3, K)):
             return f"{type(module).__name__} computes something else than SwiGLU"
-    replace_innermost_forward(module, ours)
     return None
 
 
@@ -88,8 +108,8 @@ GATE_METHOD = "_apply_gate"
 """What transformers' grouped and batched experts call between their products (transformers 5, integrations.moe)."""
 
 
-def _fuse_experts(module: nn.Module) -> str | None:
-    """Fuse the experts ``module``; returns why not where they were left as they are."""
+def _why_not(module: nn.Module) -> str | None:
+    """Why the experts ``module`` are left as they are; None where the operator goes into them."""
     method: Callable[..., torch.Tensor] | None = inspect.getattr_static(type(module), GATE_METHOD, None)
     config = config_of(module)
     if method is None or config is None:
@@ -102,5 +122,4 @@ def _fuse_experts(module: nn.Module) -> str | None:
     with isolated_on_cpu() as generator:
         if not computes_the_same(functools.partial(method, module), swiglu, random_input(generator, 3, 2 * N)):
             return f"{type(module).__name__} computes something else than SwiGLU"
-    set_attribute(module, GATE_METHOD, swiglu)
     return None

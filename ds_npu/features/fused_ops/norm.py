@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import nn
@@ -13,15 +13,15 @@ from ds_npu.features.fused_ops.equivalence import (
     computes_the_same,
     forward_of_copy,
     isolated_on_cpu,
+    likeness,
     own_forward,
     random_input,
 )
-from ds_npu.features.fused_ops.fusion_result import FusionResult
+from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
 from ds_npu.models import kinds
 from ds_npu.models.attributes import attributes
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rms_norm import rms_norm
-from ds_npu.parallel.forward_wraps import replace_innermost_forward
 
 NORMS = (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM)
 OFFSETS = (0.0, 1.0)
@@ -29,13 +29,20 @@ OFFSETS = (0.0, 1.0)
 
 
 def fuse_norms(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Put ``ops.rms_norm`` into every norm of ``plan`` that computes the same."""
+    """Say how ``ops.rms_norm`` goes into every norm of ``plan`` that computes the same."""
+    compared: dict[Hashable, tuple[float, float, bool] | str] = {}
     for name in plan.named(*NORMS):
-        yield FusionResult(name, _fuse(model.get_submodule(name)) or "")
+        module = model.get_submodule(name)
+        like = likeness(module)
+        found = compared[like] if like in compared else compared.setdefault(like, _arguments(module))
+        if isinstance(found, str):
+            yield FusionResult(name, found)
+        else:
+            yield computed_by("rms_norm", module, name, functools.partial(norm_forward, module, *found))
 
 
-def _fuse(module: nn.Module) -> str | None:
-    """Fuse ``module``; returns why not where it was left as it is."""
+def _arguments(module: nn.Module) -> tuple[float, float, bool] | str:
+    """(eps, offset, widens) of ``norm_forward`` for ``module``, or why it is left as it is."""
     shapes = kinds.own_shapes(module)
     if list(shapes) != ["weight"]:
         return f"{type(module).__name__} has {' and '.join(shapes) or 'no parameter'}, where an RMS norm has a weight"
@@ -52,9 +59,7 @@ def _fuse(module: nn.Module) -> str | None:
             inputs = (x.detach() * torch.tensor([3 * eps**0.5, 1.0], dtype=x.dtype).view(2, 1, 1)).requires_grad_()
             for offset in OFFSETS:
                 if computes_the_same(theirs, lambda x, e=eps, o=offset: rms_norm(x, weight, e, o), inputs):
-                    widens = _widens(theirs, x, weight)
-                    replace_innermost_forward(module, functools.partial(norm_forward, module, eps, offset, widens))
-                    return None
+                    return eps, offset, _widens(theirs, x, weight)
     return f"{type(module).__name__} computes something else than an RMS norm"
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random_input
-from ds_npu.features.fused_ops.fusion_result import FusionResult
+from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rotary import rotary
-from ds_npu.parallel.forward_wraps import innermost_forward, replace_innermost_forward
+from ds_npu.parallel.forward_wraps import innermost_forward
 
 PART_OF_NAME = "apply_rotary"
 Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -94,7 +94,7 @@ SIGNATURES = {
 
 
 def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Put ``ops.rotary`` into every attention of ``plan`` whose function computes the same."""
+    """Say how ``ops.rotary`` goes into every attention of ``plan`` whose function computes the same."""
     if not plan.named(Role.ROTARY):
         return
     # One function for all modules of a class.
@@ -106,9 +106,10 @@ def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
             yield FusionResult(name, "it has been given a forward of its own already")
             continue
         ours = fused(theirs.__func__)
-        if isinstance(ours, types.FunctionType):
-            replace_innermost_forward(module, types.MethodType(ours, module))
-        yield FusionResult(name, ours if isinstance(ours, str) else "")
+        if isinstance(ours, str):
+            yield FusionResult(name, ours)
+        else:
+            yield computed_by("rotary", module, name, types.MethodType(ours, module))
 
 
 def _fused(forward: types.FunctionType) -> types.FunctionType | str:

@@ -32,6 +32,8 @@ from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput
 
 TensorForward = Callable[[torch.Tensor], torch.Tensor]
 
+DROPOUTS, FACTORS = "lora_dropout", "lora_A"
+"""Where PEFT keeps the dropout, and the first factor, of each adapter of a layer."""
 FACTOR_ROLES = (Role.LORA_A, Role.LORA_B)
 KNOWN = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
 """Layers with an adapter whose forward is known; others (of quantised weights) compute in other ways."""
@@ -98,10 +100,17 @@ def enter_by_factors(layer: nn.Module, axis: TensorAxis, outside: RandomNumbers)
 
     ``outside`` gives the random numbers for the dropout before A.
     """
-    for dropout in layer.get_submodule("lora_dropout").children():
-        wrap_forward(dropout, partial(_before_the_region, outside), Level.REGION)
-    for factor in layer.get_submodule("lora_A").children():
-        wrap_forward(factor, partial(_narrow, factor, axis), Level.REGION)
+    for name in entered_factors(layer):
+        each = layer.get_submodule(name)
+        is_factor = name.startswith(f"{FACTORS}.")
+        wrap_forward(
+            each, partial(_narrow, each, axis) if is_factor else partial(_before_the_region, outside), Level.REGION
+        )
+
+
+def entered_factors(layer: nn.Module) -> list[str]:
+    """The names in ``layer``, which has adapters, of the dropout and the factor A of each."""
+    return [f"{each}.{name}" for each in (DROPOUTS, FACTORS) for name, _ in layer.get_submodule(each).named_children()]
 
 
 def _before_the_region(outside: RandomNumbers, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,9 @@ from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
 from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.micro_batch import running
-from ds_npu.parallel.placement import keep_shard
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import SequenceParallel
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-from ds_npu.parallel.tensor.sharding import Sharding
 
 P = ParamSpec("P")
 
@@ -29,13 +27,12 @@ TOKENS_DIM = 0
 """Of flattened tokens [T, H]."""
 
 
-def shard_experts(module: nn.Module, gate_up: Sharding, down: Sharding, axis: TensorAxis) -> None:
-    """Shard ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I] of ``module`` along I.
+def enter_experts(module: nn.Module, axis: TensorAxis) -> None:
+    """Make the forward of experts, whose weights are sharded, a region: tokens enter it, their sum leaves it.
 
-    Its forward takes tokens [T, H], their experts [T, k] (int64) and their routing weights [T, k].
+    ``module`` has shards of ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I] along I. Its forward takes tokens
+    [T, H], their experts [T, k] (int64) and their routing weights [T, k].
     """
-    keep_shard(module.get_parameter("gate_up_proj"), gate_up, axis.rank)
-    keep_shard(module.get_parameter("down_proj"), down, axis.rank)
     signature = inspect.signature(module.forward)
 
     def experts(forward: Callable[P, torch.Tensor], *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:

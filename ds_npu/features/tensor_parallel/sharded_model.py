@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 
 import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
+from ds_npu.features.declaration import Change, make_changes
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
     check_adapters,
     enter_by_factors,
+    entered_factors,
     factor_shards_of,
-    is_at_border,
     keep_padding,
     second_factors,
     with_adapter,
 )
-from ds_npu.features.tensor_parallel.experts import shard_experts, show_all_tokens
+from ds_npu.features.tensor_parallel.experts import enter_experts
 from ds_npu.features.tensor_parallel.latent import make_latent
-from ds_npu.features.tensor_parallel.recomputation import recompute_in_micro_batch
 from ds_npu.features.tensor_parallel.refusal import check_shardable, refuse_saving_shards
+from ds_npu.features.tensor_parallel.regions import REGION_ROLES, Regions, wrap
 from ds_npu.features.tensor_parallel.role_shards import (
     ROW_ROLES,
     RoleShards,
@@ -39,35 +39,24 @@ from ds_npu.features.tensor_parallel.role_shards import (
     role_shards_of,
 )
 from ds_npu.features.tensor_parallel.vocabulary import local_axis, shard_logits
-from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import attribute, has_attribute, set_attribute
+from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
-from ds_npu.models.hugging_face_model import config_of, has_setting
+from ds_npu.models.hugging_face_model import config_of, is_hugging_face
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.placement import keep_shard, sharding_of
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
-from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
+from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding, check_adoptable
 from ds_npu.parallel.tensor.gradient import sum_gradient
-from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, project_together
-from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
-from ds_npu.parallel.tensor.region import (
-    RandomNumbers,
-    SequenceParallel,
-    begin_micro_batches,
-    check_sequences,
-    join_hidden_states,
-    make_region,
-    run_on_sequence_shards,
-    run_on_whole_sequences,
-)
+from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear
+from ds_npu.parallel.tensor.randomness import RegionRandomness
+from ds_npu.parallel.tensor.region import check_sequences
+from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.topology.topology import Topology
 
-REGION_ROLES = (Role.ATTENTION, Role.MLP)
-"""Sublayers that are tensor-parallel regions; of an MoE layer, the experts and shared MLPs are."""
 COLUMN_ROLES = (
     Role.QUERY,
     Role.KEY,
@@ -82,8 +71,6 @@ COLUMN_ROLES = (
 )
 SHARDED_ATTRIBUTE = "ds_npu_sharded_model"
 """The attribute of a sharded model that is its ShardedModel."""
-TOGETHER = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
-"""Roles of linears that a module calls with the same hidden states."""
 
 
 @dataclass(frozen=True)
@@ -108,48 +95,76 @@ def shard_model(
     Raises ValueError, before anything is changed, that names every module that cannot be sharded over so many ranks.
     Source: Megatron-LM, arXiv 1909.08053 and (sequence parallelism) 2205.05198.
     """
+    make_changes(declare_shards(model, plan, topology, sequence_parallel, collectives, device_type))
+    done = attribute(model, SHARDED_ATTRIBUTE, ShardedModel)
+    assert done is not None
+    return done
+
+
+def declare_shards(
+    model: nn.Module,
+    plan: ModelPlan,
+    topology: Topology,
+    sequence_parallel: bool = False,
+    collectives: MatmulCollectives | None = None,
+    device_type: str = "cpu",
+) -> list[Change]:
+    """What ``shard_model`` changes, in order; it takes the same arguments and raises the same errors."""
     check_not_compiled(model, "tensor")
     axis = tensor_axis(topology, sequence_parallel, collectives)
-    sharded = _ModelSharder(model, plan, axis, topology, RegionRandomness(topology, device_type)).run()
-    set_attribute(model, SHARDED_ATTRIBUTE, sharded)
-    refuse_saving_shards(model)
-    refuse_compiling(model, "tensor")
-    return sharded
+    sharder = _ModelSharder(model, plan, axis, topology, RegionRandomness(topology, device_type))
+    return list(sharder.changes())
 
 
 def sharded_model_of(model: nn.Module) -> ShardedModel | None:
-    """What ``shard_model`` did to ``model``; None where it must still be sharded, which parallel layers need not be."""
-    done = attribute(model, SHARDED_ATTRIBUTE, ShardedModel)
+    """What ``shard_model`` did to ``model``, or to one that it was put around since (PEFT).
+
+    None where it must still be sharded, which parallel layers of a user's own need not be.
+    """
+    done = next(filter(None, (attribute(each, SHARDED_ATTRIBUTE, ShardedModel) for each in model.modules())), None)
     own = done is None and any(sharding_of(parameter) is not None for parameter in model.parameters())
     return ShardedModel([]) if own else done
 
 
 class _ModelSharder:
-    """Shards one model."""
+    """Says what is to be done to one model, and does it when the changes are made."""
 
     def __init__(
         self, model: nn.Module, plan: ModelPlan, axis: TensorAxis, topology: Topology, randomness: RegionRandomness
     ) -> None:
-        self.model, self.plan, self.axis, self.topology, self.randomness = model, plan, axis, topology, randomness
-        self.sequences = SequenceParallel(axis) if axis.sequence_parallel else None
+        self.model, self.plan, self.axis, self.topology = model, plan, axis, topology
         self.modules = dict(model.named_modules())
+        self.regions = Regions(plan, self.modules, axis, randomness)
+        self.sharded: set[str] = set()
+        """Parameters that are declared to be sharded."""
 
-    def run(self) -> ShardedModel:
+    def changes(self) -> Iterator[Change]:
+        """Every change, in order; raises ValueError first where the model cannot be sharded."""
         check_shardable(self.model, self.plan, self.axis)
         shards = role_shards_of(self.plan, self._widths(), self.axis.size)
         check_adapters(self.plan, self.modules)
         experts = self._experts()
-        self._prepare_adapters()
+        yield from self._adapters()
         for name, each in {**factor_shards_of(self.plan, shards), **shards}.items():
-            self._shard(name, each)
+            yield from self._shard(name, each)
         for name, (gate_up, down) in experts.items():
-            shard_experts(self.modules[name], gate_up.sharding(1), down.sharding(2), self.axis)
+            yield self._keep(name, "gate_up_proj", gate_up.sharding(1))
+            yield self._keep(name, "down_proj", down.sharding(2))
+            yield wrap(name, "tokens enter the region", partial(enter_experts, self.modules[name], self.axis))
         for name in self.plan.named(Role.LATENT):
-            make_latent(self.modules[name])
+            yield wrap(name, "computed before the region", partial(make_latent, self.modules[name]))
         for name in self.plan.attentions:
-            self._localise(name)
-        self._sum_partial_gradients()
-        return ShardedModel(self._regions())
+            yield from self._localise(name)
+        yield from self._sum_partial_gradients()
+        yield from self.regions.changes()
+        fetched = [self.modules[name] for name in self.plan.named(*REGION_ROLES)]
+        attributes = f"{SHARDED_ATTRIBUTE}, save_pretrained, __deepcopy__, compile"
+        yield Change("sets", "", attributes, partial(self._finish, ShardedModel(fetched)))
+
+    def _finish(self, sharded: ShardedModel) -> None:
+        set_attribute(self.model, SHARDED_ATTRIBUTE, sharded)
+        refuse_saving_shards(self.model)
+        refuse_compiling(self.model, "tensor")
 
     def _of(self, *roles: Role) -> Iterator[tuple[str, nn.Module]]:
         return ((name, self.modules[name]) for role in roles for name in self.plan.named(role))
@@ -170,32 +185,53 @@ class _ModelSharder:
             found[name] = paired_shards(2 * width, self.axis.size), even_shards(width, self.axis.size)
         return found
 
-    def _shard(self, name: str, shards: RoleShards) -> None:
+    def _keep(self, module: str, parameter: str, sharding: Sharding) -> Change:
+        """Reduce a parameter of ``module`` to this rank's shard."""
+        name = f"{module}.{parameter}".lstrip(".")
+        self.sharded.add(name)
+        held = f"dim {sharding.dim} over tp: {sharding.length(self.axis.rank):,} of {sharding.size:,}"
+        weight = self.modules[module].get_parameter(parameter)
+        return Change("shards", name, held, partial(keep_shard, weight, sharding, self.axis.rank))
+
+    def _shard(self, name: str, shards: RoleShards) -> Iterator[Change]:
         layer, module = self.plan.adapted(name) or name, self.modules[name]
         role = self.plan.roles[layer]
         if role is Role.EMBEDDING:
-            VocabParallelEmbedding.adopt(module, self.topology)
+            check_adoptable(module, self.axis.size)
+            yield self._keep(name, "weight", shards.sharding(0))
+            adopt = partial(VocabParallelEmbedding.adopt, module, self.topology)
+            yield Change("sets", name, "__class__: vocabulary-parallel", adopt)
             return
         is_row = role in ROW_ROLES
         weight, bias = module.get_parameter("weight"), _bias(module)
         form = WeightLayout(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank))
         if not shards.whole:
-            keep_shard(weight, shards.sharding(_dim(module, not is_row)), self.axis.rank)
+            yield self._keep(name, "weight", shards.sharding(_dim(module, not is_row)))
             if bias is not None and not is_row:
-                keep_shard(bias, shards.sharding(0), self.axis.rank)
+                yield self._keep(name, "bias", shards.sharding(0))
+        inside = role is not Role.HEAD and self.plan.around(name, *REGION_ROLES) is not None
         if is_row:
-            self._put(name, RowLinear(weight, bias, self.axis, form))
-            self._expect_sequences(name)
-        elif role is Role.HEAD:
-            self._put(name, ColumnLinear(weight, bias, local_axis(self.axis), form, inside=False))
-            if name == layer:
-                heads = [self.modules[each] for each in (name, *second_factors(self.plan, name))]
-                shard_logits(self.modules[names.owner(name)], heads, shards.sharding(0), self.topology)
+            yield self._put(name, "row-parallel linear", lambda: RowLinear(weight, bias, self.axis, form))
         else:
-            inside = self.plan.around(name, *REGION_ROLES) is not None
-            self._put(name, ColumnLinear(weight, bias, self.axis, form, inside))
-            if not inside:
-                self._expect_sequences(name)
+            axis = local_axis(self.axis) if role is Role.HEAD else self.axis
+            yield self._put(name, "column-parallel linear", lambda: ColumnLinear(weight, bias, axis, form, inside))
+        if role is Role.HEAD:
+            if name == layer:
+                yield from self._shard_logits(name, shards.sharding(0))
+        elif self.axis.sequence_parallel and (is_row or not inside):
+            yield wrap(name, "hidden states are checked", partial(self._expect_sequences, name))
+
+    def _shard_logits(self, head: str, vocabulary: Sharding) -> Iterator[Change]:
+        owner, heads = names.owner(head), [head, *second_factors(self.plan, head)]
+
+        def make() -> None:
+            shard_logits(self.modules[owner], [self.modules[each] for each in heads], vocabulary, self.topology)
+
+        for index, each in enumerate(heads):
+            yield wrap(each, "logits of this rank's words", None if index else make)
+        if is_hugging_face(self.modules[owner]):
+            yield wrap(owner, "logits stay sharded in training on labels", None)
+            yield Change("sets", owner, "_loss_function: vocabulary-parallel")
 
     def _expect_sequences(self, name: str) -> None:
         """Make a linear at a region's border raise ValueError for flattened hidden states, which have no shards."""
@@ -204,24 +240,33 @@ class _ModelSharder:
             check_sequences(x, name)
             return forward(x)
 
-        if self.axis.sequence_parallel:
-            wrap_forward(self.modules[name], checked, Level.REGION)
+        wrap_forward(self.modules[name], checked, Level.REGION)
 
-    def _prepare_adapters(self) -> None:
+    def _adapters(self) -> Iterator[Change]:
         for name in adapted_layers(self.plan):
-            adapter, base, role = self.modules[with_adapter(name)], self.modules[name], self.plan.roles[name]
+            outer, role = with_adapter(name), self.plan.roles[name]
             if role is Role.EMBEDDING:
-                keep_padding(adapter, base)
+                make = partial(keep_padding, self.modules[outer], self.modules[name])
+                yield Change("sets", outer, "_embed", make)
             elif role in (Role.LATENT, *COLUMN_ROLES) and self.plan.around(name, *REGION_ROLES) is not None:
-                enter_by_factors(adapter, self.axis, self._outside)
+                make = partial(enter_by_factors, self.modules[outer], self.axis, self.regions.outside)
+                for child in entered_factors(self.modules[outer]):
+                    yield wrap(f"{outer}.{child}", "computed before the region", make)
+                    make = None  # The first makes all.
 
-    def _put(self, name: str, module: nn.Module) -> None:
-        parent, _, leaf = name.rpartition(".")
-        module.train(self.modules[name].training)
-        self.modules[name] = module
-        setattr(self.modules[parent], leaf, module)
+    def _put(self, name: str, what: str, made: Callable[[], nn.Module]) -> Change:
+        """Replace the module ``name`` by what ``made`` makes."""
 
-    def _localise(self, name: str) -> None:
+        def put() -> None:
+            parent, _, leaf = name.rpartition(".")
+            module = made()
+            module.train(self.modules[name].training)
+            self.modules[name] = module
+            setattr(self.modules[parent], leaf, module)
+
+        return Change("replaces", name, what, put)
+
+    def _localise(self, name: str) -> Iterator[Change]:
         """Set the numbers of heads that an attention module stores to those of this rank."""
         shape, module = self.plan.attentions[name], self.modules[name]
         local = local_heads(shape, self.axis.size)[self.axis.rank]
@@ -234,88 +279,25 @@ class _ModelSharder:
             "split_size": heads * shape.head_dim,
         }
         for key, count in counts.items():
-            if has_attribute(module, key):
-                set_attribute(module, key, count)
-        config = config_of(module)
-        if config is not None and self.plan.inside(name, Role.QUERY_KEY_VALUE):
-            # Phi-3 reads from its config, which the whole model shares, where the parts of the fused projection end.
-            local_config = copy.copy(config)
-            local_config.num_attention_heads, local_config.num_key_value_heads = heads, kv_heads
-            set_attribute(module, "config", local_config)
+            if attribute(module, key, int) not in (None, count):
+                yield Change("sets", name, key, partial(set_attribute, module, key, count))
+        if config_of(module) is not None and self.plan.inside(name, Role.QUERY_KEY_VALUE):
+            yield Change("sets", name, "config", partial(_give_own_config, module, heads, kv_heads))
 
-    def _sum_partial_gradients(self) -> None:
+    def _sum_partial_gradients(self) -> Iterator[Change]:
         """Sum over the ranks the gradients of whole weights that each rank uses for its heads or sequence shard."""
         for name, parameter in self.model.named_parameters():
-            module = name.rpartition(".")[0]
-            if sharding_of(parameter) is None and self._is_partial(module):
-                sum_gradient(parameter, self.axis.group)
+            if name not in self.sharded and self.regions.is_partial(names.parent(name)):
+                make = partial(sum_gradient, parameter, self.axis.group)
+                yield Change("hooks", name, "the gradient is summed over tp", make)
 
-    @cached_property
-    def _whole(self) -> list[str]:
-        return need_whole_sequences(self.plan, self.modules) if self.axis.sequence_parallel else []
 
-    def _is_partial(self, module: str) -> bool:
-        if any(names.is_inside(module, whole) for whole in self._whole):
-            return False
-        if self.axis.sequence_parallel and self.plan.block(module) is not None:
-            return True
-        at_border = self.plan.roles.get(module) in (Role.LATENT, *ROW_ROLES) or is_at_border(self.plan, module)
-        return self.plan.around(module, *REGION_ROLES) is not None and not at_border
-
-    def _regions(self) -> list[nn.Module]:
-        regions = list(self._of(*REGION_ROLES))
-        for name, module in regions:
-            for roles in TOGETHER:
-                found = self.plan.inside(name, *roles)
-                mine = [self.modules[each] for each in found if not names.is_copy(each)]
-                layers = [each for each in mine if isinstance(each, ColumnLinear)]
-                if layers:
-                    project_together(layers)
-            numbers = {} if self.sequences else self._random_numbers(module)
-            if numbers:
-                # Dropout behind the row linear (GPT-2) must be the same on every rank.
-                for row in self._rows(name):
-                    row.register_forward_hook(lambda *_: self.randomness.leave())
-            make_region(module, self.axis, self.sequences, **numbers)
-        if self.sequences and self.plan.blocks:
-            self._shard_sequences(self.sequences)
-        return [module for _, module in regions]
-
-    def _shard_sequences(self, sequences: SequenceParallel) -> None:
-        """With sequence parallelism ranks hold different tokens in all of a block."""
-        blocks = [self.modules[name] for name in self.plan.blocks]
-        run_on_sequence_shards(blocks, sequences, **self._random_numbers(*blocks))
-        for block in blocks:
-            recompute_in_micro_batch(block)
-        join_hidden_states(self.model, len(blocks), sequences)
-        for each in map(self.modules.__getitem__, self._whole):
-            numbers = {"random_numbers": self.randomness.outside} if any(map(drops, each.modules())) else {}
-            run_on_whole_sequences(each, sequences, **numbers)
-        for _, router in self._of(Role.ROUTER):
-            if self._counts_tokens:
-                show_all_tokens(router, sequences)
-        for name in dict.fromkeys(around for block in self.plan.blocks for around in names.ancestors(block)):
-            begin_micro_batches(self.modules[name])
-
-    @cached_property
-    def _counts_tokens(self) -> bool:
-        """Whether the model has an auxiliary loss of the router logits."""
-        configs = (config_of(module) for module in self.modules.values())
-        return any(has_setting(config, "output_router_logits") for config in configs if config is not None)
-
-    def _random_numbers(self, *modules: nn.Module) -> dict[str, RandomNumbers]:
-        """Arguments for random numbers of this rank's own; none where ``modules`` drop nothing."""
-        if not any(drops(each) for module in modules for each in module.modules()):
-            return {}
-        return {"random_numbers": self.randomness.region}
-
-    def _rows(self, name: str) -> list[nn.Module]:
-        return [self.modules[with_adapter(each)] for each in self.plan.inside(name, *ROW_ROLES)]
-
-    @property
-    def _outside(self) -> RandomNumbers:
-        """Random numbers of what a module in a region computes before the region."""
-        return nullcontext if self.axis.sequence_parallel else self.randomness.outside
+def _give_own_config(attention: nn.Module, heads: int, kv_heads: int) -> None:
+    """Phi-3 reads from its config, which the whole model shares, where the parts of the fused projection end."""
+    local_config = copy.copy(config_of(attention))
+    assert local_config is not None
+    local_config.num_attention_heads, local_config.num_key_value_heads = heads, kv_heads
+    set_attribute(attention, "config", local_config)
 
 
 def _dim(module: nn.Module, outputs: bool) -> int:

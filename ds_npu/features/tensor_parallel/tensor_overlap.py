@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 from ds_npu.config.tensor_overlap import TensorOverlap
-from ds_npu.features.build import Build, Slot
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change
 from ds_npu.features.feature import Feature
 from ds_npu.ops import matmul_collective
 from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
@@ -16,12 +20,17 @@ def _unmet(overlap: TensorOverlap) -> list[str]:
     return [f"its kernels are not available: {reason}"] if reason else []
 
 
-def _apply(overlap: TensorOverlap, build: Build) -> None:
-    if overlap == "none":
-        return
-    group = build.topology.group("tp")
-    pipelined = Pipelined(group)
-    build.fill(Slot.LINEAR, Fused(group, pipelined) if overlap == "fused" else pipelined, by="tensor_overlap")
+def _asked(overlap: TensorOverlap, build: Build) -> str:
+    return "" if overlap == "none" else overlap
 
 
-TENSOR_OVERLAP: Feature[TensorOverlap] = Feature("tensor_overlap", unmet=_unmet, apply=_apply)
+def _parts(overlap: TensorOverlap, build: Build) -> Iterable[Change]:
+    if overlap != "none":
+        group = build.topology.group("tp")
+        pipelined = Pipelined(group)
+        collectives = Fused(group, pipelined) if overlap == "fused" else pipelined
+        make = partial(setattr, build, "collectives", collectives)
+        yield Change("provides", "products with collectives of sequence parallelism", overlap, make)
+
+
+TENSOR_OVERLAP: Feature[TensorOverlap] = Feature("tensor_overlap", parts=_parts, asked=_asked, unmet=_unmet)

@@ -47,21 +47,11 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 
         What a subclass of nn.Embedding does beside the lookup (Gemma scales) is done as before, on each rank's rows. A
         weight that is already sharded the same way, since it is tied to a head that came first, is kept. Raises
-        ValueError for max_norm, scale_grad_by_freq and sparse, which need to know all ranks' tokens.
+        ValueError as ``check_adoptable`` does.
         """
         if isinstance(embedding, cls):
             return embedding
-        asked = {
-            "max_norm": embedding.max_norm is not None,
-            "scale_grad_by_freq": embedding.scale_grad_by_freq,
-            "sparse": embedding.sparse,
-        }
-        refused = [name for name, on in asked.items() if on]
-        if refused:
-            raise ValueError(
-                f"an embedding of {embedding.num_embeddings} words with {', '.join(refused)} cannot be sharded over "
-                f"{topology.size('tp')} tensor ranks: leave {', '.join(refused)} out, or the tensor degree at 1"
-            )
+        check_adoptable(embedding, topology.size("tp"))
         rows = _keep_rows(embedding, topology)
         object.__setattr__(embedding, "__class__", cls._of(type(embedding)))
         assert isinstance(embedding, cls)
@@ -106,6 +96,21 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rows {self.first_row} to {self.first_row + self.rows - 1} here"
+
+
+def check_adoptable(embedding: nn.Embedding, size: int) -> None:
+    """Raise ValueError for max_norm, scale_grad_by_freq and sparse, which need to know all ranks' tokens."""
+    asked = {
+        "max_norm": embedding.max_norm is not None,
+        "scale_grad_by_freq": embedding.scale_grad_by_freq,
+        "sparse": embedding.sparse,
+    }
+    refused = [name for name, on in asked.items() if on]
+    if refused:
+        raise ValueError(
+            f"an embedding of {embedding.num_embeddings} words with {', '.join(refused)} cannot be sharded over "
+            f"{size} tensor ranks: leave {', '.join(refused)} out, or the tensor degree at 1"
+        )
 
 
 def _keep_rows(embedding: nn.Embedding, topology: Topology) -> tuple[int, int]:

@@ -1,0 +1,84 @@
+"""A model as it will be on rank 0 of a world that is not there: made, changed and placed on the meta device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.config.check import Checked
+from ds_npu.engine.placements import place_parameters
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import table
+from ds_npu.features.driver import declare, declare_parts, values_in
+from ds_npu.models import names
+from ds_npu.parallel.placement import Placement, placement_of
+from ds_npu.topology.degrees import Axis, Degrees
+from ds_npu.topology.topology import PlannedTopology
+
+ASSUMED = (
+    "Assumed: NPUs whose kernels pass their checks, and weights that agree with their roles (the probe was not run)."
+)
+
+
+Row = tuple[str, str, str, str, str]
+
+
+def lines(transformers: ModuleType, path: Path, checked: Checked) -> Iterator[str]:
+    """What is done to the model of the config at ``path``, and the placements of its parameters on rank 0."""
+    model = meta_model(transformers, path)
+    topology = PlannedTopology(checked.degrees)
+    build = Build(topology, model, checked.config.plan, "npu", is_planned=True)
+    features = values_in(checked.config)
+    parts, declarations = declare_parts(features, build), declare(features, build)
+    for declaration in declarations:
+        declaration.apply()
+    place_parameters(model, topology, (), checked.zero_stage or 0)
+    yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
+    changes = list(table([*parts, *declarations])) or ["nothing"]
+    yield from (f"  {line}" for line in (*changes, *build.said))
+    yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
+
+
+def meta_model(transformers: ModuleType, path: Path) -> nn.Module:
+    """The model of the Hugging Face config at ``path`` without weights, in training mode."""
+    config: Any = transformers.AutoConfig.from_pretrained(path)
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    kinds = [auto for auto in autos if type(config) in auto._model_mapping] or [transformers.AutoModel]
+    with torch.device("meta"):
+        model: nn.Module = kinds[0].from_config(config).train()
+    return model
+
+
+def placements(model: nn.Module, degrees: Degrees) -> Iterator[str]:
+    """A table with a row for parameters that differ only in indices, and the sums below it."""
+    groups: dict[Row, list[str]] = {}
+    whole = held = 0
+    for parameter in model.parameters():
+        placement = placement_of(parameter)
+        whole, held = whole + math.prod(placement.shape), held + parameter.numel()
+        row = (names.generic(placement.name), str(list(placement.shape)), *_along(placement, degrees))
+        groups.setdefault(row, []).append(placement.name)
+    rows: list[Row] = [("parameter", "whole shape", "held by this rank", "same values on", "gradient")]
+    rows += [(names.abbreviated(parts), *row[1:]) for row, parts in groups.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{each:<{width}}" for each, width in zip(row, widths, strict=True)).rstrip()
+    yield f"{held:,} of {whole:,} numbers, before ZeRO shards them"
+
+
+def _along(placement: Placement, degrees: Degrees) -> tuple[str, str, str]:
+    def ranks(axes: Iterable[Axis]) -> str:
+        return " x ".join(axis for axis in axes if degrees.size(axis) > 1) or "no other rank"
+
+    held = [
+        f"dim {each.dim} over {axis}: {each.length(0):,} of {each.size:,}" for axis, each in placement.sharded.items()
+    ]
+    partial = "".join(f"summed over {axis}, then " for axis in placement.partial)
+    same = [axis for axis in placement.view if axis in (*placement.data_axes, *placement.copied)]
+    return ", ".join(held) or "all", ranks(same), f"{partial}reduced over {ranks(placement.data_axes)}"

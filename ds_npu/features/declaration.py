@@ -1,0 +1,128 @@
+"""What a feature will do, told before anything is changed: a list of changes, each with the function that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from torch import nn
+
+from ds_npu.models import names
+from ds_npu.parallel.forward_wraps import Level
+
+Act = Literal["shards", "replaces", "wraps", "computes", "sets", "hooks", "provides", "checks"]
+"""shards a parameter; replaces a module by another of the same name; wraps the forward of a module at a Level; computes
+the innermost forward, or loss, of a module by an operator; sets attributes of a module; hooks a module's or a
+parameter's calls; provides a part of the engine; checks the model by running parts of it."""
+ONCE: tuple[Act, ...] = ("shards", "replaces", "computes", "provides")
+"""What at most one feature does to one thing."""
+OF_THE_ENGINE: tuple[Act, ...] = ("provides", "checks")
+"""What concerns no part of a model."""
+
+
+class Phase(IntEnum):
+    """When a feature is applied: those of an earlier phase first."""
+
+    ENGINE = 0
+    """Parts of the engine, which change nothing of the model."""
+    SHARDS = 1
+    SEQUENCES = 2
+    OPERATORS = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change, of one part of a model or of an engine."""
+
+    act: Act
+    part: str
+    """The name of a module or parameter in the model ("": the model itself), or of a part of the engine."""
+    what: str
+    """What it becomes; of "sets", the names of the attributes, separated by ", "."""
+    make: Callable[[], object] | None = None
+    """Makes the change; None where the change before it makes both."""
+    level: Level | None = None
+    """Of "wraps"."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """All that one feature changes."""
+
+    key: str
+    """Of the section."""
+    phase: Phase
+    changes: Sequence[Change]
+
+    def apply(self) -> None:
+        make_changes(self.changes)
+
+
+def make_changes(changes: Iterable[Change]) -> None:
+    """Make ``changes``, in their order."""
+    for change in changes:
+        if change.make is not None:
+            change.make()
+
+
+class ConflictError(ValueError):
+    """Every contradiction between what features declare."""
+
+    def __init__(self, model: str, conflicts: Sequence[str]) -> None:
+        count = "1 conflict" if len(conflicts) == 1 else f"{len(conflicts)} conflicts"
+        super().__init__(
+            "\n  ".join([f"{count} between features that change {model}; turn one of each off:", *conflicts])
+        )
+
+
+def check_declarations(model: nn.Module, declarations: Sequence[Declaration]) -> None:
+    """Raise ConflictError where two features do the same once-only thing, or a replacement loses an earlier change.
+
+    Raises ValueError for a change of something that ``model`` does not have, which is a mistake in a feature.
+    """
+    parts = {name for name, _ in model.named_modules()} | {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    owners: dict[tuple[Act, str], Declaration] = {}
+    found: list[str] = []
+    for declaration in declarations:
+        for change in declaration.changes:
+            if change.act not in OF_THE_ENGINE and change.part not in parts:
+                raise ValueError(f"ds_npu.{declaration.key} declares a change of {change.part}, which is not there")
+            other = owners.setdefault((change.act, change.part), declaration)
+            if change.act in ONCE and other is not declaration:
+                both = f"ds_npu.{other.key} and ds_npu.{declaration.key}"
+                found.append(f"both {both} want what only one can: {_said(change)}")
+    found += [
+        f"ds_npu.{owner.key} {act} {part}, and ds_npu.{declaration.key} replaces {change.part} afterwards"
+        for declaration in declarations
+        for change in declaration.changes
+        if change.act == "replaces"
+        for (act, part), owner in owners.items()
+        if owner.phase < declaration.phase and act not in OF_THE_ENGINE and names.is_inside(part, change.part)
+    ]
+    if found:
+        raise ConflictError(type(model).__name__, list(dict.fromkeys(found)))
+
+
+def _said(change: Change) -> str:
+    return f"{change.act} {change.part or 'the model'}: {change.what}"
+
+
+def table(declarations: Iterable[Declaration]) -> Iterator[str]:
+    """Rows for people, in the order of application; parts that differ only in indices share one."""
+    rows: list[tuple[str, str, str, str]] = []
+    for declaration in sorted(declarations, key=lambda each: each.phase):
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for change in declaration.changes:
+            at = f" ({change.level.name})" if change.level is not None else ""
+            group = groups.setdefault((change.act, names.generic(change.part), change.what + at), [])
+            if change.part not in group:
+                group.append(change.part)
+        for (act, _, what), parts in groups.items():
+            rows.append((declaration.key, act, names.abbreviated(parts) or "the model", what))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    for key, act, part, what in rows:
+        yield f"{key:<{widths[0]}}  {act:<{widths[1]}}  {part:<{widths[2]}}  {what}"

@@ -1,0 +1,130 @@
+"""What features declare is what they do: a model is compared, part by part, before and after it is changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import tiny_models
+import torch
+from placement_types import fake_world
+from torch import nn
+
+from ds_npu.config.sections import DsNpuConfig
+from ds_npu.features.build import PLAN_ATTRIBUTE, Build
+from ds_npu.features.driver import CHANGED_FOR, apply_features, declare, declare_parts, values_in
+from ds_npu.parallel.forward_wraps import WrappedForward, innermost_forward
+from ds_npu.parallel.placement import placement_of
+from ds_npu.topology.degrees import Degrees
+
+FUSED = dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)
+OF_MODULES = {"training", "forward", "_buffers", "_modules", "_parameters"}
+"""What is compared by itself, or belongs to torch."""
+
+
+class Parts:
+    """What a model consists of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.attributes = {name: {**vars(module)} for name, module in self.modules.items()}
+        self.classes = {name: type(module) for name, module in self.modules.items()}
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.innermost = {name: innermost_forward(module) for name, module in self.modules.items()}
+        self.hooks = Counter(name for name, module in self.modules.items() for _ in module._forward_hooks)
+
+
+def levels_of(module: nn.Module) -> list[str]:
+    found, forward = [], vars(module).get("forward")
+    while isinstance(forward, WrappedForward):
+        found.append(forward.level.name)
+        forward = forward.inner
+    return found
+
+
+def declared(declarations, *acts):
+    return [change for each in declarations for change in each.changes if change.act in acts]
+
+
+def check(model: nn.Module, before: Parts, declarations: list) -> None:
+    after = Parts(model)
+    assert after.modules.keys() == before.modules.keys() and after.parameters.keys() == before.parameters.keys()
+    assert all(after.parameters[name] is each for name, each in before.parameters.items())
+    replaced = {change.part for change in declared(declarations, "replaces")}
+    assert {name for name, each in after.modules.items() if each is not before.modules[name]} == replaced
+    computes = {change.part for change in declared(declarations, "computes")}
+    same = {name for name in after.modules.keys() - replaced if after.classes[name] is before.classes[name]}
+    assert {name for name in same if after.innermost[name] != before.innermost[name]} == computes
+    found = Counter((name, level) for name, module in after.modules.items() for level in levels_of(module))
+    # An operator's own forward is kept in a wrap where there is no other.
+    found.subtract((name, "OPERATOR") for name in computes if (name, "OPERATOR") in found)
+    wraps = Counter((change.part, change.level.name) for change in declared(declarations, "wraps"))
+    assert +found == wraps
+    check_attributes(before, after, replaced, declarations)
+    check_parameters(after, declarations)
+    hooks = Counter(change.part for change in declared(declarations, "hooks") if change.part in after.modules)
+    assert after.hooks - before.hooks <= hooks  # Some are registered in the first forward.
+
+
+def check_attributes(before: Parts, after: Parts, replaced: set[str], declarations: list) -> None:
+    said = {
+        (change.part, attribute)
+        for change in declared(declarations, "sets")
+        for attribute in change.what.partition(":")[0].split(", ")
+    }
+    changed = set()
+    for name in after.modules.keys() - replaced:
+        new, old = after.attributes[name], before.attributes[name]
+        if after.classes[name] is not before.classes[name]:
+            # A class of its own: what it needs comes with it.
+            changed.add((name, "__class__"))
+            continue
+        differing = {key for key in new.keys() | old.keys() if new.get(key) is not old.get(key)}
+        changed |= {(name, key) for key in differing - OF_MODULES if not key.endswith("_hooks")}
+    changed -= {(name, key) for name, key in changed if key == "compile" and ("", "compile") in said and name}
+    assert changed - {("", CHANGED_FOR), ("", PLAN_ATTRIBUTE)} == said
+
+
+def check_parameters(after: Parts, declarations: list) -> None:
+    """Placements say what was declared; a tied weight is declared by each of its names."""
+    shards = {id(after.parameters[change.part]) for change in declared(declarations, "shards")}
+    sums = {id(after.parameters[c.part]) for c in declared(declarations, "hooks") if c.part in after.parameters}
+    for name, parameter in after.parameters.items():
+        placement = placement_of(parameter)
+        assert bool(placement.sharded) == (id(parameter) in shards), name
+        assert bool(placement.partial) == (id(parameter) in sums) == bool(parameter._backward_hooks), name
+
+
+def changed(model: nn.Module, section: dict, degrees: Degrees) -> list:
+    with fake_world(degrees) as topology:
+        build = Build(topology, model)
+        features = values_in(DsNpuConfig.model_validate(section))
+        parts = declare_parts(features, build)
+        before = Parts(model)
+        declarations = declare(features, build)
+        check(model, before, [])
+        apply_features([(each, value) for each, value in features], build)
+        check(model, before, declarations)
+        return [*parts, *declarations]
+
+
+TENSOR = {"tensor": 2, "probe": False}
+SECTIONS = {
+    "tensor": {"parallel": TENSOR},
+    "sequence_parallel": {"parallel": {**TENSOR, "sequence_parallel": True}},
+    "context": {"parallel": {"context": 2}, "context_parallel": {"algorithm": "ring"}},
+    "fused": {"fused_ops": {**FUSED, "flash_attention": True}},
+    "all": {
+        "parallel": {**TENSOR, "sequence_parallel": True, "context": 2},
+        "fused_ops": FUSED,
+        "context_parallel": {"algorithm": "ulysses"},
+    },
+}
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("name", SECTIONS)
+def test_what_is_declared_is_what_is_done(name, family):
+    parallel = SECTIONS[name].get("parallel", {})
+    degrees = Degrees(tp=parallel.get("tensor", 1), cp=parallel.get("context", 1))
+    assert changed(tiny_models.tiny(family, torch.float32), SECTIONS[name], degrees)

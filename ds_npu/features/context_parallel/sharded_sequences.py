@@ -78,9 +78,7 @@ def shard_sequences(
     use_attention(model, attention.implementation)
     choice = AlgorithmChoice(topology, algorithm)
     randomness = RegionRandomness(topology, device_type, "cp")
-    loss = None if shifted is None else LossShare(inner.loss_function, running_batch, shifted)
-    if loss is not None:
-        inner.loss_function = loss
+    loss = None if shifted is None else LossShare(inner, shifted)
     numbers = randomness.region if any(map(drops, inner.modules())) else nullcontext
     gather_router_logits(inner.get_decoder(), running_batch)
     wrap_forward(

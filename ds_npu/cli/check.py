@@ -14,7 +14,7 @@ from ds_npu.cli.layout import axes_table, grid_picture, zero_line
 from ds_npu.cli.model_part import model_part
 from ds_npu.config.batch import Batch
 from ds_npu.config.check import Checked, check, load
-from ds_npu.config.problems import ConfigError, printable, shown
+from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import PLANNED, switched_on
 from ds_npu.planner.context_report import context_part
@@ -45,7 +45,8 @@ def _run(arguments: Namespace) -> int:
         ds_config = load(arguments.config)
         checked = check(ds_config, arguments.world_size)
         report = [*_report(ds_config, checked, arguments)]
-    except ConfigError as error:
+    except ValueError as error:
+        # A ConfigError, or what a feature says of a model that it cannot change.
         print(error, file=sys.stderr)
         return 1
     print("\n".join(report))

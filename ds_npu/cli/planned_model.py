@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from ds_npu.config.check import Checked
+from ds_npu.config.problems import printable
 from ds_npu.engine.placements import place_parameters
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import table
 from ds_npu.features.driver import declare, declare_parts, values_in
 from ds_npu.models import names
+from ds_npu.models.hugging_face_model import setting
 from ds_npu.parallel.placement import Placement, placement_of
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import PlannedTopology
@@ -25,13 +27,20 @@ ASSUMED = (
     "Assumed: NPUs whose kernels pass their checks, and weights that agree with their roles (the probe was not run)."
 )
 
+MOST_LAYERS = 1000
 
 Row = tuple[str, str, str, str, str]
 
 
-def lines(transformers: ModuleType, path: Path, checked: Checked) -> Iterator[str]:
-    """What is done to the model of the config at ``path``, and the placements of its parameters on rank 0."""
-    model = meta_model(transformers, path)
+def lines(path: Path, checked: Checked) -> Iterator[str]:
+    """What is done to the model of the config at ``path``, and the placements of its parameters on rank 0.
+
+    Raises ValueError for a model that a feature refuses.
+    """
+    model = meta_model(path)
+    if isinstance(model, str):
+        yield from ("", f"What ds_npu changes of the model is not known: {printable(model)}")
+        return
     topology = PlannedTopology(checked.degrees)
     build = Build(topology, model, checked.config.plan, "npu", is_planned=True)
     features = values_in(checked.config)
@@ -45,13 +54,19 @@ def lines(transformers: ModuleType, path: Path, checked: Checked) -> Iterator[st
     yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
 
 
-def meta_model(transformers: ModuleType, path: Path) -> nn.Module:
-    """The model of the Hugging Face config at ``path`` without weights, in training mode."""
-    config: Any = transformers.AutoConfig.from_pretrained(path)
-    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
-    kinds = [auto for auto in autos if type(config) in auto._model_mapping] or [transformers.AutoModel]
-    with torch.device("meta"):
-        model: nn.Module = kinds[0].from_config(config).train()
+def meta_model(path: Path) -> nn.Module | str:
+    """The model of the Hugging Face config at ``path`` without weights, in training mode; or why there is none."""
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        layers = setting(config.get_text_config(), "num_hidden_layers", int) or 0
+        if layers > MOST_LAYERS:
+            return f"{layers:,} layers, more than {MOST_LAYERS:,}"
+        autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+        kinds = [auto for auto in autos if type(config) in auto._model_mapping] or [transformers.AutoModel]
+        with torch.device("meta"):
+            model: nn.Module = kinds[0].from_config(config).train()
+    except Exception as error:  # Any: the values of a config may be anything, and transformers computes with them.
+        return f"transformers cannot make it ({type(error).__name__}: {error})"
     return model
 
 

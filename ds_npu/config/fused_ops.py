@@ -17,7 +17,7 @@ class FusedOpsSection(Section):
     rotary: bool | None = None
     """Rotary position embedding in one kernel."""
     cross_entropy: bool | None = None
-    """Cross entropy in one kernel; with tensor parallelism the loss is the vocabulary-parallel one, always."""
+    """Cross entropy in one kernel; trained on labels, tensor ranks compute the vocabulary-parallel loss instead."""
     adamw: bool | None = None
     """The AdamW update of DeepSpeed's FusedAdam in one kernel; false: in PyTorch's operators, in all of the process."""
     matmul_accumulate: bool | None = None

@@ -9,14 +9,16 @@ from typing import Literal
 
 from torch import nn
 
+from ds_npu.features.model_loss import LossLevel
 from ds_npu.models import names
 from ds_npu.parallel.forward_wraps import Level
 
-Act = Literal["shards", "replaces", "wraps", "computes", "sets", "hooks", "provides", "checks"]
+Act = Literal["shards", "replaces", "wraps", "computes", "links", "sets", "hooks", "provides", "checks"]
 """shards a parameter; replaces a module by another of the same name; wraps the forward of a module at a Level; computes
-the innermost forward, or loss, of a module by an operator; sets attributes of a module; hooks a module's or a
-parameter's calls; provides a part of the engine; checks the model by running parts of it."""
-ONCE: tuple[Act, ...] = ("shards", "replaces", "computes", "provides")
+the innermost forward of a module by an operator; links a function into the loss of a model at a LossLevel; sets
+attributes of a module; hooks a module's or a parameter's calls; provides a part of the engine; checks the model by
+running parts of it."""
+ONCE: tuple[Act, ...] = ("shards", "replaces", "computes", "links", "provides")
 """What at most one feature does to one thing."""
 OF_THE_ENGINE: tuple[Act, ...] = ("provides", "checks")
 """What concerns no part of a model."""
@@ -43,8 +45,8 @@ class Change:
     """What it becomes; of "sets", the names of the attributes, separated by ", "."""
     make: Callable[[], object] | None = None
     """Makes the change; None where the change before it makes both."""
-    level: Level | None = None
-    """Of "wraps"."""
+    level: Level | LossLevel | None = None
+    """Of "wraps" and of "links"."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,13 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration]) ->
     parts = {name for name, _ in model.named_modules()} | {
         name for name, _ in model.named_parameters(remove_duplicate=False)
     }
-    owners: dict[tuple[Act, str], Declaration] = {}
+    owners: dict[tuple[Act, str, IntEnum | None], Declaration] = {}
     found: list[str] = []
     for declaration in declarations:
         for change in declaration.changes:
             if change.act not in OF_THE_ENGINE and change.part not in parts:
                 raise ValueError(f"ds_npu.{declaration.key} declares a change of {change.part}, which is not there")
-            other = owners.setdefault((change.act, change.part), declaration)
+            other = owners.setdefault((change.act, change.part, change.level), declaration)
             if change.act in ONCE and other is not declaration:
                 both = f"ds_npu.{other.key} and ds_npu.{declaration.key}"
                 found.append(f"both {both} want what only one can: {_said(change)}")
@@ -100,7 +102,7 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration]) ->
         for declaration in declarations
         for change in declaration.changes
         if change.act == "replaces"
-        for (act, part), owner in owners.items()
+        for (act, part, _), owner in owners.items()
         if owner.phase < declaration.phase and act not in OF_THE_ENGINE and names.is_inside(part, change.part)
     ]
     if found:

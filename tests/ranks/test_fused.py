@@ -4,6 +4,7 @@ import copy
 
 import peft
 import pytest
+import tiny_models
 import torch
 import torch.distributed as dist
 from fused_cases import CALLS, KEYS, counted, expected_calls, step, tiny, worst
@@ -59,10 +60,10 @@ def on_two_ranks(sequence_parallel, fuse_first, families):
         shard_model(model, plan, Topology(Degrees(tp=2)), sequence_parallel)
         if not fuse_first:
             said = fuse(model, plan, KEYS)
-            assert any("cross_entropy is not in" in line and "vocabulary-parallel" in line for line in said)
+            assert any("cross_entropy is in the model" in line and "vocabulary-parallel" in line for line in said)
         with counted() as calls:
             loss, gradients = step(model)
-        # The loss of a split vocabulary is not the operator's.
+        # The loss of a sharded vocabulary is not the operator's.
         assert calls == expected_calls(family, set(KEYS) - {"cross_entropy"}), family
         for name, weight in model.named_parameters():
             sharding = sharding_of(weight)
@@ -70,6 +71,10 @@ def on_two_ranks(sequence_parallel, fuse_first, families):
                 true[name] = sharding.take(true[name], dist.get_rank())
         assert loss == pytest.approx(true_loss, rel=1e-12), family
         assert worst(gradients, true) <= 1e-12, family
+        model.eval()
+        with counted() as calls, torch.no_grad():
+            model(input_ids=tiny_models.tokens(3, 10), labels=tiny_models.tokens(3, 10))
+        assert calls["cross_entropy"] == 1, "of whole logits"
 
 
 @pytest.mark.slow
@@ -299,10 +304,7 @@ def test_another_loss_is_left_alone(plain):
     model = tiny("llama")
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
     said = fuse(model, plan_for(model, {}), ["cross_entropy"])
-    assert said == [
-        "cross_entropy is not in the model: its loss_function has been set already (with tensor parallelism, to the "
-        "vocabulary-parallel one)"
-    ]
+    assert said == ["cross_entropy is not in the model: its loss_function has been set already"]
     model = tiny("llama")
     model.loss_type = "ForSequenceClassification"
     said = fuse(model, plan_for(model, {}), ["cross_entropy"])

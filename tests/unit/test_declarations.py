@@ -7,12 +7,15 @@ from collections import Counter
 import pytest
 import tiny_models
 import torch
+from adapted_models import ATTENTION, LATENT, MLP, adapted
 from placement_types import fake_world
 from torch import nn
 
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import PLAN_ATTRIBUTE, Build
 from ds_npu.features.driver import CHANGED_FOR, apply_features, declare, declare_parts, values_in
+from ds_npu.features.model_loss import MODEL_LOSS, ModelLoss
+from ds_npu.models.attributes import attribute
 from ds_npu.parallel.forward_wraps import WrappedForward, innermost_forward
 from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.degrees import Degrees
@@ -62,6 +65,9 @@ def check(model: nn.Module, before: Parts, declarations: list) -> None:
     assert +found == wraps
     check_attributes(before, after, replaced, declarations)
     check_parameters(after, declarations)
+    losses = {name: attribute(module, MODEL_LOSS, ModelLoss) for name, module in after.modules.items()}
+    links = {(name, level) for name, loss in losses.items() if loss is not None for level in loss.keys}
+    assert links == {(change.part, change.level) for change in declared(declarations, "links")}
     hooks = Counter(change.part for change in declared(declarations, "hooks") if change.part in after.modules)
     assert after.hooks - before.hooks <= hooks  # Some are registered in the first forward.
 
@@ -72,6 +78,8 @@ def check_attributes(before: Parts, after: Parts, replaced: set[str], declaratio
         for change in declared(declarations, "sets")
         for attribute in change.what.partition(":")[0].split(", ")
     }
+    linked = {change.part for change in declared(declarations, "links")}
+    said |= {(name, key) for name in linked for key in ("_loss_function", MODEL_LOSS)}
     changed = set()
     for name in after.modules.keys() - replaced:
         new, old = after.attributes[name], before.attributes[name]
@@ -128,3 +136,35 @@ def test_what_is_declared_is_what_is_done(name, family):
     parallel = SECTIONS[name].get("parallel", {})
     degrees = Degrees(tp=parallel.get("tensor", 1), cp=parallel.get("context", 1))
     assert changed(tiny_models.tiny(family, torch.float32), SECTIONS[name], degrees)
+
+
+def acts(declarations):
+    return Counter(change.act for each in declarations for change in each.changes)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_llama_is_changed_as_it_should(name):
+    """Numbers of changes, so that nothing is left out on both sides."""
+    parallel = SECTIONS[name].get("parallel", {})
+    degrees = Degrees(tp=parallel.get("tensor", 1), cp=parallel.get("context", 1))
+    tensor = {"shards": 16, "replaces": 15, "links": 1}
+    expected = {
+        "tensor": {**tensor, "wraps": 6},
+        "sequence_parallel": {**tensor, "wraps": 6 + 4 + 5 + 2 + 1 + 3, "hooks": 4},
+        "context": {"wraps": 3, "links": 1, "hooks": 2},
+        "fused": {"computes": 5 + 2 + 2, "links": 1},
+        "all": {**tensor, "wraps": 21 + 3, "hooks": 4 + 2, "computes": 9, "links": 3},
+    }
+    found = acts(changed(tiny_models.tiny("llama", torch.float32), SECTIONS[name], degrees))
+    assert {act: found[act] for act in expected[name]} == expected[name]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("family", "targets"), [("llama", ATTENTION + MLP), ("gpt2", ["c_attn", "c_fc"]), ("deepseek_v3", LATENT)]
+)
+def test_adapters_are_declared(family, targets, sequence_parallel):
+    section = {"parallel": {**TENSOR, "sequence_parallel": sequence_parallel}}
+    model = adapted(family, targets, lora_dropout=0.1)
+    found = changed(model, section, Degrees(tp=2))
+    assert [each for each in declared(found, "wraps") if "lora_A" in each.part]

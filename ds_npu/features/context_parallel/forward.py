@@ -62,6 +62,8 @@ class SequenceShardForward:
         bound = self.signature.bind(*args, **kwargs).arguments
         given = {name: value for name, value in bound.items() if name not in self._collected} | kwargs
         with new_forward() as micro_batch:
+            if self.loss is not None:
+                self.loss.begin(micro_batch)
             if self._goes_on_with_a_cache(given):
                 self.running_batch.set(micro_batch, UnshardedBatch())
                 return inner(**given)
@@ -173,7 +175,7 @@ class SequenceShardForward:
         for name, value in list(out.items()):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if name == "loss" and self.loss is not None and labelled:
-                out[name] = self.loss.whole(value, micro_batch, batch, self.who)
+                out[name] = self.loss.whole(value, micro_batch, batch)
             elif name in GATHERED and not gathers:
                 described = f"{name} of all tokens, in training on labels, are sharded over {CONTEXT_RANKS}"
                 out[name] = tree_map(partial(guard_shard, described=described), value)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ds_npu.comm.crossing import reduce
-from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
-from ds_npu.models.attributes import attribute
+from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
+from ds_npu.features.model_loss import LossFunction, LossLevel, users_loss, wrap_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel, transformers_module
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.parallel.micro_batch import Fact, MicroBatch, running
@@ -37,8 +36,8 @@ def shifts(model: HuggingFaceModel) -> bool | None:
     kind = model.loss_type or "ForCausalLM"
     mapping: Mapping[str, Callable[..., torch.Tensor]] = transformers_module("loss.loss_utils").LOSS_MAPPING
     name = mapping[kind].__name__ if kind in mapping else str(kind)
-    own = attribute(model, "_loss_function", object)
-    # ds_npu's own, put there by a feature that was applied before, mean the same.
+    own = users_loss(model)
+    # ds_npu.parallel.VocabParallelLoss, which a script may have set, means the same.
     if name not in SHIFTS or (own is not None and not own.__module__.startswith("ds_npu.")):
         raise ValueError(
             f"{type(model).__name__} has the loss {name if own is None else own}: over the ranks of "
@@ -64,57 +63,49 @@ class Targets:
             self.count = (self.tokens != self.ignored).sum()
 
 
-@dataclass
-class _Share:
-    """This rank's share of the loss of one forward."""
-
-    arguments: dict[str, Any]
-    """Arguments of the loss function that are not what the model gives it."""
-    computed: torch.Tensor | None = None
-    returned: torch.Tensor | None = None
-    calls: int = 0
-
-
 class LossShare:
-    """Replaces the loss function of one model: computes this rank's share, with the labels of this rank's tokens."""
+    """A link of the loss of ``model``: this rank's share, with the labels of this rank's tokens."""
 
-    def __init__(self, usual: Callable[..., torch.Tensor], running_batch: RunningBatch, shifted: bool) -> None:
-        self.usual, self.running_batch, self.shifted = usual, running_batch, shifted
-        self._share: Fact[_Share] = Fact(while_running=True)
+    def __init__(self, model: HuggingFaceModel, shifted: bool) -> None:
+        self.model, self.shifted = model, shifted
+        self._arguments: Fact[dict[str, Any] | None] = Fact(while_running=True)
+        self.loss = wrap_loss(model, self._link, LossLevel.SHARE, "parallel.context")
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """A forward begins, whose loss is a share only if it ``expect``s one."""
+        self.loss.watch(micro_batch)
+        self._arguments.set(micro_batch, None)
 
     def expect(self, micro_batch: MicroBatch, arguments: dict[str, Any]) -> None:
-        """Override these arguments of the loss function in the forward that begins, which must call it once."""
-        self._share.set(micro_batch, _Share(arguments))
+        """Override these arguments of the loss function in the forward that begins, which must call it once.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        share = self._share.of(running())
-        if share is None or self.running_batch.sharded is None:
-            return self.usual(*args, **kwargs)
-        share.computed = self.usual(*args, **{**kwargs, **share.arguments})
-        # A clone: the model may add to what it is given in place.
-        share.calls, share.returned = share.calls + 1, share.computed.clone()
-        return share.returned
+        Raises ValueError where the loss function of the model is not the one with this link any more.
+        """
+        self.loss.check_in_place(self.model)
+        self._arguments.set(micro_batch, arguments)
 
-    def whole(self, loss: torch.Tensor, micro_batch: MicroBatch, batch: ShardedBatch, who: str) -> torch.Tensor:
+    def _link(self, inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return inner(*args, **{**kwargs, **(self._arguments.of(running()) or {})})
+
+    def whole(self, loss: torch.Tensor, micro_batch: MicroBatch, batch: ShardedBatch) -> torch.Tensor:
         """The loss of the whole batch, the same on every rank; in backward each rank gets the gradient of its share.
 
-        ``loss`` is what the model ``who`` made of the share: it may add the routers' auxiliary loss, which is whole on
-        each rank. Raises ValueError where it made anything else of it.
+        ``loss`` is what the model made of the share: it may add the routers' auxiliary loss, which is whole on each
+        rank. Raises ValueError where it made anything else of it.
         """
-        found = self._share.of(micro_batch)
-        calls, share = (0, None) if found is None else (found.calls, found.computed)
-        if found is None or share is None or calls != 1:
+        run, who = self.loss.run_of(micro_batch), type(self.model).__name__
+        if run.computed is None or run.calls != 1:
             raise ValueError(
-                f"{who} called its loss_function {calls} times in a forward with labels, so its loss is its own, "
+                f"{who} called its loss_function {run.calls} times in a forward with labels, so its loss is its own, "
                 "and the share of this rank's tokens is not known. What to do: give it no labels, and compute the loss "
                 "from its logits"
             )
-        whole = reduce(share, batch.group)
-        if loss is found.returned and loss._version == 0:
+        whole, added = reduce(run.computed, batch.group), run.added(loss)
+        if added is None:
             return whole
         if not batch.gathers_routers:
             raise ValueError(
                 f"{who} adds something of its own to the loss of its tokens, which ds_npu.parallel.context cannot "
                 "divide over its ranks"
             )
-        return whole + (loss - share)
+        return whole + added

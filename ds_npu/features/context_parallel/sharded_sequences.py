@@ -29,6 +29,7 @@ from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing,
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.features.declaration import Change, make_changes
+from ds_npu.features.model_loss import LossLevel
 from ds_npu.models.attention_function import check_exchangeable
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
@@ -108,7 +109,7 @@ class _SequenceSharder:
             # In the first forward, behind other hooks.
             yield Change("hooks", name, "its output starts the exchange of values")
         if shifts(inner) is not None:
-            yield Change("sets", self.names[inner], "_loss_function: this rank's share")
+            yield Change("links", self.names[inner], "this rank's share of the loss", level=LossLevel.SHARE)
         decoder = inner.get_decoder()
         yield self._wrap(decoder, "router logits of all tokens", partial(gather_router_logits, decoder, running_batch))
         yield self._wrap(inner, "shards the batch", self._shard_batches)
@@ -126,9 +127,7 @@ class _SequenceSharder:
 
     def _shard_batches(self) -> None:
         inner, shifted = self.inner, shifts(self.inner)
-        loss = None if shifted is None else LossShare(inner.loss_function, self.running_batch, shifted)
-        if loss is not None:
-            inner.loss_function = loss
+        loss = None if shifted is None else LossShare(inner, shifted)
         numbers = self.randomness.region if any(map(drops, inner.modules())) else nullcontext
         owns = _owns_positions(inner)
         forward = SequenceShardForward(inner, self.running_batch, self.choice, numbers, loss, owns)

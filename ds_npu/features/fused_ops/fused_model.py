@@ -36,7 +36,7 @@ def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     except (TypeError, ValueError) as error:
         reason, changes = str(error), ()
     for name in plan.named(Role.ATTENTION):
-        yield FusionResult(name, reason, changes)
+        yield FusionResult(name, reason, changes=changes)
         changes = ()  # The first makes all.
 
 

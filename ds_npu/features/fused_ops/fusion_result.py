@@ -20,6 +20,8 @@ class FusionResult(NamedTuple):
     """Its name in the model."""
     reason: str = ""
     """Why it is left as it is; empty where the operator goes into it."""
+    condition: str = ""
+    """When it computes with the operator that goes into it; empty: always."""
     changes: tuple[Change, ...] = ()
     """Those that put it in."""
 
@@ -32,14 +34,15 @@ def computed_by(operator: str, module: nn.Module, name: str, forward: Forward) -
 
 def result_lines(operator: str, results: Sequence[FusionResult]) -> Iterator[str]:
     """Lines that say where ``operator`` is and is not; modules that differ only in indices share one."""
-    by_reason: dict[str, list[str]] = {}
+    alike: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        by_reason.setdefault(result.reason, []).append(result.module)
-    for reason, modules in by_reason.items():
+        alike.setdefault((result.reason, result.condition), []).append(result.module)
+    for (reason, condition), modules in alike.items():
         kinds: dict[str, list[str]] = {}
         for module in modules:
             kinds.setdefault(names.generic(module), []).append(module)
         where = ", ".join(names.abbreviated(each) or "the model" for each in kinds.values())
-        yield f"{operator} is not in {where}: {reason}" if reason else f"{operator} is in {where}"
+        is_in = f"{operator} is in {where}{f', used where {condition}' if condition else ''}"
+        yield f"{operator} is not in {where}: {reason}" if reason else is_in
     if not results:
         yield f"{operator} is nowhere: the model has no module for it"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from ds_npu.features.declaration import Change
 from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.features.fused_ops.fusion_result import FusionResult
+from ds_npu.features.model_loss import HasLossFunction, LossFunction, LossLevel, own_loss, users_loss, wrap_loss
 from ds_npu.models import names
-from ds_npu.models.attributes import has_attribute
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
@@ -20,30 +22,44 @@ from ds_npu.parallel.forward_wraps import disable_tracing
 
 WORDS = 7
 """The vocabulary of the probe."""
-
-
-@runtime_checkable
-class _HasLoss(Protocol):
-    loss_function: Callable[..., torch.Tensor]
+WHOLE_LOGITS = (
+    "its logits are whole: trained on labels, tensor ranks keep them sharded and compute the vocabulary-parallel loss"
+)
+"""When the operator computes the loss: said whichever features come to the model, and in whatever order."""
 
 
 def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Put ``ops.cross_entropy`` into the loss function of the model around the head of ``plan``."""
+    """Say how ``ops.cross_entropy`` goes into the loss function of the model around the head of ``plan``."""
     if plan.head is None:
         return
     found = ((name, model.get_submodule(name)) for name in names.ancestors(plan.head))
     for name, owner in found:
-        if "loss_function" in dir(type(owner)) and isinstance(owner, _HasLoss):
-            yield FusionResult(name, _fuse(owner) or "")
+        if "loss_function" in dir(type(owner)) and isinstance(owner, HasLossFunction):
+            if reason := _why_not(owner):
+                yield FusionResult(name, reason)
+                return
+            make = partial(wrap_loss, owner, _fused, LossLevel.OPERATOR, "fused_ops.cross_entropy")
+            link = Change("links", name, "cross_entropy", make, LossLevel.OPERATOR)
+            yield FusionResult(name, condition=WHOLE_LOGITS, changes=(link,))
             return
     yield FusionResult("", f"{type(model).__name__} has no loss_function: its loss is the script's")
 
 
-def _fuse(owner: _HasLoss) -> str | None:
-    """Replace the loss of ``owner``; returns why not where it was left as it is."""
-    if has_attribute(owner, "_loss_function"):
-        return "its loss_function has been set already (with tensor parallelism, to the vocabulary-parallel one)"
-    theirs = owner.loss_function
+def _why_not(owner: HasLossFunction) -> str | None:
+    """Why the loss of ``owner`` is left as it is; None where it computes what ``causal_lm_loss`` does."""
+    if users_loss(owner) is not None:
+        return "its loss_function has been set already"
+    if not _computes_the_same(own_loss(owner)):
+        return f"{type(owner).__name__} computes another loss than transformers' ForCausalLMLoss"
+    return None
+
+
+def _fused(_own: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return causal_lm_loss(*args, **kwargs)
+
+
+def _computes_the_same(theirs: LossFunction) -> bool:
+    """Whether ``theirs`` computes what ``causal_lm_loss`` does."""
     with isolated_on_cpu() as generator:
         logits = random_input(generator, 2, 5, WORDS)
         labels = torch.randint(0, WORDS, (2, 5), generator=generator)
@@ -53,14 +69,11 @@ def _fuse(owner: _HasLoss) -> str | None:
             {"labels": labels, "num_items_in_batch": torch.tensor(3)},
             {"labels": None, "shift_labels": labels},
         ]
-        for options in calls:
-            each = {"vocab_size": WORDS, **options}
-            if not computes_the_same(
-                lambda x, e=each: theirs(logits=x, **e), lambda x, e=each: causal_lm_loss(x, **e), logits
-            ):
-                return f"{type(owner).__name__} computes another loss than transformers' ForCausalLMLoss"
-    owner.loss_function = causal_lm_loss
-    return None
+        each_call = ({"vocab_size": WORDS, **options} for options in calls)
+        return all(
+            computes_the_same(lambda x, e=each: theirs(logits=x, **e), lambda x, e=each: causal_lm_loss(x, **e), logits)
+            for each in each_call
+        )
 
 
 @disable_tracing

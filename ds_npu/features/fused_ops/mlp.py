@@ -46,7 +46,8 @@ def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
         experts = model.get_submodule(name)
         reason = _why_not(experts)
         make = functools.partial(set_attribute, experts, GATE_METHOD, swiglu)
-        yield FusionResult(name, reason or "", () if reason else (Change("sets", name, GATE_METHOD, make),))
+        change = Change("sets", name, GATE_METHOD, make)
+        yield FusionResult(name, reason or "", changes=() if reason else (change,))
 
 
 def _linears(plan: ModelPlan, mlp: str) -> dict[Role, str]:

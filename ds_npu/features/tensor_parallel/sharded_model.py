@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change, make_changes
+from ds_npu.features.model_loss import LossLevel
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
     check_adapters,
@@ -38,11 +39,11 @@ from ds_npu.features.tensor_parallel.role_shards import (
     paired_shards,
     role_shards_of,
 )
-from ds_npu.features.tensor_parallel.vocabulary import local_axis, shard_logits
+from ds_npu.features.tensor_parallel.vocabulary import local_axis, may_keep_shards, shard_logits
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
-from ds_npu.models.hugging_face_model import config_of, is_hugging_face
+from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.forward_wraps import Level, wrap_forward
@@ -229,9 +230,9 @@ class _ModelSharder:
 
         for index, each in enumerate(heads):
             yield wrap(each, "logits of this rank's words", None if index else make)
-        if is_hugging_face(self.modules[owner]):
+        if may_keep_shards(self.modules[owner]):
             yield wrap(owner, "logits stay sharded in training on labels", None)
-            yield Change("sets", owner, "_loss_function: vocabulary-parallel")
+            yield Change("links", owner, "vocabulary-parallel loss", level=LossLevel.VOCABULARY)
 
     def _expect_sequences(self, name: str) -> None:
         """Make a linear at a region's border raise ValueError for flattened hidden states, which have no shards."""

@@ -1,78 +1,116 @@
 """The head of a language model over the tensor ranks: each computes the logits of its words, and the loss from those.
 
-Whole logits are built only where somebody needs them: in evaluation, and in a forward without labels.
+Whole logits are built only where somebody needs them: in evaluation, in a forward without labels, and for a loss that
+is not transformers' mean over the next tokens.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
-from ds_npu.models.hugging_face_model import is_hugging_face
+from ds_npu.features.model_loss import LossFunction, LossLevel, own_loss, wrap_loss
+from ds_npu.models.hugging_face_model import HuggingFaceModel, is_hugging_face, transformers_module
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.micro_batch import Fact, carried_by, new_forward, running
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class ShardedLogits:
-    """Whether the logits stay sharded over the tensor ranks in the forward that is running."""
+@dataclass
+class _KeptShard:
+    """The logits of one forward stay sharded over the tensor ranks."""
 
-    def __init__(self) -> None:
-        self.keep_sharded = False
+    is_computed: bool = False
+    is_used: bool = False
+    """Whether the loss was computed from them."""
+
+
+class ShardedHead:
+    """The head of one model; ``vocabulary``: its words over the tensor ranks."""
+
+    def __init__(self, vocabulary: Sharding, topology: Topology) -> None:
+        self.vocabulary, self.topology = vocabulary, topology
+        self._kept: Fact[_KeptShard | None] = Fact()
+
+    def logits(self, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Wrap of a head's forward: this rank's logits [..., V / tp] in a forward that keeps them, else [..., V]."""
+        micro_batch = running() or carried_by(x)
+        if micro_batch is not None:
+            # For a checkpoint around the head, which calls it again in backward.
+            micro_batch.carry_by(x)
+        local, kept = forward(x), self._kept.of(micro_batch)
+        if kept is None:
+            return gather_vocabulary(local, self.vocabulary, self.topology.group("tp"))
+        kept.is_computed = True
+        return local
+
+    def keep_shards(self, model: HuggingFaceModel) -> None:
+        """Make ``model`` compute its loss from sharded logits where it is trained on labels."""
+        vocab_parallel, signature = VocabParallelLoss(self.topology, self.vocabulary), inspect.signature(model.forward)
+
+        def link(inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+            kept = self._kept.of(running())
+            if kept is None:
+                return inner(*args, **kwargs)
+            kept.is_used = True
+            return vocab_parallel(*args, **kwargs)
+
+        def sharded(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+            is_kept = model.training and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
+            kept = _KeptShard() if is_kept else None
+            if kept is not None:
+                loss.check_in_place(model)
+            with new_forward() as micro_batch:
+                self._kept.set(micro_batch, kept)
+                out = forward(*args, **kwargs)
+            return out if kept is None else self._guarded(out, kept, type(model).__name__)
+
+        loss = wrap_loss(model, link, LossLevel.VOCABULARY, "parallel.tensor")
+        wrap_forward(model, sharded, Level.REGION)
+
+    def _guarded(self, out: T, kept: _KeptShard, who: str) -> T:
+        """``out`` of a forward that kept its logits, with a guard on them; raises ValueError for a loss of its own."""
+        if kept.is_computed and not kept.is_used:
+            raise ValueError(
+                f"{who} did not call its loss_function in training on labels, so its loss is its own, and was computed "
+                "from logits that ds_npu.parallel.tensor has sharded. What to do: give it no labels, and compute the "
+                "loss from its logits"
+            )
+        if isinstance(out, dict) and "logits" in out:
+            ranks = f"{len(self.vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
+            described = f"logits of {self.vocabulary.size} words, in training on labels, are sharded over {ranks}"
+            out["logits"] = guard_shard(out["logits"], described)
+        return out
 
 
 def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Sharding, topology: Topology) -> None:
     """Make a Hugging Face causal language model compute its loss from sharded logits, the sum of those of ``heads``.
 
     It does so where it is trained on labels; the ``logits`` it returns are then this rank's shard. ``heads`` of a
-    ``model`` of another kind return whole logits.
+    ``model`` of another kind, or with another loss than transformers' ForCausalLMLoss, return whole logits.
     """
-    state, group = ShardedLogits(), topology.group("tp")
-
-    def logits(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        local = forward(x)
-        return local if state.keep_sharded else gather_vocabulary(local, vocabulary, group)
-
-    def sharded(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
-        state.keep_sharded = model.training and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
-        try:
-            out = forward(*args, **kwargs)
-            return out if not state.keep_sharded else _with_guarded_logits(out, vocabulary)
-        finally:
-            state.keep_sharded = False
-
-    for head in heads:
-        wrap_forward(head, logits, Level.REGION)
-    if not is_hugging_face(model):
-        return
-    signature = inspect.signature(model.forward)
-    wrap_forward(model, sharded, Level.REGION)
-    # A property of transformers, which makes a new function at each access.
-    vocab_parallel, usual = VocabParallelLoss(topology, vocabulary), model.loss_function
-
-    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return vocab_parallel(*args, **kwargs) if state.keep_sharded else usual(*args, **kwargs)
-
-    model.loss_function = loss
+    head = ShardedHead(vocabulary, topology)
+    for each in heads:
+        wrap_forward(each, head.logits, Level.REGION)
+    if may_keep_shards(model):
+        head.keep_shards(model)
 
 
-def _with_guarded_logits(out: T, vocabulary: Sharding) -> T:
-    if isinstance(out, dict) and "logits" in out:
-        ranks = f"{len(vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
-        described = f"logits of {vocabulary.size} words, in training on labels, are sharded over {ranks}"
-        out["logits"] = guard_shard(out["logits"], described)
-    return out
+def may_keep_shards(model: nn.Module) -> TypeGuard[HuggingFaceModel]:
+    """Whether the loss of ``model`` can be computed from sharded logits: it is transformers' ForCausalLMLoss."""
+    return is_hugging_face(model) and own_loss(model) is transformers_module("loss.loss_utils").ForCausalLMLoss
 
 
 def local_axis(axis: TensorAxis) -> TensorAxis:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from contextlib import contextmanager
 
 import gradient_rule
 import pytest
+import tiny_models
 import torch
 from ranks import run_on_ranks
 from torch import nn
@@ -28,6 +30,16 @@ def count_calls(stage: int, expected: set[str]) -> None:
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     assert type(engine).__name__ == "NpuEngine"
+    for _ in range(2):
+        with calls_of_ds_npu() as called:
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+    assert expected <= set(called) if expected else not called, called
+
+
+@contextmanager
+def calls_of_ds_npu():
+    """Yields a Counter that has, at the end, how often each function of ds_npu was called, on this thread."""
     called: Counter[str] = Counter()
 
     def count(frame, event, _argument) -> None:
@@ -35,14 +47,55 @@ def count_calls(stage: int, expected: set[str]) -> None:
         if event == "call" and name.startswith("ds_npu"):
             called[f"{name}.{frame.f_code.co_name}"] += 1
 
-    for profile in (None, count):
-        sys.setprofile(profile)
-        try:
-            engine.backward(engine(torch.ones(2, 4)).square().mean())
+    sys.setprofile(count)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+def calls_of_micro_batches(layers: int, section: dict) -> int:
+    """Calls of functions of ds_npu in a forward and backward of a llama; the same in each after the first."""
+    import deepspeed
+
+    gradient_rule.without_extension()
+    model = tiny_models.tiny("llama", torch.float32, num_hidden_layers=layers)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "ds_npu": section,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    ids = tiny_models.tokens(2, 8)
+    counted = []
+    for _ in range(4):
+        with calls_of_ds_npu() as called:
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
-        finally:
-            sys.setprofile(None)
-    assert expected <= set(called) if expected else not called, called
+        counted.append(called)
+    assert counted[1] == counted[2] == counted[3], [each - counted[1] for each in counted]
+    return counted[1].total()
+
+
+PER_MICRO_BATCH = {
+    "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 145, 355),
+    "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 214, 493),
+    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 178, 478),
+    "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 20, 37),
+}
+"""A section, and the calls of Python functions in a micro-batch: outside of blocks, and in each block."""
+
+
+def count_micro_batches() -> None:
+    for name, (section, outside, in_block) in PER_MICRO_BATCH.items():
+        two, three = (calls_of_micro_batches(layers, section) for layers in (2, 3))
+        assert (two - 2 * (three - two), three - two) == (outside, in_block), name
+
+
+def test_a_micro_batch_costs_a_fixed_number_of_calls():
+    run_on_ranks(2, count_micro_batches)
 
 
 EXPECTED: dict[int, set[str]] = {0: {"ds_npu.zero_ext.gradient_norm.clip_gradients"}, 1: set(), 2: set(), 3: set()}

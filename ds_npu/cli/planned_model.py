@@ -79,7 +79,7 @@ def placements(model: nn.Module, degrees: Degrees) -> Iterator[str]:
         whole, held = whole + math.prod(placement.shape), held + parameter.numel()
         row = (names.generic(placement.name), str(list(placement.shape)), *_along(placement, degrees))
         groups.setdefault(row, []).append(placement.name)
-    rows: list[Row] = [("parameter", "whole shape", "held by this rank", "same values on", "gradient")]
+    rows: list[Row] = [("parameter", "whole shape", "held by this rank", "same values over", "gradient")]
     rows += [(names.abbreviated(parts), *row[1:]) for row, parts in groups.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -73,8 +73,16 @@ def missing_line(shown: list[str], said: str) -> str | None:
     return None if gap or place == len(printed) else printed[place]
 
 
-LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-"""Of Llama 3 8B's config.json, what is read of it."""
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+"""Of Llama 3 8B's config.json, its sizes."""
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def _parts(section: FusedOpsSection, build: Build) -> Iterable[Change]:
         yield Change("provides", "AdamW", "PyTorch's own", _set_adamw_aside)
     if "matmul_accumulate" in (chosen := _chosen(section, build)) and chosen["matmul_accumulate"] is None:
         make = partial(build.when_built.append, install_gradient_buffers)
-        yield Change("provides", "weight gradients", "added up in the optimizer's buffers", make)
+        yield Change("provides", "weight gradients", "added up in the optimizer's buffers, where it has some", make)
 
 
 def _set_adamw_aside() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
 import tiny_models
 import torch
+import transformers
 from adapted_models import ATTENTION, LATENT, MLP, adapted
 from placement_types import fake_world
 from torch import nn
 
+from ds_npu.cli.planned_model import meta_model
 from ds_npu.config.sections import DsNpuConfig
+from ds_npu.engine.placements import place_parameters
 from ds_npu.features.build import PLAN_ATTRIBUTE, Build
 from ds_npu.features.driver import CHANGED_FOR, apply_features, declare, declare_parts, values_in
 from ds_npu.features.model_loss import MODEL_LOSS, ModelLoss
@@ -19,6 +23,7 @@ from ds_npu.models.attributes import attribute
 from ds_npu.parallel.forward_wraps import WrappedForward, innermost_forward
 from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import PlannedTopology
 
 FUSED = dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)
 OF_MODULES = {"training", "forward", "_buffers", "_modules", "_parameters"}
@@ -168,3 +173,26 @@ def test_adapters_are_declared(family, targets, sequence_parallel):
     model = adapted(family, targets, lora_dropout=0.1)
     found = changed(model, section, Degrees(tp=2))
     assert [each for each in declared(found, "wraps") if "lora_A" in each.part]
+
+
+def test_a_model_of_7b_is_planned_declared_and_placed_within_a_second(tmp_path):
+    config = transformers.LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32)
+    config.save_pretrained(tmp_path)
+    section = {
+        "parallel": {"tensor": 2, "context": 2, "sequence_parallel": True},
+        "context_parallel": {"algorithm": "ring"},
+    }
+    features = values_in(DsNpuConfig.model_validate(section))
+    taken = []
+    for _ in range(3):
+        model = meta_model(tmp_path)
+        begin = time.process_time()
+        build = Build(PlannedTopology(Degrees(dp=2, cp=2, tp=2)), model, {}, "npu", is_planned=True)
+        declarations = declare(features, build)
+        for declaration in declarations:
+            declaration.apply()
+        place_parameters(model, build.topology, (), 3)
+        taken.append(time.process_time() - begin)
+    assert [each.key for each in declarations] == ["parallel", "context_parallel", "fused_ops"]
+    assert placement_of(model.get_parameter("lm_head.weight")).shape == (32000, 4096)
+    assert min(taken) <= 1, taken

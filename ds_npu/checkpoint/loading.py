@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint into a tensor-sharded model: each rank reads and keeps its shards only.
+"""Loads a Hugging Face checkpoint into a model of which each rank reads and keeps its shards, or its stage, only.
 
     model = meta_model(AutoModelForCausalLM, folder)    # no memory
     ...                                                 # modules sharded in place, parameters marked
@@ -26,6 +26,7 @@ from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
 from ds_npu.checkpoint.fit import check_fit
 from ds_npu.models.attributes import copy_attributes, set_attribute
 from ds_npu.models.hugging_face_model import settings
+from ds_npu.parallel.pipeline.pass_through import absent_weights
 from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.sharding import Sharding
 
@@ -70,7 +71,8 @@ def load_checkpoint(
 ) -> None:
     """Load each parameter and persistent buffer of ``model``, or this rank's shard of it, from ``folder``.
 
-    ``model`` is a transformers model whose sharded parameters have local shapes and a Sharding. Tensors on the meta
+    ``model`` is a transformers model, or a stage of one (``cut_into_stages``), whose sharded parameters have local
+    shapes and a Sharding. Tensors on the meta
     device are allocated on ``device``, in ``dtype`` if given (except weights that the model keeps in a dtype of their
     own), with their attributes; tied parameters remain one object. Other tensors keep object, dtype and device.
     Buffers that no checkpoint holds are computed as transformers computes them.
@@ -80,14 +82,18 @@ def load_checkpoint(
     folder = Path(folder)
     tensors = open_checkpoint(folder)
     weights = _weights(model)
-    found = conversions(model, weights, tensors)
-    converter = Converter({name: whole_shape(name, each, tensor_rank) for name, each in weights.items()}, model.config)
-    loaded = check_fit(model, folder, weights, found, converter, tensors)
+    # What other stages hold belongs to the model, too: the checkpoint fits all of it, or no stage of it.
+    elsewhere = {name: torch.empty(shape, device="meta") for name, shape in absent_weights(model).items()}
+    every = weights | elsewhere
+    found = conversions(model, every, tensors)
+    converter = Converter({name: whole_shape(name, each, tensor_rank) for name, each in every.items()}, model.config)
+    loaded = check_fit(model, folder, every, found, converter, tensors) - elsewhere.keys()
     fresh = _materialize(model, dtype, torch.device(device))
     weights = _weights(model)
     with torch.no_grad():
         for recipe in found.recipes:
-            _fill(recipe, weights, converter, tensors, tensor_rank)
+            if recipe.target not in elsewhere:
+                _fill(recipe, weights, converter, tensors, tensor_rank)
     # transformers' save_pretrained reverts these conversions.
     model._weight_conversions = found.used
     _initialize(model, fresh - {id(weights[name]) for name in loaded})

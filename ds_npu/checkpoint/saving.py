@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.modeling_utils import set_zero3_state
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.checkpoint.loading import part_of
 from ds_npu.models.attributes import attribute
+from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.tensor.sharding import Sharding
 
 Gather = Callable[[nn.Parameter], AbstractContextManager[object]]
@@ -30,54 +32,139 @@ WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin
 """Names of files of weights and of their indices (see ENTRIES of ds_npu.checkpoint.files)."""
 
 
+@dataclass(frozen=True)
+class HeldWeight:
+    """A weight that the tensor ranks of one stage hold, each the whole or its shard."""
+
+    name: str
+    position: tuple[int, ...]
+    """Its place in the plain model's state dict, in the order of these numbers."""
+    same_as: str
+    """The first name in its stage of the same tensor; its own where it has one name."""
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    dtype: torch.dtype
+    sharding: Sharding | None
+
+    def shape_at(self, tensor_rank: int) -> list[int]:
+        """The shape of what tensor rank ``tensor_rank`` holds."""
+        sharding = self.sharding
+        return [
+            sharding.length(tensor_rank) if sharding is not None and dim == sharding.dim else length
+            for dim, length in enumerate(self.shape)
+        ]
+
+
+@dataclass(frozen=True)
+class _Holders:
+    """The ranks of ``group``, which hold a model: those of each of ``stages`` stages one after the other."""
+
+    group: dist.ProcessGroup
+    stages: int
+    device: torch.device
+    """Of the weights that they hold."""
+
+    @property
+    def tensor_size(self) -> int:
+        return dist.get_world_size(self.group) // self.stages
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def whole(self, weight: HeldWeight, stage: int, mine: torch.Tensor | None, to_cpu: bool) -> torch.Tensor:
+        """``weight`` of ``stage``, whole on the first rank; an empty tensor on others. ``mine``: what this rank holds.
+
+        All ranks of the group call it, at the same time.
+        """
+        holders = 1 if weight.sharding is None else self.tensor_size
+        first, like = self.rank == 0, torch.empty(0, dtype=weight.dtype, device=self.device)
+        whole = like.new_empty(weight.shape if first else 0, device=torch.device("cpu") if to_cpu else None)
+        for tensor_rank in range(holders):
+            source, shape = stage * self.tensor_size + tensor_rank, weight.shape_at(tensor_rank)
+            if 0 in shape or (source == 0 and not first):
+                continue
+            part = mine.contiguous() if mine is not None and source == self.rank else like.new_empty(shape)
+            if source:  # Broadcast: point to point would open another communicator for each pair.
+                dist.broadcast(part, group=self.group, group_src=source)
+            if first and weight.sharding is None:
+                whole.copy_(part)
+            elif first and weight.sharding is not None:
+                place(whole, part, weight.sharding, tensor_rank)
+            del part  # Frees its memory before the next shard is allocated.
+        return whole
+
+
 def whole_state_dict(
-    model: nn.Module, group: dist.ProcessGroup, *, to_cpu: bool = True, gather: Gather = nullcontext
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    stages: int = 1,
+    to_cpu: bool = True,
+    gather: Gather = nullcontext,
 ) -> dict[str, torch.Tensor]:
-    """Gather the whole Hugging Face state dict on the first rank of the tensor ``group``; the others return {}.
+    """Gather the plain model's state dict on the first rank of ``group``; the others return {}.
 
-    All ranks of ``group`` call it. Weights are gathered one at a time: a rank needs memory for one shard of the largest
-    weight, the first rank also for the result. Names of one parameter share one tensor, as in ``model.state_dict()``.
-    Raises ValueError where a parameter is sharded over another number of ranks.
+    All ranks of ``group`` call it: the tensor ranks of the model, or of each of its pipeline ``stages`` one after the
+    other. Weights are gathered one at a time: a rank needs memory for one shard of the largest weight, the first rank
+    also for the result. Names of one parameter share one tensor, as in ``model.state_dict()``. Raises ValueError where
+    a parameter is sharded over another number of ranks.
     """
-    device = torch.device("cpu") if to_cpu else None
-    first = dist.get_rank(group) == 0
+    tensors = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
+    device = next((each.device for each in tensors.values()), torch.device("cpu"))
+    holders = _Holders(group, stages, device)
+    own = _held_weights(tensors, holders.tensor_size)
+    everyones = [own]
+    if stages > 1:
+        everyones = [[] for _ in range(dist.get_world_size(group))]
+        own = [replace(each, position=_position(model, each.name)) for each in own]
+        dist.all_gather_object(everyones, own, group=group)
+        everyones = everyones[:: holders.tensor_size]
+    positions: dict[str, tuple[int, ...]] = {}
     whole: dict[str, torch.Tensor] = {}
-    by_id: dict[int, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        if id(tensor) not in by_id:
-            with gather(tensor) if isinstance(tensor, nn.Parameter) else nullcontext(), torch.no_grad():
-                by_id[id(tensor)] = _whole(name, tensor.detach(), part_of(tensor), group, device)
-        if first:
-            whole[name] = by_id[id(tensor)]
-    return whole
+    for stage, weights in enumerate(everyones):
+        of_stage: dict[str, torch.Tensor] = {}
+        for weight in weights:
+            if weight.name in whole:  # Stands in every stage.
+                continue
+            if weight.same_as not in of_stage:
+                tensor = tensors[weight.name] if stage == holders.rank // holders.tensor_size else None
+                with gather(tensor) if isinstance(tensor, nn.Parameter) else nullcontext(), torch.no_grad():
+                    mine = None if tensor is None else tensor.detach()
+                    of_stage[weight.same_as] = holders.whole(weight, stage, mine, to_cpu)
+            positions[weight.name], whole[weight.name] = weight.position, of_stage[weight.same_as]
+    return {name: whole[name] for name in sorted(whole, key=positions.__getitem__)} if holders.rank == 0 else {}
 
 
-def _whole(
-    name: str, mine: torch.Tensor, sharding: Sharding | None, group: dist.ProcessGroup, device: torch.device | None
-) -> torch.Tensor:
-    """The whole weight on the group's first rank; an empty tensor on the others."""
-    first = dist.get_rank(group) == 0
-    if sharding is None:
-        return mine.to(device or mine.device, copy=True) if first else mine.new_empty(0)
-    size = dist.get_world_size(group)
-    if len(sharding.ranges) != size:
-        raise ValueError(f"{name} is sharded over {len(sharding.ranges)} ranks, but the tensor group has {size}")
-    shape = list(mine.shape)
-    shape[sharding.dim] = sharding.size if first else 0
-    whole = mine.new_empty(shape, device=device)
-    for rank in range(size):
-        shape[sharding.dim] = sharding.length(rank)
-        if not shape[sharding.dim] or (rank == 0 and not first):
-            continue
-        part = mine.contiguous() if rank == dist.get_rank(group) else mine.new_empty(shape)
-        if rank:  # Broadcast: point to point would open another communicator for each pair.
-            dist.broadcast(part, group=group, group_src=rank)
-        if first:
-            place(whole, part, sharding, rank)
-        del part  # Frees its memory before the next shard is allocated.
-    return whole
+def _held_weights(tensors: Mapping[str, torch.Tensor], tensor_size: int) -> list[HeldWeight]:
+    """The weights of this rank's stage, in the order of its state dict."""
+    names_by_id: dict[int, str] = {}
+    found: list[HeldWeight] = []
+    for name, tensor in tensors.items():
+        sharding, shape = part_of(tensor), list(unpartitioned_shape(tensor))
+        if sharding is not None and len(sharding.ranges) != tensor_size:
+            raise ValueError(
+                f"{name} is sharded over {len(sharding.ranges)} ranks, but the tensor group has {tensor_size}"
+            )
+        if sharding is not None:
+            shape[sharding.dim] = sharding.size
+        same_as = names_by_id.setdefault(id(tensor), name)
+        found.append(HeldWeight(name, (len(found),), same_as, tuple(shape), tensor.dtype, sharding))
+    return found
+
+
+def _position(model: nn.Module, name: str) -> tuple[int, ...]:
+    """The place of the weight ``name`` in a state dict, in which each module's own come before those of its children.
+
+    Stages have the same modules, but for the inside of those that are absent: positions agree over all of them.
+    """
+    *path, leaf = name.split(".")
+    place, module = [], model
+    for attribute_name in path:
+        place.append(list(module._modules).index(attribute_name) + 1)
+        module = module.get_submodule(attribute_name)
+    own = [*module._parameters, *module._buffers]
+    return (*place, 0, own.index(leaf))
 
 
 def place(whole: torch.Tensor, part: torch.Tensor, sharding: Sharding, rank: int) -> None:

@@ -35,6 +35,7 @@ from ds_npu.engine.weights import WholeWeights
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.driver import apply_features, values_in
+from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
@@ -66,14 +67,16 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-        self.model_axes = CUT_INTO_STAGES if is_pipeline else WHOLE_ON_EACH_STAGE
+        self.model_axes = CUT_INTO_STAGES if self.build.is_cut_into_stages else WHOLE_ON_EACH_STAGE
         apply_features(values_in(session.config), self.build)
-        stages: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
-        place_parameters(model, self.topology, stages, kwargs["config_class"].zero_optimization_stage)
+        stage_axes: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
+        place_parameters(model, self.topology, stage_axes, kwargs["config_class"].zero_optimization_stage)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         attach_hooks_again(model)
+        # PEFT may have been put around a stage.
+        refuse_saving_a_stage(model)
         if protect_shards(model, self.topology):
             # Optimizers of the client's own know what they are given.
             engine: Any = self

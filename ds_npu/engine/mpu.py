@@ -30,7 +30,7 @@ def mpu_of(topology: Topology, model_axes: tuple[Axis, ...]) -> SimpleNamespace:
     """For each word: ``get_<word>_world_size``, ``_rank``, ``_group`` and ``_group_ranks``, all without arguments.
 
     ``model_axes`` are the axes that shard the model, over which DeepSpeed adds up norms and looks for overflow:
-    CUT_INTO_STAGES for a PipelineModule. Any other model is whole on each stage, so stages add nothing.
+    CUT_INTO_STAGES where each rank along pp holds other layers, WHOLE_ON_EACH_STAGE where each has the whole model.
     """
     mpu = SimpleNamespace()
     for word, axes in {**AXES_OF, "model_parallel": model_axes}.items():

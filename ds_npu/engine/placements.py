@@ -35,8 +35,13 @@ def place_parameters(model: nn.Module, topology: Topology, stage_axes: tuple[Axi
     """Complete the placement of every parameter of ``model``, and mark it for DeepSpeed accordingly.
 
     ``stage_axes``: ("pp",) where each rank along it has other layers, () where each has the whole model. Raises
-    ValueError for an expert's weight that ranks along the axes of experts hold alike.
+    ValueError for stages under ZeRO 3, and for an expert's weight that ranks along the axes of experts hold alike.
     """
+    if stage_axes and zero_stage == 3:
+        raise ValueError(
+            "zero_optimization.stage: found 3 for a model that is cut into stages, whose micro-batches would each "
+            "gather every weight. What to do: stage 0, 1 or 2"
+        )
     for name, parameter in model.named_parameters():
         placement = placement_of(parameter)
         absent = set(stage_axes)

@@ -1,4 +1,4 @@
-"""Whole weights out of an engine whose model is sharded over tensor ranks."""
+"""Whole weights out of an engine whose model is sharded over tensor ranks, or cut into stages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.parallel.pipeline.pass_through import stage_of
 
 
 class WholeWeights:
@@ -24,9 +25,15 @@ class WholeWeights:
     module: nn.Module
 
     @property
+    def stages(self) -> int:
+        """Into how many stages the model is cut; 1 where each pipeline rank has all of it, and for a PipelineModule."""
+        stage = stage_of(self.module)
+        return 1 if stage is None else stage.count
+
+    @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds parts of weights: tensor ranks share the model."""
-        return bool(self.topology.size("tp") > 1)
+        """Whether this rank holds a part of the weights: tensor ranks or stages share the model."""
+        return bool(self.topology.size("tp") > 1 or self.stages > 1)
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state dict, on the CPU of global rank 0; empty on every other rank.
@@ -40,13 +47,14 @@ class WholeWeights:
         return weights
 
     def _gathered_weights(self) -> dict[str, torch.Tensor]:
-        model, tensor_group = self.module, self.topology.group("tp")
+        model, stages = self.module, self.stages
+        holders, elsewhere = (("pp", "tp"), ()) if stages > 1 else (("tp",), ("pp",))
         gather = _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
-        if all(self.topology.rank(axis) == 0 for axis in ("pp", "dp", "cp")):
+        if all(self.topology.rank(axis) == 0 for axis in (*elsewhere, "dp", "cp")):
             # It imports transformers, which need not be installed.
             from ds_npu.checkpoint.saving import whole_state_dict
 
-            return whole_state_dict(model, tensor_group, gather=gather)
+            return whole_state_dict(model, self.topology.group(*holders), stages=stages, gather=gather)
         if gather is _gathered and self.topology.rank("pp") == 0:
             # ZeRO-3 gathers over dp x cp, whose other ranks take part and keep nothing.
             for parameter in {id(each): each for each in model.state_dict(keep_vars=True).values()}.values():
@@ -67,7 +75,7 @@ class WholeWeights:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """DeepSpeed's, with whole weights where the model is sharded over tensor ranks."""
+        """DeepSpeed's, with whole weights where this rank has a part of the model."""
         final, unfinished = Path(save_dir, save_filename), Path(save_dir, f".{save_filename}.unfinished")
         if not self.is_sharded:
             upstream: Any = super()
@@ -91,7 +99,7 @@ class WholeWeights:
         return self.is_sharded or bool(upstream.zero_gather_16bit_weights_on_model_save())
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        """DeepSpeed's, with whole weights where the model is sharded over tensor ranks."""
+        """DeepSpeed's, with whole weights where this rank has a part of the model."""
         if not self.is_sharded:
             upstream: Any = super()
             return upstream._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -99,7 +107,12 @@ class WholeWeights:
         return {name: each for name, each in self.whole_state_dict().items() if name not in left_out}
 
     def _frozen(self) -> set[str]:
-        return {name for name, each in self.module.named_parameters() if not each.requires_grad}
+        """The names of frozen parameters, of all stages; every rank calls it."""
+        own = {name for name, each in self.module.named_parameters() if not each.requires_grad}
+        everyones: list[set[str]] = [own] * self.stages
+        if self.stages > 1:
+            dist.all_gather_object(everyones, own, group=self.topology.group("pp"))
+        return set().union(*everyones)
 
     def _write(self, write: Any, place: str | os.PathLike[str]) -> None:
         """Let global rank 0 ``write`` the whole weights; all ranks learn of its failure."""

@@ -12,6 +12,7 @@ from torch import nn
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.pipeline.pass_through import stage_of
 from ds_npu.parallel.tensor.axis import MatmulCollectives
 from ds_npu.topology.topology import Topology
 
@@ -33,7 +34,7 @@ class Build:
     when_built: list[Callable[[Any], list[str]]] = field(default_factory=list)
     """Functions that are called with the built DeepSpeed engine and return lines for people."""
     is_pipeline: bool = False
-    """Whether the model is a deepspeed.PipelineModule, of which this rank holds some layers."""
+    """Whether the model is a deepspeed.PipelineModule, which has a schedule of its own."""
     collectives: MatmulCollectives | None = None
     """The products that overlap with sequence parallelism's collectives; None: one after the other."""
     said: list[str] = field(default_factory=list)
@@ -58,6 +59,20 @@ class Build:
         """The plan as far as it is known: enough where no weights are sharded. Raises PlanError for wrong globs."""
         known = attribute(self.model, PLAN_ATTRIBUTE, ModelPlan)
         return partial_plan_for(self.model, self.globs) if known is None else known
+
+    @property
+    def is_cut_into_stages(self) -> bool:
+        """Whether the ranks along pp hold other layers: a PipelineModule's, or those that ``cut_into_stages`` left.
+
+        Raises ValueError where the model is not the stage that this rank is.
+        """
+        stage, topology = stage_of(self.model), self.topology
+        if stage is not None and (stage.index, stage.count) != (topology.rank("pp"), topology.size("pp")):
+            raise ValueError(
+                f"{type(self.model).__name__} is {stage}, and this is rank {topology.rank('pp')} of the "
+                f"{topology.size('pp')} of ds_npu.parallel.pipeline"
+            )
+        return self.is_pipeline or stage is not None
 
     @property
     def shards_sequences(self) -> bool:

@@ -12,6 +12,7 @@ from ds_npu.models import kinds, names
 from ds_npu.models.draft import Draft, finished, partial_plan
 from ds_npu.models.hugging_face_plan import draft_of
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.pipeline.pass_through import PassThrough
 
 NEAR = 3
 """How many names are suggested for one that does not exist."""
@@ -50,9 +51,11 @@ def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]
         draft.doubtful.update(matched)
     elif matched:
         role = Role(value)
-        chosen = list(_chosen(matched, role))
-        if not chosen:
-            name, module = next(iter(matched.items()))
+        # Modules of another pipeline stage have their role there.
+        here = {name: module for name, module in matched.items() if not isinstance(module, PassThrough)}
+        chosen = list(_chosen(here, role))
+        if here and not chosen:
+            name, module = next(iter(here.items()))
             found = f"{name} ({kinds.described(module)})"
             yield f'"{glob}": {role} is for modules with parameters; what matches, as {found}, has none of its own'
         for name in chosen:
@@ -64,7 +67,8 @@ def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:
     """The matched modules that get ``role``: for a role of linears and norms, those that hold parameters."""
     for name, module in matched.items():
         if role is Role.REPLICATED:
-            yield from (inner for inner, _ in module.named_modules(prefix=name))
+            inside = module.named_modules(prefix=name)
+            yield from (inner for inner, each in inside if not isinstance(each, PassThrough))
         elif role in STRUCTURAL or kinds.is_norm(module) or kinds.own_shapes(module):
             yield name
 

@@ -149,7 +149,8 @@ class _Placing:
     @cached_property
     def embedding(self) -> nn.Module:
         module = self.root.get_input_embeddings()
-        return self.tree.module(self.tree.find(module))
+        name = self.tree.find(module)
+        return self.tree.module(name) if name in self.tree.reals else module
 
     def is_rotary(self, name: str) -> bool:
         return "Rotary" in type(self.tree.module(name)).__name__

@@ -8,6 +8,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models.zero3 import unpartitioned_shape
+from ds_npu.parallel.pipeline.pass_through import PassThrough
 
 NORM_ENDINGS = ("RMSNorm", "LayerNorm")
 CONV1D = "Conv1D"
@@ -63,7 +64,7 @@ def works_on_tokens(module: nn.Module) -> bool:
     """Whether ``module``, without its children, is known to compute each token from that token alone."""
     name, place = type(module).__name__, type(module).__module__
     dims = {len(shape) for shape in own_shapes(module).values()}
-    if isinstance(module, (*CONTAINERS, nn.Identity, nn.Dropout, nn.Embedding)) or place.startswith(LORA):
+    if isinstance(module, (*CONTAINERS, nn.Identity, nn.Dropout, nn.Embedding, PassThrough)) or place.startswith(LORA):
         return True
     if place in ("torch.nn.modules.activation", "transformers.activations"):
         return not isinstance(module, OVER_A_DIM)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from ds_npu.config.roles import Role
 from ds_npu.models import names
@@ -99,6 +99,16 @@ class ModelPlan:
         layers = (each + depth * f".{names.BASE_LAYER}" for each in names.ancestors(name) for depth in (1, 2))
         layer = next((each for each in layers if each in self.roles), None)
         return None if layer is None or names.is_inside(name, layer) else layer
+
+    def without(self, absent: Collection[str]) -> ModelPlan:
+        """The plan of the model without the modules ``absent`` and all inside of them."""
+        removed = {name for name in self.roles if not {name, *names.ancestors(name)}.isdisjoint(absent)}
+        return replace(
+            self,
+            roles={name: role for name, role in self.roles.items() if name not in removed},
+            blocks=tuple(name for name in self.blocks if name not in removed),
+            attentions={name: shape for name, shape in self.attentions.items() if name not in removed},
+        )
 
     def picture(self) -> str:
         """The plan as a table for people; modules that differ only in indices share a row."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
+from ds_npu.parallel.pipeline.pass_through import PassThrough
 
 FACTOR_ATTRIBUTES = {
     "lora_A": Role.LORA_A,
@@ -40,12 +41,12 @@ class Tree:
 
     @cached_property
     def reals(self) -> dict[str, list[str]]:
-        """From plain names to the modules that stand there: several where PEFT keeps copies."""
+        """From plain names to the modules that stand there: several where PEFT keeps copies, none of other stages."""
         found: dict[str, list[str]] = {}
         for name, module in self.model.named_modules():
             inner = dict(module.named_children())
             wraps = not inner.keys().isdisjoint((names.BASE_LAYER, names.ORIGINAL, names.COMPILED))
-            if not wraps and name not in self.adapters:
+            if not wraps and name not in self.adapters and not isinstance(module, PassThrough):
                 found.setdefault(names.plain(name), []).append(name)
         return found
 

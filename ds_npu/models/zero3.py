@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from ds_npu.models.attributes import attribute, has_attribute
 
 
-def unpartitioned_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def unpartitioned_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape that ``parameter`` has when ZeRO-3 has gathered it; while it is partitioned, it holds nothing."""
     shape: tuple[int, ...] | None = attribute(parameter, "ds_shape", tuple)
     return tuple(parameter.shape if shape is None else shape)

@@ -103,6 +103,7 @@ def save_in_two_groups(folder):
     load_checkpoint(model, folder, rank % 2)
     away = {id(each): each.data for each in model.parameters()}
     for each in model.parameters():
+        vars(each)["ds_shape"] = each.shape
         each.data = torch.empty(0)
 
     @contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
 from ds_npu.models.hugging_face_model import HuggingFaceModel, settings
+from ds_npu.parallel.pipeline.pass_through import PassThrough
 
 WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 """Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""
@@ -86,5 +87,6 @@ def _blocks(decoder: nn.Module, attentions: Mapping[str, nn.Module]) -> set[str]
     blocks = {".".join(name.split(".")[:2]) for name in attentions}
     stacks = {names.parent(name) for name in blocks}
     lists = {name: each for name, each in decoder.named_children() if isinstance(each, nn.ModuleList)}
-    every = {f"{name}.{index}" for name in stacks & lists.keys() for index, _ in lists[name].named_children()}
+    held = ((f"{name}.{index}", each) for name in stacks & lists.keys() for index, each in lists[name].named_children())
+    every = {name for name, each in held if not isinstance(each, PassThrough)}
     return blocks if len(stacks) == 1 and every == blocks else set()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from ds_npu.config.roles import PARENT, Role
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import attribute, has_attribute, set_attribute
+from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.copying import refuse_copies
+from ds_npu.models.guarded_saving import check_before_saving
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import is_partitioned
@@ -31,12 +29,6 @@ SHARDED_IN_REGIONS = (
 SHARDED_ROLES = (*SHARDED_IN_REGIONS, Role.EMBEDDING, Role.HEAD)
 BIASES = {"alibi", "position_bias"}
 """Arguments of attentions in transformers that are biases of the scores of all heads."""
-SAVE = "save_pretrained"
-
-
-@runtime_checkable
-class _Saves(Protocol):
-    save_pretrained: Callable[..., None]
 
 
 def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
@@ -94,36 +86,24 @@ def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
 def refuse_saving_shards(model: nn.Module) -> None:
     """Make ``copy.deepcopy(model)``, and ``model.save_pretrained`` of weight shards, raise RuntimeError."""
     refuse_copies(model)
-    if SAVE in dir(type(model)) and isinstance(model, _Saves):
-        set_attribute(model, SAVE, functools.partial(_save_whole, model, model.save_pretrained))
+    check_before_saving(model, functools.partial(_check_whole, model))
 
 
-def _save_whole(
-    model: nn.Module,
-    save: Callable[..., None],
-    folder: str | os.PathLike[str],
-    *args: Any,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
-    **more: Any,
+def _check_whole(
+    model: nn.Module, folder: str, state_dict: Mapping[str, torch.Tensor] | None, is_main_process: bool
 ) -> None:
     given = dict(model.named_parameters()) if state_dict is None else state_dict
-    if not given and more.get("is_main_process", True):
+    if not given and is_main_process:
         raise RuntimeError(
-            f"save_pretrained({str(folder)!r}) was given no weights: global rank 0 alone holds the whole ones. "
+            f"save_pretrained({folder!r}) was given no weights: global rank 0 alone holds the whole ones. "
             "What to do: save on global rank 0 only (is_main_process; for the Trainer, save_on_each_node=False)"
         )
     for name, parameter in model.named_parameters():
         sharding = sharding_of(parameter)
         if sharding is not None and name in given and given[name].shape[sharding.dim] != sharding.size:
             raise RuntimeError(
-                f"save_pretrained({str(folder)!r}) would write one tensor rank's part of {name}, "
+                f"save_pretrained({folder!r}) would write one tensor rank's part of {name}, "
                 f"{tuple(given[name].shape)} of {sharding.size} along dim {sharding.dim}, as if it were the whole. "
                 "What to do: call engine.save_pretrained(folder), on every rank; with accelerate, pass "
                 "state_dict=accelerator.get_state_dict(model), which every rank calls"
             )
-    if state_dict is None:
-        return save(folder, *args, **more)
-    writer = importlib.import_module("ds_npu.checkpoint.saving").writer(model)
-    if writer is not model:
-        save = writer.save_pretrained
-    return save(folder, *args, state_dict=dict(state_dict), **more)

@@ -1,0 +1,267 @@
+"""Cuts a model into pipeline stages: each rank along pp keeps a part of the layers, at their own names.
+
+    stages = stages_of(plan, 2)                        # pure: what each stage holds
+    cut_into_stages(model, plan, stages[rank])         # absent modules become pass-throughs
+    out = run_stage(model, stages[rank].stage, arrived, input_ids=...)
+
+A model is planned, then cut, then sharded. PEFT may add its adapters before or after the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.config.roles import Role
+from ds_npu.features.build import PLAN_ATTRIBUTE
+from ds_npu.models import kinds, names
+from ds_npu.models.attributes import set_attribute
+from ds_npu.models.guarded_saving import check_before_saving
+from ds_npu.models.hugging_face_model import hugging_face_model, is_hugging_face, setting
+from ds_npu.models.logits import LABEL_ARGUMENTS
+from ds_npu.models.plan import ModelPlan
+from ds_npu.models.zero3 import is_partitioned
+from ds_npu.parallel.pipeline.pass_through import (
+    PassThrough,
+    Side,
+    Stage,
+    absent_weights,
+    crossing,
+    follow_block,
+    stage_of,
+)
+from ds_npu.parallel.placement import Placement, placement_of
+
+FIRST = (Role.EMBEDDING, Role.POSITION_EMBEDDING, Role.NORM)
+"""Roles of modules outside of blocks that the first stage holds: all before the first block."""
+LAST = (Role.FINAL_NORM, Role.HEAD)
+OF_ALL_LAYERS = ("output_router_logits", "output_attentions", "output_hidden_states")
+"""Settings, and arguments of a forward, with which a model returns, or adds to its loss, something of every layer."""
+
+
+@dataclass(frozen=True)
+class StageModules:
+    """What one stage holds of a model; modules that are in none of the lists stand in every stage."""
+
+    stage: Stage
+    blocks: tuple[str, ...]
+    absent: Mapping[str, Side]
+    """Modules of other stages, in the model's order."""
+
+
+def stages_of(plan: ModelPlan, split: int | Sequence[int]) -> list[StageModules]:
+    """What each stage holds: ``split`` stages with as many blocks as possible alike, or one with each number of blocks.
+
+    The first stage also holds embeddings and what stands before the blocks, the last one final norm and head. Raises
+    ValueError where the numbers do not add up, and for a module of which it is not known where it belongs.
+    """
+    counts = _counts(plan, split)
+    if len(counts) == 1:
+        return [StageModules(Stage(0, 1, len(plan.blocks)), plan.blocks, {})]
+    if plan.tied:
+        raise ValueError(
+            f"{plan.model}: {plan.embedding} of the first stage and {plan.head} of the last one have the same weight; "
+            "tied weights over stages come with the pipeline. What to do: tie_word_embeddings false, or one stage"
+        )
+    first, inputs, last = _around_blocks(plan)
+    every = list(plan.roles)
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    found = []
+    for index, end in enumerate(ends):
+        begin = end - counts[index]
+        sides = dict.fromkeys(map(_outermost, plan.blocks[:begin]), Side.BEFORE)
+        sides |= dict.fromkeys(map(_outermost, plan.blocks[end:]), Side.AFTER)
+        if index > 0:
+            sides |= dict.fromkeys(first, Side.EMBEDDING) | dict.fromkeys(inputs, Side.INPUTS)
+        if index < len(counts) - 1:
+            sides |= dict.fromkeys(last, Side.AFTER)
+        place = {name: next(at for at, each in enumerate(every) if names.is_inside(each, name)) for name in sides}
+        absent = {name: sides[name] for name in sorted(sides, key=place.__getitem__)}
+        found.append(StageModules(Stage(index, len(counts), counts[index]), plan.blocks[begin:end], absent))
+    return found
+
+
+def _counts(plan: ModelPlan, split: int | Sequence[int]) -> list[int]:
+    """The number of blocks of each stage; of even ones the earlier are the longer."""
+    total = len(plan.blocks)
+    if isinstance(split, int):
+        if not 1 <= split <= max(total, 1):
+            raise ValueError(f"{plan.model} has {total} blocks; found {split} stages, of which each needs a block")
+        short, longer = divmod(total, split)
+        return [short + (index < longer) for index in range(split)]
+    if sum(split) != total or min(split, default=-1) < 0:
+        raise ValueError(f"{plan.model} has {total} blocks; found stages of {', '.join(map(str, split)) or 'none'}")
+    if not split[0]:
+        raise ValueError(
+            f"{plan.model}: found no block in the first stage, which computes all that stands before the first block. "
+            "What to do: give it one"
+        )
+    return list(split)
+
+
+def _around_blocks(plan: ModelPlan) -> tuple[list[str], list[str], list[str]]:
+    """Modules outside of blocks: those before the blocks, those for other inputs, those behind the blocks."""
+    first: dict[str, None] = {}
+    inputs: dict[str, None] = {}
+    last: dict[str, None] = {}
+    unknown: list[str] = []
+    has_blocks_before = False
+    for name, role in plan.roles.items():
+        has_blocks_before |= role is Role.BLOCK
+        if role in (Role.BLOCK, Role.ROTARY, Role.LORA_A, Role.LORA_B) or plan.block(name) is not None:
+            continue
+        if role in FIRST:
+            first[_outermost(name)] = None
+        elif role in LAST:
+            last[_outermost(name)] = None
+        elif role is Role.REPLICATED and not has_blocks_before:
+            inputs[_without_other_roles(plan, name)] = None
+        else:
+            unknown.append(f"{name} ({role})")
+    if unknown:
+        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+        raise ValueError(
+            f"{plan.model}: nothing says which pipeline stage holds {', '.join(unknown[:4])}{more}. What to do: one "
+            "stage, or in ds_npu.plan a role of the embedding, of a block, or of final norm and head"
+        )
+    return list(first), list(inputs), list(last)
+
+
+def _outermost(name: str) -> str:
+    """The module that stands at the plain name of ``name``: PEFT puts its layers around others."""
+    alike = [each for each in names.ancestors(name) if names.plain(each) == names.plain(name)]
+    return alike[-1] if alike else name
+
+
+def _without_other_roles(plan: ModelPlan, name: str) -> str:
+    """The outermost module around ``name`` in which everything is replicated: a vision tower."""
+    around = [name, *filter(None, names.ancestors(name))]
+    alone = [each for each in around if all(plan.roles[inner] is Role.REPLICATED for inner in plan.inside(each))]
+    return alone[-1]
+
+
+def cut_into_stages(model: nn.Module, plan: ModelPlan, own: StageModules) -> None:
+    """Make ``model``, which ``plan`` is of, the stage ``own``: other stages' modules become pass-throughs, in place.
+
+    Its plan is the part of ``plan`` that is there. Raises ValueError, before anything is changed, for a model that is
+    cut or sharded already, or that an engine has; that has weights outside of what the plan knows, or one weight in
+    two stages; or that returns something of every layer.
+    """
+    _check_cuttable(model, plan, own)
+    if own.stage.count == 1:
+        return
+    for name, side in own.absent.items():
+        parent = model.get_submodule(names.parent(name))
+        parent.add_module(name.rpartition(".")[2], PassThrough(model.get_submodule(name), name, side, own.stage))
+    for name in own.blocks:
+        follow_block(model.get_submodule(name), name)
+    set_attribute(model, PLAN_ATTRIBUTE, plan.without(own.absent))
+    refuse_saving_a_stage(model)
+
+
+def _check_cuttable(model: nn.Module, plan: ModelPlan, own: StageModules) -> None:
+    """Raise ValueError where ``model`` cannot be cut into the stages of ``own``."""
+    who = plan.model
+    if stage_of(model) is not None:
+        raise ValueError(f"{who} is {stage_of(model)} already; cut the whole model")
+    if any(placement_of(each) != Placement() or is_partitioned(each) for each in model.parameters()):
+        raise ValueError(
+            f"{who} is sharded, or in an engine, already. What to do: cut it into stages first, and then give it to "
+            "deepspeed.initialize"
+        )
+    if own.stage.count == 1:
+        return
+    with_weights = [name for name, module in model.named_modules() if kinds.own_shapes(module)]
+    unplaced = [name for name in with_weights if not {name, *names.ancestors(name)} & plan.roles.keys()]
+    if unplaced:
+        more = f" and {len(unplaced) - 4} more" if len(unplaced) > 4 else ""
+        raise ValueError(
+            f"{who}: nothing says which pipeline stage holds {', '.join(unplaced[:4])}{more}. What to do: give them a "
+            "role in ds_npu.plan"
+        )
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = owners.setdefault(id(parameter), name)
+        apart = {_side(own, each) for each in (name, other)}
+        if len(apart) > 1:
+            raise ValueError(
+                f"{who}: {other} and {name} are one weight in two pipeline stages; tied weights over stages come with "
+                "the pipeline"
+            )
+    root = hugging_face_model(model)
+    asked = [] if root is None else [key for key in OF_ALL_LAYERS if setting(root.config.get_text_config(), key, bool)]
+    if asked:
+        raise ValueError(
+            f"{who}: {', '.join(asked)} in its config, and a stage has a part of the layers: what all of them "
+            "return together comes with the pipeline. What to do: set it to false"
+        )
+
+
+def _side(own: StageModules, name: str) -> Side | None:
+    return next((own.absent[each] for each in names.ancestors(name) if each in own.absent), None)
+
+
+def run_stage(model: nn.Module, stage: Stage, arrived: torch.Tensor | None, **kwargs: Any) -> Any:
+    """One forward of ``model``, which is ``stage``, on a batch: the hidden states [B, S, H] for the next stage.
+
+    The last stage returns what the model returns. ``arrived``: hidden states [B, S, H] of the stage before, None in the
+    first stage; with context parallelism those of this rank's tokens. Every stage is given the whole batch by name;
+    labels are used by the last stage only. Raises ValueError for hidden states that no or another stage has sent, and
+    for arguments that a stage cannot serve: caches, and what asks for something of every layer.
+    """
+    if (arrived is None) != (stage.index == 0):
+        raise ValueError(
+            f"{type(model).__name__}: {stage} is given {'no' if arrived is None else 'some'} hidden states"
+        )
+    refused = [key for key in ("past_key_values", *OF_ALL_LAYERS) if kwargs.get(key)]
+    if refused and stage.count > 1:
+        raise ValueError(f"{type(model).__name__} is cut into stages, and is given {', '.join(refused)}")
+    is_last = stage.index == stage.count - 1
+    if not is_last:
+        kwargs = {key: value for key, value in kwargs.items() if key not in LABEL_ARGUMENTS}
+    with crossing(arrived) as states:
+        out = model(**kwargs)
+    if is_last:
+        return out
+    if states.leaving is None:
+        raise RuntimeError(f"{type(model).__name__}: {stage} has returned before its blocks were behind it")
+    return states.leaving
+
+
+@dataclass(frozen=True)
+class _WholeCheck:
+    """Refuses to write one stage's weights as if they were all."""
+
+    model: str
+    absent: tuple[str, ...]
+    """Weights of other stages."""
+    is_writable: bool
+    """Whether a plain model can be made that writes the weights of all stages: of transformers' models, not PEFT's."""
+
+    def __call__(self, folder: str, weights: Mapping[str, torch.Tensor] | None, is_main_process: bool) -> None:
+        if not is_main_process:
+            return
+        if weights is not None and not self.is_writable:
+            raise RuntimeError(
+                f"save_pretrained({folder!r}): {self.model} writes what this stage has, whatever weights it is given. "
+                "What to do: load engine.whole_state_dict(), or what engine.save_16bit_model(folder) writes, into the "
+                "whole model, and save that"
+            )
+        missing = [name for name in self.absent if name not in (weights or {})]
+        if missing:
+            raise RuntimeError(
+                f"save_pretrained({folder!r}) would write one stage's weights as if they were all, without "
+                f"{missing[0]} and {len(missing) - 1} more. What to do: call engine.save_pretrained(folder), on every "
+                "rank"
+            )
+
+
+def refuse_saving_a_stage(model: nn.Module) -> None:
+    """Make ``model.save_pretrained`` raise RuntimeError where other stages hold weights that it is not given."""
+    absent = tuple(absent_weights(model))
+    if absent:
+        check_before_saving(model, _WholeCheck(type(model).__name__, absent, is_hugging_face(model)))

@@ -1,0 +1,59 @@
+"""``model.save_pretrained`` of a model of which this rank holds a part: it writes whole weights, or nothing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from ds_npu.models.attributes import attribute, set_attribute
+
+SAVE = "save_pretrained"
+Check = Callable[[str, Mapping[str, torch.Tensor] | None, bool], None]
+"""``check(folder, weights, writes)`` raises to refuse: the weights to be written (None: the model's own), by a process
+that writes them or one that takes part only."""
+
+
+@runtime_checkable
+class _Saves(Protocol):
+    save_pretrained: Callable[..., None]
+
+
+class GuardedSave:
+    """The ``save_pretrained`` of one ``model``: behind all ``checks``, the plain model writes weights it is given."""
+
+    def __init__(self, model: nn.Module, save: Callable[..., None]) -> None:
+        self.model, self.save, self.checks = model, save, list[Check]()
+
+    def __call__(
+        self,
+        folder: str | os.PathLike[str],
+        *args: Any,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        **more: Any,
+    ) -> None:
+        for check in self.checks:
+            check(str(folder), state_dict, bool(more.get("is_main_process", True)))
+        if state_dict is None:
+            self.save(folder, *args, **more)
+            return
+        # It imports transformers, which need not be installed.
+        writer = importlib.import_module("ds_npu.checkpoint.saving").writer(self.model)
+        save = self.save if writer is self.model else writer.save_pretrained
+        save(folder, *args, state_dict=dict(state_dict), **more)
+
+
+def check_before_saving(model: nn.Module, check: Check) -> None:
+    """Let ``model.save_pretrained``, if there is one, call ``check`` first."""
+    guarded = attribute(model, SAVE, GuardedSave)
+    if guarded is None:
+        if SAVE not in dir(type(model)) or not isinstance(model, _Saves):
+            return
+        guarded = GuardedSave(model, model.save_pretrained)
+        set_attribute(model, SAVE, guarded)
+    if check not in guarded.checks:
+        guarded.checks.append(check)

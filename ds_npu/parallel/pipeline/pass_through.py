@@ -1,0 +1,178 @@
+"""What stands in one stage of a model at the names of modules that other stages hold.
+
+A stage is the same module tree: each absent module is replaced by one without parameters that passes hidden states on.
+Hidden states [B, S, H] that arrive from the stage before enter the first block of this stage, whatever the model
+computes before its blocks; those that leave are the ones that the first absent module behind the blocks is given. Both
+belong to one forward, and are facts of its MicroBatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from ds_npu.parallel.forward_wraps import first_parameter_name
+from ds_npu.parallel.micro_batch import Fact, new_forward, running
+
+
+class Side(Enum):
+    """Where an absent module stands."""
+
+    EMBEDDING = "before all blocks"
+    BEFORE = "before the blocks of this stage"
+    AFTER = "behind the blocks of this stage"
+    INPUTS = "beside the embedding, for inputs other than tokens"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which stage of how many a model is."""
+
+    index: int
+    count: int
+    blocks: int
+    """How many it has."""
+
+    def __str__(self) -> str:
+        return f"stage {self.index} of 0..{self.count - 1}"
+
+
+@dataclass
+class BorderStates:
+    """The hidden states [B, S, H] that cross the borders of this stage in one forward."""
+
+    arrived: torch.Tensor | None
+    """From the stage before; None in the first stage."""
+    leaving: torch.Tensor | None = None
+    """For the stage behind; None in the last stage."""
+    blocks_run: int = 0
+    _unknown: torch.Tensor | None = None
+
+    def unknown(self) -> torch.Tensor:
+        """What stands for embeddings [B, S, H], which no block of this stage may use: NaN; a backward to it raises."""
+        assert self.arrived is not None
+        if self._unknown is None:
+            self._unknown = self.arrived.new_full((), torch.nan)
+            if torch.is_grad_enabled():
+                self._unknown.requires_grad_().register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        # A model may scale its embeddings in place.
+        return self._unknown.expand_as(self.arrived).clone()
+
+
+def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        "the blocks of a stage use the embeddings themselves, beside the hidden states of the block before, which are "
+        "all that travels between stages: this model cannot be cut into stages"
+    )
+
+
+BORDER_STATES: Fact[BorderStates] = Fact(while_running=True)
+
+
+class PassThrough(nn.Module):
+    """Stands for ``absent``, the module ``name`` of another stage, of which it keeps names and shapes only.
+
+    In the place of a block before those of this stage it returns the hidden states that have arrived, behind them those
+    that it is given; the embeddings are unknown. Raises RuntimeError where it
+    is called outside of a forward of its stage (``forward_of_stage``), or stands for a module whose results this stage
+    has no use for.
+    """
+
+    def __init__(self, absent: nn.Module, name: str, side: Side, stage: Stage) -> None:
+        super().__init__()
+        self.side, self.stage = side, stage
+        self.whose = f"{name} ({type(absent).__name__})"
+        self.weights: Mapping[str, torch.Size] = {
+            each: weight.shape
+            for each, weight in absent.state_dict(keep_vars=True).items()
+            if isinstance(weight, torch.Tensor)
+        }
+        """By name in the absent module, the shapes of its parameters and persistent buffers."""
+        self.first_parameter = first_parameter_name(absent)
+        self.train(absent.training)
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        states = BORDER_STATES.of(running())
+        if states is None:
+            raise RuntimeError(
+                f"{self.whose} is not in {self.stage}, and its model was called as if it were whole. What to do: "
+                "run_stage(model, stage, arrived, ...) of ds_npu.features.pipeline.stages, which is given the hidden "
+                "states of the stage before and returns those for the next one"
+            )
+        if self.side is Side.INPUTS:
+            raise RuntimeError(
+                f"{self.whose} is in the first stage only, and this is {self.stage}: inputs other than tokens cannot "
+                "be used in a model that is cut into stages"
+            )
+        if states.blocks_run != (self.stage.blocks if self.side is Side.AFTER else 0):
+            raise RuntimeError(
+                f"{self.whose} stands {self.side.value}, and is called when {states.blocks_run} of "
+                f"{self.stage.blocks} blocks have run. What to do: if the model uses it there only, give it the role "
+                "norm or final_norm in ds_npu.plan; if in both places, do not cut it into stages"
+            )
+        if self.side is not Side.AFTER:
+            if states.arrived is None:
+                raise RuntimeError(f"{self.whose}: this is {self.stage}, and no hidden states have arrived")
+            return states.arrived if self.side is Side.BEFORE else states.unknown()
+        x = args[0] if args else kwargs[self.first_parameter]
+        assert isinstance(x, torch.Tensor), "a module behind the blocks of a stage is given hidden states"
+        if states.leaving is None:
+            states.leaving = x
+        return x
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            whose = vars(self).get("whose", "")
+            raise AttributeError(f"{whose} is in another stage, and its {name} is not known in this one") from error
+
+    def extra_repr(self) -> str:
+        return f"{self.whose} of another stage"
+
+
+def follow_block(block: nn.Module, name: str) -> None:
+    """Count the forwards of a ``block`` of this stage; one that returns more than hidden states raises TypeError."""
+
+    def follow(module: nn.Module, args: object, out: object) -> None:
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(
+                f"{name} ({type(module).__name__}) returns a {type(out).__name__}: only a model whose blocks return "
+                "hidden states, and nothing else, can be cut into stages"
+            )
+        states = BORDER_STATES.of(running())
+        if states is not None:
+            states.blocks_run += 1
+
+    block.register_forward_hook(follow)
+
+
+@contextmanager
+def crossing(arrived: torch.Tensor | None) -> Iterator[BorderStates]:
+    """Make the calls within one forward of a stage, to which the hidden states ``arrived`` (None in the first)."""
+    states = BorderStates(arrived)
+    with new_forward() as micro_batch:
+        BORDER_STATES.set(micro_batch, states)
+        yield states
+
+
+def pass_throughs(model: nn.Module) -> dict[str, PassThrough]:
+    """By name, the modules of ``model`` that stand for those of other stages; none in a model that is not cut."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PassThrough)}
+
+
+def stage_of(model: nn.Module) -> Stage | None:
+    """Which stage ``model`` is; None where it is not cut into stages."""
+    return next((each.stage for each in pass_throughs(model).values()), None)
+
+
+def absent_weights(model: nn.Module) -> dict[str, torch.Size]:
+    """By name in ``model``, the shapes of the weights that other stages hold."""
+    found = pass_throughs(model).items()
+    return {f"{name}.{inner}": shape for name, each in found for inner, shape in each.weights.items()}

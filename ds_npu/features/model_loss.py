@@ -87,6 +87,11 @@ class ModelLoss:
         """By level, outermost first, the keys of the section whose features have a link."""
         return {level: self._links[level].key for level in LossLevel if level in self._links}
 
+    def link(self, level: LossLevel) -> LossLink | None:
+        """The link of this level, if there is one."""
+        found = self._links.get(level)
+        return None if found is None else found.function
+
     def add(self, link: LossLink, level: LossLevel, key: str) -> None:
         """Add a link of the feature ``key``; raises ValueError where the chain has one of this level."""
         if level in self._links:
@@ -136,6 +141,12 @@ def wrap_loss(model: HasLossFunction, link: LossLink, level: LossLevel, key: str
     loss.check_in_place(model)
     loss.add(link, level, key)
     return loss
+
+
+def link_of(model: object, level: LossLevel) -> LossLink | None:
+    """The link of ``level`` in the loss of ``model``, if there is one."""
+    loss = attribute(model, MODEL_LOSS, ModelLoss)
+    return None if loss is None else loss.link(level)
 
 
 def own_loss(model: HasLossFunction) -> LossFunction:

@@ -175,6 +175,12 @@ def test_adapters_are_declared(family, targets, sequence_parallel):
     assert [each for each in declared(found, "wraps") if "lora_A" in each.part]
 
 
+def test_a_trained_copy_of_the_head_is_declared():
+    model = adapted("llama", ATTENTION, modules_to_save=["lm_head", "embed_tokens"])
+    found = changed(model, {"parallel": TENSOR}, Degrees(tp=2))
+    assert len(declared(found, "links")) == 1
+
+
 def test_a_model_of_7b_is_planned_declared_and_placed_within_a_second(tmp_path):
     config = transformers.LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32)
     config.save_pretrained(tmp_path)

@@ -138,6 +138,8 @@ class _ModelSharder:
         self.regions = Regions(plan, self.modules, axis, randomness)
         self.sharded: set[str] = set()
         """Parameters that are declared to be sharded."""
+        self.linked: set[str] = set()
+        """Models whose loss is declared to be linked: PEFT keeps a head beside the copy of it that it trains."""
 
     def changes(self) -> Iterator[Change]:
         """Every change, in order; raises ValueError first where the model cannot be sharded."""
@@ -230,7 +232,8 @@ class _ModelSharder:
 
         for index, each in enumerate(heads):
             yield wrap(each, "logits of this rank's words", None if index else make)
-        if may_keep_shards(self.modules[owner]):
+        if may_keep_shards(self.modules[owner]) and owner not in self.linked:
+            self.linked.add(owner)
             yield wrap(owner, "logits stay sharded in training on labels", None)
             yield Change("links", owner, "vocabulary-parallel loss", level=LossLevel.VOCABULARY)
 

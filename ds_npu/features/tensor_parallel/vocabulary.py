@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
-from ds_npu.features.model_loss import LossFunction, LossLevel, own_loss, wrap_loss
+from ds_npu.features.model_loss import LossFunction, LossLevel, link_of, own_loss, wrap_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel, is_hugging_face, transformers_module
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
@@ -37,11 +38,15 @@ class _KeptShard:
 
 
 class ShardedHead:
-    """The head of one model; ``vocabulary``: its words over the tensor ranks."""
+    """The head of one model, and the link of its loss; ``vocabulary``: its words over the tensor ranks."""
 
     def __init__(self, vocabulary: Sharding, topology: Topology) -> None:
         self.vocabulary, self.topology = vocabulary, topology
         self._kept: Fact[_KeptShard | None] = Fact()
+
+    @cached_property
+    def loss(self) -> VocabParallelLoss:
+        return VocabParallelLoss(self.topology, self.vocabulary)
 
     def logits(self, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """Wrap of a head's forward: this rank's logits [..., V / tp] in a forward that keeps them, else [..., V]."""
@@ -55,16 +60,17 @@ class ShardedHead:
         kept.is_computed = True
         return local
 
+    def __call__(self, inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss: of sharded logits where they are kept, else what ``inner`` computes of whole ones."""
+        kept = self._kept.of(running())
+        if kept is None:
+            return inner(*args, **kwargs)
+        kept.is_used = True
+        return self.loss(*args, **kwargs)
+
     def keep_shards(self, model: HuggingFaceModel) -> None:
         """Make ``model`` compute its loss from sharded logits where it is trained on labels."""
-        vocab_parallel, signature = VocabParallelLoss(self.topology, self.vocabulary), inspect.signature(model.forward)
-
-        def link(inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
-            kept = self._kept.of(running())
-            if kept is None:
-                return inner(*args, **kwargs)
-            kept.is_used = True
-            return vocab_parallel(*args, **kwargs)
+        signature = inspect.signature(model.forward)
 
         def sharded(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
@@ -77,7 +83,7 @@ class ShardedHead:
                 out = forward(*args, **kwargs)
             return out if kept is None else self._guarded(out, kept, type(model).__name__)
 
-        loss = wrap_loss(model, link, LossLevel.VOCABULARY, "parallel.tensor")
+        loss = wrap_loss(model, self, LossLevel.VOCABULARY, "parallel.tensor")
         wrap_forward(model, sharded, Level.REGION)
 
     def _guarded(self, out: T, kept: _KeptShard, who: str) -> T:
@@ -101,10 +107,12 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
     It does so where it is trained on labels; the ``logits`` it returns are then this rank's shard. ``heads`` of a
     ``model`` of another kind, or with another loss than transformers' ForCausalLMLoss, return whole logits.
     """
-    head = ShardedHead(vocabulary, topology)
+    # The head that PEFT keeps beside the copy that it trains is of the same model.
+    known = link_of(model, LossLevel.VOCABULARY)
+    head = known if isinstance(known, ShardedHead) else ShardedHead(vocabulary, topology)
     for each in heads:
         wrap_forward(each, head.logits, Level.REGION)
-    if may_keep_shards(model):
+    if known is None and may_keep_shards(model):
         head.keep_shards(model)
 
 

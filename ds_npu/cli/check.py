@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from ds_npu.cli.command import Command
-from ds_npu.cli.layout import axes_table, grid_picture, zero_line
+from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, zero_line
 from ds_npu.cli.model_part import model_part
 from ds_npu.config.batch import Batch
 from ds_npu.config.check import Checked, check, load
 from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import PLANNED, switched_on
-from ds_npu.planner.context_report import context_part
+from ds_npu.planner.communicators import MIB, planned_communicators
+from ds_npu.planner.context_report import context_part, number_bytes, planned_algorithm
+from ds_npu.planner.model_file import hidden_size_of
 from ds_npu.topology.machine import MACHINES
 
 MOST = 2**40
@@ -67,9 +69,21 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield from ("", zero_line(checked.degrees, checked.zero_stage))
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)
+        yield from ("", *_communicators(ds_config, checked, arguments))
         yield from (*model_part(checked, arguments), "", *_features(checked))
     if checked.warnings:
         yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
+
+
+def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
+    degrees, algorithm = checked.degrees, planned_algorithm(ds_config, checked, arguments)
+    hidden_mib = None
+    if arguments.model is not None and arguments.sequence_length is not None and checked.batch.micro:
+        tokens = checked.batch.micro * -(-arguments.sequence_length // degrees.cp)
+        hidden_mib = -(-tokens * hidden_size_of(arguments.model) * number_bytes(ds_config) // MIB)
+    yield from communicator_table(planned_communicators(degrees, ds_config, algorithm, hidden_mib))
+    if algorithm is None and degrees.cp > 1 and degrees.pp == 1:
+        yield "  The context algorithm is chosen with the first batch; its communicators come on top, too."
 
 
 def _batch(batch: Batch, dp: int, sequence_length: int | None) -> str:

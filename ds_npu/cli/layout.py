@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 
-from ds_npu.topology.degrees import AXES, DENSE, EXPERT, Axis, Degrees
+from ds_npu.planner.communicators import GROUP_BUFFER, PAIR_BUFFER, Communicator, default_mib
+from ds_npu.topology.degrees import AXES, DENSE, NAMES, Axis, Degrees
 
-NAMES: dict[Axis, str] = {
-    "pp": "pipeline",
-    "dp": "data",
-    "cp": "context",
-    "tp": "tensor",
-    "edp": "expert data",
-    "ep": "expert",
-    "etp": "expert tensor",
-}
 ZERO = {
     None: "ZeRO (its stage is not known yet) works",
     0: "ZeRO is off; gradients are summed",
@@ -32,7 +25,7 @@ def axes_table(degrees: Degrees) -> Iterator[str]:
     yield f"{'Axis':<20} {'size':>6} {'groups':>7}   global ranks of each group"
     for axis in AXES if degrees.ep * degrees.etp > 1 else DENSE:
         size = degrees.size(axis)
-        shown = f"{degrees.world_size // size:>7}   {_groups(degrees, axis, axis)}" if size > 1 else f"{'-':>7}"
+        shown = f"{degrees.world_size // size:>7}   {_groups(degrees, axis)}" if size > 1 else f"{'-':>7}"
         yield f"{f'{NAMES[axis]} ({axis})':<20} {size:>6} {shown}"
 
 
@@ -60,21 +53,27 @@ def grid_picture(degrees: Degrees) -> Iterator[str]:
         yield f"  pp {pp:<{len(str(degrees.pp - 1))}}  dp {dp:<{len(str(degrees.dp - 1))}}   " + " | ".join(cells)
 
 
-def progression(degrees: Degrees, slow: Axis, fast: Axis) -> tuple[int, int]:
-    """Distance between neighbours, and their number, along the axes from ``slow`` to ``fast``, taken as one."""
-    view = DENSE if fast in DENSE else EXPERT
-    stride = size = 1
-    for axis in reversed(view):
-        if view.index(axis) > view.index(fast):
-            stride *= degrees.size(axis)
-        elif view.index(axis) >= view.index(slow):
-            size *= degrees.size(axis)
-    return stride, size
+def communicator_table(communicators: Sequence[Communicator]) -> Iterator[str]:
+    """A line for each communicator of a rank: MiB of device memory and what it carries; then the sums."""
+    yield "HCCL communicators of each rank, each with two buffers of device memory"
+    yield f"  {'group':<24} {'number':>6} {'MiB':>7}   messages"
+    for each in communicators:
+        row = f"  {each.name:<24} {each.count:>6} {each.device_mib:>7,}   "
+        yield from textwrap.wrap(each.messages, 116, initial_indent=row, subsequent_indent=" " * len(row))
+    yield f"  {'all':<24} {sum(c.count for c in communicators):>6} {sum(c.device_mib for c in communicators):>7,}"
+    text = (
+        f"A buffer holds the largest message, at most {GROUP_BUFFER} ({default_mib(GROUP_BUFFER)} MiB). That is taken "
+        "for the world, and where the config states no size; hidden states are known with the first batch only. Two "
+        f"ranks that send to each other have a communicator with {PAIR_BUFFER} ({default_mib(PAIR_BUFFER)} MiB). "
+        "Buffers are taken at the first message: experts' if the model has weights of experts. Groups of the script's "
+        "own come on top."
+    )
+    yield from textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent="  ")
 
 
-def _groups(degrees: Degrees, slow: Axis, fast: Axis) -> str:
-    """Computed, not looked up in ``Degrees.groups``, as most of a large world is left out."""
-    stride, size = progression(degrees, slow, fast)
+def _groups(degrees: Degrees, *axes: Axis) -> str:
+    """Along neighbouring axes; computed, not looked up in ``Degrees.groups``, as most of a large world is left out."""
+    ((stride, size),) = degrees.box(*axes)
     groups = []
     for index in _shown(degrees.world_size // size, SHOWN):
         if index is None:

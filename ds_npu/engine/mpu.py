@@ -13,6 +13,7 @@ AXES_OF: dict[str, tuple[Axis, ...]] = {
     "sequence_parallel": ("cp",),
     "sequence_data_parallel": ("dp", "cp"),
     "tensor_model_parallel": ("tp",),
+    "slice_parallel": ("tp",),
     "pipeline_model_parallel": ("pp",),
     "pipe_parallel": ("pp",),
 }

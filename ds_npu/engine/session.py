@@ -8,21 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_npu.capability import SETTINGS, hccl_options
+from ds_npu.capability import hccl_options
 from ds_npu.config.check import Checked, check
-from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.driver import unmet
 from ds_npu.log import warn_once
+from ds_npu.planner.communicators import buffer_mib
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import Topology
 
-MIB = 2**20
-BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 MOST_DIGITS = 20
 """Of a world size: Python reads no integer of thousands."""
-HCCL_DEFAULT_MIB = int(next(default for name, default, _ in SETTINGS if name == "HCCL_BUFFSIZE"))
-"""HCCL_BUFFSIZE's default; each communicator takes twice that (torch_npu documentation of hccl_buffer_size)."""
 
 
 @dataclass(frozen=True)
@@ -67,28 +63,12 @@ def open_session(config: dict[str, Any], stages: int | None = None) -> Session:
     if key not in _topologies:
         for old in [old for old in _topologies if old[0] is not dist.group.WORLD]:
             del _topologies[old]
-        _topologies[key] = Topology(degrees, lambda axes: hccl_buffers(axes, config))
+        _topologies[key] = Topology(degrees, lambda axes: hccl_buffers(degrees, axes, config))
     return Session(section, _topologies[key])
 
 
-def hccl_buffers(axes: tuple[Axis, ...], config: dict[str, Any]) -> Any:
-    """Options for the communicator over ``axes``: a buffer for its largest message, never above HCCL's default."""
+def hccl_buffers(degrees: Degrees, axes: tuple[Axis, ...], config: dict[str, Any]) -> Any:
+    """Options for the communicator over ``axes``: a buffer for its largest message."""
     if dist.get_backend() != "hccl":
         return None
-    return hccl_options(buffer_mib(axes, config))
-
-
-def buffer_mib(axes: tuple[Axis, ...], config: dict[str, Any]) -> int:
-    """MiB for the largest message along ``axes``: ZeRO's buckets where it shards, one scalar for norms elsewhere.
-
-    Elements are counted as float32, the widest that DeepSpeed reduces.
-    """
-    default = int(os.environ.get("HCCL_BUFFSIZE", HCCL_DEFAULT_MIB))
-    if axes == ("pp", "tp"):
-        return 1
-    if axes not in (("dp", "cp"), ("dp",), ("edp",)):
-        return default
-    elements = [value_at(config, f"zero_optimization.{key}") for key in BUCKETS]
-    if not all(isinstance(value, int | float) for value in elements):
-        return default
-    return max(1, min(default, -(-int(max(elements)) * 4 // MIB)))
+    return hccl_options(buffer_mib(degrees, axes, config))

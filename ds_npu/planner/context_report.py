@@ -32,8 +32,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
         known = f"{algorithm_text(left[0])}, as given" if len(left) == 1 else "the algorithm is chosen by estimates"
         yield from ("", f"{title} {known}; to see estimates, say {' and '.join(missing)}")
         return
-    samples = checked.batch.micro or 1
-    layer = Layer(attention_of(arguments.model), arguments.sequence_length, samples, _number_bytes(ds_config))
+    layer = _layer(ds_config, checked, arguments)
     machine = MACHINES[arguments.machine]
     choice = choose_for(section, layer, degrees, machine)
     how = f"chosen: {choice.reason}" if len(left) > 1 else "as given"
@@ -47,7 +46,28 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
         yield from textwrap.wrap(f"Not possible: {refusal}", 116, initial_indent="    ", subsequent_indent="      ")
 
 
-def _number_bytes(ds_config: dict[str, Any]) -> int:
+def planned_algorithm(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> ContextAlgorithm | None:
+    """The algorithm that shares a model's sequences; None without one, and where it depends on the first batch.
+
+    A PipelineModule's sequences are not divided. Raises ConfigError where no algorithm is possible.
+    """
+    degrees, section = checked.degrees, checked.config.context_parallel
+    if degrees.cp == 1 or degrees.pp > 1:
+        return None
+    left = algorithms(section, degrees.cp)
+    if len(left) == 1:
+        return left[0]
+    if arguments.model is None or arguments.sequence_length is None:
+        return None
+    return choose_for(section, _layer(ds_config, checked, arguments), degrees, MACHINES[arguments.machine]).algorithm
+
+
+def _layer(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Layer:
+    shape, samples = attention_of(arguments.model), checked.batch.micro or 1
+    return Layer(shape, arguments.sequence_length, samples, number_bytes(ds_config))
+
+
+def number_bytes(ds_config: dict[str, Any]) -> int:
     """Bytes of a number of an activation; "auto" counts as 16 bits."""
     parts = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
     return 2 if any(isinstance(part, dict) and part.get("enabled") for part in parts) else 4

@@ -1,4 +1,4 @@
-"""The heads of a model from its Hugging Face config.json: plain JSON, without transformers."""
+"""The heads and the width of a model from its Hugging Face config.json: plain JSON, without transformers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ def attention_of(path: str) -> AttentionShape:
 
     Raises ConfigError for a file that cannot be read or that lacks its heads.
     """
-    file = Path(path) / "config.json" if os.path.isdir(path) else Path(path)
-    config = _read(file)
-    if isinstance(config.get("text_config"), dict):
-        config = config["text_config"]
-    found = _Entries(config)
+    file, found = _language_model(path)
     heads = found.count("num_attention_heads")
     if found.value("qk_nope_head_dim") is not None:
         # MLA: every head has keys and values of its own once they are projected up.
@@ -50,6 +46,23 @@ def attention_of(path: str) -> AttentionShape:
     if found.problems:
         raise ConfigError(found.problems, str(file))
     return shape
+
+
+def hidden_size_of(path: str) -> int:
+    """The width of the hidden states of the language model at ``path``; raises ConfigError as ``attention_of`` does."""
+    file, found = _language_model(path)
+    size = found.count("hidden_size")
+    if found.problems:
+        raise ConfigError(found.problems, str(file))
+    return size
+
+
+def _language_model(path: str) -> tuple[Path, _Entries]:
+    file = Path(path) / "config.json" if os.path.isdir(path) else Path(path)
+    config = _read(file)
+    if isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    return file, _Entries(config)
 
 
 class _Entries:

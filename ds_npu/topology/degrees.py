@@ -20,6 +20,18 @@ Axis = Literal["pp", "dp", "cp", "tp", "edp", "ep", "etp"]
 DENSE: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 EXPERT: tuple[Axis, ...] = ("pp", "edp", "ep", "etp")
 AXES: tuple[Axis, ...] = get_args(Axis)
+NAMES: dict[Axis, str] = {
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "tp": "tensor",
+    "edp": "expert data",
+    "ep": "expert",
+    "etp": "expert tensor",
+}
+
+Box = tuple[tuple[int, int], ...]
+"""(distance between neighbours, number of ranks) along each axis of a group, the fastest first."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,21 @@ class Degrees:
         for global_rank, place in self._places(view):
             found.setdefault(tuple(place[axis] for axis in fixed), []).append(global_rank)
         return list(found.values())
+
+    def box(self, *axes: Axis) -> Box:
+        """How the global ranks of a group along ``axes`` (of one view) lie: equal for groups of the same ranks.
+
+        Axes of size 1 are left out, and axes next to each other are one.
+        """
+        found: list[tuple[int, int]] = []
+        stride = 1
+        for axis in reversed(DENSE if set(axes) <= set(DENSE) else EXPERT):
+            size = self.size(axis)
+            if axis in axes and size > 1:
+                before = found.pop() if found and found[-1][0] * found[-1][1] == stride else (stride, 1)
+                found.append((before[0], before[1] * size))
+            stride *= size
+        return tuple(found)
 
     def _places(self, view: tuple[Axis, ...]) -> Iterator[tuple[int, dict[Axis, int]]]:
         grid = itertools.product(*(range(self.size(axis)) for axis in view))

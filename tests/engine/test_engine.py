@@ -252,25 +252,3 @@ def test_an_mpu_of_the_users_own_is_refused():
 
     with pytest.raises(ValueError, match="ds_npu section"):
         deepspeed.initialize(model=nn.Linear(1, 1), config=rule.config(0, torch.float32, {}), mpu=object())
-
-
-@pytest.mark.parametrize(
-    ("axes", "zero", "mib"),
-    [
-        (("dp", "cp"), {"reduce_bucket_size": 1e6, "allgather_bucket_size": 2e6, "stage3_prefetch_bucket_size": 0}, 8),
-        (
-            ("dp", "cp"),
-            {"reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8, "stage3_prefetch_bucket_size": 0},
-            200,
-        ),
-        (("dp", "cp"), {}, 200),
-        (("dp",), {"reduce_bucket_size": 10, "allgather_bucket_size": 10, "stage3_prefetch_bucket_size": 10}, 1),
-        (("tp",), {}, 200),
-        (("pp", "tp"), {}, 1),
-    ],
-)
-def test_a_communicators_buffer_holds_its_largest_message(monkeypatch, axes, zero, mib):
-    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
-    assert session.buffer_mib(axes, {"zero_optimization": zero}) == mib
-    monkeypatch.setenv("HCCL_BUFFSIZE", "4")
-    assert session.buffer_mib(axes, {"zero_optimization": zero}) == min(mib, 4)

@@ -20,7 +20,7 @@ from ds_npu.config.deepspeed_readers import DEMANDS, deepspeed_problems
 from ds_npu.config.deepspeed_schema import schema
 from ds_npu.config.deepspeed_validators import AFTER, BEFORE, COERCES
 from ds_npu.config.problems import ConfigError
-from ds_npu.engine.session import HCCL_DEFAULT_MIB, buffer_mib, world_size
+from ds_npu.engine.session import world_size
 
 INSTALLED = version("deepspeed").split("+")[0]
 STRICTER = {
@@ -343,14 +343,6 @@ def test_a_stage_is_read_as_deepspeed_reads_it(stage, read):
     config = {"train_batch_size": 8, "zero_optimization": {"stage": stage}, "ds_npu": {}}
     assert check(config, 8).zero_stage == read == DeepSpeedConfig(config | {"train_batch_size": 1}).zero_config.stage
     assert check(config | {"zero_optimization": True}, 8).zero_stage == 1
-
-
-def test_the_old_form_of_zero_has_no_buckets_to_size_buffers_by(monkeypatch):
-    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
-    for zero in (True, False, None):
-        assert buffer_mib(("dp", "cp"), {"zero_optimization": zero}) == HCCL_DEFAULT_MIB
-    buckets = {"reduce_bucket_size": 2**20, "allgather_bucket_size": 2**21, "stage3_prefetch_bucket_size": 1}
-    assert buffer_mib(("dp", "cp"), {"zero_optimization": buckets}) == 8
 
 
 @pytest.mark.parametrize(("text", "size"), [("8", 8), ("0", 0), ("", None), ("two", None), ("9" * 5000, None)])

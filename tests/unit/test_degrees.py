@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_npu.cli.layout import progression
 from ds_npu.config.parallel import ParallelSection, fit
 from ds_npu.topology.degrees import AXES, DENSE, EXPERT, Degrees
 
@@ -56,12 +55,16 @@ def test_groups_partition_the_world_and_differ_along_their_axes_only(degrees, da
 
 
 @given(degrees(), st.data())
-def test_groups_along_neighbouring_axes_are_arithmetic_progressions(degrees, data):
-    view = data.draw(st.sampled_from([DENSE, EXPERT]))
-    slow, fast = sorted(data.draw(st.tuples(*[st.integers(0, len(view) - 1)] * 2)))
-    stride, size = progression(degrees, view[slow], view[fast])
-    for group in degrees.groups(*view[slow : fast + 1]):
-        assert group == [group[0] + index * stride for index in range(size)]
+def test_a_box_says_which_ranks_a_group_has(degrees, data):
+    boxes = {}
+    for view in (DENSE, EXPERT):
+        axes = data.draw(st.lists(st.sampled_from(view), unique=True, min_size=1))
+        box, groups = degrees.box(*axes), degrees.groups(*axes)
+        for group in groups:
+            places = itertools.product(*(range(0, stride * size, stride) for stride, size in box))
+            assert group == sorted(group[0] + sum(place) for place in places)
+        boxes[box] = groups
+    assert len(boxes) == len({str(groups) for groups in boxes.values()}), "equal boxes, and only they, are equal groups"
 
 
 @given(degrees())

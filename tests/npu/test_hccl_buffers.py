@@ -1,0 +1,124 @@
+"""The device memory of HCCL's communicators after a step, against the sum that ``ds_npu check`` prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import gradient_rule as rule
+import pytest
+import tiny_models
+import torch
+import torch.distributed as dist
+import toy_experts
+from ranks import run_on_ranks
+
+from ds_npu.cli.main import main
+from ds_npu.planner.communicators import MIB
+
+RANKS = 4
+PAIRS = ("ring, pairs", "outer ring, pairs", "neighbouring stages")
+"""Rows of communicators of two ranks each, which torch_npu does not name."""
+BUCKETS = {"reduce_bucket_size": 2**21, "allgather_bucket_size": 2**20, "stage3_prefetch_bucket_size": 10}
+"""Elements; 8 MiB is the largest."""
+CASES = {
+    "plain ZeRO": (1, {}, {}),
+    "tensor x data": (3, {"parallel": {"tensor": 2}}, {}),
+    "tensor x context": (
+        1,
+        {"parallel": {"tensor": 2, "context": 2}, "context_parallel": {"algorithm": "ring"}},
+        BUCKETS,
+    ),
+    "double ring": (2, {"parallel": {"context": 4}, "context_parallel": {"algorithm": "ring", "window": 2}}, {}),
+    "hybrid": (1, {"parallel": {"context": 4}, "context_parallel": {"algorithm": "hybrid", "ulysses": 2}}, {}),
+    "experts": (3, {"parallel": {"expert": 2}}, BUCKETS),
+    "experts x tensor": (0, {"parallel": {"expert": 2, "tensor": 2}, "plan": rule.REPLICAS}, {}),
+    "stages x data": (1, {"parallel": {"pipeline": 2}}, BUCKETS),
+    "stages x tensor": (0, {"parallel": {"pipeline": 2, "tensor": 2}, "plan": rule.REPLICAS}, {}),
+}
+
+
+def model_step(config: dict) -> None:
+    import deepspeed
+
+    model = tiny_models.tiny("llama", torch.float32)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    tokens = tiny_models.tokens(rule.MICRO, 16).to(engine.device)
+    for _ in range(rule.ACCUMULATION):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+
+
+def expert_step(config: dict) -> None:
+    import deepspeed
+
+    from ds_npu.engine.device import use_own_device
+    from ds_npu.engine.session import open_session
+
+    use_own_device()
+    model = toy_experts.Net(open_session(config).topology)  # The engine's: another topology has other communicators.
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(rule.ACCUMULATION):
+        tokens = rule.samples(rule.MICRO).to(engine.device)
+        engine.backward(rule.token_loss(engine(tokens[:, :-1]), tokens[:, 1:]))
+        engine.step()
+
+
+def pipeline_step(config: dict) -> None:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    deepspeed.init_distributed("hccl")
+    parallel = config["ds_npu"]["parallel"]
+    stages, tensor = parallel["pipeline"], parallel.get("tensor", 1)
+    grid = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=RANKS // stages // tensor)
+    model = PipelineModule(rule.layers(), topology=grid, loss_fn=rule.token_loss, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    tokens = rule.samples(rule.MICRO)
+    engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:])] * rule.ACCUMULATION))
+
+
+def opened_groups() -> int:
+    """The groups of this rank that have a communicator, the pairs of ranks left out."""
+    device = torch.device("npu")
+    mine = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "hccl"]
+    backends = [(group._get_backend(device), dist.get_rank(group)) for group in mine]
+    return sum(bool(backend.get_hccl_comm_name(rank, init_comm=False)) for backend, rank in backends)
+
+
+def count(config_path: str, groups: int, mib: int) -> None:
+    rule.without_extension()
+    os.environ["DS_NPU_CONFIG"] = config_path
+    config = json.loads(Path(config_path).read_text())
+    parallel = config["ds_npu"].get("parallel", {})
+    step = pipeline_step if "pipeline" in parallel else expert_step if "expert" in parallel else model_step
+    step(config)
+    dist.barrier()  # As DeepSpeed's checkpoints do.
+    torch.npu.synchronize()
+    free, total = torch.npu.mem_get_info()
+    # What the caching allocator has not taken belongs to communicators.
+    found = (opened_groups(), (total - free - torch.npu.memory_reserved()) / MIB)
+    assert found == (groups, mib)
+
+
+def printed(text: str) -> tuple[int, int]:
+    """(communicators of groups, MiB of all) in what ``ds_npu check`` prints."""
+    _, table = text.split("HCCL communicators of each rank")
+    found = re.findall(r"^  (\S.{23}) +(\d+) +([\d,]+)(?:   |$)", table, re.MULTILINE)
+    rows = {name.strip(): (int(number), int(mib.replace(",", ""))) for name, number, mib in found}
+    pairs = sum(number for name, (number, _) in rows.items() if name in PAIRS)
+    number, mib = rows["all"]
+    return number - pairs, mib
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_check_prints_what_communicators_take(tmp_path, capsys, name):
+    stage, section, buckets = CASES[name]
+    config = rule.config(stage, torch.float32, {}, **buckets) | {"ds_npu": section}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    assert main(["check", str(path), "--world-size", str(RANKS)]) == 0
+    run_on_ranks(RANKS, count, str(path), *printed(capsys.readouterr().out), backend="hccl", sets_device=False)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
+import platform
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from io import TextIOWrapper
 
 from ds_npu.cli.command import Command, Parser
+from ds_npu.config.problems import shown
 
 COMMANDS = ("check", "schema", "sim")
 """Each is ``COMMAND`` of the module ``ds_npu.cli.NAME``."""
+
+PACKAGES = ("torch", "torch_npu", "deepspeed", "transformers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``ds_npu ARGUMENTS`` (those of the command line by default) and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--version"]:
+        print(_versions())
+        return 0
     parser = Parser(prog="ds_npu", description="Tools around the ds_npu section of a DeepSpeed config.")
+    parser.add_argument("--version", action="store_true", help="print the versions of ds_npu and of what it runs on")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     # Where one is named, only that one is imported: `ds_npu sim` is in front of every run, and must not be slow.
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
@@ -26,8 +35,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(command.name, help=command.purpose, description=command.purpose)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
+    if not arguments:
+        parser.print_help()
+        return 2
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        parser.error(f"there is no command {shown(arguments[0])}{_near(arguments[0])}; there are {', '.join(COMMANDS)}")
     found = parser.parse_args(arguments)
     return _run(found)
+
+
+def _versions() -> str:
+    """One line: the versions of ds_npu and of what it runs on. Nothing of that is imported."""
+    # Imported here: `ds_npu sim` does without.
+    releases = importlib.import_module("ds_npu.capability.releases")
+    installed = [f"{each} {releases.installed_version(each) or 'not installed'}" for each in PACKAGES]
+    return f"ds_npu {releases.installed_version('ds_npu')} ({', '.join(installed)}, Python {platform.python_version()})"
+
+
+def _near(word: str) -> str:
+    found = difflib.get_close_matches(word, COMMANDS, n=1)
+    return f", did you mean {found[0]!r}?" if found else ""
 
 
 def _run(found: Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -146,3 +147,17 @@ def test_neither_torch_nor_deepspeed_is_needed():
     code = "import sys, ds_npu; before = set(sys.modules); import ds_npu.cli.main; print(set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert not {"torch", "deepspeed", "torch_npu"} & {name.strip("{}' \n") for name in done.stdout.split(",")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), 2, "print the layout a config means"),
+        (("--version",), 0, f"ds_npu 0.1.0 (torch {importlib.metadata.version('torch')}, torch_npu "),
+        (("chek",), 2, "there is no command \"chek\", did you mean 'check'?; there are check, schema, sim"),
+        (("\x1b[2J",), 2, 'there is no command "\\u001b[2J"; there are check, schema, sim'),
+    ],
+)
+def test_without_a_command(arguments, code, said):
+    found = ds_npu(*arguments)
+    assert found.returncode == code and said in found.stdout + found.stderr, found

@@ -1,4 +1,4 @@
-"""``ds_npu check``: what a config means for a world of a given size, or everything that is wrong with it."""
+"""``ds_npu check``: print what a config means for a number of ranks, or all its mistakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ds_npu.planner.model_file import hidden_size_of
 from ds_npu.topology.machine import MACHINES
 
 MOST = 2**40
-"""Ranks, or tokens; how many ranks a world may have is checked with the config."""
+"""The largest accepted number of ranks or tokens; the config's check has a lower limit for ranks."""
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--world-size", type=_at_least_one, metavar="N", help="ranks of the run, all nodes together")
     parser.add_argument("--sequence-length", type=_at_least_one, metavar="N", help="tokens of each sample")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json, or a folder with one")
-    parser.add_argument("--machine", choices=MACHINES, default="A2", help="whose speeds are assumed (default: A2)")
+    parser.add_argument("--machine", choices=MACHINES, default="A2", help="whose speeds the estimates use (A2)")
 
 
 def _at_least_one(text: str) -> int:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 class Parser(ArgumentParser):
-    """Says what is wrong with a command line in one line, which is the last thing on the screen."""
+    """A parser whose errors are one line, the last one printed."""
 
     def error(self, message: str) -> NoReturn:
         line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
@@ -18,10 +18,10 @@ class Parser(ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """``ds_npu NAME``: what it is for, what it takes, and what it does."""
+    """The subcommand ``ds_npu NAME``: its purpose, its arguments, and the function that runs it."""
 
     name: str
     purpose: str
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
-    """Returns the exit code: 0, or 1 where what was asked about is wrong (2 is argparse's, for wrong usage)."""
+    """Returns the exit code: 0, or 1 where the checked file is wrong (argparse has 2 for wrong usage)."""

@@ -16,7 +16,7 @@ ZERO = {
     3: "ZeRO 3 shards weights, gradients and optimizer states",
 }
 SHOWN = 8
-"""Groups of an axis, ranks of a group and cells of a row that are written out; rows twice as many."""
+"""At most so many groups of an axis, ranks of a group and cells of a row are printed, and twice as many rows."""
 DOTS = "..."
 
 

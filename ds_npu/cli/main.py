@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="ds_npu", description="Tools around the ds_npu section of a DeepSpeed config.")
     parser.add_argument("--version", action="store_true", help="print the versions of ds_npu and of what it runs on")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    # Where one is named, only that one is imported: `ds_npu sim` is in front of every run, and must not be slow.
+    # Import only the named command: `ds_npu sim` starts before every run and must not be slow.
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
         command: Command = importlib.import_module(f"ds_npu.cli.{name}").COMMAND
         subparser = subparsers.add_parser(command.name, help=command.purpose, description=command.purpose)
@@ -58,10 +58,10 @@ def _near(word: str) -> str:
 
 
 def _run(found: Namespace) -> int:
-    """The command's exit code; 130 after Ctrl-C, 1 where nobody reads the output or it cannot be written."""
+    """Run the command and return its exit code; 130 after Ctrl-C, 1 where its output cannot be written."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # Whatever the terminal's encoding.
+            # A terminal that cannot show a character shows its escape.
             stream.reconfigure(errors="backslashreplace")
     try:
         code: int = found.run(found)
@@ -77,7 +77,7 @@ def _run(found: Namespace) -> int:
 
 
 def _drop_output() -> None:
-    """Python writes what is left at exit, and would fail again."""
+    """Send the rest of the output to /dev/null: Python flushes it at exit and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

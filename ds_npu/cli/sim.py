@@ -1,4 +1,4 @@
-"""``ds_npu sim``: a command, and all it starts, on simulated NPUs."""
+"""``ds_npu sim``: run a command, and all that it starts, on simulated NPUs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def _add_arguments(parser: ArgumentParser) -> None:
         type=_said(bytes_of),
         default=standard.memory_bytes,
         metavar="SIZE",
-        help=f"of each NPU ({standard.memory_bytes >> 30}GiB)",
+        help=f"memory of each NPU ({standard.memory_bytes >> 30}GiB)",
     )
     parser.add_argument(
-        "--chaos", type=_said(seed_of), metavar="SEED", help="delay streams at random, the same way for a seed"
+        "--chaos", type=_said(seed_of), metavar="SEED", help="run streams in a random order that the seed decides"
     )
     parser.add_argument(
         "--fault",
@@ -45,7 +45,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         metavar="SPEC",
         help="NAME[:CALL][@RANK]=CODE or =exit: that call of an ACL, HCCL or aclnn function fails, or its process dies",
     )
-    parser.add_argument("--trace", default="", metavar="FOLDER", help="write there what each stream does and when")
+    parser.add_argument("--trace", default="", metavar="FOLDER", help="record there what each stream does and when")
     parser.add_argument("--list", action="store_true", help="print a table of what is simulated, in Markdown, and end")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
@@ -101,7 +101,7 @@ def _refused(why: str, code: int = 2) -> int:
 
 
 def _made(folder: str) -> str:
-    """Its whole path, for a command may change to another folder."""
+    """Create ``folder`` and return its absolute path, since the command may change the working folder."""
     path = Path(folder).resolve()
     path.mkdir(parents=True, exist_ok=True)
     return str(path)

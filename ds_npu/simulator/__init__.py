@@ -1,5 +1,5 @@
-"""A CANN of our own: what torch_npu's unmodified wheel needs from one, computed on the CPU.
+"""A replacement for CANN, computed on the CPU, under torch_npu's unmodified wheel.
 
-``build`` compiles ``csrc`` into the libraries that torch_npu links; ``environment`` says what a process needs so that
-torch_npu finds them. ``ds_npu sim`` puts the two together.
+``build`` compiles ``csrc`` into the libraries that torch_npu links; ``environment`` has the environment variables with
+which a process loads them. ``ds_npu sim`` uses both.
 """

@@ -1,4 +1,4 @@
-"""Compiles the simulator's C++ once for each content, torch and torch_npu, into a folder that is laid out like CANN."""
+"""Compiles the simulator's C++ once for each version of sources, torch and torch_npu, into a folder like CANN's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONTENTS = "simulated.json"
 
 TORCH_INCLUDE = "#include <ATen/ATen.h>"
 MOST_WITHOUT = 2
-"""Files a core compiles without precompiled headers, which take as long to make."""
+"""Up to so many files per core are compiled without precompiled headers, which take as long to make."""
 
 CANN_FOLDERS = ("runtime", "compiler", "opp")
 
@@ -90,11 +90,11 @@ def _folder(package: str) -> Path:
 
 
 def built() -> Path:
-    """The folder with the libraries of this source, torch and torch_npu; compiles them if nobody has.
+    """The folder with the libraries for these sources, torch and torch_npu; compiles them if they are not there.
 
-    Safe to call from many processes at once: one compiles, the others wait for it. A library that is not as it was
-    built is built again: to load one that was cut short kills the process. Raises BuildError, or OSError where the
-    cache cannot be written.
+    Safe to call from many processes at once: one compiles, the others wait for it. A library whose hash is wrong is
+    built again, since loading a truncated one would kill the process. Raises BuildError, or OSError where the cache
+    cannot be written.
     """
     toolchain = Toolchain.found()
     digest = _digest(toolchain)
@@ -143,7 +143,7 @@ def _build(toolchain: Toolchain, home: Path) -> None:
 
 
 def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> list[Path]:
-    """One object per source, as many at a time as there are cores; an object made before is taken again."""
+    """One object per source, as many at a time as there are cores; objects of earlier builds are reused."""
     kept = folder.parent / "objects"
     kept.mkdir(exist_ok=True)
     identity = toolchain.identity().encode()
@@ -169,7 +169,7 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
 
 
 def _object_of(source: Path, identity: bytes, kept: Path) -> Path:
-    """The object of ``source`` in the folder ``kept``, named by all that it is made from."""
+    """The object of ``source`` in the folder ``kept``, named by a hash of all that it is made from."""
     key = hashlib.sha256(identity)
     for file in (*sorted(_included(source)), source):
         key.update(file.read_bytes())
@@ -181,7 +181,7 @@ def _includes_torch(source: Path) -> bool:
 
 
 def _precompiled(toolchain: Toolchain, folder: Path) -> list[str]:
-    """The options with which a file finds torch's headers read already; reading them takes half of a compilation."""
+    """The compiler options for precompiled torch headers, made here; parsing them takes half of a compilation."""
     header = folder / "torch_headers.h"
     header.write_text(f"{TORCH_INCLUDE}\n")
     command = [toolchain.compiler, *FLAGS, *toolchain.include_flags()]
@@ -199,7 +199,7 @@ def _included(source: Path, found: frozenset[Path] = frozenset()) -> frozenset[P
 
 
 def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home: Path) -> None:
-    """The library, with a symbol for everything torch_npu may ask for: what is not simulated says so when called."""
+    """Link the library, with a symbol for all that torch_npu may look up: what is not simulated fails when called."""
     stubs = home.parent / "not_simulated.cpp"
     stubs.write_text(_not_simulated(toolchain, defined))
     torch_lib = toolchain.torch / "lib"

@@ -1,4 +1,4 @@
-"""The folder of what has been compiled: who may write into it, whether a file is as it was written, who is at work."""
+"""The cache of compiled simulators: who may write into it, hashes of its files, and locks of builds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 SEAL = ".sha256"
-"""Added to a file's name: the name of the file with its hash."""
+"""Suffix of the file that holds another file's SHA-256."""
 
 ELSEWHERE = "name a folder of your own in DS_NPU_CACHE, as DS_NPU_CACHE=$HOME/.ds_npu"
 
@@ -38,9 +38,9 @@ def cache_folder() -> Path:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """``cache_folder``, made where there is none; what is made within is closed to others' writing.
+    """``cache_folder``, created if it is missing; files created in the context are not writable for other users.
 
-    Raises BuildError where somebody else may write into it: Python would load what they put there.
+    Raises BuildError where another user may write into the folder: Python would load what they put there.
     """
     folder = cache_folder()
     before = os.umask(0o077)
@@ -86,12 +86,12 @@ def _is_private(group: int) -> bool:
 
 
 def seal(file: Path) -> None:
-    """Write down beside ``file`` what is in it now."""
+    """Store the SHA-256 of ``file`` beside it."""
     file.with_name(file.name + SEAL).write_text(hashlib.sha256(file.read_bytes()).hexdigest())
 
 
 def is_sealed(file: Path) -> bool:
-    """Whether ``file`` is what it was when it was sealed, and belongs to this user or root."""
+    """Whether ``file`` still has the hash that ``seal`` stored, and belongs to this user or root."""
     try:
         sealed = file.with_name(file.name + SEAL).read_bytes()
         return _trusts(file.stat().st_uid) and sealed == hashlib.sha256(file.read_bytes()).hexdigest().encode()
@@ -101,7 +101,7 @@ def is_sealed(file: Path) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock at ``path``. It is the kernel's and goes with the process that holds it."""
+    """Hold the lock on the file ``path``; the kernel releases it when the process ends."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -109,9 +109,9 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """A folder in ``folder`` for one build, removed at its end; what killed builds have left is removed first.
+    """A temporary folder in ``folder`` for one build, removed at its end; those of killed builds are removed first.
 
-    A build that lives holds the lock in its folder.
+    A running build holds the lock in its folder.
     """
     with locked(folder / "building.lock"):
         for left in folder.glob("building-*"):
@@ -127,7 +127,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 
 def _taken(folder: Path) -> IO[str]:
-    """The lock of a build's folder; raises OSError where somebody holds it."""
+    """Take the lock of a build's folder; raises OSError where another build holds it."""
     lock = (folder / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What is simulated, as a table."""
+"""The table of simulated functions that ``ds_npu sim --list`` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_npu.simulator.build import CONTENTS, SOURCES
 
 
 def markdown(home: Path) -> str:
-    """The sources of the build in ``home``: what each holds, and the functions of CANN's interface in it."""
+    """A row for each source of the build in ``home``: its purpose and its functions of CANN's interface."""
     lines = ["| source | holds | functions |", "| --- | --- | --- |"]
     for source, functions in sorted(json.loads((home / CONTENTS).read_text()).items()):
         shown = [name for name in functions if not name.endswith("GetWorkspaceSize")]

@@ -1,4 +1,4 @@
-"""What a process's environment must say so that torch_npu finds simulated NPUs."""
+"""The environment variables with which a process runs on simulated NPUs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SOCS = (
     "910B1", "910B2", "910B2C", "910B3", "910B4", "910B4-1",
     "910_9391", "910_9392", "910_9381", "910_9382", "910_9372", "910_9362",
 )  # fmt: skip
-"""As torch_npu knows them, without their "Ascend": 910B* are the 910B, 910_93* the A3."""
+"""Names of chips as torch_npu has them, without "Ascend": 910B* are the 910B, 910_93* the A3."""
 
 MOST_DEVICES = 1024
 MOST_MEMORY = 2**40
 MOST_IN_ALL = 4 * 2**40
-"""Bytes of all devices: a rank maps those of all ranks, 16 times their size, and has 128 TiB of addresses."""
+"""Bytes of all devices: a rank maps 16 times the memory of all ranks, and has 128 TiB of addresses."""
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What ``ds_npu sim`` simulates; ``memory_bytes`` is one device's, ``chaos`` a seed, ``trace`` a folder."""
+    """The options of ``ds_npu sim``; ``memory_bytes`` is that of one device, ``chaos`` a seed, ``trace`` a folder."""
 
     devices: int = 8
     soc: str = "910B2"
@@ -35,7 +35,7 @@ class Simulation:
     trace: str = ""
 
     def excess(self) -> str | None:
-        """Why a process has not enough addresses for this; None if it has."""
+        """Why the devices' memory does not fit into a process's addresses; None if it does."""
         total = self.devices * self.memory_bytes
         if total <= MOST_IN_ALL:
             return None
@@ -52,7 +52,7 @@ class Simulation:
         return f"{self.devices} simulated NPUs (Ascend{self.soc}, {memory} each{chaos}{faults}{trace})"
 
     def environment(self, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-        """``inherited`` with what a process needs to see the simulated NPUs whose libraries are in ``home``."""
+        """``inherited`` and the variables for the simulated NPUs whose libraries are in ``home``."""
         paths = [str(home), *filter(None, [inherited.get("LD_LIBRARY_PATH")])]
         chosen = {
             "LD_LIBRARY_PATH": ":".join(paths),

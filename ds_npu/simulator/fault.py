@@ -1,4 +1,4 @@
-"""Faults that ``ds_npu sim --fault`` plants: how one is written, which functions can fail, and whether it has fired."""
+"""Faults of ``ds_npu sim --fault``: their syntax, the functions that can fail, and whether a fault has fired."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ds_npu.simulator.build import CONTENTS, SOURCES
 
 FORM = re.compile(r"((?:acl|Hccl)\w+)(?::([0-9]+))?(?:@([0-9]+))?=([0-9]+|exit)", re.ASCII)
 LARGEST = {"CALL": 10**9, "RANK": 10**6, "CODE": 2**31 - 1}
-"""The simulator reads them as 32-bit integers."""
+"""The largest accepted numbers; the simulator reads them as 32-bit integers."""
 
 FIRED = "DS_NPU_SIM_FIRED"
-"""The file to which a process of the run appends the fault that fires in it, a line each."""
+"""The variable that names a file; each process of the run appends a line to it for each fault that fires."""
 
 SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def fault_of(text: str) -> str:
-    """``text`` if it is a fault as the simulator reads it, such as ``HcclAllReduce:3@1=exit``. Raises ValueError."""
+    """Check ``text``, such as ``HcclAllReduce:3@1=exit``, and return it; raises ValueError where it is no fault."""
     found = FORM.fullmatch(text)
     if found is None:
         raise ValueError(
@@ -57,7 +57,7 @@ def unknown_function(fault: str, home: Path) -> str | None:
 
 
 def faultable(home: Path) -> set[str]:
-    """The functions of the build in ``home`` that return an error code: of an operator's two, the one of its name."""
+    """The functions of the build in ``home`` that return an error code, without operators' GetWorkspaceSize."""
     files = json.loads((home / CONTENTS).read_text())
     defined = {name for names in files.values() for name in names}
     plain = {name for source in SOURCES.rglob("*.cpp") for name in _PLAIN.findall(source.read_text())}
@@ -71,11 +71,11 @@ _GRAPH = re.compile(r"^GRAPH_OPERATOR\((\w+)\)", re.MULTILINE)
 
 
 def run(program: str, command: Sequence[str], environment: dict[str, str], faults: Sequence[str]) -> int:
-    """Run ``command`` to its end and return its exit code: 1 in place of 0 where a fault has not fired in any process.
+    """Run ``command`` and return its exit code: 1 in place of 0 where a fault has not fired in any process.
 
-    Ends by the signal that has ended the command. What this process is told by SIGTERM and SIGHUP the command is told.
+    Where a signal has ended the command, the same signal ends this process. SIGTERM and SIGHUP are passed on to it.
     """
-    # An anonymous file: it goes with this process, however that ends.
+    # An anonymous file: the kernel removes it with this process, however that ends.
     fired = os.memfd_create("ds_npu_fired")
     environment = {**environment, FIRED: f"/proc/{os.getpid()}/fd/{fired}"}
     child = subprocess.Popen(command, executable=program, env=environment, preexec_fn=_ends_with_parent)

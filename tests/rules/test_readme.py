@@ -150,8 +150,8 @@ def test_the_variables_are_the_codes():
     _, after = TEXTS["docs/environment.md"].split("## Variables that ds_npu sets\n")
     table, _ = after.split("\n## ")
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [name for name, _ in DEFAULTS]
-    _, after = TEXTS["docs/npu.md"].split("or with one of these, which ds_npu adds:\n")
-    assert re.findall(r"`(\w+)`", after.split("Other variables")[0]) == list(EXPORTED_PREFIXES)
+    _, after = TEXTS["docs/npu.md"].split("and these, which ds_npu adds:\n")
+    assert re.findall(r"`(\w+)`", after.split("Put other variables")[0]) == list(EXPORTED_PREFIXES)
 
 
 def test_every_variable_of_our_own_is_explained():

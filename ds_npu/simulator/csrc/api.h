@@ -16,8 +16,8 @@
 namespace sim {
 
 // Keeps the error of a call that failed as this thread's last one, and gives its code back. In the thread of torch_npu's
-// task queue it also stops the device: torch_npu reports such an error once and from then on drops what it is given, so
-// nothing may be read from the device.
+// task queue it also stops the device: torch_npu reports such an error once and silently drops all later work, so results on
+// the device would be stale.
 int failed_call(const char* name, int code, const char* message) noexcept;
 
 // Runs `body`; its exceptions become an error code, with the message kept for aclGetRecentErrMsg.

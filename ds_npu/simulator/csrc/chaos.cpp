@@ -8,7 +8,7 @@ namespace {
 
 using namespace std::chrono_literals;
 constexpr std::uint64_t kTurnsPerDraw = 8;  // priorities are drawn anew after so many turns, on average
-constexpr auto kHostAsleep = 50ms;          // a host that has put nothing on a stream for so long waits in some other way
+constexpr auto kHostAsleep = 50ms;          // a host that queued nothing for so long is taken to wait
 
 }  // namespace
 
@@ -25,7 +25,7 @@ std::uint64_t Chaos::random() {
 
 bool Chaos::device_may_run() const { return waiting_hosts_ > 0 || Clock::now() - last_enqueued_.load() > kHostAsleep; }
 
-// Among the streams whose next task waits for nothing; none if there is no such stream.
+// The stream of highest priority whose next task can run now; none if there is no such stream.
 Stream* Chaos::highest_ready() {
   std::uint64_t highest = 0;
   Stream* found = nullptr;

@@ -1,10 +1,10 @@
 // `ds_npu sim --chaos SEED`: an order of a device's tasks that the seed decides, among all that events allow.
 //
-// The device is as slow as it may be: it does nothing until the host waits for it. Then one stream at a time does one task;
-// which one, the seed's priorities say, drawn anew now and then, so that a stream falls far behind or runs far ahead. A
-// program that has forgotten to wait for an event, or to record a stream, gets a wrong number, and the same one each time:
-// with one process, the order is a function of the program and the seed. (Collectives wait for other processes; they let the
-// other streams go on, and how far depends on time.)
+// The device runs nothing until the host waits for it. Then one stream at a time runs one task. Priorities drawn from the
+// seed choose the stream; they are drawn again now and then, so that a stream falls far behind or runs far ahead. A program
+// that lacks a wait for an event, or a record_stream, computes a wrong number, and the same one in each run: in one process
+// the order is a function of the program and the seed. (A collective waits for other processes; meanwhile other streams run,
+// and how far they get depends on time.)
 #pragma once
 
 #include <atomic>
@@ -24,11 +24,11 @@ class Chaos {
  public:
   Chaos(Device& device, std::uint64_t seed);
 
-  // For a stream's thread, around each task: waits for its turn, and gives it back.
+  // A stream's thread calls them around each task: wait for the stream's turn, end the turn.
   void begin_turn(Stream& stream);
   void end_turn();
 
-  // The host put a task on a stream; begins to wait for the device; has got what it waited for. None of them takes a lock.
+  // The host has put a task on a stream; begins to wait for the device; has finished waiting. None of them takes a lock.
   void enqueued();
   void host_waits();
   void host_goes_on();
@@ -49,7 +49,7 @@ class Chaos {
   std::atomic<Clock::time_point> last_enqueued_{Clock::time_point{}};
 };
 
-// While it lives, the stream whose task runs in this thread has no turn: for a task that waits for another process.
+// During its lifetime other streams may run while this thread's task waits for another process.
 class WithoutTurn {
  public:
   WithoutTurn();

@@ -24,9 +24,9 @@ class Device {
 
   int index() const { return index_; }
   Memory& memory() { return memory_; }
-  Chaos* chaos() { return chaos_.get(); }  // nullptr: streams run as they will
+  Chaos* chaos() { return chaos_.get(); }  // nullptr: streams run without an imposed order
 
-  // Waits until all streams have done what was put on them; throws the device's failure.
+  // Waits until all streams are empty; throws the device's failure.
   void synchronize(Timeout timeout = {});
 
   Stream& default_stream();

@@ -7,7 +7,7 @@
 
 namespace sim {
 
-// An error code of ACL or HCCL with the words that explain it.
+// An error code of ACL or HCCL with its message.
 class Failure : public std::exception {
  public:
   Failure(int code, std::string message) : code_(code), message_(std::move(message)) {}

@@ -31,7 +31,7 @@ bool concerns_this_rank(const std::string& rank) {
   return rank.empty() || (mine != nullptr && rank == mine);
 }
 
-// The command line has checked the form; here it is only taken apart.
+// `ds_npu sim` has checked the form; this only splits it.
 std::vector<std::unique_ptr<Fault>> planted() {
   std::vector<std::unique_ptr<Fault>> result;
   std::istringstream list(settings().fault);
@@ -56,7 +56,7 @@ std::vector<std::unique_ptr<Fault>> planted() {
   return result;
 }
 
-// Before the process may die of it: `ds_npu sim` says which faults have never fired.
+// Written before the fault can kill the process, so that `ds_npu sim` can name the faults that never fired.
 void tell_fired(const std::string& spec) {
   if (settings().fired.empty()) return;
   const int file = open(settings().fired.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::size_t kGranule = 512;         // alignment of aclrtMalloc
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kRangePerCapacity = 16;  // addresses are plenty: fragmentation never makes an allocation fail
+constexpr std::size_t kRangePerCapacity = 16;  // so many addresses that fragmentation never makes an allocation fail
 
 std::size_t rounded(std::size_t bytes, std::size_t to) { return (std::max<std::size_t>(bytes, 1) + to - 1) / to * to; }
 

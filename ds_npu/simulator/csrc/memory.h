@@ -1,5 +1,5 @@
 // Device memory of one simulated NPU: a reserved range of addresses backed by an anonymous file (memfd), so that the other
-// ranks can map it, with a capacity. Pages come into being when they are written and go when they are freed.
+// ranks can map it, with a capacity. Pages are allocated when first written and released when freed.
 #pragma once
 
 #include <cstddef>

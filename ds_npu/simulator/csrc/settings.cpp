@@ -12,7 +12,7 @@ std::string variable(const char* name, const char* otherwise) {
   return value == nullptr || *value == '\0' ? otherwise : value;
 }
 
-// As the driver reads ASCEND_RT_VISIBLE_DEVICES: the list counts up to its first entry that is no device.
+// As the driver reads ASCEND_RT_VISIBLE_DEVICES: it ignores the first entry that is no device, and all after it.
 std::vector<int> visible(int devices) {
   std::vector<int> numbers;
   const std::string list = variable("ASCEND_RT_VISIBLE_DEVICES", "");

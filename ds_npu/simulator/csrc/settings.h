@@ -15,7 +15,7 @@ struct Settings {
   std::size_t memory_bytes;            // DS_NPU_SIM_MEMORY, of one device
   std::optional<std::uint64_t> chaos;  // DS_NPU_SIM_CHAOS, the seed
   std::string fault;                   // DS_NPU_SIM_FAULT
-  std::string fired;                   // DS_NPU_SIM_FIRED, a file: told of each fault that fires; "": nobody is
+  std::string fired;                   // DS_NPU_SIM_FIRED, the file that lists the faults that fired; "": none
   std::string trace;                   // DS_NPU_SIM_TRACE, a folder; "": none
 };
 

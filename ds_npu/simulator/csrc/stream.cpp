@@ -121,7 +121,7 @@ void Stream::perform(Task& task) {
            .ended = Clock::now()});
   };
   try {
-    // What is waited for must have been written by then: the process may end right after.
+    // Write the trace line before the waiting host goes on: the process may end right after.
     if (task.marks_end) done();
     task.work();
     if (!task.marks_end) done();
@@ -181,7 +181,7 @@ void Moment::await() {
   changed_.wait(lock, [this] { return reached_; });
 }
 
-// Chaos is told by whoever reaches the moment, so that the device stops right there.
+// The thread that reaches the moment tells Chaos, so that the device stops right there.
 void Moment::end_host_waits() {
   for (; host_waits_ > 0; --host_waits_) device_.chaos()->host_goes_on();
 }

@@ -1,4 +1,4 @@
-// Time, as everything here measures it.
+// The clock and the timeouts of the simulator.
 #pragma once
 
 #include <chrono>

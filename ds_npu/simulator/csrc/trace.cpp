@@ -15,7 +15,7 @@
 namespace sim {
 namespace {
 
-// Everything that a name of a communicator could upset a reader of JSON with.
+// A JSON string; quotes, backslashes and control characters (a communicator's name may have them) become underscores.
 std::string quoted(const std::string& text) {
   std::string result = "\"";
   for (const char c : text) result += c == '"' || c == '\\' || static_cast<unsigned char>(c) < ' ' ? '_' : c;
@@ -37,7 +37,7 @@ class File {
   ~File() { close(file_); }
   File(const File&) = delete;
 
-  // At once and in one piece, since nobody says when a process ends and many streams write.
+  // One unbuffered write per line: the process may end at any time, and several streams write.
   void write(const std::string& line) const {
     if (::write(file_, line.data(), line.size()) != static_cast<ssize_t>(line.size())) cannot("write to", path_);
   }

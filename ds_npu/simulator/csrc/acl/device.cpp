@@ -1,4 +1,4 @@
-// Devices, contexts, and what a SoC is made of.
+// Devices, contexts, and the capabilities of a SoC.
 #include "device.h"
 
 #include <algorithm>

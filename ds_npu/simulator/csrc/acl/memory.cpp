@@ -1,4 +1,4 @@
-// Memory: the device's, the host's that is pinned, and the copies between them.
+// Device memory, pinned host memory, and the copies between them.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -17,7 +17,7 @@ using sim::Failure;
 
 namespace {
 
-// Host memory that is pinned, so that aclrtPointerGetAttributes can tell it.
+// The ranges of pinned host memory, for aclrtPointerGetAttributes.
 class Pinned {
  public:
   void add(const void* address, size_t bytes) {
@@ -160,8 +160,8 @@ SIM_API(aclError, aclrtMemsetAsync, (void* to, size_t room, int32_t value, size_
   sim::stream_of(stream).push("aclrtMemsetAsync", [=] { std::memset(to, value, bytes); });
 }
 
-// Expandable segments. torch_npu tries whether there is such a thing before it has set a device. A physical handle is a
-// part of the capacity; the addresses have pages behind them as they are.
+// Expandable segments. torch_npu probes for support before it has set a device. A physical handle is counted against
+// the capacity; a mapping only records its size, since reserved addresses are backed by pages already.
 SIM_API(aclError, aclrtReserveMemAddress, (void** address, size_t bytes, size_t, void*, uint64_t)) {
   *address = sim::device_or_first().memory().reserve(bytes);
 }

@@ -38,7 +38,7 @@ SIM_PLAIN const char* aclGetRecentErrMsg() {
 
 SIM_PLAIN void aclAppLog(aclLogLevel, const char*, const char*, uint32_t, const char*, ...) {}
 
-// Compile options: the only answer that matters is that operators are not compiled just in time (aclnn, not aclop).
+// Compile options. torch_npu reads one: operators are not compiled just in time (aclnn, not aclop).
 SIM_API(aclError, aclSetCompileopt, (aclCompileOpt, const char*)) {}
 
 SIM_PLAIN size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }

@@ -83,7 +83,7 @@ SIM_API(aclError, aclrtStreamWaitEvent, (aclrtStream stream, aclrtEvent event)) 
   if (const auto moment = event_of(event).last()) sim::Moment::wait(moment, sim::stream_of(stream));
 }
 
-// A wait takes what was recorded before it, so there is nothing to reset.
+// A wait refers to the record that came before it, so there is nothing to reset.
 SIM_API(aclError, aclrtResetEvent, (aclrtEvent event, aclrtStream)) { event_of(event); }
 
 SIM_API(aclError, aclrtSynchronizeEvent, (aclrtEvent event)) {

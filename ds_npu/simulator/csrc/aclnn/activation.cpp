@@ -47,7 +47,7 @@ ACLNN(HardsigmoidBackward, (const Tensor& grad, const Tensor& self, Tensor& out)
 ACLNN(SigmoidBackward, (const Tensor& grad, const Tensor& output, Tensor& out)) { at::sigmoid_backward_out(out, grad, output); }
 ACLNN(TanhBackward, (const Tensor& grad, const Tensor& output, Tensor& out)) { at::tanh_backward_out(out, grad, output); }
 
-// The buffer is for the vendor's own use between the two and may be empty.
+// The buffer passes data from the vendor's forward to its backward; here it is unused and may be empty.
 ACLNN(LogSigmoidForward, (const Tensor& self, Tensor& out, const OptionalTensor&)) { out.copy_(at::log_sigmoid(self)); }
 ACLNN(LogSigmoidBackward, (const Tensor& grad, const Tensor& self, const OptionalTensor&, Tensor& out)) {
   const Tensor buffer = std::get<1>(at::log_sigmoid_forward(self));

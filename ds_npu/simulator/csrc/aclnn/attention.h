@@ -10,11 +10,11 @@
 
 namespace sim {
 
-// What CANN writes where there is nothing to attend to.
+// The statistics that CANN writes for a row that sees no key.
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr float kLargest = std::numeric_limits<float>::max();
 
-// The arguments that the versions of the operator have in common; the older ones leave the last few as they are here.
+// The arguments common to all versions of the operator; older versions keep the defaults of the last ones.
 struct AttentionCall {
   Tensor query, key, value;
   OptionalTensor pse, drop_mask, padding_mask, mask;
@@ -38,8 +38,8 @@ struct VisibleKeys {
   bool all(int64_t rows) const { return begin(rows - 1) == 0 && end(0) == keys; }
 };
 
-// What becomes of a row all of whose keys the mask tensor hides. CANN gives zeros when it was told to look for such rows
-// (inner_precise 2), equal weights when it was not, and does not allow them in TND.
+// The result of a row all of whose keys the mask tensor hides. CANN writes zeros if it checks for such rows (inner_precise 2)
+// and equal weights if it does not, and does not allow such rows in TND.
 enum class HiddenRow { kZero, kEqualWeights, kRefused };
 
 // One head of one sequence: matrices in float32 of [rows, size].

@@ -54,13 +54,13 @@ Tensor scores_of(const AttentionHead& head, const Block& block, ScoreBuffer& buf
   return scores;
 }
 
-// Which rows of the block have nothing to attend to, as [rows, 1], or undefined if none has.
+// [rows, 1], true for the rows of the block that see no key; undefined if there is none.
 Tensor empty_rows(const AttentionHead& head, const Block& block, const Tensor& max) {
   const bool windowed = !head.visible.all(head.rows());
   if (!windowed && !head.mask.defined()) return {};
   const Tensor empty = max.eq(kLowest);
   if (!empty.any().item<bool>()) return {};
-  // Rows outside a window CANN finds by itself; rows that a mask tensor hides only when asked to.
+  // CANN always finds rows outside the window; rows hidden by a mask tensor only on request.
   if (!head.mask.defined()) return empty;
   int64_t hidden = 0;
   for (int64_t i = block.begin; i < block.end; ++i) {

@@ -40,7 +40,7 @@ VisibleKeys band(const AttentionCall& call, int64_t rows, int64_t keys, int64_t 
   return {.keys = keys, .lower = corner - before, .upper = corner + after};
 }
 
-// What sequence `index` of a call whose first and last sequences with any rows are `first` and `last` lets its rows see.
+// The band of keys that the rows of sequence `index` see; `first` and `last` are the first and last sequences with rows.
 VisibleKeys visible_keys(const AttentionCall& call, int64_t rows, int64_t keys, int64_t index, int64_t first, int64_t last) {
   const int64_t corner = keys - rows;
   const VisibleKeys right_down{.keys = keys, .lower = -kUnlimited, .upper = corner};
@@ -65,7 +65,7 @@ VisibleKeys visible_keys(const AttentionCall& call, int64_t rows, int64_t keys, 
   }
 }
 
-// A few rows of the compressed mask are looked at: one that is inverted or empty hides the wrong keys on the device.
+// Checks a few rows of the compressed mask: an inverted or empty one would hide the wrong keys on the device.
 void check_compressed(const Tensor& mask, int64_t mode) {
   const int64_t rows = mode == kPrefixCompressed ? kCompressed + 1024 : kCompressed;
   if (mask.dim() < 2 || mask.size(-2) != rows || mask.size(-1) != kCompressed) {
@@ -93,8 +93,8 @@ Tensor mask_of(const Tensor& mask, int64_t index, int64_t heads, int64_t rows, i
   reject("atten_mask of " + sizes.str() + " fits neither [rows, keys] nor [batch, heads, rows, keys]");
 }
 
-// CANN computes whole tiles, so what it makes of a score that the mask tensor shows and the window leaves out depends on its
-// tiling: its documentation asks for the two to agree.
+// CANN computes whole tiles: whether it uses a score that the mask tensor shows but the window excludes depends on its
+// tiling. Its documentation asks that mask and window agree.
 void check_window(const Tensor& mask, const VisibleKeys& visible) {
   const Tensor rows = mask.contiguous();
   const bool* row = rows.const_data_ptr<bool>();
@@ -170,7 +170,7 @@ Tensors split_statistics(const Tensor& statistics, const AttentionCall& call) {
   Tensors result;
   for (const auto& [begin, end] : bounds(*call.query_ends, statistics.size(0))) {
     const Tensor part = statistics.narrow(0, begin, end - begin);
-    // In the older layout each sequence has its rows by head, in a tensor whose shape says otherwise.
+    // The older layout stores each sequence [heads, rows], although the tensor's shape is [rows, heads].
     const bool by_row = call.softmax_layout == "same_as_input";
     result.push_back(by_row ? part.transpose(0, 1) : part.view({part.size(1), part.size(0), part.size(2)}));
   }

@@ -1,4 +1,4 @@
-// Tensors from nothing: constants, sequences, triangles.
+// Creation of tensors: constants, sequences, triangles.
 #include "aclnn/operator.h"
 
 using namespace sim;

@@ -1,4 +1,4 @@
-// Cross-entropy of logits in one operator, and its gradient. CANN's page has a negative ignored index mean that none is.
+// Cross-entropy of logits in one operator, and its gradient. By CANN's page a negative ignore index ignores nothing.
 #include "aclnn/precision.h"
 
 using namespace sim;

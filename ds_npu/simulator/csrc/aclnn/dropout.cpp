@@ -1,5 +1,5 @@
-// Dropout with a mask of one bit per element: element i is bit i % 8 of byte i / 8, and 1 keeps it. A mask has room for a
-// multiple of 128 elements.
+// Dropout with a mask of one bit per element: element i is bit i % 8 of byte i / 8, and 1 keeps it. The size of a mask
+// is rounded up to 128 elements.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 

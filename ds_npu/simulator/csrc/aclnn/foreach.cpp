@@ -1,4 +1,4 @@
-// Operators over lists of tensors, as optimizers use them, and what a gradient scaler does.
+// Operators over lists of tensors, as optimizers and gradient scalers use them.
 #include <ATen/ScalarOps.h>
 
 #include "aclnn/operator.h"

@@ -32,7 +32,7 @@ at::ScalarType scalar_type(aclDataType type) {
 
 namespace {
 
-// Host memory passed for device memory would be a fault on an NPU; here it would go unnoticed.
+// Host memory in place of device memory is a fault on an NPU; without this check it would work here.
 void check_on_device(const void* data, size_t bytes) {
   if (bytes != 0 && device_of(data) == nullptr)
     throw Failure(ACL_ERROR_INVALID_PARAM, "a tensor given to an operator does not lie in device memory");
@@ -123,7 +123,7 @@ SIM_API(int, aclDestroyScalarList, (const aclScalarList* list)) {
   delete list;
 }
 
-// The caller takes the dimensions over with delete[].
+// The caller owns the dimensions and frees them with delete[].
 SIM_API(int, aclGetViewShape, (const aclTensor* tensor, int64_t** dims, uint64_t* rank)) {
   *rank = tensor->shape->size();
   *dims = new int64_t[tensor->shape->size()];

@@ -1,5 +1,5 @@
-// The objects through which aclnn operators get their arguments: aclTensor, aclScalar and lists of them. Each is what
-// ATen has for it, so that an operator's arithmetic can be written in ATen.
+// The objects through which aclnn operators get their arguments: aclTensor, aclScalar and lists of them. Each holds
+// its ATen counterpart, so that an operator's arithmetic can be written in ATen.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@
 
 #include "acl/acl_base.h"
 
-// What aclGetViewShape gives; an operator whose result has a size known only afterwards writes it while it runs.
+// The result of aclGetViewShape; an operator whose output size depends on its input's values writes it while it runs.
 using ViewShape = std::shared_ptr<std::vector<int64_t>>;
 
 struct aclTensor {

@@ -24,7 +24,7 @@ ACLNN(Embedding, (const Tensor& weight, const Tensor& indices, Tensor& out)) {
   }
 }
 
-// A padding index below 0 is none; it comes as unsigned.
+// A negative padding index, which arrives as an unsigned number, means that there is none.
 ACLNN(EmbeddingDenseBackward, (const Tensor& grad, const Tensor& indices, uint64_t num_weights, uint64_t padding_idx,
                                bool scale_grad_by_freq, Tensor& out)) {
   const Tensor rows = wide(grad).contiguous();
@@ -127,7 +127,7 @@ static c10::List<std::optional<Tensor>> per_dim(const Tensors& indices) {
   return result;
 }
 
-// No index left, so that there is nothing to read or to write: an index that is really empty looks like a whole dim.
+// Whether all indices are missing or empty: then nothing is selected, although one empty index stands for a whole dim.
 static bool none(const Tensors& indices) {
   return std::ranges::all_of(indices, [](const Tensor& index) { return !index.defined() || index.numel() == 0; });
 }

@@ -1,4 +1,4 @@
-// Tensors put together, taken apart, repeated, moved round and padded.
+// Concatenation, splitting, repetition, reordering and padding of tensors.
 #include "aclnn/precision.h"
 
 using namespace sim;

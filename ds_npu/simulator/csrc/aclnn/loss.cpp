@@ -3,7 +3,7 @@
 
 using namespace sim;
 
-// Lets `gradient` write that of `self` in its wide type.
+// Calls `gradient` to write the gradient of `self`, computed in float32 for bf16 and fp16.
 template <class Gradient>
 static void gradient_of(const Tensor& self, const Tensor& out, Gradient&& gradient) {
   write_as(wide_type(self.scalar_type()), out, std::forward<Gradient>(gradient));

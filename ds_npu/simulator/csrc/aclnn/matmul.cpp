@@ -16,7 +16,7 @@ static void check(const Tensor& a, const Tensor& b, int8_t cube_math_type) {
     if (type != at::kFloat && !at::isReducedFloatingType(type))
       throw Failure(ACL_ERROR_INVALID_PARAM, std::string("the cube unit does not multiply ") + at::toString(type));
   }
-  // A permission to be less exact, and a finer order of the sums: neither makes full float32 wrong.
+  // Options that allow less precision or ask for a finer order of sums: full float32 satisfies both.
   const bool known = cube_math_type == keep_dtype || cube_math_type == allow_fp32_down_precision ||
                      cube_math_type == grouped_accumulation;
   if (!known)

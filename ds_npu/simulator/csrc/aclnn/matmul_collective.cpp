@@ -1,4 +1,4 @@
-// Matrix products fused with the collective that brings their operands together or adds them up.
+// Matrix products fused with an all-gather of their operands or a reduce-scatter of their results.
 #include "aclnn/operator.h"
 #include "hccl/collectives.h"
 
@@ -55,7 +55,7 @@ HcclDataType hccl_type(const Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? HCCL_DATA_TYPE_FP16 : HCCL_DATA_TYPE_BFP16;
 }
 
-// Device memory for the time of an operator. It is part of the communicator's buffers and so not counted again.
+// Device memory for the duration of an operator. It belongs to the communicator's buffers, so it is not counted again.
 class Scratch {
  public:
   Scratch(const Group& group, const Tensor& like, IntArrayRef sizes)
@@ -80,7 +80,7 @@ void product(Tensor& out, const Tensor& x1, const Tensor& x2, const OptionalTens
   out.copy_(sum);
 }
 
-// Each rank's product is rounded to the output's type before it meets the others.
+// Each rank's product is rounded to the output's type before the products are added.
 void product_summed_over_ranks(const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const OptionalTensor& addend,
                                const Group& group, const std::string& reduction, int64_t comm_turn, Tensor& out) {
   check_types(x1, x2);

@@ -1,6 +1,6 @@
 // Mixture of experts: tokens copied into the order of the experts, and brought back.
 //
-// Legend of indices: positions[i] is the row among the permuted tokens of the i-th of (token, choice), in the order of tokens.
+// positions[i] is the row among the permuted tokens of the i-th of (token, choice), in the order of tokens.
 #include "aclnn/operator.h"
 
 using namespace sim;
@@ -9,7 +9,7 @@ static void refuse_padding(bool padded_mode) {
   if (padded_mode) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "paddedMode true: CANN supports only false here");
 }
 
-// Order that sorts `keys`, equal ones as they come.
+// The indices that sort `keys`; the sort is stable.
 static Tensor stable_order(const Tensor& keys) { return std::get<1>(at::sort(keys, true, 0, false)); }
 
 // [tokens, choices, hidden]: each token's rows of `permuted`; zeros for what was dropped: positions beyond the last row.
@@ -103,7 +103,7 @@ static void check_map(const Tensor& map, int64_t rows) {
                                                " experts, which is numOutTokens by the number of tokens");
 }
 
-// [experts * capacity]: in the matrix [experts, tokens] laid flat, where the tokens of each expert stand.
+// [experts * capacity]: for each expert, the flat indices of its tokens in a matrix [experts, tokens].
 static Tensor padded_places(const Tensor& token_of_row, int64_t experts, int64_t tokens) {
   const Tensor row = token_of_row.to(at::kLong).reshape({experts, -1});
   return (at::arange(experts, row.options()).unsqueeze(1) * tokens + row).view({-1});

@@ -9,7 +9,7 @@ static std::tuple<Tensor, Tensor> largest(const Tensor& scores, int64_t k) {
   return {values.narrow(-1, 0, k), indices.narrow(-1, 0, k)};
 }
 
-// A finished row's experts are the number that no expert has.
+// The experts of a finished row are set to the number of experts, which no expert has.
 static void write_experts(const Tensor& out, Tensor experts, const OptionalTensor& finished, int64_t number) {
   if (finished) experts = experts.masked_fill(finished->unsqueeze(-1), number);
   out.copy_(experts);
@@ -118,7 +118,7 @@ ACLNN(MoeFinalizeRoutingV2, (const Tensor& expanded_x, const Tensor& expanded_ro
   finalize(expanded_x, expanded_rows, x1, x2, bias, scales, experts, mode, out);
 }
 
-// V4 is not in CANN's open documentation: its arguments are those of op-plugin's call, which gives null for what V2 has not.
+// CANN does not document V4: its arguments are those of op-plugin's call, which passes null for what V2 lacks.
 ACLNN(MoeFinalizeRoutingV4, (const Tensor& expanded_x, const Tensor& expanded_rows, const OptionalTensor& x1,
                              const OptionalTensor& x2, const OptionalTensor& bias, const OptionalTensor& scales,
                              const OptionalTensor& experts, const OptionalTensor& a, const OptionalTensor& b,

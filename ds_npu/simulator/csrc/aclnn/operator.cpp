@@ -32,7 +32,7 @@ int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
   });
 }
 
-// In the place of an operator that is not simulated: ds_npu/simulator/build.py writes one for each that torch_npu can call.
+// Called for an operator that is not simulated: ds_npu/simulator/build.py writes one for each that torch_npu can call.
 int not_simulated(const char* name) {
   return reported(name, ACL_ERROR_API_NOT_SUPPORT, [&] {
     throw Failure(ACL_ERROR_API_NOT_SUPPORT,

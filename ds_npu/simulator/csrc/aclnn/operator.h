@@ -53,7 +53,7 @@ struct DynamicTensor {
   void assign(const Tensor& value);
 };
 
-// How one parameter of an operator crosses the C ABI: its C type there, and what is kept of it until the operator runs.
+// How one parameter of an operator is passed through the C ABI: its C type, and what is stored until the operator runs.
 template <class Parameter>
 struct Argument;
 
@@ -157,7 +157,7 @@ struct Argument<DynamicTensor&> {
 };
 
 // torch_npu prepares an operator when Python calls it and launches it later, from its queue of calls, in order with all else.
-// What is kept of an argument may have to know its place in that order: it then has a function launched().
+// A stored argument that depends on its place in that order (a communicator's) has a function launched().
 template <class Kept>
 constexpr bool kKnowsLaunch = requires(Kept& kept) { kept.launched(); };
 

@@ -1,4 +1,4 @@
-// In which type an operator computes: bf16 and fp16 in float32, with one rounding at the end, as the device does.
+// The type in which an operator computes: float32 for bf16 and fp16, with one rounding at the end, as on the device.
 #pragma once
 
 #include "aclnn/operator.h"
@@ -11,7 +11,7 @@ inline ScalarType wide_type(ScalarType type) { return at::isReducedFloatingType(
 inline Tensor wide(const Tensor& tensor) { return tensor.to(wide_type(tensor.scalar_type())); }
 inline OptionalTensor wide(const OptionalTensor& tensor) { return tensor ? OptionalTensor(wide(*tensor)) : tensor; }
 
-// Lets `write` fill `out` itself where that has the type `type`, and else a tensor of that type that is copied into `out`.
+// Calls `write` on `out` if it has the type `type`, else on a tensor of that type, which is then copied into `out`.
 template <class Write>
 void write_as(ScalarType type, const Tensor& out, Write&& write) {
   Tensor target = out.scalar_type() == type ? out : at::empty(out.sizes(), out.options().dtype(type));
@@ -25,7 +25,7 @@ inline void begin_as(const Tensor& out, const Tensor& self) {
   if (!same) out.copy_(self);
 }
 
-// Changes `self` by `change`, computing in its wide type.
+// Applies `change` to `self`, in float32 for bf16 and fp16.
 template <class Change>
 void change_wide(Tensor& self, Change&& change) {
   Tensor target = wide(self);

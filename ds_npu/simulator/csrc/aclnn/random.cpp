@@ -45,8 +45,8 @@ ACLNN(Multinomial, (const Tensor& self, int64_t samples, bool replacement, int64
   at::multinomial_out(out, self, samples, replacement, generator(seed, offset));
 }
 
-// ATen's generator takes the low 32 bits of its seed. Up to 2^32 offsets of one seed are told apart by them for certain: what
-// is done to the offset is a permutation.
+// ATen's generator takes the low 32 bits of its seed. 2^32 offsets of one seed give different seeds, since the
+// offset goes through a permutation.
 static at::Generator generator(uint64_t seed, uint64_t offset) {
   auto bits = static_cast<uint32_t>(mixed(seed, offset >> 32)) + static_cast<uint32_t>(offset);
   bits = (bits ^ (bits >> 16)) * 0x85ebca6bU;

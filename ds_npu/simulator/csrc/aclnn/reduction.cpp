@@ -8,7 +8,7 @@ static at::OptionalIntArrayRef some(const Ints& dims) {
   return dims.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(dims);
 }
 
-// ATen's bf16 and fp16 sums have a float32 accumulator for each output, but one that is split over threads for a single output.
+// ATen sums bf16 and fp16 in float32, except where it divides a single output over threads and rounds their partial sums.
 ACLNN(ReduceSum, (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
   const ScalarType accumulated = self.scalar_type() == type && out.numel() != 1 ? type : wide_type(type);
   write_as(accumulated, out, [&](Tensor& target) { at::sum_out(target, self, some(dims), keepdim, accumulated); });

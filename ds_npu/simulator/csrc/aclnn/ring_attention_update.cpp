@@ -1,4 +1,4 @@
-// Attention over some keys and over others, made into attention over all of them.
+// Merges attention over one set of keys with attention over another into attention over both.
 #include "aclnn/operator.h"
 
 using namespace sim;

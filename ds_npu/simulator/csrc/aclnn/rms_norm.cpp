@@ -13,7 +13,7 @@ static Tensor inverse_root_mean_square(const Tensor& x, double epsilon) {
   return at::linalg_vector_norm(x, 2, {1}, true).square_().div_(x.size(1)).add_(epsilon).rsqrt_();
 }
 
-// y = x / rms(x) * gamma. In between a device rounds x / rms(x) to bf16 or fp16 for such x; CANN's formula does not.
+// y = x / rms(x) * gamma. For bf16 and fp16 x a device rounds x / rms(x) before the product; CANN's formula does not.
 static void normalize(const Tensor& x, const Tensor& gamma, double epsilon, const Tensor& y, const Tensor& rstd) {
   const Tensor scale = inverse_root_mean_square(x, epsilon);
   const bool in_place = y.scalar_type() == at::kFloat && y.is_contiguous();
@@ -43,7 +43,7 @@ ACLNN(RmsNormGrad, (const Tensor& dy, const Tensor& x, const Tensor& rstd, const
   dx.copy_((grad * weight).addcmul_(normal, mean, -1).mul_(scale).view(dx.sizes()));
 }
 
-// x1 + x2 in float32: that is what is normalised, and its rounded value is what is given back as x.
+// x1 + x2 in float32, which is normalised; the output x is its rounded value.
 static Tensor sum_of(const Tensor& x1, const Tensor& x2) { return at::add(x1.to(at::kFloat), x2); }
 
 ACLNN(AddRmsNorm, (const Tensor& x1, const Tensor& x2, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd,

@@ -22,7 +22,7 @@ Pairs neighbours(const Tensor& x) {
   return {pairs.select(-1, 0), pairs.select(-1, 1)};
 }
 
-// In the input; the result of kInterleaveHalf has the members of a pair half the dims apart.
+// Of the input; in the result of kInterleaveHalf the members of a pair are half the dims apart.
 Pairs pairs_in(const Tensor& x, int64_t mode) {
   switch (mode) {
     case kHalf: return halves(x);

@@ -11,7 +11,7 @@ ACLNN(Topk, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sort
   at::topk_out(values, indices, self, k, dim, largest, sorted);
 }
 
-// The policy says in which order equal elements come: any is right.
+// The policy is the order of equal elements, of which any is right.
 ACLNN(TopkV2, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor& values,
                Tensor& indices)) {
   at::topk_out(values, indices, self, k, dim, largest, sorted);
@@ -21,7 +21,7 @@ ACLNN(Kthvalue, (const Tensor& self, int64_t k, int64_t dim, bool keepdim, Tenso
   at::kthvalue_out(values, indices, self, k, dim, keepdim);
 }
 
-// What the caller did not ask for comes with room for nothing.
+// An output that the caller did not ask for has no elements.
 static void give(DynamicTensor& out, const Tensor& value) {
   if (out.room.numel() != 0) out.assign(value);
 }

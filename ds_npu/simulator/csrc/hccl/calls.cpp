@@ -10,7 +10,7 @@
 namespace sim::hccl {
 namespace {
 
-// Messages of one communicator and stream that a group of this thread holds back.
+// Messages of one communicator and stream that wait for the HcclGroupEnd of this thread.
 struct Held {
   std::shared_ptr<Communicator> communicator;
   aclrtStream stream;
@@ -29,7 +29,7 @@ Stream& stream_for(const Communicator& communicator, aclrtStream handle) {
   return stream;
 }
 
-// For the trace: whose call it is, by which the ranks' lines are put side by side.
+// For the trace: communicator and rank, by which lines of different ranks can be matched.
 std::string detail(const Communicator& communicator, const std::string& call) {
   return "communicator " + communicator.name() + ", rank " + std::to_string(communicator.rank()) + ": " + call;
 }

@@ -24,7 +24,7 @@ void check_same_type(HcclDataType send, HcclDataType receive) {
     throw Failure(HCCL_E_PARA, "what is sent is " + name_of(send) + ", what is received " + name_of(receive));
 }
 
-// Equal or apart: a reduction into a buffer that begins within the other has no defined result.
+// Buffers must be equal or disjoint: a reduction whose buffers overlap in part has no defined result.
 void check_overlap(const void* send, const void* receive, std::uint64_t bytes) {
   const auto* a = static_cast<const char*>(send);
   const auto* b = static_cast<const char*>(receive);

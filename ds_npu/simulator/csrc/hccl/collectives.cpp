@@ -8,9 +8,9 @@
 namespace sim::hccl {
 namespace {
 
-constexpr std::uint64_t kSmallBytes = 32 << 10;  // below this, sharing the arithmetic costs more than it saves
+constexpr std::uint64_t kSmallBytes = 32 << 10;  // below this, dividing the arithmetic over ranks costs more than it saves
 
-// One call of this rank: published, compared with the others', and over when all have said so.
+// One call of this rank: published to the others, compared with theirs, and over when all ranks have announced its end.
 class Exchange {
  public:
   Exchange(Communicator& communicator, std::uint64_t sequence, const Call& call, const Parts* parts = nullptr)
@@ -94,7 +94,8 @@ class Exchange {
   const std::string what_;
 };
 
-// Where a rank writes what it gets while others may still read its send buffer: the receive buffer, unless the two overlap.
+// Where a rank writes its result while others may still read its send buffer: the receive buffer, or, where the two overlap,
+// memory of its own.
 class Arriving {
  public:
   Arriving(void* receive, std::uint64_t receive_bytes, const void* send, std::uint64_t send_bytes)
@@ -116,7 +117,7 @@ void copy(char* to, const char* from, std::uint64_t bytes) {
   if (bytes != 0 && to != from) std::memmove(to, from, bytes);
 }
 
-// The ranks beginning with the one after this: at any time each is read by another.
+// The ranks, beginning with the next one, so that at any time each rank is read by a different one.
 std::vector<std::uint32_t> peers_in_turn(const Communicator& communicator) {
   std::vector<std::uint32_t> result;
   for (std::uint32_t i = 1; i <= communicator.size(); ++i) result.push_back((communicator.rank() + i) % communicator.size());

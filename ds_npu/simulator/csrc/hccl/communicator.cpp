@@ -15,11 +15,11 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kLook = 50ms;       // how often a waiting rank looks whether the others still live
+constexpr auto kLook = 50ms;       // how often a waiting rank checks that the others still live
 constexpr auto kClosedWait = 10s;  // how long calls may still wait after the communicator was destroyed
-constexpr int kSpins = 200;        // looks before the first sleep: a peer that works at the same thing is soon there
+constexpr int kSpins = 200;        // checks before the first sleep: a peer in the same call is soon there
 
-// What the device stops with: torch_npu raises the message of this one and does nothing else, such as a repair of memory.
+// The code that the device stops with: torch_npu raises its message and does nothing else, such as a repair of memory.
 constexpr int kCommunicationFailed = ACL_ERROR_RT_AICPU_EXCEPTION;
 
 std::string name_from(const Address& address, const Options& options) {
@@ -85,7 +85,7 @@ void Communicator::enter() {
   await_joined(RankState::ready);
 }
 
-// As HCCL does. Each rank sees all of them, so all of them fail.
+// Two ranks on one NPU are refused, as by HCCL. Each rank sees all slots, so all ranks fail.
 void Communicator::check_devices() const {
   for (std::uint32_t peer = 0; peer < size_; ++peer)
     for (std::uint32_t other = 0; other < peer; ++other)
@@ -177,7 +177,7 @@ std::uint64_t Communicator::offset_of(const void* buffer, std::uint64_t bytes) c
 void Communicator::close() { closed_at_.store(Clock::now().time_since_epoch().count()); }
 
 HcclResult Communicator::async_error() {
-  // So that the peers hear of a device that stopped in something else than communication.
+  // Tell the peers also of a device that stopped outside of communication.
   if (device_.failed()) {
     try {
       device_.throw_if_failed();
@@ -281,7 +281,7 @@ void Communicator::give_up_if_hopeless(const Reached& reached, const std::string
     }
   }
   for (std::uint32_t peer = 0; peer < size_; ++peer) {
-    // In this order: a peer may have reached it and ended since.
+    // Test `reached` after `exited`: a peer may reach it and exit in between.
     const auto state = segment_.slot(peer).state.load();
     const bool exited = peers_[peer]->exited();
     if (peer == rank_ || reached(peer)) continue;

@@ -1,4 +1,4 @@
-// A communicator: its ranks, what they have told each other, and the waiting for them.
+// A communicator: its ranks, their shared segment, and the waits for other ranks.
 #pragma once
 
 #include <atomic>
@@ -45,15 +45,15 @@ class Communicator {
   // The offset of a buffer in the device's memory. Throws Failure HCCL_E_PARA for one that is not there.
   std::uint64_t offset_of(const void* buffer, std::uint64_t bytes) const;
 
-  // From the host's point of view the communicator is gone; calls that still wait give up soon.
+  // The host has destroyed the communicator; calls that still wait fail soon.
   void close();
 
-  // What other ranks do that this one alone can end, or that they have all exited; "": it is not waited for.
+  // In words: the call in which other ranks wait for this one, or that they have all exited; "": none of them waits.
   std::string waited_for() const;
-  // Lets the others fail where they wait for this rank, which is about to end.
+  // This rank is about to end: the other ranks' waits for it fail with `why`.
   void give_up(const std::string& why);
 
-  // The first failure of one of its calls, with its message as this thread's recent error.
+  // The code of the first call that failed; its message becomes this thread's last error.
   HcclResult async_error();
 
   // In a stream's task ------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Communicator {
   using Reached = std::function<bool(std::uint32_t)>;
   void await(const Reached& reached, const std::string& what);
 
-  // Ends the task, the device and, for the peers, this rank.
+  // Throws out of the task, stops the device, and marks this rank as failed for its peers.
   [[noreturn]] void fail(HcclResult kind, const std::string& why);
 
  private:

@@ -1,4 +1,4 @@
-// The functions of HCCL that make communicators, end them and tell about them.
+// The functions of HCCL that create, destroy and describe communicators.
 #include <algorithm>
 #include <array>
 #include <atomic>

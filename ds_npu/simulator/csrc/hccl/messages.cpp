@@ -22,7 +22,7 @@ class Transfer {
     while (!pending_.empty()) {
       if (advance_all()) continue;
       const Message& first = pending_.front();
-      // Any of the others may be possible before the first: this returns as soon as one is.
+      // Messages can complete in any order: this returns as soon as one of them can go on.
       communicator_.await([&](std::uint32_t peer) { return peer != first.peer || some_possible(); }, describe(first));
     }
   }

@@ -21,7 +21,7 @@ struct Message {
 // As "send number 3 to rank 1, 1024 x bf16".
 std::string describe(const Message& message);
 
-// Sends and receives all of them, in whatever order they can be: returns when the receivers have what was sent to them.
+// Sends and receives all of them in any order; returns when every receiver has its message.
 void transfer(Communicator& communicator, std::vector<Message> messages);
 
 }  // namespace sim::hccl

@@ -45,7 +45,7 @@ bool waits_for_root_info(pid_t thread) {
   if (sigaction(signal_number(), nullptr, &action) != 0) return false;
   if (action.sa_handler != write_frames && action.sa_handler != SIG_DFL) return false;
   void* first = nullptr;
-  backtrace(&first, 1);  // what it loads is not loaded in the handler
+  backtrace(&first, 1);  // loads what backtrace needs now, not inside of the signal handler
   action = {};
   action.sa_handler = write_frames;
   action.sa_flags = SA_RESTART;
@@ -102,7 +102,7 @@ class Watch {
       if (Clock::now() - since < patience_) continue;
       for (const auto& [thread, noted] : older_than(Clock::now() - patience_))
         if (waits_for_root_info(thread)) end_process(seen, Clock::now() - noted);
-      since = Clock::now();  // it is busy with something else: asked again later
+      since = Clock::now();  // its threads do something else: ask again later
     }
   }
 

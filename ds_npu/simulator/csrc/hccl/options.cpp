@@ -24,7 +24,7 @@ std::uint64_t number_in(const char* variable, std::uint64_t otherwise) {
   return value;
 }
 
-// Callers built against another release pass a longer or a shorter struct: its own length is its first field.
+// Callers built against another release pass a longer or shorter struct, whose first field is its length.
 HcclCommConfig complete(const HcclCommConfig* given) {
   HcclCommConfig config;
   HcclCommConfigInit(&config);

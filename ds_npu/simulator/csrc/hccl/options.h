@@ -1,4 +1,4 @@
-// What a communicator is made with: HcclCommConfig, and the environment where that leaves it open.
+// The options of a communicator: HcclCommConfig, and environment variables for what it leaves unset.
 #pragma once
 
 #include <chrono>
@@ -24,7 +24,8 @@ struct Options {
 
 std::chrono::seconds connect_timeout();
 
-// The two buffers that a communicator has on its device, as a part of the device's capacity: nothing lies in them here.
+// The two buffers of a communicator, counted against the device's capacity. They hold nothing: ranks read each other's
+// device memory.
 class BufferCharge {
  public:
   // Throws Failure HCCL_E_OOM.

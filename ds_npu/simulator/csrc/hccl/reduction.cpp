@@ -76,7 +76,7 @@ void reduce_piece(HcclReduceOp reduction, HcclDataType type, const std::vector<c
     return;
   }
   if (sources.size() == 2) return combine(reduction, type, sources[0], sources[1], count, result);
-  // The result may lie where a later source does.
+  // The result may be the same memory as a later source.
   static thread_local std::vector<char> scratch(kPieceBytes);
   combine(reduction, type, sources[0], sources[1], count, scratch.data());
   for (std::size_t i = 2; i + 1 < sources.size(); ++i)

@@ -20,7 +20,7 @@ struct Segment::Header {
   std::uint64_t nonce[2];
   std::atomic<std::uint32_t> ranks;
   std::atomic<std::uint32_t> generation;
-  std::atomic<std::uint32_t> sleepers;  // too high when a sleeper was killed: costs a needless system call
+  std::atomic<std::uint32_t> sleepers;  // too high after a sleeper was killed, which costs a needless system call
   std::atomic<std::uint32_t> failing;
   std::atomic<std::uint32_t> failed;
   char failure[kTextBytes];

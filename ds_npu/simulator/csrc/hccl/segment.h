@@ -1,5 +1,5 @@
-// What the ranks of a communicator tell each other: a small anonymous file (memfd) that all of them map. Nobody but the
-// kernel owns it: it goes with the last process that has it, however that ends.
+// What the ranks of a communicator tell each other: a small anonymous file (memfd) that all of them map. The kernel
+// removes it with the last process that has it open, however that process ends.
 #pragma once
 
 #include <atomic>
@@ -80,22 +80,22 @@ class Segment {
   static Address create();
   static void release(const Address& address);
 
-  // Throws Failure when it is gone, or has been opened for another number of ranks.
+  // Throws Failure when it no longer exists, or has been opened for another number of ranks.
   Segment(const Address& address, std::uint32_t ranks);
 
   Slot& slot(std::uint32_t rank) const;
   Channel& channel(std::uint32_t source, std::uint32_t target) const;
 
-  // Of the rank's call, an entry for each peer.
+  // Counts of `rank`'s call, an entry for each peer.
   std::uint64_t* send_counts(std::uint32_t rank) const;
   std::uint64_t* send_displacements(std::uint32_t rank) const;
   std::uint64_t* receive_counts(std::uint32_t rank) const;
 
-  // Makes ranks give up joining; the first failure is kept.
+  // Ends the joining of all ranks with an error; the first failure is kept.
   void fail_all(std::string_view why);
   std::string failure() const;  // or ""
 
-  // Sleeping: read the generation, look at what is waited for, sleep until someone has announced something since.
+  // To sleep without missing a wake-up: read the generation, test the condition, sleep until the generation has changed.
   std::uint32_t generation() const;
   void announce();
   void sleep(std::uint32_t generation, std::chrono::milliseconds longest) const;

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class Parser(ArgumentParser):
@@ -14,6 +15,11 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
         self.exit(2, f"{self.prog}: {line} ({self.prog} --help says more)\n")
+
+
+def cli_module(name: str) -> Any:
+    """The module ``ds_npu.cli.<name>``, imported when it is needed: what only some commands need takes seconds."""
+    return importlib.import_module(f"ds_npu.cli.{name}")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import platform
 import sys
@@ -11,7 +10,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from ds_npu.cli.command import Command, Parser
+from ds_npu.capability.releases import installed_version
+from ds_npu.cli.command import Command, Parser, cli_module
 from ds_npu.config.problems import shown
 
 COMMANDS = ("check", "schema", "sim")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     # Import only the named command: `ds_npu sim` starts before every run and must not be slow.
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
-        command: Command = importlib.import_module(f"ds_npu.cli.{name}").COMMAND
+        command: Command = cli_module(name).COMMAND
         subparser = subparsers.add_parser(command.name, help=command.purpose, description=command.purpose)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
@@ -46,10 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _versions() -> str:
     """One line: the versions of ds_npu and of what it runs on. Nothing of that is imported."""
-    # Imported here: `ds_npu sim` does without.
-    releases = importlib.import_module("ds_npu.capability.releases")
-    installed = [f"{each} {releases.installed_version(each) or 'not installed'}" for each in PACKAGES]
-    return f"ds_npu {releases.installed_version('ds_npu')} ({', '.join(installed)}, Python {platform.python_version()})"
+    installed = [f"{each} {installed_version(each) or 'not installed'}" for each in PACKAGES]
+    return f"ds_npu {installed_version('ds_npu')} ({', '.join(installed)}, Python {platform.python_version()})"
 
 
 def _near(word: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 from ds_npu.capability import try_import
+from ds_npu.cli.command import cli_module
 from ds_npu.config.check import Checked
 
 WITHOUT = "What ds_npu changes of a model is shown where transformers is installed"
@@ -24,4 +24,4 @@ def model_part(checked: Checked, arguments: Namespace) -> Iterator[str]:
     if transformers is None:
         yield from ("", WITHOUT)
     else:
-        yield from importlib.import_module("ds_npu.cli.planned_model").lines(Path(arguments.model), checked)
+        yield from cli_module("planned_model").lines(Path(arguments.model), checked)

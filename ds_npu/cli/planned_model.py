@@ -37,7 +37,7 @@ def lines(path: Path, checked: Checked) -> Iterator[str]:
 
     Raises ValueError for a model that a feature refuses.
     """
-    model = meta_model(path)
+    model = model_without_weights(path)
     if isinstance(model, str):
         yield from ("", f"What ds_npu changes of the model is not known: {printable(model)}")
         return
@@ -54,7 +54,7 @@ def lines(path: Path, checked: Checked) -> Iterator[str]:
     yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
 
 
-def meta_model(path: Path) -> nn.Module | str:
+def model_without_weights(path: Path) -> nn.Module | str:
     """The model of the Hugging Face config at ``path`` without weights, in training mode; or why there is none."""
     try:
         config: Any = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_npu.engine.placements import expert_group_name
+from ds_npu.models.attributes import attribute
 from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.topology import Topology
 
@@ -147,7 +148,7 @@ class ExpertView:
         if separate is not None:
             engine: Any = self
             engine._take_model_step = separate.followed(engine._take_model_step)
-        made: Any = vars(self)["optimizer"]
+        made: Any = attribute(self, "optimizer", object)
         if separate is not None and isinstance(made, UNPROVEN):
             raise ValueError(
                 f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__}, whose norm of "

@@ -13,7 +13,7 @@ from adapted_models import ATTENTION, LATENT, MLP, adapted
 from placement_types import fake_world
 from torch import nn
 
-from ds_npu.cli.planned_model import meta_model
+from ds_npu.cli.planned_model import model_without_weights
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.engine.placements import place_parameters
 from ds_npu.features.build import PLAN_ATTRIBUTE, Build
@@ -191,7 +191,7 @@ def test_a_model_of_7b_is_planned_declared_and_placed_within_a_second(tmp_path):
     features = values_in(DsNpuConfig.model_validate(section))
     taken = []
     for _ in range(3):
-        model = meta_model(tmp_path)
+        model = model_without_weights(tmp_path)
         begin = time.process_time()
         build = Build(PlannedTopology(Degrees(dp=2, cp=2, tp=2)), model, {}, "npu", is_planned=True)
         declarations = declare(features, build)

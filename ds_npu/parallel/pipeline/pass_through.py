@@ -84,6 +84,9 @@ class PassThrough(nn.Module):
     has no use for.
     """
 
+    whose = ""
+    """Name and class of the absent module."""
+
     def __init__(self, absent: nn.Module, name: str, side: Side, stage: Stage) -> None:
         super().__init__()
         self.side, self.stage = side, stage
@@ -130,8 +133,9 @@ class PassThrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            whose = vars(self).get("whose", "")
-            raise AttributeError(f"{whose} is in another stage, and its {name} is not known in this one") from error
+            raise AttributeError(
+                f"{self.whose} is in another stage, and its {name} is not known in this one"
+            ) from error
 
     def extra_repr(self) -> str:
         return f"{self.whose} of another stage"

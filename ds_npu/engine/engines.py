@@ -32,6 +32,7 @@ from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.placements import equalise_copies, place_parameters
 from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.weights import WholeWeights
+from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.driver import apply_features, values_in
@@ -68,7 +69,8 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         self.model_axes = CUT_INTO_STAGES if self.build.is_cut_into_stages else WHOLE_ON_EACH_STAGE
-        apply_features(values_in(session.config), self.build)
+        with shards_from_partitions(model, session.topology):
+            apply_features(values_in(session.config), self.build)
         stage_axes: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
         place_parameters(model, self.topology, stage_axes, kwargs["config_class"].zero_optimization_stage)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.

@@ -23,6 +23,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
+from ds_npu.engine.asked_twice import check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.expert_view import ExpertView
@@ -63,6 +64,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         use_own_device(kwargs.get("args"))
         explain_failed_ranks()
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
+        check_whole(model, session.topology.degrees)
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()
         self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)

@@ -15,7 +15,7 @@ MOST = 2**63 - 1
 """Samples."""
 AUTO = "auto"
 """The Hugging Face Trainer fills such a value in later."""
-COUNTED = ", or nothing: leave the key out (for 'auto' the Hugging Face Trainer counts every rank)"
+COUNTED = ", or nothing: leave the key out (or 'auto' for the Hugging Face Trainer to fill in)"
 
 
 @dataclass(frozen=True)

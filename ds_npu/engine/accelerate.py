@@ -1,6 +1,7 @@
-"""What stands in for accelerate's names: it counts every process as a data rank, and some of them share samples.
+"""What stands in for names of accelerate and transformers: they count every process as a data rank.
 
-With DeepSpeed it is the Hugging Face Trainer's way to data, too. Read in accelerate 1.15.
+Some processes share samples. With DeepSpeed, accelerate is the Hugging Face Trainer's way to data. Read in accelerate
+1.15 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from ds_npu.engine.announcement import with_section
+from ds_npu.engine.asked_twice import check_no_parallelism_config
 from ds_npu.topology.degrees import Degrees
 
 Function = Callable[..., Any]
@@ -45,6 +47,31 @@ def count_data_ranks(original: Function) -> Function:
             return original(*args, **kwargs)
 
     return counted
+
+
+def fill_in_for_data_ranks(original: Function) -> Function:
+    """For transformers' method that fills in "auto" before there is an Accelerator."""
+
+    @functools.wraps(original)
+    def filled_in(self: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        # Asking for it makes the state, where there is none yet.
+        state = args.distributed_state
+        degrees = None if state is None else _degrees_of(self.config, state)
+        with nullcontext() if degrees is None else _counting(degrees, [state]):
+            return original(self, args, *rest, **kwargs)
+
+    return filled_in
+
+
+def validate_parallelism(original: Function) -> Function:
+    @functools.wraps(original)
+    def validated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        degrees = _degrees()
+        if degrees is not None:
+            check_no_parallelism_config(self._sizes, degrees)
+        return original(self, *args, **kwargs)
+
+    return validated
 
 
 def gather_for_metrics(original: Function) -> Function:
@@ -89,11 +116,14 @@ def _degrees() -> Degrees | None:
     from accelerate.state import AcceleratorState, PartialState, is_initialized
 
     plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
+    return None if plugin is None else _degrees_of(plugin.deepspeed_config, PartialState())
+
+
+def _degrees_of(ds_config: Any, state: Any) -> Degrees | None:
+    """The grid that ``ds_config`` asks for, if some of its ranks share samples; ``state`` is accelerate's."""
+    config = with_section(ds_config)
     # On the CPU accelerate may take each process for the only one, and then shares out nothing.
-    if plugin is None or not dist.is_initialized() or PartialState().backend is None:
-        return None
-    config = with_section(plugin.deepspeed_config)
-    if config is None:
+    if config is None or not dist.is_initialized() or state.backend is None:
         return None
     from ds_npu.engine.session import validate
 
@@ -110,7 +140,12 @@ def _data_ranks_for_processes() -> Iterator[None]:
     # The second is made of the first whenever it is asked for.
     from accelerate.state import AcceleratorState, PartialState
 
-    states = [PartialState(), AcceleratorState()]
+    with _counting(degrees, [PartialState(), AcceleratorState()]):
+        yield
+
+
+@contextmanager
+def _counting(degrees: Degrees, states: list[Any]) -> Iterator[None]:
     before = [each.num_processes for each in states]
     for each in states:
         each.num_processes = degrees.dp

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 PATCHED = (
     "accelerate.accelerator",
     "accelerate.data_loader",
+    "accelerate.parallelism_config",
     "accelerate.scheduler",
     "deepspeed",
     "deepspeed.accelerator.npu_accelerator",
@@ -46,6 +47,8 @@ PATCHED = (
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.module",
     "deepspeed.runtime.zero.partition_parameters",
+    "transformers.integrations.deepspeed",
+    "transformers.trainer",
 )
 """The modules that ``ds_npu.engine.patches`` changes; a test holds the two together."""
 

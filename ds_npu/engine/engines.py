@@ -23,6 +23,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
+from ds_npu.engine.asked_twice import check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.expert_view import ExpertView
@@ -32,6 +33,7 @@ from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.placements import equalise_copies, place_parameters
 from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.weights import WholeWeights
+from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.driver import apply_features, values_in
@@ -62,13 +64,15 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         use_own_device(kwargs.get("args"))
         explain_failed_ranks()
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
+        check_whole(model, session.topology.degrees)
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()
         self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         self.model_axes = CUT_INTO_STAGES if self.build.is_cut_into_stages else WHOLE_ON_EACH_STAGE
-        apply_features(values_in(session.config), self.build)
+        with shards_from_partitions(model, session.topology):
+            apply_features(values_in(session.config), self.build)
         stage_axes: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
         place_parameters(model, self.topology, stage_axes, kwargs["config_class"].zero_optimization_stage)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.

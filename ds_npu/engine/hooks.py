@@ -150,9 +150,14 @@ def zero_init(original: Function) -> Function:
         if config is not None and data_parallel_group is None and dist.is_initialized():
             from ds_npu.engine.device import use_own_device
             from ds_npu.engine.session import open_session
+            from ds_npu.engine.zero_init import is_transformers_config
 
             use_own_device()
-            data_parallel_group = open_session(config).topology.group("dp", "cp")
+            topology = open_session(config).topology
+            # transformers reads a checkpoint, and draws weights, on global rank 0 alone. Its models are partitioned
+            # over all ranks until the engine shards them over tensor ranks.
+            if topology.size("tp") == 1 or not is_transformers_config(config):
+                data_parallel_group = topology.group("dp", "cp")
         original(self, module, data_parallel_group, *args, **kwargs)
 
     return init

@@ -22,7 +22,7 @@ VERSIONS = ">=0.19.6,<0.20"
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of DeepSpeed, or of accelerate, that ds_npu replaces."""
+    """One name of DeepSpeed, accelerate or transformers that ds_npu replaces."""
 
     module: str
     name: str
@@ -177,6 +177,36 @@ PATCHES: tuple[Patch, ...] = (
         until="accelerate asks the engine for its weights",
     ),
     Patch(
+        module="accelerate.parallelism_config",
+        name="ParallelismConfig._validate_accelerator",
+        factory="ds_npu.engine.accelerate:validate_parallelism",
+        parameters=("self", "accelerator"),
+        what="accelerate's own tensor and sequence parallelism beside the section's is refused by name",
+        why="both would distribute one model; left alone it ends in an error about numbers of processes, or in none",
+        upstream="accelerate/parallelism_config.py, ParallelismConfig._validate_accelerator (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for the grid",
+    ),
+    Patch(
+        module="transformers.integrations.deepspeed",
+        name="HfTrainerDeepSpeedConfig.trainer_config_process",
+        factory="ds_npu.engine.accelerate:fill_in_for_data_ranks",
+        parameters=("self", "args"),
+        what="the train_batch_size that the Hugging Face Trainer fills in, or compares, is that of the data ranks",
+        why="it counts every process as a data rank",
+        upstream="transformers/integrations/deepspeed.py, trainer_config_process (5.23.0)",
+        until="transformers asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
+        module="transformers.trainer",
+        name="Trainer.get_total_train_batch_size",
+        factory="ds_npu.engine.accelerate:count_data_ranks",
+        parameters=("self", "args"),
+        what="the Trainer logs the batch size, and the samples per second, of the data ranks",
+        why="it counts every process as a data rank, but for those that DeepSpeed's own autotp_size names",
+        upstream="transformers/trainer.py, Trainer.get_total_train_batch_size (5.23.0)",
+        until="transformers asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
         module="deepspeed.env_report",
         name="installed_cann_path",
         factory="ds_npu.engine.hooks:installed_cann_path",
@@ -217,7 +247,8 @@ def _apply(patch: Patch, module: ModuleType) -> None:
     if found is None or found[: len(patch.parameters)] != patch.parameters:
         reason = (
             f"{patch.target} begins with the parameters {patch.parameters} in the versions that ds_npu supports "
-            f"(DeepSpeed {VERSIONS}, accelerate 1.15); here it {'does not exist' if found is None else f'has {found}'}"
+            f"(DeepSpeed {VERSIONS}, accelerate 1.15, transformers 5.23); here it "
+            f"{'does not exist' if found is None else f'has {found}'}"
         )
         FAILED.append(reason)
         warn_once(f"a change that ds_npu needs was not made: {reason}. Install a supported one.")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,3 +39,9 @@ def set_attribute(owner: object, name: str, value: object) -> None:
 def copy_attributes(source: object, target: object) -> None:
     """Give ``target`` every attribute that ``source`` holds itself."""
     _held(target).update(_held(source))
+
+
+def remove_attributes(owner: object, chosen: Callable[[str], bool]) -> None:
+    """Remove the attributes that ``owner`` holds itself and whose name is ``chosen``."""
+    for name in [name for name in _held(owner) if chosen(name)]:
+        del _held(owner)[name]

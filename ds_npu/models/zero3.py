@@ -4,7 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from ds_npu.models.attributes import attribute, has_attribute
+from ds_npu.models.attributes import attribute, has_attribute, remove_attributes
+
+PREFIX, OURS = "ds_", "ds_npu"
+"""How the names of DeepSpeed's attributes begin, and those of ds_npu's."""
+OTHERS = frozenset(
+    {
+        "aligned_size",
+        "all_gather",
+        "all_gather_coalesced",
+        "convert_to_zero_parameters",
+        "is_external_param",
+        "item",
+        "nvme_swapper",
+        "padding_size",
+        "partition",
+        "partition_gradients",
+        "partition_numel",
+        "reduce_gradients_at_owner",
+    }
+)
+"""What else it sets of a parameter (runtime/zero/partition_parameters.py, _convert_to_deepspeed_param)."""
 
 
 def unpartitioned_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -21,3 +41,12 @@ def partition(parameter: torch.Tensor) -> torch.Tensor | None:
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Whether ``parameter`` was made under ``deepspeed.zero.Init``."""
     return has_attribute(parameter, "ds_tensor")
+
+
+def forget_partition(parameter: torch.Tensor) -> None:
+    """Remove all that ZeRO-3 has written on ``parameter``, which is then a plain one without elements."""
+    remove_attributes(parameter, _is_deepspeeds)
+
+
+def _is_deepspeeds(name: str) -> bool:
+    return name in OTHERS or (name.startswith(PREFIX) and not name.startswith(OURS))

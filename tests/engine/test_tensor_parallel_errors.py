@@ -41,13 +41,6 @@ def own() -> nn.Module:
     return nn.Sequential(*rule.layers())
 
 
-def under_zero_init() -> nn.Module:
-    import deepspeed
-
-    with deepspeed.zero.Init(config_dict_or_path=config(TP)):
-        return own()
-
-
 def pipeline() -> nn.Module:
     from deepspeed.pipe import PipelineModule
 
@@ -118,12 +111,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict, str, list[str]]] = {
         "ValueError: ds_npu.parallel.sequence_parallel: found true; outside of blocks",
         ["Sequential shards 1 (column), 3 (row).", "the role block in ds_npu.plan"],
     ),
-    "zero.Init": (
-        under_zero_init,
-        TP | {"plan": TABLE_AND_LINEARS},
-        "ValueError: Sequential was made under deepspeed.zero.Init: 0 and 2 more modules",
-        ["What to do: make the model without zero.Init", "ds_npu.engine.pretrained.from_pretrained"],
-    ),
     "no kernel": (
         llama,
         SEQUENCE | {"tensor_overlap": "fused"},
@@ -160,7 +147,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict, str, list[str]]] = {
 
 def config(section: dict[str, object]) -> dict[str, object]:
     more = {key: value for key, value in section.items() if key != "autotp"}
-    made = rule.config(3 if section.get("plan") == TABLE_AND_LINEARS else 1, torch.float32, {}) | {"ds_npu": more}
+    made = rule.config(1, torch.float32, {}) | {"ds_npu": more}
     return made | ({"tensor_parallel": {"autotp_size": section["autotp"]}} if "autotp" in section else {})
 
 

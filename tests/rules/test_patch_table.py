@@ -1,4 +1,4 @@
-"""ds_npu changes in torch, DeepSpeed and accelerate what its patch table says, and nothing else."""
+"""ds_npu changes in torch, DeepSpeed, accelerate and transformers what its patch table says, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes what every function, method and class of torch, DeepSpeed and accelerate is, with or without ds_npu, as JSON.
+"""Writes what every function, method and class of torch and its libraries is, with or without ds_npu, as JSON.
 
     python patched_names.py FILE [ds_npu | planted]
 
@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "deepspeed", "accelerate")
+PACKAGES = ("torch", "deepspeed", "accelerate", "transformers")
 MODULES = (
     "accelerate.accelerator",
     "torch.distributed.tensor.parallel",
@@ -26,6 +26,7 @@ MODULES = (
     "deepspeed.checkpoint",
     "deepspeed.moe.layer",
     "deepspeed.sequence.layer",
+    "transformers.trainer",
 )
 
 

@@ -17,11 +17,13 @@ SCRIPT = Path(__file__).with_name("trainer_script.py")
 def run_trainer(
     folder: Path, ranks: int, section: dict[str, object] | None, options: dict[str, object], stage: int = 1
 ) -> list[dict[str, object]]:
-    """What each rank says of a run that writes to ``folder``; ``options`` are TrainingArguments."""
+    """What each rank says of a run that writes to ``folder``; ``options`` are those of the script."""
     config = {
+        "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
-        "zero_optimization": {"stage": stage},
+        # Under stage 3, DeepSpeed saves whole weights only where it is told to.
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
     }
     if section is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import deepspeed.ops
@@ -60,11 +61,31 @@ def accuracy(evaluated: transformers.EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(numpy.mean((guessed == wanted)[wanted != -100])), "samples": len(wanted)}
 
 
+@dataclass
+class ModelArguments:
+    """As in transformers' examples."""
+
+    model_name_or_path: str | None = None
+    config_name: str | None = None
+
+
+def model_for(given: ModelArguments) -> torch.nn.Module:
+    """The model, made after TrainingArguments: under ZeRO 3 transformers enters zero.Init by itself."""
+    if given.model_name_or_path is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(given.model_name_or_path, attn_implementation="eager")
+    if given.config_name is not None:
+        config = transformers.AutoConfig.from_pretrained(given.config_name)
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return tiny_models.tiny("llama", torch.float32)
+
+
 def main() -> None:
     transformers.logging.set_verbosity_error()
-    (arguments,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_args_into_dataclasses()
+    parser = transformers.HfArgumentParser((ModelArguments, transformers.TrainingArguments))
+    given, arguments = parser.parse_args_into_dataclasses()
+    transformers.set_seed(arguments.seed)
     trainer = Watched(
-        model=tiny_models.tiny("llama", torch.float32),
+        model=model_for(given),
         args=arguments,
         train_dataset=Rows(22),
         eval_dataset=Rows(10),
@@ -76,6 +97,7 @@ def main() -> None:
     assert metrics["eval_samples"] == 10, metrics
     trainer.save_model()
     said = {"samples": trainer.samples, "losses": trainer.losses, "rates": trainer.rates}
+    said["train_batch_size"] = trainer.get_total_train_batch_size(arguments)
     said |= {"eval_loss": metrics["eval_loss"], "accuracy": metrics["eval_accuracy"]}
     (Path(arguments.output_dir) / f"said by {arguments.process_index}.json").write_text(json.dumps(said))
 

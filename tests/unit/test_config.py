@@ -151,8 +151,8 @@ MISTAKES = [
         {TRAIN: 8, MICRO: 1, STEPS: 1},
         TRAIN,
         8,
-        f"{MICRO} 1 * {STEPS} 1 * data-parallel ranks 4 = 4, or nothing: leave the key out (for 'auto' the Hugging "
-        "Face Trainer counts every rank)",
+        f"{MICRO} 1 * {STEPS} 1 * data-parallel ranks 4 = 4, or nothing: leave the key out (or 'auto' for the Hugging "
+        "Face Trainer to fill in)",
     ),
 ]
 

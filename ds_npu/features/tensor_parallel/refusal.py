@@ -16,7 +16,6 @@ from ds_npu.models.copying import refuse_copies
 from ds_npu.models.guarded_saving import check_before_saving
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.zero3 import is_partitioned
 from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.axis import TensorAxis
 
@@ -32,21 +31,12 @@ BIASES = {"alibi", "position_bias"}
 
 
 def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
-    """Raise ValueError for weights partitioned by zero.Init and for regions that cannot be sharded.
+    """Raise ValueError for regions that cannot be sharded.
 
-    Those hold a module, or take an argument, that needs all heads or columns; or, with sequence parallelism, they stand
+    They hold a module, or take an argument, that needs all heads or columns; or, with sequence parallelism, they stand
     outside of blocks.
     """
     sharded = {name: role for name, role in plan.roles.items() if role in SHARDED_ROLES}
-    parameters = ((name, each) for name in sharded for each in model.get_submodule(name).parameters())
-    absent = list(dict.fromkeys(name for name, parameter in parameters if is_partitioned(parameter)))
-    if absent:
-        raise ValueError(
-            f"{plan.model} was made under deepspeed.zero.Init: {absent[0]} and {len(absent) - 1} more modules to be "
-            "sharded over tensor ranks hold shards over the data ranks already. What to do: make the model "
-            "without zero.Init (for the Hugging Face Trainer, which enters it under ZeRO-3: before TrainingArguments), "
-            "or read a checkpoint part by part with ds_npu.engine.pretrained.from_pretrained"
-        )
     _check_regions(model, plan)
     outside = [
         f"{name} ({role})" for name, role in sharded.items() if role in SHARDED_IN_REGIONS and plan.block(name) is None

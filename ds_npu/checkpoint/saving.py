@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +45,8 @@ class HeldWeight:
     """Of the whole weight."""
     dtype: torch.dtype
     sharding: Sharding | None
+    stage: int = 0
+    """The pipeline stage whose ranks hold it."""
 
     def shape_at(self, tensor_rank: int) -> list[int]:
         """The shape of what tensor rank ``tensor_rank`` holds."""
@@ -53,6 +55,15 @@ class HeldWeight:
             sharding.length(tensor_rank) if sharding is not None and dim == sharding.dim else length
             for dim, length in enumerate(self.shape)
         ]
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where gathered weights are to be."""
+
+    device: torch.device
+    every_rank: bool
+    """Otherwise only the first of the group."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +83,84 @@ class _Holders:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def whole(self, weight: HeldWeight, stage: int, mine: torch.Tensor | None, to_cpu: bool) -> torch.Tensor:
-        """``weight`` of ``stage``, whole on the first rank; an empty tensor on others. ``mine``: what this rank holds.
+    def whole(self, weight: HeldWeight, mine: torch.Tensor | None, to: Destination) -> torch.Tensor:
+        """A copy of ``weight``, whole at the destination; an empty tensor on other ranks.
 
-        All ranks of the group call it, at the same time.
+        ``mine``: what this rank holds of it. All ranks of the group call it, at the same time.
         """
-        holders = 1 if weight.sharding is None else self.tensor_size
-        first, like = self.rank == 0, torch.empty(0, dtype=weight.dtype, device=self.device)
-        whole = like.new_empty(weight.shape if first else 0, device=torch.device("cpu") if to_cpu else None)
-        for tensor_rank in range(holders):
-            source, shape = stage * self.tensor_size + tensor_rank, weight.shape_at(tensor_rank)
-            if 0 in shape or (source == 0 and not first):
+        receives = to.every_rank or self.rank == 0
+        like = torch.empty(0, dtype=weight.dtype, device=self.device)
+        whole = like.new_empty(weight.shape if receives else 0, device=to.device)
+        # Of a replicated weight each tensor rank has a copy; those of other stages receive it.
+        has_copy = weight.sharding is None and self.stages == 1
+        for tensor_rank in range(1 if weight.sharding is None else self.tensor_size):
+            source, shape = weight.stage * self.tensor_size + tensor_rank, weight.shape_at(tensor_rank)
+            is_sent = source != 0 or (to.every_rank and not has_copy)
+            if 0 in shape or not (receives or is_sent):
                 continue
-            part = mine.contiguous() if mine is not None and source == self.rank else like.new_empty(shape)
-            if source:  # Broadcast: point to point would open another communicator for each pair.
+            holds = mine is not None and (source == self.rank or (has_copy and receives))
+            part = mine.contiguous() if mine is not None and holds else like.new_empty(shape)
+            if is_sent:  # Broadcast: point to point would open another communicator for each pair.
                 dist.broadcast(part, group=self.group, group_src=source)
-            if first and weight.sharding is None:
+            if receives and weight.sharding is None:
                 whole.copy_(part)
-            elif first and weight.sharding is not None:
+            elif receives and weight.sharding is not None:
                 place(whole, part, weight.sharding, tensor_rank)
             del part  # Frees its memory before the next shard is allocated.
         return whole
+
+
+@dataclass(frozen=True)
+class _HeldModel:
+    """A model over its holders, and the weights of the plain model that it stands for."""
+
+    holders: _Holders
+    tensors: Mapping[str, torch.Tensor]
+    """What this rank holds, by name."""
+    weights: Sequence[HeldWeight]
+    """Of all holders, in the order of the plain model's state dict, each name once."""
+
+    @staticmethod
+    def of(model: nn.Module, group: dist.ProcessGroup, stages: int) -> _HeldModel:
+        """All ranks of ``group`` call it. Raises ValueError for a weight sharded over another number of ranks."""
+        state = model.state_dict(keep_vars=True)
+        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+        device = next((each.device for each in tensors.values()), torch.device("cpu"))
+        holders = _Holders(group, stages, device)
+        own = _held_weights(tensors, holders.tensor_size)
+        if stages == 1:
+            return _HeldModel(holders, tensors, own)
+        stage = holders.rank // holders.tensor_size
+        everyones: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size(group))]
+        own = [replace(each, stage=stage, position=_position(model, each.name)) for each in own]
+        dist.all_gather_object(everyones, own, group=group)
+        # A weight may stand in every stage: the first one's is taken.
+        first: dict[str, HeldWeight] = {}
+        for weights in everyones[:: holders.tensor_size]:
+            for weight in weights:
+                first.setdefault(weight.name, weight)
+        return _HeldModel(holders, tensors, sorted(first.values(), key=lambda weight: weight.position))
+
+    def gathered(self, gather: Gather, to: Destination) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Gather one tensor after the other at the destination; yields its names and a copy of it.
+
+        All ranks of the group take all of it together.
+        """
+        holders = self.holders
+        own_stage = holders.rank // holders.tensor_size
+        names: dict[tuple[int, str], list[str]] = {}
+        for weight in self.weights:
+            names.setdefault((weight.stage, weight.same_as), []).append(weight.name)
+        for weight in self.weights:
+            same = names[weight.stage, weight.same_as]
+            if same[0] != weight.name:
+                continue
+            tensor = self.tensors[weight.name] if weight.stage == own_stage else None
+            # Left before the weight is yielded: what ZeRO-3 gathered is freed, and the caller may have gradients.
+            with gather(tensor) if isinstance(tensor, nn.Parameter) else nullcontext(), torch.no_grad():
+                whole = holders.whole(weight, None if tensor is None else tensor.detach(), to)
+            yield same, whole
+            del whole  # Frees its memory before the next one is allocated, if the caller has not kept it.
 
 
 def whole_state_dict(
@@ -110,30 +178,30 @@ def whole_state_dict(
     also for the result. Names of one parameter share one tensor, as in ``model.state_dict()``. Raises ValueError where
     a parameter is sharded over another number of ranks.
     """
-    tensors = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
-    device = next((each.device for each in tensors.values()), torch.device("cpu"))
-    holders = _Holders(group, stages, device)
-    own = _held_weights(tensors, holders.tensor_size)
-    everyones = [own]
-    if stages > 1:
-        everyones = [[] for _ in range(dist.get_world_size(group))]
-        own = [replace(each, position=_position(model, each.name)) for each in own]
-        dist.all_gather_object(everyones, own, group=group)
-        everyones = everyones[:: holders.tensor_size]
-    positions: dict[str, tuple[int, ...]] = {}
-    whole: dict[str, torch.Tensor] = {}
-    for stage, weights in enumerate(everyones):
-        of_stage: dict[str, torch.Tensor] = {}
-        for weight in weights:
-            if weight.name in whole:  # Stands in every stage.
-                continue
-            if weight.same_as not in of_stage:
-                tensor = tensors[weight.name] if stage == holders.rank // holders.tensor_size else None
-                with gather(tensor) if isinstance(tensor, nn.Parameter) else nullcontext(), torch.no_grad():
-                    mine = None if tensor is None else tensor.detach()
-                    of_stage[weight.same_as] = holders.whole(weight, stage, mine, to_cpu)
-            positions[weight.name], whole[weight.name] = weight.position, of_stage[weight.same_as]
-    return {name: whole[name] for name in sorted(whole, key=positions.__getitem__)} if holders.rank == 0 else {}
+    held = _HeldModel.of(model, group, stages)
+    to = Destination(torch.device("cpu") if to_cpu else held.holders.device, every_rank=False)
+    whole = {name: each for names, each in held.gathered(gather, to) for name in names}
+    return {weight.name: whole[weight.name] for weight in held.weights} if held.holders.rank == 0 else {}
+
+
+def whole_weights(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    stages: int = 1,
+    device: torch.device | None = None,
+    gather: Gather = nullcontext,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of the plain model on every rank of ``group``, one at a time, in its order.
+
+    As ``whole_state_dict``, but a tensor with several names comes once, under the first. Tensors are copies, on
+    ``device`` (None: where the weights are). A rank needs memory for one whole tensor and one shard.
+    """
+    held = _HeldModel.of(model, group, stages)
+    to = Destination(held.holders.device if device is None else device, every_rank=True)
+    for names, whole in held.gathered(gather, to):
+        yield names[0], whole
+        del whole  # As gathered does.
 
 
 def _held_weights(tensors: Mapping[str, torch.Tensor], tensor_size: int) -> list[HeldWeight]:

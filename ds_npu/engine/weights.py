@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.parallel.pipeline.pass_through import stage_of
+from ds_npu.topology.degrees import Axis
 
 
 class WholeWeights:
@@ -46,11 +48,44 @@ class WholeWeights:
         get_accelerator().synchronize()
         return weights
 
+    def whole_weights(self, device: torch.device | str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor) of the plain model on every rank, one at a time, for an inference engine.
+
+        Names, shapes and order are those of the plain model's state dict; a tensor with several names (a tied head)
+        comes once, under the first. A tensor is a copy that is the caller's own, on ``device`` (None: the model's).
+        Every rank takes all of them together, and trains none meanwhile: each step gathers one weight. A rank needs
+        memory for one whole tensor and one shard of it (under ZeRO 3: and for what it gathers of that shard).
+        Raises ValueError for a PipelineModule in stages.
+        """
+        if isinstance(self.module, PipelineModule) and self.topology.size("pp") > 1:
+            raise ValueError(
+                "engine.whole_weights: the stages of a PipelineModule name their layers themselves. What to do: save a "
+                "checkpoint, or cut the plain model into stages with ds_npu.parallel.pipeline"
+            )
+        from ds_npu.checkpoint.saving import whole_weights
+
+        holders, stages, gather = self._holders, self.stages, self._gather
+        found = whole_weights(
+            self.module,
+            self.topology.group(*holders),
+            stages=stages,
+            device=None if device is None else torch.device(device),
+            gather=gather,
+        )
+        return _with_all_sent(found)
+
+    @property
+    def _holders(self) -> tuple[Axis, ...]:
+        """The axes whose ranks hold the model together."""
+        return ("pp", "tp") if self.stages > 1 else ("tp",)
+
+    @property
+    def _gather(self) -> Callable[[Any], AbstractContextManager[Any]]:
+        return _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
+
     def _gathered_weights(self) -> dict[str, torch.Tensor]:
-        model, stages = self.module, self.stages
-        holders, elsewhere = (("pp", "tp"), ()) if stages > 1 else (("tp",), ("pp",))
-        gather = _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
-        if all(self.topology.rank(axis) == 0 for axis in (*elsewhere, "dp", "cp")):
+        model, stages, holders, gather = self.module, self.stages, self._holders, self._gather
+        if all(self.topology.rank(axis) == 0 for axis in ("pp", "dp", "cp") if axis not in holders):
             # It imports transformers, which need not be installed.
             from ds_npu.checkpoint.saving import whole_state_dict
 
@@ -126,6 +161,12 @@ class WholeWeights:
         dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:
             raise RuntimeError(f"{os.fspath(place)}: the whole model could not be written there: {failure[0]}")
+
+
+def _with_all_sent(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from weights
+    # See whole_state_dict.
+    get_accelerator().synchronize()
 
 
 @contextmanager

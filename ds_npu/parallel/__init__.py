@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
     from ds_npu.parallel.tensor.gradient import sum_gradient
     from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+    from ds_npu.parallel.tensor.log_probs import LogitTransform, VocabParallelLogProbs
     from ds_npu.parallel.tensor.region import SequenceShards
     from ds_npu.parallel.tensor.whole_weight import whole_weight
     from ds_npu.topology.degrees import Degrees
@@ -30,12 +31,14 @@ HOMES = {
     "ContextAlgorithm": "ds_npu.config.context_algorithm",
     "ContextAxis": "ds_npu.parallel.context.axis",
     "Degrees": "ds_npu.topology.degrees",
+    "LogitTransform": "ds_npu.parallel.tensor.log_probs",
     "RowParallelLinear": "ds_npu.parallel.tensor.linear",
     "SequenceShards": "ds_npu.parallel.tensor.region",
     "TensorAxis": "ds_npu.parallel.tensor.axis",
     "Tokens": "ds_npu.parallel.context.load_balance",
     "Topology": "ds_npu.topology.topology",
     "VocabParallelEmbedding": "ds_npu.parallel.tensor.embedding",
+    "VocabParallelLogProbs": "ds_npu.parallel.tensor.log_probs",
     "VocabParallelLoss": "ds_npu.parallel.tensor.cross_entropy",
     "algorithm_of": "ds_npu.config.context_algorithm",
     "context_attention": "ds_npu.parallel.context.attention",
@@ -59,12 +62,14 @@ __all__ = [
     "ContextAlgorithm",
     "ContextAxis",
     "Degrees",
+    "LogitTransform",
     "RowParallelLinear",
     "SequenceShards",
     "TensorAxis",
     "Tokens",
     "Topology",
     "VocabParallelEmbedding",
+    "VocabParallelLogProbs",
     "VocabParallelLoss",
     "algorithm_of",
     "context_attention",

@@ -78,6 +78,8 @@ def work(section: dict[str, object]) -> None:
 
 def main() -> None:
     file, way = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+    # As if it were not installed: without CANN transformers fails to import where it is.
+    sys.modules["torch_npu"] = None
     if way:
         import ds_npu  # noqa: F401
     for name in MODULES:

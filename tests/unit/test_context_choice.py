@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms, wrong_factors
 from ds_npu.config.problems import ConfigError
+from ds_npu.features.build import Build
 from ds_npu.features.context_parallel import feature
 from ds_npu.models.plan import AttentionShape
 from ds_npu.parallel.context.ring_schedule import ring_steps
@@ -387,4 +389,6 @@ def test_machines_are_known_by_their_devices(monkeypatch):
     assert [machine_of(name) for name in ("Ascend910B2", "Ascend910_9391", "cpu")] == [A2, A3, A2]
     npu = types.SimpleNamespace(get_device_name=lambda: "Ascend910_9391")
     monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.get)
-    assert feature._machine("npu") == A3 and feature._machine("cpu") == A2
+    assert feature._machine(Build(None, nn.Identity(), device_type="npu")) == A3
+    assert feature._machine(Build(None, nn.Identity(), device_type="cpu")) == A2
+    assert feature._machine(Build(None, nn.Identity(), device_type="npu", is_planned=True)) == A2

@@ -16,6 +16,7 @@ from ds_npu.features.fused_ops import feature as fused_ops
 from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
+from ds_npu.log import logger
 from ds_npu.models.globs import plan_for
 from ds_npu.ops.operator import Operator
 from ds_npu.topology.degrees import Degrees
@@ -165,7 +166,7 @@ def test_a_wrong_kernel_is_found_at_the_start_and_its_operator_left_out(monkeypa
     )
     fused_ops._wrong.cache_clear()
     lines = []
-    monkeypatch.setattr(fused_ops.logger(), "info", lambda message, *args: lines.append(message % args))
+    monkeypatch.setattr(logger(), "info", lambda message, *args: lines.append(message % args))
     seen = counted(on_npu("llama", {"rotary": True}))
     fused_ops._wrong.cache_clear()
     assert [seen[name] for name in KERNELS["rotary"]] == [0, 0] and seen["neg"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, ParamSpec
 
 from torch import nn
 
 from ds_npu.features.model_loss import LossLevel
 from ds_npu.models import names
 from ds_npu.parallel.forward_wraps import Level
+
+P = ParamSpec("P")
 
 Act = Literal["shards", "replaces", "wraps", "computes", "links", "sets", "hooks", "provides", "checks"]
 """shards a parameter; replaces a module by another of the same name; wraps the forward of a module at a Level; computes
@@ -67,6 +69,15 @@ def make_changes(changes: Iterable[Change]) -> None:
     for change in changes:
         if change.make is not None:
             change.make()
+
+
+def making(declare: Callable[P, Iterable[Change]]) -> Callable[P, None]:
+    """The function that makes what ``declare`` declares at once; it takes the same arguments and raises the same."""
+
+    def make(*args: P.args, **kwargs: P.kwargs) -> None:
+        make_changes(declare(*args, **kwargs))
+
+    return make
 
 
 class ConflictError(ValueError):

@@ -11,7 +11,7 @@ import tiny_models
 import torch
 import transformers
 from ranks import run_on_ranks
-from sequence_sharded_models import SequenceSharded, algorithm, padded, sequence_sharded
+from sequence_sharded_models import SequenceSharded, algorithm, padded, sequence_sharded, step
 from sharded_models import Pair, close, pair
 from torch import nn
 from torch.nn import functional
@@ -31,15 +31,6 @@ KEYS = {
     LossLevel.VOCABULARY: "parallel.tensor",
     LossLevel.OPERATOR: "fused_ops.cross_entropy",
 }
-
-
-def step(model: nn.Module, **given: object) -> torch.Tensor:
-    """The loss, with gradients."""
-    model.zero_grad()
-    with tiny_models.Float64():
-        loss = model(**given).loss
-        loss.backward()
-    return loss.detach()
 
 
 def in_order(order: Sequence[str], family: str, **changes: object) -> SequenceSharded:

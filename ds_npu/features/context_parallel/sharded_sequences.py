@@ -28,7 +28,7 @@ from ds_npu.features.context_parallel.loss import LossShare, shifts
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_settings
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
-from ds_npu.features.declaration import Change, make_changes
+from ds_npu.features.declaration import Change, making
 from ds_npu.features.model_loss import LossLevel
 from ds_npu.models.attention_function import check_exchangeable
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
@@ -60,21 +60,6 @@ def algorithm_choice_of(model: nn.Module) -> AlgorithmChoice | None:
     return attribute(model, ALGORITHM_CHOICE, AlgorithmChoice)
 
 
-def shard_sequences(
-    model: nn.Module,
-    plan: ModelPlan,
-    topology: Topology,
-    algorithm: ContextAlgorithm | AlgorithmChooser,
-    device_type: str = "cpu",
-) -> None:
-    """Shard the sequences of the one model of transformers that ``model`` is or holds.
-
-    With an AlgorithmChooser, ``algorithm_choice_of(model).choose`` is to be called before the first forward. Raises
-    ValueError, before anything is changed, for a model in which more than attention mixes tokens.
-    """
-    make_changes(declare_sequences(model, plan, topology, algorithm, device_type))
-
-
 def declare_sequences(
     model: nn.Module,
     plan: ModelPlan,
@@ -82,11 +67,18 @@ def declare_sequences(
     algorithm: ContextAlgorithm | AlgorithmChooser,
     device_type: str = "cpu",
 ) -> list[Change]:
-    """What ``shard_sequences`` changes, in order; it takes the same arguments and raises the same errors."""
+    """What shards the sequences of the one model of transformers that ``model`` is or holds, in order.
+
+    With an AlgorithmChooser, ``algorithm_choice_of(model).choose`` is to be called before the first forward. Raises
+    ValueError for a model in which more than attention mixes tokens.
+    """
     inner = shardable_model(model, plan)
     randomness = RegionRandomness(topology, device_type, "cp")
     sharder = _SequenceSharder(model, inner, AlgorithmChoice(topology, algorithm), randomness)
     return list(sharder.changes(plan, topology))
+
+
+shard_sequences = making(declare_sequences)
 
 
 class _SequenceSharder:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.declaration import Change, make_changes
+from ds_npu.features.declaration import Change, making
 from ds_npu.features.model_loss import LossLevel
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
@@ -82,26 +82,6 @@ class ShardedModel:
     """Modules that use each other's weights in their forwards, which ZeRO-3 must therefore gather together."""
 
 
-def shard_model(
-    model: nn.Module,
-    plan: ModelPlan,
-    topology: Topology,
-    sequence_parallel: bool = False,
-    collectives: MatmulCollectives | None = None,
-    device_type: str = "cpu",
-) -> ShardedModel:
-    """Shard ``model`` over the tensor ranks of ``topology``; it will draw random numbers on ``device_type``.
-
-    ``collectives``: the products that overlap with sequence parallelism's collectives; None: one after the other.
-    Raises ValueError, before anything is changed, that names every module that cannot be sharded over so many ranks.
-    Source: Megatron-LM, arXiv 1909.08053 and (sequence parallelism) 2205.05198.
-    """
-    make_changes(declare_shards(model, plan, topology, sequence_parallel, collectives, device_type))
-    done = attribute(model, SHARDED_ATTRIBUTE, ShardedModel)
-    assert done is not None
-    return done
-
-
 def declare_shards(
     model: nn.Module,
     plan: ModelPlan,
@@ -110,11 +90,19 @@ def declare_shards(
     collectives: MatmulCollectives | None = None,
     device_type: str = "cpu",
 ) -> list[Change]:
-    """What ``shard_model`` changes, in order; it takes the same arguments and raises the same errors."""
+    """What shards ``model`` over the tensor ranks of ``topology``, in order.
+
+    It will draw random numbers on ``device_type``. ``collectives``: the products that overlap with sequence
+    parallelism's collectives; None: one after the other. Raises ValueError that names every module that cannot be
+    sharded over so many ranks. Source: Megatron-LM, arXiv 1909.08053 and (sequence parallelism) 2205.05198.
+    """
     check_not_compiled(model, "tensor")
     axis = tensor_axis(topology, sequence_parallel, collectives)
     sharder = _ModelSharder(model, plan, axis, topology, RegionRandomness(topology, device_type))
     return list(sharder.changes())
+
+
+shard_model = making(declare_shards)
 
 
 def sharded_model_of(model: nn.Module) -> ShardedModel | None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from ds_npu.checkpoint.loading import meta_model
 from ds_npu.config.check import Checked
 from ds_npu.config.problems import printable
 from ds_npu.engine.placements import place_parameters
@@ -63,8 +64,8 @@ def model_without_weights(path: Path) -> nn.Module | str:
             return f"{layers:,} layers, more than {MOST_LAYERS:,}"
         autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
         kinds = [auto for auto in autos if type(config) in auto._model_mapping] or [transformers.AutoModel]
-        with torch.device("meta"):
-            model: nn.Module = kinds[0].from_config(config).train()
+        # The dtype does not matter, and the checkpoint need not be there to say it.
+        model: nn.Module = meta_model(kinds[0], path, torch.float32, trust_remote_code=False).train()
     except Exception as error:  # Any: the values of a config may be anything, and transformers computes with them.
         return f"transformers cannot make it ({type(error).__name__}: {error})"
     return model

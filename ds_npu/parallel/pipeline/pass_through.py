@@ -79,9 +79,8 @@ class PassThrough(nn.Module):
     """Stands for ``absent``, the module ``name`` of another stage, of which it keeps names and shapes only.
 
     In the place of a block before those of this stage it returns the hidden states that have arrived, behind them those
-    that it is given; the embeddings are unknown. Raises RuntimeError where it
-    is called outside of a forward of its stage (``forward_of_stage``), or stands for a module whose results this stage
-    has no use for.
+    that it is given; the embeddings are unknown. Raises RuntimeError where it is called outside of a forward of its
+    stage (``crossing``), or stands for a module whose results this stage has no use for.
     """
 
     whose = ""

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice
+from ds_npu.features.context_parallel.fused_head import SCORES, TargetScores, asks_for_scores
 from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
@@ -122,6 +123,8 @@ class SequenceShardForward:
         if routers and mask is not None and mask.dim() == 2:
             # The auxiliary loss needs it to leave padding out.
             local["attention_mask"] = mask
+        if asks_for_scores(given):
+            return batch, local | TargetScores(given).arguments(batch)
         if self.loss is None or targets.tokens is None:
             return batch, local
         mine = batch.shard(targets.tokens)
@@ -169,11 +172,16 @@ class SequenceShardForward:
         self, out: MutableMapping[str, Any], batch: ShardedBatch, micro_batch: MicroBatch, given: dict[str, Any]
     ) -> None:
         """Make the loss of a forward with labels whole; gather outputs of tokens, or guard those that nobody needs."""
+        scores = TargetScores(given) if asks_for_scores(given) else None
+        if scores is not None:
+            scores.make_whole(out, batch)
         labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         # Training on labels needs no whole logits, which are large.
         gathers = not (labelled and self.model.training)
         for name, value in list(out.items()):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if scores is not None and name in ("loss", *SCORES):
+                continue
             if name == "loss" and self.loss is not None and labelled:
                 out[name] = self.loss.whole(value, micro_batch, batch)
             elif name in GATHERED and not gathers:

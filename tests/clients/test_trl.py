@@ -1,0 +1,47 @@
+"""TRL's trainers, unmodified: over tensor and context ranks they log what one process logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trainer_runs import run_trainer
+
+pytestmark = pytest.mark.slow
+
+SINGLE = 1e-6
+SCRIPT = str(Path(__file__).parent.parent / "support/trl_script.py")
+USUAL = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "learning_rate": 0.01,
+    "bf16": "false",
+}
+KINDS = {
+    "sft": ("sft", {"max_length": 32}),
+    "dpo": ("dpo", {"max_length": 32}),
+    "sft, padding-free, dft": ("sft", {"max_length": 32, "padding_free": "true", "loss_type": "dft"}),
+}
+PARALLEL = {"context": (2, {"context": 2}), "tensor": (2, {"tensor": 2}), "both": (4, {"tensor": 2, "context": 2})}
+
+
+@pytest.mark.matrix(corners=1, drawn=0)
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_norms_and_metrics_are_those_of_one_process(kind, parallel, tmp_path):
+    trainer, options = KINDS[kind]
+    ranks, degrees = PARALLEL[parallel]
+    script = (SCRIPT, trainer)
+    (expected,) = run_trainer(tmp_path / "one", 1, None, USUAL | options, script=script)
+    everyones = run_trainer(tmp_path / "many", ranks, {"parallel": degrees}, USUAL | options, script=script)
+    assert all(each == everyones[0] for each in everyones)
+    found = everyones[0]
+    assert len(found["losses"]) == 6
+    assert found["losses"] == pytest.approx(expected["losses"], rel=SINGLE)
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=SINGLE)
+    for mine, theirs in zip(found["logged"], expected["logged"], strict=True):
+        assert mine == pytest.approx(theirs, rel=SINGLE, abs=SINGLE)

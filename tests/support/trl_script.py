@@ -62,12 +62,19 @@ def main() -> None:
     kind = sys.argv.pop(1)
     config, trainer_class = {"sft": (trl.SFTConfig, SFT), "dpo": (trl.DPOConfig, DPO)}[kind]
     (arguments,) = transformers.HfArgumentParser(config).parse_args_into_dataclasses()
+    others = {}
+    if kind == "dpo":
+        others["ref_model"] = tiny_models.tiny("llama", torch.float32, attn_implementation="sdpa")
+        with torch.no_grad():
+            for weight in others["ref_model"].parameters():
+                weight.mul_(0.9)
     trainer = trainer_class(
         model=tiny_models.tiny("llama", torch.float32, attn_implementation="sdpa"),
         args=arguments,
         train_dataset=rows(kind, 24),
         eval_dataset=rows(kind, 8),
         processing_class=tokenizer(),
+        **others,
     )
     trainer.train()
     metrics = trainer.evaluate()

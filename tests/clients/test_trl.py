@@ -24,7 +24,10 @@ USUAL = {
 KINDS = {
     "sft": ("sft", {"max_length": 32}),
     "dpo": ("dpo", {"max_length": 32}),
-    "sft, padding-free, dft": ("sft", {"max_length": 32, "padding_free": "true", "loss_type": "dft"}),
+    "sft, packed, dft": (
+        "sft",
+        {"max_length": 24, "packing": "true", "loss_type": "dft", "per_device_train_batch_size": 1},
+    ),
 }
 PARALLEL = {"context": (2, {"context": 2}), "tensor": (2, {"tensor": 2}), "both": (4, {"tensor": 2, "context": 2})}
 

@@ -18,12 +18,17 @@ USUAL = {
     "logging_strategy": "steps",
     "logging_steps": 1,
     "save_strategy": "no",
-    "learning_rate": 0.01,
+    # Adam makes a large step of a small gradient that is rounding only.
+    "learning_rate": 0.001,
     "bf16": "false",
 }
+GENERATED = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.3}
 KINDS = {
     "sft": ("sft", {"max_length": 32}),
     "dpo": ("dpo", {"max_length": 32}),
+    "reward": ("reward", {"max_length": 32}),
+    "grpo": ("grpo", GENERATED),
+    "rloo": ("rloo", GENERATED),
     "sft, packed, dft": (
         "sft",
         {"max_length": 24, "packing": "true", "loss_type": "dft", "per_device_train_batch_size": 1},

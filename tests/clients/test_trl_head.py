@@ -14,6 +14,7 @@ from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
+from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.topology.degrees import Degrees
@@ -58,6 +59,7 @@ def shard(family: str, degrees: Degrees, sequence_parallel: bool, **options: obj
     plan = plan_for(model, {})
     if degrees.tp > 1:
         shard_model(model, plan, topology, sequence_parallel)
+        protect_shards(model, topology)
     if degrees.cp > 1:
         shard_sequences(model, plan, topology, algorithm("ring", degrees.cp))
     return SequenceSharded(model, plain, topology)
@@ -93,7 +95,7 @@ def compare(pair: SequenceSharded, given: dict[str, torch.Tensor], loss_of: Loss
         outs.append(out)
         losses.append(loss.detach())
     expected, found = outs
-    assert agree(losses[1])
+    assert agree(losses[1]), (what, losses, found.log_probs.dtype)
     close(losses[1], losses[0], what)
     for name in (*OUTPUTS, "label_mask", "loss"):
         assert found[name].dtype == expected[name].dtype, (what, name)

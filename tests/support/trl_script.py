@@ -1,4 +1,4 @@
-"""A script for TRL's SFTTrainer or DPOTrainer as people have it: it knows nothing of ds_npu. Run by a test."""
+"""A script for one of TRL's trainers as people have it: it knows nothing of ds_npu. Run by a test."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def rows(kind: str, count: int) -> Dataset:
         words = [f"w{word}" for word in row]
         prompt, answers = " ".join(words[: 3 + index % 3]), (words[6 : 14 - index % 5], words[7 : 12 + index % 3])
         chosen, rejected = (" " + " ".join(answer) for answer in answers)
-        names = {"sft": {"completion": chosen}, "dpo": {"chosen": chosen, "rejected": rejected}}
-        found.append({"prompt": prompt} | names[kind])
+        pair = {"chosen": chosen, "rejected": rejected}
+        answered = {"sft": {"completion": chosen}, "dpo": pair, "grpo": {}, "rloo": {}}
+        whole = {name: prompt + each for name, each in pair.items()}
+        found.append(whole if kind == "reward" else {"prompt": prompt} | answered[kind])
     return Dataset.from_list(found)
 
 
@@ -49,38 +51,60 @@ class Watched:
         return loss
 
 
-class SFT(Watched, trl.SFTTrainer):
-    """TRL's."""
+def words_of(completions: list[str], **_: object) -> list[float]:
+    """A reward of a completion: how many different words it has, and a bit for its first."""
+    found = [completion.split() for completion in completions]
+    return [len(set(words)) + (int(words[0][1:]) / 64 if words else 0.0) for words in found]
 
 
-class DPO(Watched, trl.DPOTrainer):
-    """TRL's."""
+TRAINERS = {
+    "sft": (trl.SFTConfig, trl.SFTTrainer),
+    "dpo": (trl.DPOConfig, trl.DPOTrainer),
+    "reward": (trl.RewardConfig, trl.RewardTrainer),
+    "grpo": (trl.GRPOConfig, trl.GRPOTrainer),
+    "rloo": (trl.RLOOConfig, trl.RLOOTrainer),
+}
+LOGGED = ("entropy", "mean_token_accuracy", "grad_norm", "rewards/margins", "logits/chosen", "num_tokens")
+LOGGED += ("margin", "accuracy", "reward", "reward_std", "completions/mean_length")
+
+
+def model_of(kind: str) -> transformers.PreTrainedModel:
+    """A Llama: of scores where a reward is trained, of words else."""
+    if kind != "reward":
+        return tiny_models.tiny("llama", torch.float32, attn_implementation="sdpa")
+    config = tiny_models.config_of("llama", num_labels=1, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    return transformers.AutoModelForSequenceClassification.from_config(config)
+
+
+def others_of(kind: str) -> dict[str, object]:
+    """What else a trainer is given."""
+    if kind != "dpo":
+        return {"reward_funcs": words_of} if kind in ("grpo", "rloo") else {}
+    reference = model_of(kind)
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.mul_(0.9)
+    return {"ref_model": reference}
 
 
 def main() -> None:
     transformers.logging.set_verbosity_error()
     kind = sys.argv.pop(1)
-    config, trainer_class = {"sft": (trl.SFTConfig, SFT), "dpo": (trl.DPOConfig, DPO)}[kind]
+    config, plain_trainer = TRAINERS[kind]
     (arguments,) = transformers.HfArgumentParser(config).parse_args_into_dataclasses()
-    others = {}
-    if kind == "dpo":
-        others["ref_model"] = tiny_models.tiny("llama", torch.float32, attn_implementation="sdpa")
-        with torch.no_grad():
-            for weight in others["ref_model"].parameters():
-                weight.mul_(0.9)
-    trainer = trainer_class(
-        model=tiny_models.tiny("llama", torch.float32, attn_implementation="sdpa"),
+    trainer = type("Trainer", (Watched, plain_trainer), {})(
+        model=model_of(kind),
         args=arguments,
         train_dataset=rows(kind, 24),
         eval_dataset=rows(kind, 8),
         processing_class=tokenizer(),
-        **others,
+        **others_of(kind),
     )
     trainer.train()
     metrics = trainer.evaluate()
     trainer.save_model()
-    names = ("entropy", "mean_token_accuracy", "grad_norm", "rewards/margins", "logits/chosen", "num_tokens")
-    logged = [{name: each[name] for name in names if name in each} for each in trainer.state.log_history]
+    logged = [{name: each[name] for name in LOGGED if name in each} for each in trainer.state.log_history]
     said = {"losses": trainer.losses, "logged": logged, "eval_loss": metrics["eval_loss"]}
     (Path(arguments.output_dir) / f"said by {arguments.process_index}.json").write_text(json.dumps(said))
 

@@ -44,17 +44,15 @@ class TargetScores:
         assert self.targets.tokens is not None
         return {"labels": None, "shift_labels": batch.shard(self.targets.tokens), COUNT: self.count}
 
-    def make_whole(self, out: MutableMapping[str, Any], batch: ShardedBatch) -> None:
+    def make_whole(self, out: MutableMapping[str, Any], batch: ShardedBatch, aux_weight: float) -> None:
         """Replace this rank's scores in ``out`` by those of all tokens, and its share of the loss by the loss.
 
-        The same on every rank; in backward each rank keeps the gradients of its own tokens. One all-gather and one
-        all-reduce.
+        ``aux_weight``: of the routers' auxiliary loss, which is whole on each rank. The same on every rank; in backward
+        each rank keeps the gradients of its own tokens. One all-gather and one all-reduce.
         """
-        share = -out[LOG_PROBS].sum() / self.count
-        # What TRL adds to the share, the routers' auxiliary loss, is whole on each rank.
-        added = out["loss"] - share if out.get("aux_loss") is not None else None
-        loss = reduce(out["loss"] if added is None else share, batch.group)
-        out["loss"] = loss if added is None else loss + added
+        loss = reduce(-out[LOG_PROBS].sum() / self.count, batch.group)
+        aux = out.get("aux_loss")
+        out["loss"] = loss if aux is None else loss + aux_weight * aux
         scores = {name: out[name] for name in SCORES if out.get(name) is not None}
         dtype = scores[LOG_PROBS].dtype
         whole = batch.gather(torch.stack([each.to(dtype) for each in scores.values()], dim=-1))

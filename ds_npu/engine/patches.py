@@ -206,7 +206,7 @@ PATCHES: tuple[Patch, ...] = (
         why="TRL's GRPOTrainer samples completions on each process; tensor ranks would sample different ones",
         upstream="accelerate/utils/random.py, set_seed (1.15.0)",
         until="accelerate asks DeepSpeed's mpu for data ranks",
-        also=("accelerate.utils:set_seed", "accelerate:set_seed"),
+        also=("accelerate.utils:set_seed",),
     ),
     Patch(
         module="accelerate.parallelism_config",
@@ -312,10 +312,11 @@ def apply(module: ModuleType) -> None:
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
-    owner, leaf = _owner(module, patch.name)
-    default = object.__new__ if leaf == "__new__" else None
-    original = None if owner is None else vars(owner).get(leaf, default)
-    function = vars(original).get(patch.parameters_of) if original is not None and patch.parameters_of else original
+    *classes, leaf = patch.name.split(".")
+    owner = _attribute(module, classes)
+    default = object.__new__ if leaf == "__new__" and owner is not None else None
+    original = _attribute(module, [*classes, leaf]) or default
+    function = _attribute(module, [*classes, leaf, patch.parameters_of]) if patch.parameters_of else original
     found = None if function is None else tuple(inspect.signature(function).parameters)
     if found is None or found[: len(patch.parameters)] != patch.parameters:
         reason = (
@@ -338,10 +339,9 @@ def _apply(patch: Patch, module: ModuleType) -> None:
             setattr(holder, name, replacement)
 
 
-def _owner(module: ModuleType, name: str) -> tuple[Any, str]:
-    """The module or class that holds ``name`` (None: there is none), and the last part of it."""
-    *classes, leaf = name.split(".")
-    owner: Any = module
-    for part in classes:
-        owner = None if owner is None else vars(owner).get(part)
-    return owner, leaf
+def _attribute(module: ModuleType, path: list[str]) -> Any:
+    """What ``path`` leads to in ``module`` through classes; None: there is none."""
+    found: Any = module
+    for part in path:
+        found = None if found is None else vars(found).get(part)
+    return found

@@ -22,7 +22,7 @@ USUAL = {
     "learning_rate": 0.001,
     "bf16": "false",
 }
-GENERATED = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.3}
+GENERATED = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.3, "beta": 0.0}
 KINDS = {
     "sft": ("sft", {"max_length": 32}),
     "dpo": ("dpo", {"max_length": 32}),
@@ -53,3 +53,14 @@ def test_losses_norms_and_metrics_are_those_of_one_process(kind, parallel, tmp_p
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=SINGLE)
     for mine, theirs in zip(found["logged"], expected["logged"], strict=True):
         assert mine == pytest.approx(theirs, rel=SINGLE, abs=SINGLE)
+
+
+@pytest.mark.matrix(corners=0, drawn=0)
+@pytest.mark.parametrize("parallel", ["context"])
+def test_scores_of_sequences_are_refused(parallel, tmp_path):
+    ranks, degrees = PARALLEL[parallel]
+    said = (
+        "LlamaForSequenceClassification has the loss ForSequenceClassificationLoss: over the ranks of ds_npu.parallel"
+    )
+    with pytest.raises(AssertionError, match=said):
+        run_trainer(tmp_path, ranks, {"parallel": degrees}, USUAL | KINDS["reward"][1], script=(SCRIPT, "reward"))

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ def fill_in_for_data_ranks(original: Function) -> Function:
     def filled_in(self: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         # Asking for it makes the state, where there is none yet.
         state = args.distributed_state
-        degrees = None if state is None else _degrees_of(self.config, state)
-        with nullcontext() if degrees is None else _counting(degrees, [state]):
+        degrees = None if state is None else degrees_of(self.config, state)
+        with nullcontext() if degrees is None else counting(degrees, [state]):
             return original(self, args, *rest, **kwargs)
 
     return filled_in
@@ -74,19 +75,29 @@ def validate_parallelism(original: Function) -> Function:
     return validated
 
 
+def seed_of_data_rank(original: Function) -> Function:
+    """For the function that gives each process another seed, from which it draws samples of what is generated."""
+
+    @functools.wraps(original)
+    def seeded(seed: int, device_specific: bool = False, *args: Any, **kwargs: Any) -> Any:
+        degrees = _degrees() if device_specific else None
+        if degrees is None:
+            return original(seed, device_specific, *args, **kwargs)
+        return original(seed + degrees.place(dist.get_rank())["dp"], False, *args, **kwargs)
+
+    return seeded
+
+
 def gather_for_metrics(original: Function) -> Function:
     @functools.wraps(original)
     def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
         degrees = _degrees()
         if degrees is None:
             return original(self, *args, **kwargs)
-        gather, first = self.gather, degrees.groups("dp")[0]
+        gather = self.gather
 
         def gather_once(data: Any) -> Any:
-            def of_data_ranks(whole: Any) -> Any:
-                return torch.cat([whole.chunk(degrees.world_size)[rank] for rank in first])
-
-            return tree_map(of_data_ranks, gather(data))
+            return _once(gather(data), degrees)
 
         # What it then leaves out of the last batch, it counts in samples.
         self.gather = gather_once
@@ -116,10 +127,10 @@ def _degrees() -> Degrees | None:
     from accelerate.state import AcceleratorState, PartialState, is_initialized
 
     plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
-    return None if plugin is None else _degrees_of(plugin.deepspeed_config, PartialState())
+    return None if plugin is None else degrees_of(plugin.deepspeed_config, PartialState())
 
 
-def _degrees_of(ds_config: Any, state: Any) -> Degrees | None:
+def degrees_of(ds_config: Any, state: Any) -> Degrees | None:
     """The grid that ``ds_config`` asks for, if some of its ranks share samples; ``state`` is accelerate's."""
     config = with_section(ds_config)
     # On the CPU accelerate may take each process for the only one, and then shares out nothing.
@@ -134,23 +145,90 @@ def _degrees_of(ds_config: Any, state: Any) -> Degrees | None:
 @contextmanager
 def _data_ranks_for_processes() -> Iterator[None]:
     degrees = _degrees()
-    if degrees is None:
+    with nullcontext() if degrees is None else counting(degrees, _states()):
         yield
-        return
-    # The second is made of the first whenever it is asked for.
+
+
+def _states() -> list[Any]:
     from accelerate.state import AcceleratorState, PartialState
 
-    with _counting(degrees, [PartialState(), AcceleratorState()]):
+    # The second is made of the first whenever it is asked for.
+    return [PartialState(), AcceleratorState()]
+
+
+@contextmanager
+def counting(degrees: Degrees, states: list[Any]) -> Iterator[None]:
+    """Meanwhile accelerate's ``states`` count the data ranks in place of the processes."""
+    with _showing(states, degrees.dp, None):
         yield
 
 
 @contextmanager
-def _counting(degrees: Degrees, states: list[Any]) -> Iterator[None]:
-    before = [each.num_processes for each in states]
+def _showing(states: list[Any], count: int, index: int | None) -> Iterator[None]:
+    """Meanwhile ``states`` show ``count`` processes, of which this one is ``index`` (None: as before)."""
+    before = [(each.num_processes, each.process_index) for each in states]
     for each in states:
-        each.num_processes = degrees.dp
+        each.num_processes = count
+        each.process_index = each.process_index if index is None else index
     try:
         yield
     finally:
-        for each, count in zip(states, before, strict=True):
-            each.num_processes = count
+        for each, (number, place) in zip(states, before, strict=True):
+            each.num_processes, each.process_index = number, place
+
+
+_JOINED: ContextVar[Degrees | None] = ContextVar("_JOINED", default=None)
+"""The grid of whose data ranks accelerate's gather() joins the tensors; None: it joins those of all processes."""
+
+
+@contextmanager
+def data_ranks_as_processes() -> Iterator[None]:
+    """Meanwhile accelerate's processes are the data ranks: how many, which one this is, and what is gathered."""
+    degrees = _degrees()
+    if degrees is None or _JOINED.get() is not None:
+        yield
+        return
+    token = _JOINED.set(degrees)
+    try:
+        with _showing(_states(), degrees.dp, degrees.place(dist.get_rank())["dp"]):
+            yield
+    finally:
+        _JOINED.reset(token)
+
+
+def gather_of_data_ranks(original: Function) -> Function:
+    """For accelerate's function that joins the tensors of all processes."""
+
+    @functools.wraps(original)
+    def gathered(tensor: Any) -> Any:
+        degrees = _JOINED.get()
+        if degrees is None:
+            return original(tensor)
+        with _showing(_states(), degrees.world_size, dist.get_rank()):
+            return _once(original(tensor), degrees)
+
+    return gathered
+
+
+def gather_objects_of_data_ranks(original: Function) -> Function:
+    """For accelerate's function that joins the lists of all processes."""
+
+    @functools.wraps(original)
+    def gathered(objects: Any) -> Any:
+        degrees = _JOINED.get()
+        if degrees is None:
+            return original(objects)
+        with _showing(_states(), degrees.world_size, dist.get_rank()):
+            lists = original([objects])
+        return [each for rank in degrees.groups("dp")[0] for each in lists[rank]]
+
+    return gathered
+
+
+def _once(gathered: Any, degrees: Degrees) -> Any:
+    """Of what each process has given, that of one process for each data rank."""
+
+    def of_data_ranks(whole: Any) -> Any:
+        return torch.cat([whole.chunk(degrees.world_size)[rank] for rank in degrees.groups("dp")[0]])
+
+    return tree_map(of_data_ranks, gathered)

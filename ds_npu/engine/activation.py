@@ -38,6 +38,8 @@ PATCHED = (
     "accelerate.data_loader",
     "accelerate.parallelism_config",
     "accelerate.scheduler",
+    "accelerate.utils.operations",
+    "accelerate.utils.random",
     "deepspeed",
     "deepspeed.accelerator.npu_accelerator",
     "deepspeed.comm.comm",
@@ -49,6 +51,12 @@ PATCHED = (
     "deepspeed.runtime.zero.partition_parameters",
     "transformers.integrations.deepspeed",
     "transformers.trainer",
+    "transformers.training_args",
+    "trl.trainer.grpo_config",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_config",
+    "trl.trainer.rloo_trainer",
+    "trl.trainer.utils",
 )
 """The modules that ``ds_npu.engine.patches`` changes; a test holds the two together."""
 

@@ -35,6 +35,10 @@ class Patch:
     why: str
     upstream: str
     until: str
+    parameters_of: str = ""
+    """The function of a replaced class to which ``parameters`` belong; "" is the original itself."""
+    optional: bool = False
+    """Whether the result is the same without it, and only dearer: no reason to refuse a config."""
     also: tuple[str, ...] = ()
     """``module:name`` of copies that ``from ... import`` made, for an ``import ds_npu`` after ``import deepspeed``."""
 
@@ -176,6 +180,34 @@ PATCHES: tuple[Patch, ...] = (
         upstream="accelerate/accelerator.py:4070 (1.15.0)",
         until="accelerate asks the engine for its weights",
     ),
+    *(
+        Patch(
+            module="accelerate.utils.operations",
+            name=name,
+            factory=f"ds_npu.engine.accelerate:{factory}",
+            parameters=(parameter,),
+            what="a trainer that generates joins the rewards and lengths of each sample once",
+            why="it joins what every process has, and ranks that share samples have the same",
+            upstream="accelerate/utils/operations.py (1.15.0)",
+            until="accelerate asks DeepSpeed's mpu for data ranks",
+            also=(f"accelerate.utils:{name}", f"accelerate.accelerator:{name}"),
+        )
+        for name, factory, parameter in (
+            ("gather", "gather_of_data_ranks", "tensor"),
+            ("gather_object", "gather_objects_of_data_ranks", "object"),
+        )
+    ),
+    Patch(
+        module="accelerate.utils.random",
+        name="set_seed",
+        factory="ds_npu.engine.accelerate:seed_of_data_rank",
+        parameters=("seed", "device_specific"),
+        what="ranks that share samples draw the same random numbers where each process is given another seed",
+        why="TRL's GRPOTrainer samples completions on each process; tensor ranks would sample different ones",
+        upstream="accelerate/utils/random.py, set_seed (1.15.0)",
+        until="accelerate asks DeepSpeed's mpu for data ranks",
+        also=("accelerate.utils:set_seed",),
+    ),
     Patch(
         module="accelerate.parallelism_config",
         name="ParallelismConfig._validate_accelerator",
@@ -205,6 +237,46 @@ PATCHES: tuple[Patch, ...] = (
         why="it counts every process as a data rank, but for those that DeepSpeed's own autotp_size names",
         upstream="transformers/trainer.py, Trainer.get_total_train_batch_size (5.23.0)",
         until="transformers asks DeepSpeed's mpu for data ranks",
+    ),
+    Patch(
+        module="transformers.training_args",
+        name="TrainingArguments.__post_init__",
+        factory="ds_npu.engine.trl:know_data_ranks",
+        parameters=("self",),
+        what="the arguments of TRL's trainers that generate know the data ranks once DeepSpeed's config is read",
+        why="they are made of these arguments, in the same call",
+        upstream="transformers/training_args.py, TrainingArguments.__post_init__ (5.23.0)",
+        until="TRL asks DeepSpeed's mpu for data ranks",
+    ),
+    *(
+        Patch(
+            module=f"trl.trainer.{kind.lower()}_{module}",
+            name=f"{kind}{name}",
+            factory=f"ds_npu.engine.trl:{factory}",
+            parameters=("self",),
+            what="ranks that share samples generate the same completions, and each is counted once",
+            why="it counts every process as a data rank: prompts would be left out, and others taken twice",
+            upstream=f"trl/trainer/{kind.lower()}_{module}.py (1.16)",
+            until="TRL asks DeepSpeed's mpu for data ranks",
+        )
+        for kind in ("GRPO", "RLOO")
+        for module, name, factory in (
+            ("config", "Config.__post_init__", "count_generated_samples"),
+            ("trainer", "Trainer._generate_and_score_completions", "with_data_ranks"),
+            ("trainer", "Trainer._compute_loss", "with_data_ranks"),
+        )
+    ),
+    Patch(
+        module="trl.trainer.utils",
+        name="_ChunkedLogProbFunction",
+        factory="ds_npu.engine.trl:log_probs_of_shards",
+        parameters=("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
+        parameters_of="forward",
+        optional=True,
+        what="with a head sharded over tensor ranks, TRL's scores of tokens are computed from each rank's words",
+        why="left alone each rank gathers the head's whole weight and computes all of its words",
+        upstream="trl/trainer/utils.py, add_fused_lm_head (1.16)",
+        until="TRL calls the head in place of reading its weight",
     ),
     Patch(
         module="deepspeed.env_report",
@@ -240,21 +312,25 @@ def apply(module: ModuleType) -> None:
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
-    owner, leaf = _owner(module, patch.name)
-    default = object.__new__ if leaf == "__new__" else None
-    original = None if owner is None else vars(owner).get(leaf, default)
-    found = None if original is None else tuple(inspect.signature(original).parameters)
+    *classes, leaf = patch.name.split(".")
+    owner = _attribute(module, classes)
+    default = object.__new__ if leaf == "__new__" and owner is not None else None
+    original = _attribute(module, [*classes, leaf]) or default
+    function = _attribute(module, [*classes, leaf, patch.parameters_of]) if patch.parameters_of else original
+    found = None if function is None else tuple(inspect.signature(function).parameters)
     if found is None or found[: len(patch.parameters)] != patch.parameters:
         reason = (
             f"{patch.target} begins with the parameters {patch.parameters} in the versions that ds_npu supports "
             f"(DeepSpeed {VERSIONS}, accelerate 1.15, transformers 5.23); here it "
             f"{'does not exist' if found is None else f'has {found}'}"
         )
+        if patch.optional:
+            return
         FAILED.append(reason)
         warn_once(f"a change that ds_npu needs was not made: {reason}. Install a supported one.")
         return
-    module_name, _, function = patch.factory.partition(":")
-    replacement = vars(importlib.import_module(module_name))[function](original)
+    module_name, _, factory = patch.factory.partition(":")
+    replacement = vars(importlib.import_module(module_name))[factory](original)
     setattr(owner, leaf, replacement)
     for copy in patch.also:
         copy_module, _, name = copy.partition(":")
@@ -263,10 +339,9 @@ def _apply(patch: Patch, module: ModuleType) -> None:
             setattr(holder, name, replacement)
 
 
-def _owner(module: ModuleType, name: str) -> tuple[Any, str]:
-    """The module or class that holds ``name`` (None: there is none), and the last part of it."""
-    *classes, leaf = name.split(".")
-    owner: Any = module
-    for part in classes:
-        owner = None if owner is None else vars(owner).get(part)
-    return owner, leaf
+def _attribute(module: ModuleType, path: list[str]) -> Any:
+    """What ``path`` leads to in ``module`` through classes; None: there is none."""
+    found: Any = module
+    for part in path:
+        found = None if found is None else vars(found).get(part)
+    return found

@@ -98,7 +98,7 @@ def on_a_grid(degrees: Degrees) -> None:
             rank = topology.rank("tp")
             weight = vocabulary.take(inputs.weight, rank).requires_grad_()
             bias = None if inputs.bias is None else vocabulary.take(inputs.bias, rank).requires_grad_()
-            head = VocabParallelLogProbs(topology, vocabulary, transform)
+            head = VocabParallelLogProbs(topology.group("tp"), vocabulary, transform)
             found = head(hidden, weight, inputs.targets[:, index], bias)
             assert expected.is_top1[:, 1:4].tolist() == B * [[True, False, False]]
             for field, mine, whole in zip(TokenScores._fields, found, expected, strict=True):
@@ -137,7 +137,7 @@ def in_bfloat16() -> None:
     exact, exact_gradients = reference(wide, LogitTransform())
     torchs, torchs_gradients = reference(given, LogitTransform())
     hidden, weight = given.hidden.clone().requires_grad_(), vocabulary.take(given.weight, rank).requires_grad_()
-    found = VocabParallelLogProbs(topology, vocabulary)(
+    found = VocabParallelLogProbs(topology.group("tp"), vocabulary)(
         hidden, weight, given.targets, vocabulary.take(given.bias, rank)
     )
     assert found.log_probs.dtype == torch.float32
@@ -161,7 +161,7 @@ def messages_and_memory() -> None:
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = torch.randn(words // 2, hidden_size, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)
-    head = VocabParallelLogProbs(topology, vocabulary)
+    head = VocabParallelLogProbs(topology.group("tp"), vocabulary)
     with Wire() as wire:
         found = head(hidden, weight, targets)
         assert wire.sent == [("allreduce_", 2 * tokens * 4), ("allreduce_", 5 * tokens * 4)]

@@ -50,14 +50,15 @@ def _is_ours(found: object) -> bool:
 
 def unpatched() -> list[str]:
     """The targets of the patch table, and the copies of them, that are DeepSpeed's own; imports their modules."""
-    from ds_npu.engine.patches import PATCHES, _owner
+    from ds_npu.engine.patches import PATCHES, _attribute
 
+    # As if it were not installed: without CANN transformers fails to import where it is.
+    sys.modules["torch_npu"] = None
     names = []
     for patch in PATCHES:
         for place in (f"{patch.module}:{patch.name}", *patch.also):
             module, _, name = place.partition(":")
-            owner, leaf = _owner(importlib.import_module(module), name)
-            if not _is_ours(vars(owner).get(leaf, object)):
+            if not _is_ours(_attribute(importlib.import_module(module), name.split(".")) or object):
                 names.append(place)
     return names
 

@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "deepspeed", "accelerate", "transformers")
+PACKAGES = ("torch", "deepspeed", "accelerate", "transformers", "trl")
 MODULES = (
     "accelerate.accelerator",
     "torch.distributed.tensor.parallel",
@@ -27,6 +27,8 @@ MODULES = (
     "deepspeed.moe.layer",
     "deepspeed.sequence.layer",
     "transformers.trainer",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
 )
 
 

@@ -1,4 +1,4 @@
-"""Runs ``trainer_script.py`` under torchrun, as people start a script for the Hugging Face Trainer."""
+"""Runs ``trainer_script.py``, or another script for the Hugging Face Trainer, under torchrun, as people start them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ SCRIPT = Path(__file__).with_name("trainer_script.py")
 
 
 def run_trainer(
-    folder: Path, ranks: int, section: dict[str, object] | None, options: dict[str, object], stage: int = 1
+    folder: Path,
+    ranks: int,
+    section: dict[str, object] | None,
+    options: dict[str, object],
+    stage: int = 1,
+    script: tuple[str, ...] = (str(SCRIPT),),
 ) -> list[dict[str, object]]:
-    """What each rank says of a run that writes to ``folder``; ``options`` are those of the script."""
+    """What each rank says of a run that writes to ``folder``; ``options`` are those of the script.
+
+    ``script``: its path and first arguments.
+    """
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -32,7 +40,7 @@ def run_trainer(
     path = folder / "deepspeed.json"
     path.write_text(json.dumps(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(SCRIPT), "--deepspeed", str(path), "--output_dir", str(folder)]
+    command += [*script, "--deepspeed", str(path), "--output_dir", str(folder)]
     command += ["--use_cpu"] if os.environ.get("DS_ACCELERATOR") == "cpu" else []
     usual = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "report_to": "none"}
     usual |= {"lr_scheduler_type": "linear", "logging_strategy": "no"}

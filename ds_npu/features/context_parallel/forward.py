@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice
+from ds_npu.features.context_parallel.fused_head import SCORES, TargetScores, asks_for_scores
 from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
@@ -31,8 +32,9 @@ CONTEXT_RANKS = "the ranks of ds_npu.parallel.context"
 
 
 def generates(given: Mapping[str, Any]) -> bool:
-    """Whether a forward with the arguments ``given`` begins or continues a cache."""
-    return not torch.is_grad_enabled() and (given.get("past_key_values") is not None or bool(given.get("use_cache")))
+    """Whether a forward with the arguments ``given`` generates: with a cache, or with the last logits of all tokens."""
+    asked = given.get("past_key_values") is not None or given.get("use_cache") or given.get("logits_to_keep")
+    return not torch.is_grad_enabled() and bool(asked)
 
 
 class SequenceShardForward:
@@ -64,7 +66,7 @@ class SequenceShardForward:
         with new_forward() as micro_batch:
             if self.loss is not None:
                 self.loss.begin(micro_batch)
-            if self._goes_on_with_a_cache(given):
+            if self._generates(given):
                 self.running_batch.set(micro_batch, UnshardedBatch())
                 return inner(**given)
             batch, local = self._shard_arguments(given, micro_batch)
@@ -81,8 +83,8 @@ class SequenceShardForward:
         several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         return {name for name, each in self.signature.parameters.items() if each.kind in several}
 
-    def _goes_on_with_a_cache(self, given: dict[str, Any]) -> bool:
-        """Whether the call generates with a cache: tokens come one by one, so every rank computes all of them."""
+    def _generates(self, given: dict[str, Any]) -> bool:
+        """Whether the call generates: tokens come one by one, so every rank computes all of them."""
         if given.get("past_key_values") is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"{self.who} is given past_key_values and is trained: ds_npu.parallel.context divides sequences, "
@@ -122,6 +124,8 @@ class SequenceShardForward:
         if routers and mask is not None and mask.dim() == 2:
             # The auxiliary loss needs it to leave padding out.
             local["attention_mask"] = mask
+        if asks_for_scores(given):
+            return batch, local | TargetScores(given).arguments(batch)
         if self.loss is None or targets.tokens is None:
             return batch, local
         mine = batch.shard(targets.tokens)
@@ -169,11 +173,17 @@ class SequenceShardForward:
         self, out: MutableMapping[str, Any], batch: ShardedBatch, micro_batch: MicroBatch, given: dict[str, Any]
     ) -> None:
         """Make the loss of a forward with labels whole; gather outputs of tokens, or guard those that nobody needs."""
+        scores = TargetScores(given) if asks_for_scores(given) else None
+        if scores is not None:
+            weight = setting(self.model.config.get_text_config(), "router_aux_loss_coef", float)
+            scores.make_whole(out, batch, weight or 0.0)
         labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         # Training on labels needs no whole logits, which are large.
         gathers = not (labelled and self.model.training)
         for name, value in list(out.items()):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if scores is not None and name in ("loss", *SCORES):
+                continue
             if name == "loss" and self.loss is not None and labelled:
                 out[name] = self.loss.whole(value, micro_batch, batch)
             elif name in GATHERED and not gathers:

@@ -18,8 +18,9 @@ from ds_npu.models.attention_function import hidden_of
 from ds_npu.models.logits import IGNORED_LABEL
 
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
-VISIBILITY_ARGUMENTS = ("attention_mask", *CUMULATIVE, "max_length_q", "max_length_k")
-"""Arguments that are read here and not passed on to the model."""
+VISIBILITY_ARGUMENTS = ("attention_mask", *CUMULATIVE, "max_length_q", "max_length_k", "seq_idx")
+"""Arguments that are read here and not passed on to the model (seq_idx numbers packed documents for layers other than
+attention, which context parallelism refuses)."""
 
 
 @dataclass(frozen=True, eq=False)

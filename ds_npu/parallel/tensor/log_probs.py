@@ -22,7 +22,6 @@ from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
 from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.tensor.sharding import Sharding
-from ds_npu.topology.topology import Topology
 
 TOKENS = 1024
 """Whose logits are held at a time: enough for a matrix multiplication that is not bound by reading the weight."""
@@ -190,10 +189,11 @@ class VocabParallelLogProbs:
     passes the hidden states and targets of its own tokens and divides by the count of all: its share of the loss.
     """
 
-    def __init__(self, topology: Topology, vocabulary: Sharding, transform: LogitTransform | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, vocabulary: Sharding, transform: LogitTransform | None = None) -> None:
+        """``group``: the tensor ranks, ``topology.group("tp")``."""
         self.words = vocabulary.size
-        ((self.start, self.stop),) = vocabulary.ranges[topology.rank("tp")]
-        self.group = topology.group("tp")
+        ((self.start, self.stop),) = vocabulary.ranges[dist.get_rank(group)]
+        self.group = group
         self.transform = transform or LogitTransform()
 
     def __call__(

@@ -1,0 +1,66 @@
+"""TRL's trainers, unmodified: over tensor and context ranks they log what one process logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trainer_runs import run_trainer
+
+pytestmark = pytest.mark.slow
+
+SINGLE = 1e-6
+SCRIPT = str(Path(__file__).parent.parent / "support/trl_script.py")
+USUAL = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    # Adam makes a large step of a small gradient that is rounding only.
+    "learning_rate": 0.001,
+    "bf16": "false",
+}
+GENERATED = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.3, "beta": 0.0}
+KINDS = {
+    "sft": ("sft", {"max_length": 32}),
+    "dpo": ("dpo", {"max_length": 32}),
+    "reward": ("reward", {"max_length": 32}),
+    "grpo": ("grpo", GENERATED),
+    "rloo": ("rloo", GENERATED),
+    "sft, packed, dft": (
+        "sft",
+        {"max_length": 24, "packing": "true", "loss_type": "dft", "per_device_train_batch_size": 1},
+    ),
+}
+PARALLEL = {"context": (2, {"context": 2}), "tensor": (2, {"tensor": 2}), "both": (4, {"tensor": 2, "context": 2})}
+
+
+@pytest.mark.matrix(corners=1, drawn=0)
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_norms_and_metrics_are_those_of_one_process(kind, parallel, tmp_path):
+    trainer, options = KINDS[kind]
+    ranks, degrees = PARALLEL[parallel]
+    script = (SCRIPT, trainer)
+    (expected,) = run_trainer(tmp_path / "one", 1, None, USUAL | options, script=script)
+    everyones = run_trainer(tmp_path / "many", ranks, {"parallel": degrees}, USUAL | options, script=script)
+    assert all(each == everyones[0] for each in everyones)
+    found = everyones[0]
+    assert len(found["losses"]) == 6
+    assert found["losses"] == pytest.approx(expected["losses"], rel=SINGLE)
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=SINGLE)
+    for mine, theirs in zip(found["logged"], expected["logged"], strict=True):
+        assert mine == pytest.approx(theirs, rel=SINGLE, abs=SINGLE)
+
+
+@pytest.mark.matrix(corners=0, drawn=0)
+@pytest.mark.parametrize("parallel", ["context"])
+def test_scores_of_sequences_are_refused(parallel, tmp_path):
+    ranks, degrees = PARALLEL[parallel]
+    said = (
+        "LlamaForSequenceClassification has the loss ForSequenceClassificationLoss: over the ranks of ds_npu.parallel"
+    )
+    with pytest.raises(AssertionError, match=said):
+        run_trainer(tmp_path, ranks, {"parallel": degrees}, USUAL | KINDS["reward"][1], script=(SCRIPT, "reward"))

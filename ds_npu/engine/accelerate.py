@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from ds_npu.engine.announcement import with_section
 from ds_npu.engine.asked_twice import check_no_parallelism_config
@@ -30,12 +30,46 @@ def prepare_data_loader(original: Function) -> Function:
     def prepared(*args: Any, **kwargs: Any) -> Any:
         bound, degrees = signature.bind(*args, **kwargs), _degrees()
         if degrees is not None:
-            place = {"num_processes": degrees.dp, "process_index": degrees.place(dist.get_rank())["dp"]}
-            # Where rank 0 reads for all of them, accelerate counts every rank.
-            bound.arguments.update(place, dispatch_batches=False, torch_device_mesh=None)
+            place = {"num_processes": degrees.dp, "process_index": _data_rank(degrees)}
+            bound.arguments.update(place, torch_device_mesh=None)
         return original(*bound.args, **bound.kwargs)
 
     return prepared
+
+
+@dataclass(frozen=True)
+class _DispatchState:
+    """What a loader that reads on global rank 0 for all asks accelerate's state for."""
+
+    num_processes: int
+    """Data ranks: for each of them a batch is read."""
+    process_index: int
+    """The global rank: rank 0 reads."""
+    device: torch.device
+
+
+def dispatcher_init(original: Function) -> Function:
+    """For ``DataLoaderDispatcher.__init__``: each rank takes the slice of its data rank."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        degrees = _degrees()
+        if degrees is None:
+            return
+        self.state = _DispatchState(degrees.dp, dist.get_rank(), self.state.device)
+        cut, data_rank = self.slice_fn, _data_rank(degrees)
+
+        def slice_of_data_rank(data: Any, chosen: slice, process_index: int, num_processes: int) -> Any:
+            # A slice from 0 is rank 0's, or the one that every rank keeps to complete the last batch with.
+            if chosen.start:
+                length = chosen.stop - chosen.start
+                chosen = slice(data_rank * length, (data_rank + 1) * length)
+            return cut(data, chosen, process_index=process_index, num_processes=num_processes)
+
+        self.slice_fn = slice_of_data_rank
+
+    return init
 
 
 def count_data_ranks(original: Function) -> Function:
@@ -49,6 +83,31 @@ def count_data_ranks(original: Function) -> Function:
     return counted
 
 
+def be_data_rank(original: Function) -> Function:
+    """For a function that also asks which process this is, and means which data rank."""
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with _data_ranks_for_processes(with_index=True):
+            return original(*args, **kwargs)
+
+    return counted
+
+
+def split_between_processes(original: Function) -> Function:
+    """For a method that returns a context manager, within which processes are counted as ever."""
+
+    @functools.wraps(original)
+    @contextmanager
+    def split(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with ExitStack() as within:
+            with _data_ranks_for_processes(with_index=True):
+                mine = within.enter_context(original(*args, **kwargs))
+            yield mine
+
+    return split
+
+
 def fill_in_for_data_ranks(original: Function) -> Function:
     """For transformers' method that fills in "auto" before there is an Accelerator."""
 
@@ -56,7 +115,7 @@ def fill_in_for_data_ranks(original: Function) -> Function:
     def filled_in(self: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         # Asking for it makes the state, where there is none yet.
         state = args.distributed_state
-        degrees = None if state is None else _degrees_of(self.config, state)
+        degrees = None if state is None else _sharing(_grid_of(self.config, state))
         with nullcontext() if degrees is None else _counting(degrees, [state]):
             return original(self, args, *rest, **kwargs)
 
@@ -76,26 +135,31 @@ def validate_parallelism(original: Function) -> Function:
 
 def gather_for_metrics(original: Function) -> Function:
     @functools.wraps(original)
-    def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def gathered(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
         degrees = _degrees()
         if degrees is None:
-            return original(self, *args, **kwargs)
-        gather, first = self.gather, degrees.groups("dp")[0]
-
-        def gather_once(data: Any) -> Any:
-            def of_data_ranks(whole: Any) -> Any:
-                return torch.cat([whole.chunk(degrees.world_size)[rank] for rank in first])
-
-            return tree_map(of_data_ranks, gather(data))
-
+            return original(self, input_data, use_gather_object)
+        if use_gather_object or not _holds_tensors_only(input_data):
+            # A list of all ranks' objects: ranks whose samples another rank has as well add none.
+            is_first = dist.get_rank() in degrees.groups("dp")[0]
+            return original(self, input_data if is_first else [], use_gather_object=True)
         # What it then leaves out of the last batch, it counts in samples.
-        self.gather = gather_once
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            del self.gather
+        with _gathering_of_data_ranks(self, degrees):
+            return original(self, input_data)
 
     return gathered
+
+
+def track_input_tokens(original: Function) -> Function:
+    """For the Trainer's method that adds up what ``accelerator.gather`` returns."""
+
+    @functools.wraps(original)
+    def tracked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        degrees = _degrees()
+        with nullcontext() if degrees is None else _gathering_of_data_ranks(self.accelerator, degrees):
+            return original(self, *args, **kwargs)
+
+    return tracked
 
 
 def get_state_dict(original: Function) -> Function:
@@ -111,28 +175,67 @@ def get_state_dict(original: Function) -> Function:
     return whole
 
 
-def _degrees() -> Degrees | None:
-    """The grid of this process's Accelerator, if its config has the section and some of its ranks share samples."""
+def grid() -> Degrees | None:
+    """The grid of this process's Accelerator, if its config has the section."""
     from accelerate.state import AcceleratorState, PartialState, is_initialized
 
     plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
-    return None if plugin is None else _degrees_of(plugin.deepspeed_config, PartialState())
+    return None if plugin is None else _grid_of(plugin.deepspeed_config, PartialState())
 
 
-def _degrees_of(ds_config: Any, state: Any) -> Degrees | None:
-    """The grid that ``ds_config`` asks for, if some of its ranks share samples; ``state`` is accelerate's."""
+def _degrees() -> Degrees | None:
+    """That grid, if some of its ranks share samples."""
+    return _sharing(grid())
+
+
+def _grid_of(ds_config: Any, state: Any) -> Degrees | None:
+    """The grid that ``ds_config`` asks for; ``state`` is accelerate's."""
     config = with_section(ds_config)
     # On the CPU accelerate may take each process for the only one, and then shares out nothing.
     if config is None or not dist.is_initialized() or state.backend is None:
         return None
     from ds_npu.engine.session import validate
 
-    _, degrees = validate(config)
-    return degrees if degrees.dp < degrees.world_size else None
+    return validate(config)[1]
+
+
+def _sharing(degrees: Degrees | None) -> Degrees | None:
+    return degrees if degrees is not None and degrees.dp < degrees.world_size else None
+
+
+def _data_rank(degrees: Degrees) -> int:
+    return degrees.place(dist.get_rank())["dp"]
+
+
+def _holds_tensors_only(data: Any) -> bool:
+    from accelerate.utils.operations import recursively_apply
+
+    try:
+        recursively_apply(lambda leaf: leaf, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager
-def _data_ranks_for_processes() -> Iterator[None]:
+def _gathering_of_data_ranks(accelerator: Any, degrees: Degrees) -> Iterator[None]:
+    """Within it, ``accelerator.gather`` joins the tensors of one rank of each data rank."""
+    from accelerate.utils.operations import recursively_apply
+
+    gather, first = accelerator.gather, degrees.groups("dp")[0]
+
+    def of_data_ranks(whole: torch.Tensor) -> torch.Tensor:
+        return torch.cat([whole.chunk(degrees.world_size)[rank] for rank in first])
+
+    accelerator.gather = lambda data: recursively_apply(of_data_ranks, gather(data))
+    try:
+        yield
+    finally:
+        del accelerator.gather
+
+
+@contextmanager
+def _data_ranks_for_processes(with_index: bool = False) -> Iterator[None]:
     degrees = _degrees()
     if degrees is None:
         yield
@@ -140,17 +243,19 @@ def _data_ranks_for_processes() -> Iterator[None]:
     # The second is made of the first whenever it is asked for.
     from accelerate.state import AcceleratorState, PartialState
 
-    with _counting(degrees, [PartialState(), AcceleratorState()]):
+    with _counting(degrees, [PartialState(), AcceleratorState()], with_index):
         yield
 
 
 @contextmanager
-def _counting(degrees: Degrees, states: list[Any]) -> Iterator[None]:
-    before = [each.num_processes for each in states]
+def _counting(degrees: Degrees, states: list[Any], with_index: bool = False) -> Iterator[None]:
+    before = [(each.num_processes, each.process_index) for each in states]
     for each in states:
         each.num_processes = degrees.dp
+        if with_index:
+            each.process_index = _data_rank(degrees)
     try:
         yield
     finally:
-        for each, count in zip(states, before, strict=True):
-            each.num_processes = count
+        for each, (count, index) in zip(states, before, strict=True):
+            each.num_processes, each.process_index = count, index

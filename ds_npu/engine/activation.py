@@ -38,6 +38,7 @@ PATCHED = (
     "accelerate.data_loader",
     "accelerate.parallelism_config",
     "accelerate.scheduler",
+    "accelerate.state",
     "deepspeed",
     "deepspeed.accelerator.npu_accelerator",
     "deepspeed.comm.comm",
@@ -49,6 +50,7 @@ PATCHED = (
     "deepspeed.runtime.zero.partition_parameters",
     "transformers.integrations.deepspeed",
     "transformers.trainer",
+    "transformers.trainer_jit_checkpoint",
 )
 """The modules that ``ds_npu.engine.patches`` changes; a test holds the two together."""
 

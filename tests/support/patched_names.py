@@ -27,6 +27,7 @@ MODULES = (
     "deepspeed.moe.layer",
     "deepspeed.sequence.layer",
     "transformers.trainer",
+    "transformers.trainer_jit_checkpoint",
 )
 
 

@@ -97,15 +97,18 @@ def be_data_rank(original: Function) -> Function:
 def split_between_processes(original: Function) -> Function:
     """For a method that returns a context manager, within which processes are counted as ever."""
 
-    @functools.wraps(original)
     @contextmanager
-    def split(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def split(args: Any, kwargs: Any) -> Iterator[Any]:
         with ExitStack() as within:
             with _data_ranks_for_processes(with_index=True):
                 mine = within.enter_context(original(*args, **kwargs))
             yield mine
 
-    return split
+    @functools.wraps(original)
+    def splitting(*args: Any, **kwargs: Any) -> Any:
+        return split(args, kwargs)
+
+    return splitting
 
 
 def fill_in_for_data_ranks(original: Function) -> Function:

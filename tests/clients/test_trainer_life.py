@@ -73,6 +73,7 @@ CASES = [
     *(("data, tensor", 3), ("data, context", 1), ("data, context", 3)),
 ]
 """Layouts and stages of ZeRO."""
+SOME = [*CASES[:4], ("tensor", 0), ("data, context", 2)]
 
 
 @pytest.mark.parametrize(("layout", "stage"), CASES)
@@ -94,7 +95,7 @@ def test_a_whole_life(layout: str, stage: int, start: str, alone, tmp_path: Path
         assert rule.relative(weights_in(tmp_path / checkpoint), weights_in(folder / checkpoint)) <= SINGLE
 
 
-@pytest.mark.parametrize(("layout", "stage"), CASES)
+@pytest.mark.parametrize(("layout", "stage"), SOME)
 def test_samplers_streams_and_losses(layout: str, stage: int, start: str, alone, tmp_path: Path):
     titles = [title for title in OTHERS if is_possible(title, layout, stage)]
     found = lived(layout, stage, titles, start, tmp_path)
@@ -109,7 +110,7 @@ def is_possible(title: str, layout: str, stage: int) -> bool:
     return not (title == "found" and stage == 3) and not (title == "noise" and "context" in LAYOUTS[layout][1])
 
 
-@pytest.mark.parametrize(("layout", "stage"), CASES)
+@pytest.mark.parametrize(("layout", "stage"), SOME)
 def test_a_checkpoint_on_sigterm(layout: str, stage: int, start: str, tmp_path: Path):
     """All ranks save where one of them was told to, and go on to the bit."""
     for each in lived(layout, stage, SIGNAL, start, tmp_path):

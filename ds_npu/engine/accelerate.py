@@ -153,16 +153,16 @@ def gather_for_metrics(original: Function) -> Function:
     return gathered
 
 
-def track_input_tokens(original: Function) -> Function:
-    """For the Trainer's method that adds up what ``accelerator.gather`` returns."""
+def add_up_data_ranks(original: Function) -> Function:
+    """For a method of the Trainer that adds up what ``accelerator.gather`` returns."""
 
     @functools.wraps(original)
-    def tracked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def added_up(self: Any, *args: Any, **kwargs: Any) -> Any:
         degrees = _degrees()
         with nullcontext() if degrees is None else _gathering_of_data_ranks(self.accelerator, degrees):
             return original(self, *args, **kwargs)
 
-    return tracked
+    return added_up
 
 
 def get_state_dict(original: Function) -> Function:

@@ -15,6 +15,15 @@ from ds_npu.config.sections import DsNpuConfig, switched_on
 SIZES = {"sequence_parallel_size": "context", "pipeline.stages": "pipeline"}
 """DeepSpeed's keys that state the size of an axis, which must be the size in ``parallel``."""
 
+NEIGHBOURS = "it joins ranks next to each other, which are tensor ranks, whose shards differ"
+KERNEL = "its kernel is not there for NPUs and CPUs, so it was not tried"
+ZERO_PLUS_PLUS: dict[str, tuple[int, str]] = {
+    "zero_hpz_partition_size": (1, NEIGHBOURS),
+    "zero_quantized_gradients": (False, NEIGHBOURS),
+    "zero_quantized_weights": (False, KERNEL),
+    "zero_quantized_nontrainable_weights": (False, KERNEL),
+}
+"""DeepSpeed's keys of ZeRO++: the value that turns each off, and why tensor ranks refuse others."""
 SECTION = "ds_npu"
 LIKE_THE_SECTION = (SECTION, "npu", "deepspeed_npu")
 MOST_UNKNOWN = 100
@@ -50,6 +59,7 @@ def conflicts(
         yield Problem("data_parallel_size", found, f"{dp}, what the degrees in ds_npu.parallel leave of the world")
     yield from _other_engines(ds_config, config)
     yield from _recomputed_twice(ds_config, config)
+    yield from _plus_plus(ds_config, config)
 
 
 def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
@@ -70,6 +80,16 @@ def _recomputed_twice(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterato
     if isinstance(theirs, dict) and any(theirs.values()) and ours:
         accepted = f"nothing, or nothing at {', '.join(ours)}: both recompute activations"
         yield Problem("activation_checkpointing", theirs, accepted)
+
+
+def _plus_plus(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
+    """ZeRO++ knows no tensor ranks (deepspeed/utils/groups.py, _create_zero_param_parallel_group)."""
+    tensor = config.parallel.tensor
+    for key, (off, why) in ZERO_PLUS_PLUS.items():
+        found = value_at(ds_config, f"zero_optimization.{key}")
+        if tensor > 1 and found not in (None, off):
+            accepted = f"{str(off).lower()} with ds_npu.parallel.tensor {tensor}: {why}"
+            yield Problem(f"zero_optimization.{key}", found, accepted)
 
 
 def misspelt(ds_config: dict[str, Any]) -> list[str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from ds_npu.engine.announcement import with_section
 from ds_npu.engine.asked_twice import check_no_parallelism_config
@@ -31,12 +31,46 @@ def prepare_data_loader(original: Function) -> Function:
     def prepared(*args: Any, **kwargs: Any) -> Any:
         bound, degrees = signature.bind(*args, **kwargs), _degrees()
         if degrees is not None:
-            place = {"num_processes": degrees.dp, "process_index": degrees.place(dist.get_rank())["dp"]}
-            # Where rank 0 reads for all of them, accelerate counts every rank.
-            bound.arguments.update(place, dispatch_batches=False, torch_device_mesh=None)
+            place = {"num_processes": degrees.dp, "process_index": _data_rank(degrees)}
+            bound.arguments.update(place, torch_device_mesh=None)
         return original(*bound.args, **bound.kwargs)
 
     return prepared
+
+
+@dataclass(frozen=True)
+class _DispatchState:
+    """What a loader that reads on global rank 0 for all asks accelerate's state for."""
+
+    num_processes: int
+    """Data ranks: for each of them a batch is read."""
+    process_index: int
+    """The global rank: rank 0 reads."""
+    device: torch.device
+
+
+def dispatcher_init(original: Function) -> Function:
+    """For ``DataLoaderDispatcher.__init__``: each rank takes the slice of its data rank."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        degrees = _degrees()
+        if degrees is None:
+            return
+        self.state = _DispatchState(degrees.dp, dist.get_rank(), self.state.device)
+        cut, data_rank = self.slice_fn, _data_rank(degrees)
+
+        def slice_of_data_rank(data: Any, chosen: slice, process_index: int, num_processes: int) -> Any:
+            # A slice from 0 is rank 0's, or the one that every rank keeps to complete the last batch with.
+            if chosen.start:
+                length = chosen.stop - chosen.start
+                chosen = slice(data_rank * length, (data_rank + 1) * length)
+            return cut(data, chosen, process_index=process_index, num_processes=num_processes)
+
+        self.slice_fn = slice_of_data_rank
+
+    return init
 
 
 def count_data_ranks(original: Function) -> Function:
@@ -48,6 +82,34 @@ def count_data_ranks(original: Function) -> Function:
             return original(*args, **kwargs)
 
     return counted
+
+
+def be_data_rank(original: Function) -> Function:
+    """For a function that also asks which process this is, and means which data rank."""
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with _data_ranks_for_processes(with_index=True):
+            return original(*args, **kwargs)
+
+    return counted
+
+
+def split_between_processes(original: Function) -> Function:
+    """For a method that returns a context manager, within which processes are counted as ever."""
+
+    @contextmanager
+    def split(args: Any, kwargs: Any) -> Iterator[Any]:
+        with ExitStack() as within:
+            with _data_ranks_for_processes(with_index=True):
+                mine = within.enter_context(original(*args, **kwargs))
+            yield mine
+
+    @functools.wraps(original)
+    def splitting(*args: Any, **kwargs: Any) -> Any:
+        return split(args, kwargs)
+
+    return splitting
 
 
 def fill_in_for_data_ranks(original: Function) -> Function:
@@ -75,6 +137,23 @@ def validate_parallelism(original: Function) -> Function:
     return validated
 
 
+def gather_for_metrics(original: Function) -> Function:
+    @functools.wraps(original)
+    def gathered(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        degrees = _degrees()
+        if degrees is None:
+            return original(self, input_data, use_gather_object)
+        if use_gather_object or not _holds_tensors_only(input_data):
+            # A list of all ranks' objects: ranks whose samples another rank has as well add none.
+            is_first = dist.get_rank() in degrees.groups("dp")[0]
+            return original(self, input_data if is_first else [], use_gather_object=True)
+        # What it then leaves out of the last batch, it counts in samples.
+        with _gathering_of_data_ranks(self, degrees):
+            return original(self, input_data)
+
+    return gathered
+
+
 def seed_of_data_rank(original: Function) -> Function:
     """For the function that gives each process another seed, from which it draws samples of what is generated."""
 
@@ -83,30 +162,21 @@ def seed_of_data_rank(original: Function) -> Function:
         degrees = _degrees() if device_specific else None
         if degrees is None:
             return original(seed, device_specific, *args, **kwargs)
-        return original(seed + degrees.place(dist.get_rank())["dp"], False, *args, **kwargs)
+        return original(seed + _data_rank(degrees), False, *args, **kwargs)
 
     return seeded
 
 
-def gather_for_metrics(original: Function) -> Function:
+def add_up_data_ranks(original: Function) -> Function:
+    """For a method of the Trainer that adds up what ``accelerator.gather`` returns."""
+
     @functools.wraps(original)
-    def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def added_up(self: Any, *args: Any, **kwargs: Any) -> Any:
         degrees = _degrees()
-        if degrees is None:
+        with nullcontext() if degrees is None else _gathering_of_data_ranks(self.accelerator, degrees):
             return original(self, *args, **kwargs)
-        gather = self.gather
 
-        def gather_once(data: Any) -> Any:
-            return _once(gather(data), degrees)
-
-        # What it then leaves out of the last batch, it counts in samples.
-        self.gather = gather_once
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            del self.gather
-
-    return gathered
+    return added_up
 
 
 def get_state_dict(original: Function) -> Function:
@@ -122,30 +192,68 @@ def get_state_dict(original: Function) -> Function:
     return whole
 
 
-def _degrees() -> Degrees | None:
-    """The grid of this process's Accelerator, if its config has the section and some of its ranks share samples."""
+def grid() -> Degrees | None:
+    """The grid of this process's Accelerator, if its config has the section."""
     from accelerate.state import AcceleratorState, PartialState, is_initialized
 
     plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
-    return None if plugin is None else degrees_of(plugin.deepspeed_config, PartialState())
+    return None if plugin is None else _grid_of(plugin.deepspeed_config, PartialState())
 
 
-def degrees_of(ds_config: Any, state: Any) -> Degrees | None:
-    """The grid that ``ds_config`` asks for, if some of its ranks share samples; ``state`` is accelerate's."""
+def _degrees() -> Degrees | None:
+    """That grid, if some of its ranks share samples."""
+    return _sharing(grid())
+
+
+def _grid_of(ds_config: Any, state: Any) -> Degrees | None:
+    """The grid that ``ds_config`` asks for; ``state`` is accelerate's."""
     config = with_section(ds_config)
     # On the CPU accelerate may take each process for the only one, and then shares out nothing.
     if config is None or not dist.is_initialized() or state.backend is None:
         return None
     from ds_npu.engine.session import validate
 
-    _, degrees = validate(config)
-    return degrees if degrees.dp < degrees.world_size else None
+    return validate(config)[1]
+
+
+def degrees_of(ds_config: Any, state: Any) -> Degrees | None:
+    """The grid that ``ds_config`` asks for, if some of its ranks share samples; ``state`` is accelerate's."""
+    return _sharing(_grid_of(ds_config, state))
+
+
+def _sharing(degrees: Degrees | None) -> Degrees | None:
+    return degrees if degrees is not None and degrees.dp < degrees.world_size else None
+
+
+def _data_rank(degrees: Degrees) -> int:
+    return degrees.place(dist.get_rank())["dp"]
+
+
+def _holds_tensors_only(data: Any) -> bool:
+    from accelerate.utils.operations import recursively_apply
+
+    try:
+        recursively_apply(lambda leaf: leaf, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager
-def _data_ranks_for_processes() -> Iterator[None]:
+def _gathering_of_data_ranks(accelerator: Any, degrees: Degrees) -> Iterator[None]:
+    """Within it, ``accelerator.gather`` joins the tensors of one rank of each data rank."""
+    gather_all = accelerator.gather
+    accelerator.gather = lambda data: gather_all(data) if _JOINED.get() else _once(gather_all(data), degrees)
+    try:
+        yield
+    finally:
+        del accelerator.gather
+
+
+@contextmanager
+def _data_ranks_for_processes(with_index: bool = False) -> Iterator[None]:
     degrees = _degrees()
-    with nullcontext() if degrees is None else counting(degrees, _states()):
+    with nullcontext() if degrees is None else counting(degrees, _states(), with_index):
         yield
 
 
@@ -157,15 +265,15 @@ def _states() -> list[Any]:
 
 
 @contextmanager
-def counting(degrees: Degrees, states: list[Any]) -> Iterator[None]:
-    """Meanwhile accelerate's ``states`` count the data ranks in place of the processes."""
-    with _showing(states, degrees.dp, None):
+def counting(degrees: Degrees, states: list[Any], with_index: bool = False) -> Iterator[None]:
+    """Within it, accelerate's ``states`` count the data ranks; ``with_index``: and say which of them this one is."""
+    with _showing(states, degrees.dp, _data_rank(degrees) if with_index else None):
         yield
 
 
 @contextmanager
 def _showing(states: list[Any], count: int, index: int | None) -> Iterator[None]:
-    """Meanwhile ``states`` show ``count`` processes, of which this one is ``index`` (None: as before)."""
+    """Within it, ``states`` show ``count`` processes, of which this one is ``index`` (None: as before)."""
     before = [(each.num_processes, each.process_index) for each in states]
     for each in states:
         each.num_processes = count
@@ -183,52 +291,54 @@ _JOINED: ContextVar[Degrees | None] = ContextVar("_JOINED", default=None)
 
 @contextmanager
 def data_ranks_as_processes() -> Iterator[None]:
-    """Meanwhile accelerate's processes are the data ranks: how many, which one this is, and what is gathered."""
+    """Within it, accelerate's processes are the data ranks: how many, which one this is, and what is gathered."""
     degrees = _degrees()
     if degrees is None or _JOINED.get() is not None:
         yield
         return
     token = _JOINED.set(degrees)
     try:
-        with _showing(_states(), degrees.dp, degrees.place(dist.get_rank())["dp"]):
+        with counting(degrees, _states(), with_index=True):
             yield
     finally:
         _JOINED.reset(token)
 
 
-def gather_of_data_ranks(original: Function) -> Function:
-    """For accelerate's function that joins the tensors of all processes."""
+def gather(original: Function) -> Function:
+    """For accelerate's function that joins the tensors of all processes, however many it is shown."""
 
     @functools.wraps(original)
     def gathered(tensor: Any) -> Any:
-        degrees = _JOINED.get()
+        degrees = _degrees()
         if degrees is None:
             return original(tensor)
         with _showing(_states(), degrees.world_size, dist.get_rank()):
-            return _once(original(tensor), degrees)
+            whole = original(tensor)
+        return whole if _JOINED.get() is None else _once(whole, degrees)
 
     return gathered
 
 
-def gather_objects_of_data_ranks(original: Function) -> Function:
-    """For accelerate's function that joins the lists of all processes."""
+def gather_object(original: Function) -> Function:
+    """For accelerate's function that joins the lists of all processes, however many it is shown."""
 
     @functools.wraps(original)
     def gathered(objects: Any) -> Any:
-        degrees = _JOINED.get()
+        degrees = _degrees()
         if degrees is None:
             return original(objects)
+        is_first = _JOINED.get() is None or dist.get_rank() in degrees.groups("dp")[0]
         with _showing(_states(), degrees.world_size, dist.get_rank()):
-            lists = original([objects])
-        return [each for rank in degrees.groups("dp")[0] for each in lists[rank]]
+            return original(objects if is_first else [])
 
     return gathered
 
 
 def _once(gathered: Any, degrees: Degrees) -> Any:
-    """Of what each process has given, that of one process for each data rank."""
+    """Of the tensors that each process has given, those of one process for each data rank."""
+    from accelerate.utils.operations import recursively_apply
 
-    def of_data_ranks(whole: Any) -> Any:
+    def of_data_ranks(whole: torch.Tensor) -> torch.Tensor:
         return torch.cat([whole.chunk(degrees.world_size)[rank] for rank in degrees.groups("dp")[0]])
 
-    return tree_map(of_data_ranks, gathered)
+    return recursively_apply(of_data_ranks, gathered)

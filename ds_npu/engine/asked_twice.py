@@ -15,10 +15,10 @@ def check_whole(model: nn.Module, degrees: Degrees) -> None:
     """Raise ValueError where transformers has distributed ``model`` when it loaded it, and ``degrees`` do it again."""
     for each in model.modules():
         size = attribute(each, "_tp_size", int) or 1
-        if (size > 1 or attribute(each, "_is_distributed_loading_by_transformers", bool)) and _asked(degrees):
+        if (size > 1 or attribute(each, "_is_distributed_loading_by_transformers", bool)) and asked(degrees):
             raise ValueError(
                 f"{type(each).__name__}.from_pretrained was given distributed_config= or tp_plan= (tensor {size}), and "
-                f"ds_npu.parallel asks for {_asked(degrees)}: two ways to distribute one model over the ranks. "
+                f"ds_npu.parallel asks for {asked(degrees)}: two ways to distribute one model over the ranks. "
                 f"{_what_to_do('distributed_config=, tp_plan= and tp_size=')}"
             )
 
@@ -26,16 +26,17 @@ def check_whole(model: nn.Module, degrees: Degrees) -> None:
 def check_no_parallelism_config(sizes: dict[str, int], degrees: Degrees) -> None:
     """Raise ValueError where accelerate's ParallelismConfig has ``sizes`` > 1, and ``degrees`` distribute a model."""
     theirs = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size > 1)
-    if theirs and _asked(degrees):
+    if theirs and asked(degrees):
         raise ValueError(
             f"accelerate's ParallelismConfig asks for {theirs} (in the script, by PARALLELISM_CONFIG_* in the "
             "environment, or because the model was loaded with distributed_config= or tp_plan=), and ds_npu.parallel "
-            f"for {_asked(degrees)}: two ways to distribute one model over the ranks. "
+            f"for {asked(degrees)}: two ways to distribute one model over the ranks. "
             f"{_what_to_do('the ParallelismConfig, distributed_config= and tp_plan=')}"
         )
 
 
-def _asked(degrees: Degrees) -> str:
+def asked(degrees: Degrees) -> str:
+    """The axes of ``degrees`` along which ranks share a model, with their sizes, as keys of ds_npu.parallel."""
     return ", ".join(f"{NAMES[axis]} {degrees.size(axis)}" for axis in MODEL_AXES if degrees.size(axis) > 1)
 
 

@@ -31,6 +31,7 @@ from ds_npu.engine.failed_ranks import explain_failed_ranks
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.placements import equalise_copies, place_parameters
+from ds_npu.engine.quantized import check_not_quantized
 from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.engine.zero_init import shards_from_partitions
@@ -65,6 +66,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         explain_failed_ranks()
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         check_whole(model, session.topology.degrees)
+        check_not_quantized(model, session.topology.degrees)
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()
         self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)

@@ -10,41 +10,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from ds_npu.engine.client_patches import CLIENT_PATCHES
+from ds_npu.engine.patch import Patch
 from ds_npu.log import warn_once
 
 VERSIONS = ">=0.19.6,<0.20"
 """The DeepSpeed versions whose source was read for these patches."""
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One name of DeepSpeed, accelerate or transformers that ds_npu replaces."""
-
-    module: str
-    name: str
-    """Attribute path in ``module``, as ``DeepSpeedConfig.__init__``."""
-    factory: str
-    """``module:function`` of ds_npu, called with the original, returning what replaces it."""
-    parameters: tuple[str, ...]
-    """What the original's parameters must begin with."""
-    what: str
-    why: str
-    upstream: str
-    until: str
-    parameters_of: str = ""
-    """The function of a replaced class to which ``parameters`` belong; "" is the original itself."""
-    optional: bool = False
-    """Whether the result is the same without it, and only dearer: no reason to refuse a config."""
-    also: tuple[str, ...] = ()
-    """``module:name`` of copies that ``from ... import`` made, for an ``import ds_npu`` after ``import deepspeed``."""
-
-    @property
-    def target(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -130,155 +104,6 @@ PATCHES: tuple[Patch, ...] = (
         until="zero.Init takes its group from the mpu",
     ),
     Patch(
-        module="accelerate.data_loader",
-        name="prepare_data_loader",
-        factory="ds_npu.engine.accelerate:prepare_data_loader",
-        parameters=("dataloader", "device", "num_processes", "process_index"),
-        what="accelerate's loaders, the Hugging Face Trainer's too, give ranks that share samples the same ones",
-        why="it counts every process as a data rank, but for those that DeepSpeed's own autotp_size names",
-        upstream="accelerate/data_loader.py:1129 (1.15.0)",
-        until="accelerate asks DeepSpeed's mpu for data ranks",
-        also=("accelerate.accelerator:prepare_data_loader",),
-    ),
-    Patch(
-        module="accelerate.accelerator",
-        name="Accelerator._prepare_deepspeed",
-        factory="ds_npu.engine.accelerate:count_data_ranks",
-        parameters=("self", "args"),
-        what="the batch size and the length of the schedule that accelerate fills in are those of the data ranks",
-        why="it counts every process as a data rank",
-        upstream="accelerate/accelerator.py, Accelerator._prepare_deepspeed (1.15.0)",
-        until="accelerate asks DeepSpeed's mpu for data ranks",
-    ),
-    Patch(
-        module="accelerate.scheduler",
-        name="AcceleratedScheduler.step",
-        factory="ds_npu.engine.accelerate:count_data_ranks",
-        parameters=("self",),
-        what="a script's own schedule goes on by as many steps as there are data ranks",
-        why="it steps once for each process, as if each of them had had other samples",
-        upstream="accelerate/scheduler.py, AcceleratedScheduler.step (1.15.0)",
-        until="accelerate asks DeepSpeed's mpu for data ranks",
-    ),
-    Patch(
-        module="accelerate.accelerator",
-        name="Accelerator.gather_for_metrics",
-        factory="ds_npu.engine.accelerate:gather_for_metrics",
-        parameters=("self", "input_data"),
-        what="what is gathered of evaluated samples has each of them once",
-        why="it joins what every process has, and ranks that share samples have the same",
-        upstream="accelerate/accelerator.py, Accelerator.gather_for_metrics (1.15.0)",
-        until="accelerate asks DeepSpeed's mpu for data ranks",
-    ),
-    Patch(
-        module="accelerate.accelerator",
-        name="Accelerator.get_state_dict",
-        factory="ds_npu.engine.accelerate:get_state_dict",
-        parameters=("self", "model"),
-        what="of a model sharded over tensor ranks accelerate and the Hugging Face Trainer save whole weights",
-        why="it takes the module's own state dict, which is one rank's part, but for DeepSpeed's own autotp_size",
-        upstream="accelerate/accelerator.py:4070 (1.15.0)",
-        until="accelerate asks the engine for its weights",
-    ),
-    *(
-        Patch(
-            module="accelerate.utils.operations",
-            name=name,
-            factory=f"ds_npu.engine.accelerate:{factory}",
-            parameters=(parameter,),
-            what="a trainer that generates joins the rewards and lengths of each sample once",
-            why="it joins what every process has, and ranks that share samples have the same",
-            upstream="accelerate/utils/operations.py (1.15.0)",
-            until="accelerate asks DeepSpeed's mpu for data ranks",
-            also=(f"accelerate.utils:{name}", f"accelerate.accelerator:{name}"),
-        )
-        for name, factory, parameter in (
-            ("gather", "gather_of_data_ranks", "tensor"),
-            ("gather_object", "gather_objects_of_data_ranks", "object"),
-        )
-    ),
-    Patch(
-        module="accelerate.utils.random",
-        name="set_seed",
-        factory="ds_npu.engine.accelerate:seed_of_data_rank",
-        parameters=("seed", "device_specific"),
-        what="ranks that share samples draw the same random numbers where each process is given another seed",
-        why="TRL's GRPOTrainer samples completions on each process; tensor ranks would sample different ones",
-        upstream="accelerate/utils/random.py, set_seed (1.15.0)",
-        until="accelerate asks DeepSpeed's mpu for data ranks",
-        also=("accelerate.utils:set_seed",),
-    ),
-    Patch(
-        module="accelerate.parallelism_config",
-        name="ParallelismConfig._validate_accelerator",
-        factory="ds_npu.engine.accelerate:validate_parallelism",
-        parameters=("self", "accelerator"),
-        what="accelerate's own tensor and sequence parallelism beside the section's is refused by name",
-        why="both would distribute one model; left alone it ends in an error about numbers of processes, or in none",
-        upstream="accelerate/parallelism_config.py, ParallelismConfig._validate_accelerator (1.15.0)",
-        until="accelerate asks DeepSpeed's mpu for the grid",
-    ),
-    Patch(
-        module="transformers.integrations.deepspeed",
-        name="HfTrainerDeepSpeedConfig.trainer_config_process",
-        factory="ds_npu.engine.accelerate:fill_in_for_data_ranks",
-        parameters=("self", "args"),
-        what="the train_batch_size that the Hugging Face Trainer fills in, or compares, is that of the data ranks",
-        why="it counts every process as a data rank",
-        upstream="transformers/integrations/deepspeed.py, trainer_config_process (5.23.0)",
-        until="transformers asks DeepSpeed's mpu for data ranks",
-    ),
-    Patch(
-        module="transformers.trainer",
-        name="Trainer.get_total_train_batch_size",
-        factory="ds_npu.engine.accelerate:count_data_ranks",
-        parameters=("self", "args"),
-        what="the Trainer logs the batch size, and the samples per second, of the data ranks",
-        why="it counts every process as a data rank, but for those that DeepSpeed's own autotp_size names",
-        upstream="transformers/trainer.py, Trainer.get_total_train_batch_size (5.23.0)",
-        until="transformers asks DeepSpeed's mpu for data ranks",
-    ),
-    Patch(
-        module="transformers.training_args",
-        name="TrainingArguments.__post_init__",
-        factory="ds_npu.engine.trl:know_data_ranks",
-        parameters=("self",),
-        what="the arguments of TRL's trainers that generate know the data ranks once DeepSpeed's config is read",
-        why="they are made of these arguments, in the same call",
-        upstream="transformers/training_args.py, TrainingArguments.__post_init__ (5.23.0)",
-        until="TRL asks DeepSpeed's mpu for data ranks",
-    ),
-    *(
-        Patch(
-            module=f"trl.trainer.{kind.lower()}_{module}",
-            name=f"{kind}{name}",
-            factory=f"ds_npu.engine.trl:{factory}",
-            parameters=("self",),
-            what="ranks that share samples generate the same completions, and each is counted once",
-            why="it counts every process as a data rank: prompts would be left out, and others taken twice",
-            upstream=f"trl/trainer/{kind.lower()}_{module}.py (1.16)",
-            until="TRL asks DeepSpeed's mpu for data ranks",
-        )
-        for kind in ("GRPO", "RLOO")
-        for module, name, factory in (
-            ("config", "Config.__post_init__", "count_generated_samples"),
-            ("trainer", "Trainer._generate_and_score_completions", "with_data_ranks"),
-            ("trainer", "Trainer._compute_loss", "with_data_ranks"),
-        )
-    ),
-    Patch(
-        module="trl.trainer.utils",
-        name="_ChunkedLogProbFunction",
-        factory="ds_npu.engine.trl:log_probs_of_shards",
-        parameters=("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
-        parameters_of="forward",
-        optional=True,
-        what="with a head sharded over tensor ranks, TRL's scores of tokens are computed from each rank's words",
-        why="left alone each rank gathers the head's whole weight and computes all of its words",
-        upstream="trl/trainer/utils.py, add_fused_lm_head (1.16)",
-        until="TRL calls the head in place of reading its weight",
-    ),
-    Patch(
         module="deepspeed.env_report",
         name="installed_cann_path",
         factory="ds_npu.engine.hooks:installed_cann_path",
@@ -298,6 +123,7 @@ PATCHES: tuple[Patch, ...] = (
         upstream="env_report.py:main, :53",
         until="ds_report calls plugins",
     ),
+    *CLIENT_PATCHES,
 )
 
 FAILED: list[str] = []

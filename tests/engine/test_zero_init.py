@@ -22,12 +22,26 @@ SECTION = {"parallel": {"tensor": 2, "sequence_parallel": True}}
 EAGER = {"dtype": torch.float32, "attn_implementation": "eager"}
 
 
-def config() -> dict[str, object]:
-    return tensor_parallel_rule.config(3, torch.float32, SECTION)
+HOST = {"device": "cpu"}
+SETTINGS: dict[str, tuple[torch.dtype, dict[str, object]]] = {
+    "parameters on the host": (torch.float32, {"offload_param": HOST}),
+    "optimizer on the host": (torch.float32, {"offload_optimizer": HOST}),
+    "both on the host, bf16": (
+        torch.bfloat16,
+        {"offload_param": HOST, "offload_optimizer": HOST},
+    ),
+    "bf16": (torch.bfloat16, {}),
+}
+"""By name: the dtype of the model, and what else ``zero_optimization`` holds."""
 
 
-def read(folder: str) -> nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER)
+def config(dtype: torch.dtype = torch.float32, **zero: object) -> dict[str, object]:
+    made = tensor_parallel_rule.config(3, dtype, SECTION) | {"zero_force_ds_cpu_optimizer": False}
+    return made | {"zero_optimization": made["zero_optimization"] | zero}
+
+
+def read(folder: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER | {"dtype": dtype})
 
 
 def with_new_words(folder: str) -> nn.Module:
@@ -61,11 +75,11 @@ CASES: dict[str, tuple[str, Callable[[str], nn.Module]]] = {
 
 
 @contextmanager
-def zero_init_by_transformers() -> Iterator[None]:
+def zero_init_by_transformers(settings: dict[str, object] | None = None) -> Iterator[None]:
     """As where TrainingArguments are there."""
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    active = HfDeepSpeedConfig(config())
+    active = HfDeepSpeedConfig(settings or config())
     yield
     unset_hf_deepspeed_config()
     del active
@@ -78,12 +92,12 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: each.clone() for name, each in model.state_dict().items()}
 
 
-def trained(model: nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(model: nn.Module, settings: dict[str, object] | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of two steps, and the whole weights after them."""
     import deepspeed
 
     parameters = [each for each in model.parameters() if each.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=parameters, config=config())
+    engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=parameters, config=settings or config())
     losses = []
     for ids in tiny_models.tokens(4 * tensor_parallel_rule.ACCUMULATION, 9).split(2):
         classes = type(engine.module).__name__.endswith("SequenceClassification")
@@ -117,6 +131,20 @@ def same_as_whole_models(folders: dict[str, str], titles: list[str]) -> None:
         assert losses == expected[0], title
         assert after.keys() == expected[1].keys() and all(torch.equal(after[name], expected[1][name]) for name in after)
         assert before == [id(each) for each in model.parameters()]
+
+
+def same_as_whole_models_with(folder: str) -> None:
+    rule.without_extension()
+    transformers.logging.set_verbosity_error()
+    for title, (dtype, zero) in SETTINGS.items():
+        settings = config(dtype, **zero)
+        expected = trained(read(folder, dtype), settings)
+        with zero_init_by_transformers(settings):
+            model = read(folder, dtype)
+        assert all(map(is_zero, model.parameters()))
+        losses, after = trained(model, settings)
+        assert losses == expected[0], title
+        assert after.keys() == expected[1].keys() and all(torch.equal(after[name], expected[1][name]) for name in after)
 
 
 def is_zero(parameter: nn.Parameter) -> bool:
@@ -158,3 +186,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 @first_fast("ranks", [2, 4])
 def test_it_trains_as_a_whole_model(ranks, folders):
     run_on_ranks(ranks, same_as_whole_models, folders, list(CASES))
+
+
+def test_offloaded_and_narrow_weights(folders):
+    run_on_ranks(4, same_as_whole_models_with, folders["llama"])

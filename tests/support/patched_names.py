@@ -29,6 +29,7 @@ MODULES = (
     "transformers.trainer",
     "trl.trainer.grpo_trainer",
     "trl.trainer.rloo_trainer",
+    "transformers.trainer_jit_checkpoint",
 )
 
 

@@ -110,6 +110,27 @@ MISTAKES = [
         "with ds_npu.parallel.expert 1 (found 2)",
     ),
     (
+        {"parallel": {"tensor": 2}},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+        "zero_optimization.zero_hpz_partition_size",
+        2,
+        "1 with ds_npu.parallel.tensor 2: it joins ranks next to each other, which are tensor ranks",
+    ),
+    (
+        {"parallel": {"tensor": 2}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+        "zero_optimization.zero_quantized_weights",
+        True,
+        "false with ds_npu.parallel.tensor 2: its kernel is not there",
+    ),
+    (
+        {"parallel": {"tensor": 2}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+        "zero_optimization.zero_quantized_gradients",
+        True,
+        "false with ds_npu.parallel.tensor 2: it joins ranks",
+    ),
+    (
         {"parallel": {"context": 2}},
         {"sequence_parallel_size": 4},
         "sequence_parallel_size",

@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
+from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, settings
 from ds_npu.parallel.pipeline.pass_through import PassThrough
 
@@ -21,6 +22,8 @@ WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 """Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """transformers' registry, from which an attention whose function can be exchanged takes its function."""
+NOISE = "neftune_noise_alpha"
+"""The attribute of an embedding that transformers' NEFTune adds noise to (integrations/neftune.py)."""
 MAY_MIX = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
 """Roles that do not say that a module computes each token by itself."""
 
@@ -33,6 +36,17 @@ def check_settings(inner: HuggingFaceModel) -> None:
             f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be sharded only "
             "where nothing but full and sliding-window attention goes from token to token"
         )
+
+
+def check_noise(inner: HuggingFaceModel) -> None:
+    """Raise ValueError where ``inner`` adds NEFTune's noise to its embeddings, whose size is that of the sequence."""
+    for name, module in inner.named_modules():
+        if has_attribute(module, NOISE):
+            raise ValueError(
+                f"ds_npu.parallel.context: {type(inner).__name__}.{name} adds noise ({NOISE} "
+                f"{attribute(module, NOISE, float)}), the smaller the longer the sequence is, and each context rank "
+                f"has a part of it. What to do: leave {NOISE} out, or ds_npu.parallel.context = 1"
+            )
 
 
 def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> None:

@@ -25,7 +25,7 @@ from ds_npu.features.context_parallel.attention import SequenceShardAttention
 from ds_npu.features.context_parallel.forward import SequenceShardForward
 from ds_npu.features.context_parallel.layers import depends_on_length, gather_router_logits, show_last_position
 from ds_npu.features.context_parallel.loss import LossShare, shifts
-from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_settings
+from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_noise, check_settings
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.features.declaration import Change, making
@@ -150,6 +150,7 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     check_not_compiled(model, "context")
     shifts(inner)
     check_settings(inner)
+    check_noise(inner)
     check_exchangeable(inner)
     check_mixing(inner, {module: plan.roles[name] for name, module in model.named_modules() if name in plan.roles})
     _check_forward(inner)

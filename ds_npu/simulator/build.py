@@ -46,8 +46,8 @@ CONTENTS = "simulated.json"
 """Beside the library: the functions of CANN's interface that each source has."""
 
 TORCH_INCLUDE = "#include <ATen/ATen.h>"
-SECONDS_A_FILE = 3.0
-"""Seconds of one core: 2 cores of an x86-64 server of 2026 at g++ 12."""
+SECONDS_A_FILE = 4.0
+"""Seconds of one core: g++ 12 on x86-64, estimated from a compilation on a busy machine."""
 SECONDS_BETWEEN = 10
 """Seconds between two lines of progress."""
 MOST_WITHOUT = 2

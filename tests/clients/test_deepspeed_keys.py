@@ -1,6 +1,13 @@
-"""DeepSpeed's own keys beside a section, on each axis: ZeRO-Offload, and the second copies of weights of ZeRO++."""
+"""DeepSpeed's own keys beside a section, on each axis: losses are those of one process, what they write is right.
+
+ZeRO-Offload, the second copy of weights of ZeRO++, the monitor, the flops profiler, the autotuner's measuring run.
+"""
 
 from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
 
 import gradient_rule as rule
 import pytest
@@ -102,3 +109,73 @@ def hold_to_one_process(layout: str, titles: list[str]) -> None:
 def test_offload_and_second_copies(layout):
     titles = [title for title in KEYS if (layout, title) != ("tensor", "second copies")]
     run_on_ranks(2, hold_to_one_process, layout, titles)
+
+
+def write_what_was_seen(layout: str, folder: str) -> None:
+    written = Path(folder) / layout
+    monitor = {"enabled": True, "output_path": str(written), "job_name": "run"}
+    profiler = {"enabled": True, "profile_step": 1, "output_file": str(written / "flops.txt")}
+    engine = engine_of(config(layout, {"stage": 1}, csv_monitor=monitor, flops_profiler=profiler))
+    train(engine)
+    if dist.get_rank() == 0:
+        with (written / "run" / "Train_Samples_lr.csv").open() as file:
+            rows = list(csv.reader(file))[1:]
+        assert [(int(step), float(rate)) for step, rate in rows] == [(SAMPLES * n, LR) for n in range(1, STEPS + 1)]
+        # The profiler counts calls of torch's functions by name, and attention over context ranks makes none of those.
+        unseen = attention_multiplications() if layout == "context" else 0
+        assert engine.flops_profiler.macs * 2 == multiplications() - unseen, (layout, engine.flops_profiler.macs)
+        said = (written / "flops.txt").read_text()
+        assert "fwd flops of model = fwd flops per GPU * mp_size" in said
+        assert [*map(int, find(said, "model parallel size"))] == [2 if layout == "tensor" else 1]
+    engine.destroy()
+
+
+def attention_multiplications() -> int:
+    """Scores and their product with the values, in a forward of one process on the whole batch."""
+    sizes = tiny_models.config_of("llama")
+    return 2 * sizes.num_hidden_layers * SAMPLES * LENGTH * LENGTH * sizes.hidden_size
+
+
+def find(text: str, title: str) -> list[str]:
+    return [line.split(":")[1].strip() for line in text.splitlines() if line.startswith(title)]
+
+
+def multiplications() -> int:
+    """Of a forward of one process on the whole batch, by DeepSpeed's own profiler."""
+    from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+
+    model, tokens = tiny_models.tiny("llama"), tiny_models.tokens(SAMPLES, LENGTH)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    with tiny_models.Float64():
+        model(input_ids=tokens, labels=tokens)
+    found = profiler.get_total_macs()
+    profiler.end_profile()
+    return int(found)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_monitor_and_the_profiler_write_what_was_computed(layout, tmp_path):
+    run_on_ranks(2, write_what_was_seen, layout, str(tmp_path))
+
+
+def measure(layout: str, folder: str) -> None:
+    path = Path(folder) / f"{layout}.json"
+    sharing = {"data": 1, "tensor": 2, "context": 2}[layout]
+    tuned = {"enabled": True, "start_profile_step": 1, "end_profile_step": 2, "metric_path": str(path)}
+    engine = engine_of(config(layout, {"stage": 1}, autotuning=tuned | {"mp_size": sharing}))
+    with pytest.raises(SystemExit):
+        train(engine, 4)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        metric = json.loads(path.read_text())
+        assert metric["throughput"] == pytest.approx(SAMPLES * 1e6 / metric["latency"])
+        assert metric["FLOPS_per_gpu"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_autotuners_measuring_run_counts_the_batch_once(layout, tmp_path):
+    run_on_ranks(2, measure, layout, str(tmp_path))

@@ -3,7 +3,8 @@
 #   make env      the environment              make check    linters and the fast tests
 #   make demo     train on 2 NPUs              make test     linters and all tests
 #   make bench    measure                      make clean    remove what make made
-#   make exhaustive   linters and every case of every test, hours
+#   make exhaustive   linters and every case of every test, hours; with clones of DeepSpeed's repositories also theirs:
+#                     make exhaustive DEEPSPEED_CHECKOUT=../DeepSpeed DEEPSPEED_EXAMPLES=../DeepSpeedExamples
 #
 # PYTHON=python3.12 make env chooses the interpreter. Without NPUs in the machine, simulated ones take their place.
 
@@ -29,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: env demo check test exhaustive bench clean lint fast whole unlock moved
+.PHONY: env demo check test exhaustive upstream bench clean lint fast whole unlock moved
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -68,7 +69,7 @@ demo: $(STAMP) unlock
 check: lint fast
 
 exhaustive: export EXHAUSTIVE := 1
-exhaustive: lint whole
+exhaustive: lint whole upstream
 
 test: lint whole
 
@@ -84,6 +85,13 @@ fast: $(STAMP) unlock
 whole: $(STAMP) unlock
 	BUDGET=$${BUDGET:-200} $(ON_NPUS) python -m pytest tests/npu
 	BUDGET=$${BUDGET:-600} python -m pytest
+
+# DeepSpeed's own unit tests and examples. They are not part of this repository: what is not named is not run, and said.
+upstream: $(STAMP) unlock
+	@if [ -n "$(DEEPSPEED_CHECKOUT)" ]; then python tests/support/deepspeed_unit_tests.py "$(DEEPSPEED_CHECKOUT)"; \
+		else echo "NOT RUN: DeepSpeed's unit tests; name a clone: DEEPSPEED_CHECKOUT=..." >&2; fi
+	@if [ -n "$(DEEPSPEED_EXAMPLES)" ]; then python tests/support/deepspeed_examples.py "$(DEEPSPEED_EXAMPLES)"; \
+		else echo "NOT RUN: DeepSpeed's examples; name a clone: DEEPSPEED_EXAMPLES=..." >&2; fi
 
 bench: $(STAMP) unlock
 	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done

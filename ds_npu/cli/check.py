@@ -7,16 +7,19 @@ import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ds_npu.cli.command import Command
 from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, zero_line
 from ds_npu.cli.model_part import model_part
+from ds_npu.cli.picture import layout_svg
 from ds_npu.config.batch import Batch
 from ds_npu.config.check import Checked, check, load
 from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import PLANNED, switched_on
+from ds_npu.config.trainer_traps import trainer_traps
 from ds_npu.planner.communicators import MIB, planned_communicators
 from ds_npu.planner.context_report import context_part, number_bytes, planned_algorithm
 from ds_npu.planner.model_file import hidden_size_of
@@ -31,7 +34,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--world-size", type=_at_least_one, metavar="N", help="ranks of the run, all nodes together")
     parser.add_argument("--sequence-length", type=_at_least_one, metavar="N", help="tokens of each sample")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json, or a folder with one")
-    parser.add_argument("--machine", choices=MACHINES, default="A2", help="whose speeds the estimates use (A2)")
+    parser.add_argument("--machine", choices=MACHINES, default="A2", help="whose speeds and nodes to take (A2)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the layout; needs --world-size")
 
 
 def _at_least_one(text: str) -> int:
@@ -43,6 +47,9 @@ def _at_least_one(text: str) -> int:
 
 
 def _run(arguments: Namespace) -> int:
+    if arguments.svg is not None and arguments.world_size is None:
+        print("ds_npu check: --svg draws the ranks of a world: say how many, --world-size N", file=sys.stderr)
+        return 2
     try:
         ds_config = load(arguments.config)
         checked = check(ds_config, arguments.world_size)
@@ -51,6 +58,10 @@ def _run(arguments: Namespace) -> int:
         # A ConfigError, or what a feature says of a model that it cannot change.
         print(error, file=sys.stderr)
         return 1
+    if arguments.svg is not None:
+        text = layout_svg(checked.degrees, checked.zero_stage, MACHINES[arguments.machine])
+        arguments.svg.write_text(text, encoding="utf-8")
+        report += ["", f"The layout is drawn in {printable(str(arguments.svg))}"]
     print("\n".join(report))
     return 0
 
@@ -73,6 +84,11 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield from (*model_part(checked, arguments), "", *_features(checked))
     if checked.warnings:
         yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
+    traps = trainer_traps(ds_config) if "ds_npu" in ds_config else []
+    if traps:
+        yield from ("", 'With the Hugging Face Trainer or accelerate, which fill in "auto"')
+        for trap in traps:
+            yield from textwrap.wrap(trap, 118, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
 
 
 def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_npu.config.deepspeed_readers import value_of, zero_section
 from ds_npu.config.deepspeed_schema import is_auto, schema
+from ds_npu.config.parallel import ParallelSection
 from ds_npu.config.problems import Problem, printable
 from ds_npu.config.reading import near_miss
 from ds_npu.config.sections import DsNpuConfig, switched_on
@@ -59,7 +60,12 @@ def conflicts(
         yield Problem("data_parallel_size", found, f"{dp}, what the degrees in ds_npu.parallel leave of the world")
     yield from _other_engines(ds_config, config)
     yield from _recomputed_twice(ds_config, config)
+<<<<<<< HEAD
     yield from _plus_plus(ds_config, config)
+=======
+    if not any(path.startswith("parallel.") for path in doubtful):
+        yield from _ranks_taken_for_alike(ds_config, config.parallel)
+>>>>>>> wt-dsx
 
 
 def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
@@ -72,6 +78,25 @@ def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[P
     if value_at(ds_config, "expert_parallel.enabled") and (autoep not in (None, 1) or expert > 1):
         accepted = f"1, with ds_npu.parallel.expert 1 (found {expert}): AutoEP makes its own process groups"
         yield Problem("expert_parallel.autoep_size", autoep, accepted)
+
+
+def _ranks_taken_for_alike(ds_config: dict[str, Any], parallel: ParallelSection) -> Iterator[Problem]:
+    """Keys by which DeepSpeed takes ranks for data ranks without asking the topology (its ``mpu``)."""
+    sharing = parallel.tensor * parallel.context * parallel.pipeline
+    path = "zero_optimization.zero_hpz_partition_size"
+    found = value_at(ds_config, path)
+    if found not in (None, 0, 1) and parallel.tensor > 1:
+        accepted = f"1 with ds_npu.parallel.tensor {parallel.tensor}: DeepSpeed keeps a second copy of the weights on"
+        yield Problem(path, found, f"{accepted} neighbouring ranks, which hold shards of other columns and rows")
+    path = "zero_optimization.zero_quantized_gradients"
+    if value_at(ds_config, path) and sharing > 1:
+        accepted = "false with ds_npu.parallel.tensor, context or pipeline > 1: DeepSpeed averages such gradients over"
+        yield Problem(path, True, f"{accepted} all ranks of the world, as if each had samples of its own")
+    path = "autotuning.mp_size"
+    found = value_at(ds_config, path)
+    if value_at(ds_config, "autotuning.enabled") and (1 if found is None else found) != sharing:
+        accepted = "the product of ds_npu.parallel.tensor, context and pipeline, by which the autotuner derives"
+        yield Problem(path, found, f"{sharing}, {accepted} batch sizes")
 
 
 def _recomputed_twice(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:

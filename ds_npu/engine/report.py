@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from ds_npu import capability
 from ds_npu.config.sections import PLANNED, DsNpuConfig
+from ds_npu.engine.patches import FAILED
 from ds_npu.features.driver import FEATURES
 from ds_npu.ops.all import report as operator_report
 
@@ -18,6 +20,8 @@ GREEN, YELLOW, END = "\033[92m", "\033[93m", "\033[0m"
 OKAY, NO = f"{GREEN}[OKAY]{END}", f"{YELLOW}[NO]{END}"
 NAME_COLUMNS = 33
 RULE = "-" * 74
+SEE = "see ds_npu above"
+NOT_BUILT = "not built in this version"
 
 FeatureRow = tuple[str, list[str]]
 """A feature's name, and why it cannot be used on this machine; nothing where it can."""
@@ -26,18 +30,24 @@ FeatureRow = tuple[str, list[str]]
 def report(file: TextIO | None = None, features: Iterable[FeatureRow] = ()) -> None:
     """Writes the part about NPUs to ``file`` (stdout by default).
 
-    Starts the Ascend runtime where there is one; on any other machine it says why there is none.
+    It begins with one line: whether NPUs can be used, and the one thing to do. What is right is counted, what is not
+    has a row. Starts the Ascend runtime where there is one; on any other machine it says why there is none.
     """
-    parts = (
-        ("ds_npu versions", _version_lines()),
-        ("NPU devices", _device_lines()),
-        ("HCCL and torch_npu variables (value, who set it, what it does)", _variable_lines()),
-        ("ds_npu operators of DeepSpeed", _operator_lines()),
-        ("ds_npu kernels on NPUs (fused_ops)", _kernel_lines()),
-        ("ds_npu features", _feature_lines(features)),
-    )
-    lines = [line for title, body in parts for line in (RULE, title, RULE, *body)]
-    (file or sys.stdout).write("\n".join([*lines, RULE]) + "\n")
+    state = capability.torch_npu_state()
+    devices = _devices() if state.usable else []
+    lines = [
+        RULE,
+        *_answer("ds_npu", *_verdict(state, devices)),
+        RULE,
+        *_version_lines(),
+        *_device_lines(devices),
+        *_variable_lines(),
+        *_operator_lines(),
+        *_kernel_lines(),
+        *_feature_lines(features),
+        RULE,
+    ]
+    (file or sys.stdout).write("\n".join(lines) + "\n")
 
 
 def installed_cann_path() -> str | None:
@@ -73,10 +83,7 @@ def show_installed_operators() -> None:
 def feature_report() -> list[FeatureRow]:
     """Each key of the section, and why it cannot be used: not built in this version, or missing on this machine."""
     features = {feature.key: feature for feature in FEATURES}
-    return [
-        (key, ["not built in this version of ds_npu"] if key in PLANNED else features[key].unmet(default))
-        for key, default in DsNpuConfig()
-    ]
+    return [(key, [NOT_BUILT] if key in PLANNED else features[key].unmet(default)) for key, default in DsNpuConfig()]
 
 
 def _builders() -> list[Any]:
@@ -95,39 +102,56 @@ def _line(name: str, value: object) -> str:
     return f"{name} {'.' * (NAME_COLUMNS - len(name))} {value}"
 
 
-def _answer(name: str, reasons: list[str]) -> Iterator[str]:
-    yield _line(name, f"{NO} {reasons[0]}" if reasons else OKAY)
+def _answer(name: str, reasons: Sequence[str], right: str = "") -> Iterator[str]:
+    """A row that says NO and why, or OKAY and what is ``right``."""
+    yield _line(name, f"{NO} {reasons[0]}" if reasons else f"{OKAY} {right}".rstrip())
     for reason in reasons[1:]:
         yield f"{' ' * (NAME_COLUMNS + 7)}{reason}"
 
 
+def _verdict(state: capability.TorchNpuState, devices: list[str]) -> tuple[list[str], str]:
+    """Why ds_npu cannot be used and the one thing to do, or, where it can, on what and what is left to do."""
+    if FAILED:
+        return [f"a config with a ds_npu section is refused: {FAILED[0]}"], ""
+    if not state.usable:
+        if os.environ.get("DS_ACCELERATOR") == "cpu":
+            return [], f"on the CPU, as DS_ACCELERATOR=cpu asks; no NPU: {state.reason}. Nothing to do"
+        return [f"no NPU can be used: {state.reason}. What to do: {state.advice}."], ""
+    broken = [index for index, device in enumerate(devices) if device.startswith(NO)]
+    if len(broken) == len(devices):
+        return [f"no NPU answers: {devices[0].removeprefix(f'{NO} ')}. What to do: npu-smi info"], ""
+    simulated = ", simulated by ds_npu sim" if "DS_NPU_SIM_DEVICES" in os.environ else ""
+    working = len(devices) - len(broken)
+    npus = f"{working} NPU{'s' * (working > 1)}{simulated}"
+    if broken:
+        return [], f"{npus}. What to do: npu-smi info, as {len(broken)} do not answer (npu:{broken[0]} below)"
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return [], f"{npus}. What to do: unset DS_ACCELERATOR, which chooses the CPU, to use them"
+    doubts = capability.mismatches(capability.versions())
+    return [], f"{npus}. {f'To be looked at: {doubts[0]}' if doubts else 'Nothing to do'}"
+
+
 def _version_lines() -> Iterator[str]:
     found = capability.versions()
-    yield _line("torch version", found.torch or "not installed")
-    yield _line("torch_npu version", found.torch_npu or "not installed")
-    yield _line("CANN version", found.cann or _unknown_cann())
-    yield _line("Ascend driver version", found.driver or "not found in /usr/local/Ascend/driver/version.info")
-    yield _line("deepspeed version", found.deepspeed or "not installed")
-    yield _line("python version", found.python)
-    yield from _answer("versions go together", capability.mismatches(found))
+    named = {
+        "torch": found.torch,
+        "torch_npu": found.torch_npu,
+        "CANN": found.cann,
+        "driver": found.driver,
+        "deepspeed": found.deepspeed,
+        "python": found.python,
+    }
+    yield _line("versions", ", ".join(f"{name} {version or 'not found'}" for name, version in named.items()))
+    unknown = capability.missing_cann()
+    doubts = capability.mismatches(found)
+    if found.torch_npu is not None and doubts:
+        yield from _answer("versions go together", [*doubts, *([unknown.reason] if unknown else [])])
 
 
-def _unknown_cann() -> str:
-    unavailable = capability.missing_cann()
-    return unavailable.reason if unavailable else f"no file that tells it under {capability.cann_home()}"
-
-
-def _device_lines() -> Iterator[str]:
-    state = capability.torch_npu_state()
-    if not state.usable:
-        yield from _answer("NPUs", [f"{state.reason}.", f"What to do: {state.advice}."])
-        return
+def _devices() -> list[str]:
+    """What each NPU is, or why it does not answer."""
     torch_npu: Any = capability.try_import("torch_npu")[0]
-    count = torch_npu.npu.device_count()
-    simulated = ", simulated by ds_npu sim" if "DS_NPU_SIM_DEVICES" in os.environ else ""
-    yield _line("NPUs", f"{OKAY} {count}{simulated}")
-    for index in range(count):
-        yield _line(f"npu:{index}", _device(torch_npu.npu, index))
+    return [_device(torch_npu.npu, index) for index in range(torch_npu.npu.device_count())]
 
 
 def _device(npu: Any, index: int) -> str:
@@ -138,33 +162,53 @@ def _device(npu: Any, index: int) -> str:
     return f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
 
 
+def _device_lines(devices: list[str]) -> Iterator[str]:
+    """One row for devices next to each other that are alike."""
+    for device, alike in itertools.groupby(enumerate(devices), key=lambda each: each[1]):
+        indices = [index for index, _ in alike]
+        last = f"..{indices[-1]}" if len(indices) > 1 else ""
+        yield _line(f"npu:{indices[0]}{last}", device)
+
+
 def _variable_lines() -> Iterator[str]:
+    """Those that are set; docs/environment.md lists them all."""
     for setting in capability.hccl_environment():
-        value = setting.default if setting.value is None else setting.value
-        yield _line(setting.name, f"{value} ({setting.origin}; {setting.note})")
+        if setting.value is not None:
+            yield _line(setting.name, f"{setting.value} ({setting.origin}, default {setting.default}; {setting.note})")
 
 
 def _operator_lines() -> Iterator[str]:
     # The builders import deepspeed's, which import torch_npu: where that is broken, the rest is still to be printed.
     package, error = capability.try_import("ds_npu.ops.builders")
     if package is None:
-        yield from _answer("all operators", [f"DeepSpeed's NPU builders cannot be imported: {error}"])
+        yield from _answer("DeepSpeed's operators", [f"DeepSpeed's NPU builders cannot be imported: {error}"])
         return
-    said = str(capability.torch_npu_importable() or "")
-    for builder in _builders():
-        reason = builder.why_not()
-        yield from _answer(builder.name, ["see NPUs above" if reason == said else reason] if reason else [])
+    yield from _counted("DeepSpeed's operators", [(builder.name, builder.why_not()) for builder in _builders()])
 
 
 def _kernel_lines() -> Iterator[str]:
+    yield from _counted("kernels on NPUs (fused_ops)", list(operator_report()))
+
+
+def _counted(title: str, rows: list[tuple[str, str | None]]) -> Iterator[str]:
+    """How many of ``rows`` can be used, and a row for each of the others with a reason of its own."""
     said = capability.torch_npu_importable()
-    for name, reason in operator_report():
-        yield from _answer(name, ["see NPUs above" if said and reason == str(said) else reason] if reason else [])
+    wrong = [(name, reason) for name, reason in rows if reason]
+    own = [(name, reason) for name, reason in wrong if not said or reason != str(said)]
+    see = f", {SEE}" if len(own) < len(wrong) else ""
+    yield _line(title, f"{NO if wrong else OKAY} {len(rows) - len(wrong)} of {len(rows)}{see}")
+    for name, reason in own:
+        yield from _answer(name, [reason])
 
 
 def _feature_lines(features: Iterable[FeatureRow]) -> Iterator[str]:
     rows = list(features)
-    if not rows:
-        yield "none"
+    usable = [name for name, reasons in rows if not reasons]
+    planned = [name for name, reasons in rows if reasons == [NOT_BUILT]]
+    if usable:
+        yield from _answer("keys of the section", [], ", ".join(usable))
     for name, reasons in rows:
-        yield from _answer(name, reasons)
+        if reasons and reasons != [NOT_BUILT]:
+            yield from _answer(name, reasons)
+    if planned:
+        yield _line(NOT_BUILT, ", ".join(planned))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
 from ds_npu.log import logger
 from ds_npu.models.attributes import attribute, set_attribute
+from ds_npu.models.plan import PlanError
 
 FEATURES: tuple[Feature[Any], ...] = (TENSOR_OVERLAP, PLAN, PARALLEL, FUSED_OPS, CONTEXT_PARALLEL)
 CHANGED_FOR = "ds_npu_changed_for"
@@ -64,7 +66,10 @@ def apply_features(features: Values, build: Build) -> None:
 
 def declare_parts(features: Values, build: Build) -> list[Declaration]:
     """The parts of the engine that ``features`` provide."""
-    found = [Declaration(feature.key, Phase.ENGINE, list(feature.parts(value, build))) for feature, value in features]
+    with _plan_errors_say_what_works(build):
+        found = [
+            Declaration(feature.key, Phase.ENGINE, list(feature.parts(value, build))) for feature, value in features
+        ]
     return [each for each in found if each.changes]
 
 
@@ -78,7 +83,9 @@ def declare(features: Values, build: Build) -> list[Declaration]:
     for feature, value in features:
         asked = feature.asked(value, build)
         if feature.key not in before:
-            found.append(Declaration(feature.key, feature.phase, list(feature.declare(value, build))))
+            with _plan_errors_say_what_works(build):
+                changes = list(feature.declare(value, build))
+            found.append(Declaration(feature.key, feature.phase, changes))
         elif asked != before[feature.key]:
             raise ValueError(
                 f"ds_npu.{feature.key}: the {type(build.model).__name__} was changed for {before[feature.key]}, and "
@@ -88,6 +95,19 @@ def declare(features: Values, build: Build) -> list[Declaration]:
         else:
             build.said.append(f"{feature.key}: the model has been changed for {asked} before, and is left as it is")
     return sorted((each for each in found if each.changes), key=lambda each: each.phase)
+
+
+@contextmanager
+def _plan_errors_say_what_works(build: Build) -> Iterator[None]:
+    try:
+        yield
+    except PlanError as error:
+        with suppress(PlanError):
+            # Wrong globs are an error with or without a plan.
+            build.partial_plan  # noqa: B018
+            said = filter(None, (feature.without_plan(build) for feature in FEATURES))
+            error.works = "; ".join(["Data parallelism and ZeRO work without a plan", *said]) + "."
+        raise
 
 
 def changed_for(model: nn.Module) -> dict[str, str]:

@@ -24,6 +24,10 @@ def _asks_for_nothing(value: object, build: Build) -> str:
     return ""
 
 
+def _has_nothing_to_say(build: Build) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Feature(Generic[V]):
     """One key of the ``"ds_npu"`` section, whose value is a V (a Section, or a plain value)."""
@@ -36,5 +40,7 @@ class Feature(Generic[V]):
     """What it provides for each engine, whether or not the model has been changed before."""
     asked: Callable[[V, Build], str] = _asks_for_nothing
     """What it asks for, in words, where the changes it declares can be made to a model once only; else empty."""
+    without_plan: Callable[[Build], str] = _has_nothing_to_say
+    """Whether it works for a model that has no plan, in words."""
     unmet: Callable[[V], list[str]] = _needs_nothing
     """Why this machine cannot do what the value needs; empty where it can."""

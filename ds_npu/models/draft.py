@@ -11,6 +11,7 @@ from torch import nn
 from ds_npu.config.roles import ORDERS, PARENT, STRUCTURAL, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention import Linears, counted, wrong_heads, wrong_widths
+from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
 from ds_npu.models.tree import adapters
 
@@ -20,7 +21,7 @@ Say what a module is in the DeepSpeed config, * standing for any part of a name 
   "ds_npu": {"plan": {"%s": "<role>"}}
 Roles: %s"""
 NEEDED = """\
-ds_npu knows the parts of Hugging Face's decoders; of any other model the DeepSpeed config must say what they are, as in
+Say in the DeepSpeed config what they are, as in
   "ds_npu": {"plan": {"embed": "embedding", "layers.*": "block", "layers.*.norm?": "norm",
                       "layers.*.attention": "attention", "layers.*.attention.q": "query", "layers.*.attention.k": "key",
                       "layers.*.attention.v": "value", "layers.*.attention.out": "attention_output",
@@ -62,7 +63,7 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
     told = [*problems, *_told(modules, faults)]
     if told:
-        raise PlanError(plan.model, told, _remedy(plan, unplaced))
+        raise PlanError(plan.model, told, _kind(model, plan), _remedy(plan, unplaced))
     return plan
 
 
@@ -76,7 +77,7 @@ def partial_plan(model: nn.Module, draft: Draft, problems: Iterable[str]) -> Mod
     misfits = dict(_misfits(modules, plan))
     told = [*problems, *_told(modules, [fault for fault in misfits.items() if fault[0] in draft.given])]
     if told:
-        raise PlanError(plan.model, told)
+        raise PlanError(plan.model, told, _kind(model, plan))
     plan = replace(plan, roles={name: role for name, role in plan.roles.items() if name not in misfits})
     linears = _linears(modules, plan, leave_out=())
     plan = _with_heads(modules, plan, draft, linears)
@@ -201,6 +202,19 @@ def _told(modules: dict[str, nn.Module], faults: Iterable[Fault]) -> Iterator[st
         groups[names.generic(name), kinds.described(modules[name]), why].append(name)
     for (_, described, why), found in groups.items():
         yield f"{names.abbreviated(found) or 'the model itself'} ({described}): {why}"
+
+
+def _kind(model: nn.Module, plan: ModelPlan) -> str:
+    """What ``model`` is to ds_npu, in a sentence."""
+    found = hugging_face_model(model)
+    if found is None:
+        return f"{plan.model} is a model of your own: ds_npu knows the parts of Hugging Face's decoders only."
+    held = "" if found is model else f", which holds {type(found).__name__} of transformers,"
+    if found.config.is_encoder_decoder:
+        return f"{plan.model}{held} is an encoder-decoder of transformers, of which ds_npu knows no part."
+    if not plan.blocks:
+        return f"{plan.model}{held} is a model of transformers in which ds_npu finds no one stack of blocks."
+    return f"{plan.model}{held} is a decoder of transformers, which ds_npu knows but for what is named here."
 
 
 def _remedy(plan: ModelPlan, unplaced: list[Fault]) -> str:

@@ -13,13 +13,19 @@ SUBLAYERS = (Role.ATTENTION, Role.MLP, Role.MOE)
 
 
 class PlanError(ValueError):
-    """Every mistake that keeps a model from having a plan, at once."""
+    """Every mistake that keeps a model from having a plan, at once, and before them what the model is."""
 
-    def __init__(self, model: str, problems: Iterable[str], remedy: str = "") -> None:
+    def __init__(self, model: str, problems: Iterable[str], kind: str = "", remedy: str = "") -> None:
         self.problems = tuple(problems)
+        self.works = ""
+        """What can be done with the model without a plan: for ``ds_npu.features.driver`` to fill in."""
         count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
-        lines = [f"{count} in the plan of {model}:", *(f"  {problem}" for problem in self.problems), remedy]
-        super().__init__("\n".join(line for line in lines if line))
+        self._kind = kind
+        self._mistakes = [f"{count} in the plan of {model}:", *(f"  {problem}" for problem in self.problems), remedy]
+        super().__init__(model)
+
+    def __str__(self) -> str:
+        return "\n".join(line for line in (self._kind, self.works, *self._mistakes) if line)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,10 +38,18 @@ SONAMES = (
 )
 """The libraries of CANN that torch_npu links or opens by name: links to LIBRARY, which the loader opens once."""
 
+LINKED = ("libtorch_cpu.so", "libc10.so")
+"""torch's libraries that LIBRARY needs. It does not say where they are: the process that opens it has loaded them."""
+TORCH_NPU = "libtorch_npu.so"
+
 CONTENTS = "simulated.json"
 """Beside the library: the functions of CANN's interface that each source has."""
 
 TORCH_INCLUDE = "#include <ATen/ATen.h>"
+SECONDS_A_FILE = 4.0
+"""Seconds of one core: g++ 12 on x86-64, estimated from a compilation on a busy machine."""
+SECONDS_BETWEEN = 10
+"""Seconds between two lines of progress."""
 MOST_WITHOUT = 2
 """Up to so many files per core are compiled without precompiled headers, which take as long to make."""
 
@@ -75,10 +84,19 @@ class Toolchain:
         return [f"-I{SOURCES}", *(flag for folder in folders for flag in ("-isystem", str(folder)))]
 
     def identity(self) -> str:
-        """Changes whenever objects compiled before can no longer be used."""
+        """Changes whenever objects compiled before can no longer be used.
+
+        It does not name the folders: environments with the same torch and torch_npu share what is compiled.
+        """
         version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, check=False).stdout
-        packages = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch_npu")]
-        return "\n".join([version, *packages, str(self.torch), *FLAGS])
+        torch = [(self.torch / "version.py").read_text(), *(_size(self.torch / "lib" / name) for name in LINKED)]
+        torch_npu = [f"torch_npu {importlib.metadata.version('torch_npu')}", _size(self.torch_npu / "lib" / TORCH_NPU)]
+        return "\n".join([version, *torch, *torch_npu, *FLAGS])
+
+
+def _size(library: Path) -> str:
+    """The name and size of ``library``: builds of one version differ in size."""
+    return f"{library.name} {library.stat().st_size if library.exists() else 0}"
 
 
 def _folder(package: str) -> Path:
@@ -149,7 +167,9 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
     identity = toolchain.identity().encode()
     targets = {source: _object_of(source, identity, kept) for source in sources}
     missing = [source for source in sources if not is_sealed(targets[source])]
-    _say("building the simulated NPUs; this happens once")
+    # The longest first, so that no core is left with one at the end.
+    missing.sort(key=lambda source: source.stat().st_size, reverse=True)
+    progress = _Progress(missing)
     with_torch = [source for source in missing if _includes_torch(source)]
     precompiled = _precompiled(toolchain, folder) if len(with_torch) > 2 * MOST_WITHOUT else []
 
@@ -163,9 +183,45 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
             file.rename(kept / file.name)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for done, _ in enumerate(pool.map(compiled, missing), start=1):
-            _say(f"{done} of {len(missing)} files compiled")
+        progress.start()
+        for source, _ in zip(missing, pool.map(compiled, missing), strict=True):
+            progress.count(source)
     return list(targets.values())
+
+
+class _Progress:
+    """Says how long the compilation of ``sources`` takes, and how far it is."""
+
+    def __init__(self, sources: Sequence[Path]) -> None:
+        self.files, self.done = len(sources), 0
+        self.sizes = {source: source.stat().st_size for source in sources}
+        self.bytes = 0
+        self.begun = self.started = self.said = time.monotonic()
+        cores = os.cpu_count() or 1
+        _say(
+            f"building the simulated NPUs, {self.files} files on {cores} cores: about "
+            f"{_duration(self.files * SECONDS_A_FILE / cores)}, once for this torch and torch_npu"
+        )
+
+    def start(self) -> None:
+        """What all files need is made; the first of them begins."""
+        self.started = time.monotonic()
+
+    def count(self, source: Path) -> None:
+        """``source`` is done."""
+        self.done, self.bytes = self.done + 1, self.bytes + self.sizes[source]
+        now = time.monotonic()
+        if self.done == self.files:
+            _say(f"{self.done} of {self.files} files compiled, in {_duration(now - self.begun)}")
+        elif now - self.said >= SECONDS_BETWEEN:
+            self.said = now
+            left = (now - self.started) * (sum(self.sizes.values()) / self.bytes - 1)
+            _say(f"{self.done} of {self.files} files compiled, about {_duration(left)} left")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _object_of(source: Path, identity: bytes, kept: Path) -> Path:
@@ -203,8 +259,9 @@ def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home
     stubs = home.parent / "not_simulated.cpp"
     stubs.write_text(_not_simulated(toolchain, defined))
     torch_lib = toolchain.torch / "lib"
+    libraries = [f"-l:{name}" for name in LINKED]
     _run([toolchain.compiler, *FLAGS, "-shared", "-o", str(home / LIBRARY), *map(str, objects), str(stubs),
-          f"-L{torch_lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_lib}", "-Wl,-z,defs"])  # fmt: skip
+          f"-L{torch_lib}", *libraries, f"-Wl,-rpath-link,{torch_lib}", "-Wl,-z,defs"])  # fmt: skip
 
 
 def _defined(compiled: Path) -> list[str]:
@@ -215,7 +272,7 @@ def _defined(compiled: Path) -> list[str]:
 
 def operators_of(torch_npu: Path) -> list[str]:
     """Names of the aclnn operators that torch_npu's library can call, sorted."""
-    with (torch_npu / "lib" / "libtorch_npu.so").open("rb") as file:
+    with (torch_npu / "lib" / TORCH_NPU).open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         names = re.findall(rb"\0(aclnn[A-Z]\w*?)(?:GetWorkspaceSize)?(?=\0)", content)
     return sorted({name.decode() for name in names})

@@ -152,7 +152,7 @@ def test_ds_report_says_why(case, tmp_path):
     done = run("from deepspeed.env_report import cli_main\nimport sys\nsys.argv[1:] = []\ncli_main()", case, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
-    (row,) = [line for line in done.stdout.splitlines() if line.startswith("NPUs ...")]
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("ds_npu ...")]
     assert case[1][0] in row
     assert "halted" not in done.stdout
 

@@ -138,6 +138,21 @@ def test_the_lock_of_a_killed_build_is_removed(checkout):
     assert [path.name for path in lock.parent.iterdir()] == ["cpu_adam.so"]
 
 
+@pytest.mark.parametrize("named", ["", "DEEPSPEED_CHECKOUT=a", "DEEPSPEED_CHECKOUT=a DEEPSPEED_EXAMPLES=b"])
+def test_deepspeeds_own_tests_are_run_or_said_not_to_be(checkout, named):
+    checkout.make_env()
+    checkout.installed()
+    done = checkout.run(shutil.which("make"), "upstream", *named.split())
+    assert done.returncode == 0, done.stderr
+    asked = checkout.installed()
+    for variable, script, what in (
+        ("DEEPSPEED_CHECKOUT", "deepspeed_unit_tests.py a", "DeepSpeed's unit tests"),
+        ("DEEPSPEED_EXAMPLES", "deepspeed_examples.py b", "DeepSpeed's examples"),
+    ):
+        is_said = f"NOT RUN: {what}" in done.stderr
+        assert (f"tests/support/{script}" in asked, is_said) == (variable in named, variable not in named)
+
+
 CLOSING = "=== 1 {} in 137.29s (0:02:17) ==="
 
 

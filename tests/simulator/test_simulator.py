@@ -261,4 +261,4 @@ def test_a_folder_that_cannot_be_written_to_is_named():
 def test_what_is_simulated_is_called_so():
     done = simulated.sim("--devices", "2", "--memory", "1GiB", "--chaos", "3", "--", "ds_report")
     assert "ds_npu sim: 2 simulated NPUs (Ascend910B2, 1 GiB each, chaos 3)" in done.stderr
-    assert "2, simulated by ds_npu sim" in done.stdout
+    assert "2 NPUs, simulated by ds_npu sim" in done.stdout

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 import pytest
 import simulated
 
 from ds_npu.simulator import cache
-from ds_npu.simulator.build import LIBRARY
+from ds_npu.simulator.build import LIBRARY, LINKED
 
 
 @pytest.mark.parametrize(
@@ -197,3 +200,32 @@ def test_what_killed_builds_leave_is_removed_and_what_others_work_in_is_not(tmp_
             with cache.scratch(tmp_path):
                 assert mine.exists()
     assert {path.name for path in tmp_path.glob("building-*")} == {"building-alive"}
+
+
+def linked_environment(folder):
+    """A folder for PYTHONPATH with the packages of this environment at other paths."""
+    folder.mkdir()
+    for name in ("torch", "torch_npu"):
+        package = Path(PathFinder.find_spec(name).submodule_search_locations[0])
+        (folder / name).symlink_to(package)
+        for metadata in package.parent.glob(f"{name}-*.dist-info"):
+            (folder / metadata.name).symlink_to(metadata)
+    return folder
+
+
+def test_environments_with_the_same_torch_share_what_is_compiled(tmp_path, environ):
+    said = simulated.sim("--", "true", **environ).stderr
+    assert re.search(r"building the simulated NPUs, \d+ files on \d+ cores: about (\d+ min )?\d+ s, once", said), said
+    assert re.search(r"(\d+) of \1 files compiled, in \d+ s\n", said), said
+    other = linked_environment(tmp_path / "other")
+    done = simulated.sim("--", "true", **environ, PYTHONPATH=str(other))
+    assert done.returncode == 0 and "building" not in done.stderr
+    # Of another build of torch they are not used, whatever its version.
+    (other / "torch").unlink()
+    (other / "torch" / "lib").mkdir(parents=True)
+    for part in (*LINKED, "include"):
+        place = Path(PathFinder.find_spec("torch").submodule_search_locations[0])
+        (other / "torch" / "lib" / part).symlink_to(place / "lib" / part)
+    (other / "torch" / "version.py").write_text("git_version = 'another'\n")
+    (other / "torch" / "__init__.py").touch()
+    assert "building" in simulated.sim("--", "true", **environ, PYTHONPATH=str(other)).stderr

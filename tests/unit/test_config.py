@@ -103,6 +103,27 @@ MISTAKES = [
         "0 or 1 beside a ds_npu section (see ds_npu.parallel.tensor)",
     ),
     (
+        {"parallel": {"tensor": 2}},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+        "zero_optimization.zero_hpz_partition_size",
+        2,
+        "1 with ds_npu.parallel.tensor 2: DeepSpeed keeps a second copy",
+    ),
+    (
+        {"parallel": {"context": 2}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+        "zero_optimization.zero_quantized_gradients",
+        True,
+        "false with ds_npu.parallel.tensor, context or pipeline > 1",
+    ),
+    (
+        {"parallel": {"tensor": 2, "context": 2}},
+        {"autotuning": {"enabled": True, "mp_size": 2}},
+        "autotuning.mp_size",
+        2,
+        "4, the product of ds_npu.parallel.tensor, context and pipeline",
+    ),
+    (
         {"parallel": {"expert": 2}},
         {"expert_parallel": {"enabled": True, "autoep_size": 2}},
         "expert_parallel.autoep_size",
@@ -271,7 +292,8 @@ def test_the_same_asked_twice_is_accepted():
         "tensor_parallel": {"autotp_size": 1},
         "expert_parallel": {"enabled": False, "autoep_size": 8},
         "activation_checkpointing": {"partition_activations": True},
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 1, "zero_hpz_partition_size": 2},
+        "autotuning": {"enabled": True, "mp_size": 4},
     }
     checked = check(with_section(section, **deepspeed), 8)
     assert (checked.degrees.dp, checked.degrees.cp, checked.degrees.pp, checked.zero_stage) == (2, 2, 2, 1)

@@ -360,6 +360,7 @@ def test_a_module_that_was_put_into_the_model_is_named_with_what_to_do():
     assert (
         str(refused(model))
         == """\
+LlamaForCausalLM is a decoder of transformers, which ds_npu knows but for what is named here.
 3 mistakes in the plan of LlamaForCausalLM:
   model.layers.{0..1}.mlp.extra (Linear, weight [16, 32], bias [16]): nothing says what it is
   model.layers.0.mlp.mix (Conv1d, weight [1, 32, 4]): nothing says what it is

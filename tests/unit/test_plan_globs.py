@@ -244,10 +244,11 @@ def test_a_model_without_any_plan():
     assert (
         str(refused(model, {}))
         == f"""\
+Sequential is a model of your own: ds_npu knows the parts of Hugging Face's decoders only.
 2 mistakes in the plan of Sequential:
   0 (Linear, weight [16, 8], bias [16]): nothing says what it is
   2 (Linear, weight [8, 16]): nothing says what it is
-ds_npu knows the parts of Hugging Face's decoders; of any other model the DeepSpeed config must say what they are, as in
+Say in the DeepSpeed config what they are, as in
   "ds_npu": {{"plan": {{"embed": "embedding", "layers.*": "block", "layers.*.norm?": "norm",
                       "layers.*.attention": "attention", "layers.*.attention.q": "query", "layers.*.attention.k": "key",
                       "layers.*.attention.v": "value", "layers.*.attention.out": "attention_output",
@@ -275,6 +276,7 @@ def test_everything_that_is_wrong_is_said_at_once():
     assert (
         str(refused(Net(), globs))
         == f"""\
+Net is a model of your own: ds_npu knows the parts of Hugging Face's decoders only.
 9 mistakes in the plan of Net:
   "layers.*.mlp": 'mpl' is no role, did you mean 'mlp'? (roles: {ROLES})
   "head": 'haed' is no role, did you mean 'head'? (roles: {ROLES})

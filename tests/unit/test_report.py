@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from packaging.version import Version
 from ds_npu import capability
 from ds_npu.capability import runtime
 from ds_npu.engine import report as module
-from ds_npu.engine.report import report
+from ds_npu.engine.report import feature_report, report
 
 
 def printed(**arguments):
@@ -35,17 +36,39 @@ def cpu_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "DEV", tmp_path)
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    for name, _, _ in capability.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
 
 
-def test_on_a_cpu_machine_every_part_is_there_with_reasons(cpu_machine, monkeypatch):
+def test_on_a_cpu_machine_the_first_line_says_why_and_what_to_do(cpu_machine, monkeypatch):
     npu_double.remove(monkeypatch)
-    text = printed()
-    assert row(text, "torch_npu version") == "not installed"
-    assert "ASCEND_HOME_PATH is not set" in row(text, "CANN version")
-    assert row(text, "NPUs").startswith(module.NO)
-    assert "What to do: " in text
-    assert module.NO in row(text, "versions go together")
-    assert row(text, "fused_adam") == f"{module.NO} see NPUs above"
+    text = printed(features=feature_report())
+    first = text.splitlines()[1]
+    assert first.startswith("ds_npu ..........................") and first == f"ds_npu {'.' * 27} {row(text, 'ds_npu')}"
+    assert row(text, "ds_npu") == (
+        f"{module.NO} no NPU can be used: torch_npu is not installed. What to do: install the torch_npu that matches "
+        "torch, as pip install torch_npu."
+    )
+    assert "torch_npu not found, CANN not found" in row(text, "versions")
+    assert re.fullmatch(r"\S+ \d of \d+, see ds_npu above", row(text, "DeepSpeed's operators"))
+    assert re.fullmatch(r"\S+ \d of \d+, see ds_npu above", row(text, "kernels on NPUs (fused_ops)"))
+    assert row(text, "keys of the section").startswith(f"{module.OKAY} parallel, ")
+    assert len(text.splitlines()) == 9, text
+
+
+def test_the_cpu_on_purpose_is_nothing_to_do(cpu_machine, monkeypatch):
+    npu_double.remove(monkeypatch)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    said = row(printed(), "ds_npu")
+    assert said.startswith(f"{module.OKAY} on the CPU, as DS_ACCELERATOR=cpu asks") and said.endswith("Nothing to do")
+
+
+def test_patches_that_do_not_fit_come_first(cpu_machine, monkeypatch):
+    npu_double.install(monkeypatch, devices=2)
+    monkeypatch.setattr(module, "FAILED", ["deepspeed.initialize has other parameters"])
+    wanted = f"{module.NO} a config with a ds_npu section is refused: deepspeed.initialize has other parameters"
+    assert row(printed(), "ds_npu") == wanted
 
 
 def test_on_an_npu_machine(cpu_machine, monkeypatch, tmp_path):
@@ -54,34 +77,55 @@ def test_on_an_npu_machine(cpu_machine, monkeypatch, tmp_path):
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     monkeypatch.setenv("HCCL_BUFFSIZE", "512")
     text = printed()
-    assert row(text, "NPUs") == f"{module.OKAY} 2"
-    assert row(text, "npu:1") == "Double910, 64.0 GiB"
-    assert row(text, "CANN version") == "8.5.0"
-    assert row(text, "HCCL_BUFFSIZE").startswith("512 (user; ")
-    assert row(text, "fused_adam") == module.OKAY
+    assert row(text, "ds_npu").startswith(f"{module.OKAY} 2 NPUs. ")
+    assert row(text, "npu:0..1") == "Double910, 64.0 GiB"
+    assert "CANN 8.5.0" in row(text, "versions")
+    assert row(text, "HCCL_BUFFSIZE").startswith("512 (user, default 200; ")
+    assert "fused_adam" not in text and "HCCL_CONNECT_TIMEOUT" not in text
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert row(printed(), "ds_npu").startswith(f"{module.OKAY} 2 NPUs. What to do: unset DS_ACCELERATOR")
 
 
 def test_a_device_that_does_not_answer_does_not_end_the_report(cpu_machine, monkeypatch):
-    npu = npu_double.install(monkeypatch, devices=1)
+    npu = npu_double.install(monkeypatch, devices=3)
+    answers = npu.get_device_properties
 
     def busy(index):
-        raise RuntimeError("device 0 is busy")
+        if index == 1:
+            raise RuntimeError("device 1 is busy")
+        return answers(index)
 
     npu.get_device_properties = busy
     text = printed()
-    assert "device 0 is busy" in row(text, "npu:0")
-    assert "ds_npu features" in text
+    assert "device 1 is busy" in row(text, "npu:1") and row(text, "npu:0") == row(text, "npu:2")
+    assert row(text, "ds_npu").startswith(f"{module.OKAY} 2 NPUs. What to do: npu-smi info, as 1 do not answer (npu:1")
+
+    def all_busy(index):
+        raise RuntimeError("busy")
+
+    npu.get_device_properties = all_busy
+    assert row(printed(), "ds_npu").startswith(f"{module.NO} no NPU answers: it does not answer: busy. What to do:")
 
 
 def test_versions_that_go_together_are_okay(cpu_machine, monkeypatch):
     good = capability.Versions("2.9.0", "2.9.0", "8.5.0", "24.1", "0.19.8", "3.11.4")
     monkeypatch.setattr(capability, "versions", lambda: good)
-    assert row(printed(), "versions go together") == module.OKAY
-
-
-def test_every_setting_has_its_row(cpu_machine):
+    npu_double.install(monkeypatch, devices=1)
     text = printed()
-    assert [name for name, _, _ in capability.SETTINGS if row(text, name) == ""] == []
+    assert row(text, "ds_npu") == f"{module.OKAY} 1 NPU. Nothing to do"
+    assert "versions go together" not in text
+    bad = dataclasses.replace(good, cann="8.0.0")
+    monkeypatch.setattr(capability, "versions", lambda: bad)
+    text = printed()
+    assert "To be looked at: torch_npu 2.9.0 with CANN 8.0.0 is not a listed pair" in row(text, "ds_npu")
+    assert row(text, "versions go together").startswith(module.NO)
+
+
+def test_every_setting_that_is_set_has_its_row(cpu_machine, monkeypatch):
+    for name, _, _ in capability.SETTINGS:
+        monkeypatch.setenv(name, "1")
+    text = printed()
+    assert [name for name, _, _ in capability.SETTINGS if not row(text, name).startswith("1 (user, ")] == []
 
 
 def test_builders_that_cannot_be_imported_do_not_end_the_report(cpu_machine, monkeypatch):
@@ -91,12 +135,14 @@ def test_builders_that_cannot_be_imported_do_not_end_the_report(cpu_machine, mon
         return (None, RuntimeError("Two accelerators")) if name == "ds_npu.ops.builders" else real(name)
 
     monkeypatch.setattr(capability, "try_import", broken)
-    assert "Two accelerators" in row(printed(), "all operators")
+    assert "Two accelerators" in row(printed(), "DeepSpeed's operators")
 
 
 def test_features_and_what_they_lack(cpu_machine):
-    text = printed(features=[("fused_ops", []), ("moe", ["no grouped matmul", "no permute"])])
-    assert row(text, "fused_ops") == module.OKAY
+    planned = ("swap", [module.NOT_BUILT])
+    text = printed(features=[("fused_ops", []), ("moe", ["no grouped matmul", "no permute"]), ("plan", []), planned])
+    assert row(text, "keys of the section") == f"{module.OKAY} fused_ops, plan"
+    assert row(text, "not built in this version") == "swap"
     assert row(text, "moe") == f"{module.NO} no grouped matmul"
     assert re.search(r"^ +no permute$", text, re.MULTILINE)
     assert text.rstrip().endswith("-" * 20)
@@ -104,7 +150,7 @@ def test_features_and_what_they_lack(cpu_machine):
 
 def test_it_goes_to_the_stdout_of_the_moment(cpu_machine, capsys):
     report()
-    assert "NPU devices" in capsys.readouterr().out
+    assert "\nds_npu ....." in capsys.readouterr().out
 
 
 def test_the_look_is_ds_reports():

@@ -101,6 +101,21 @@ def _machine(build: Build) -> Machine:
     return machine_of(torch.get_device_module(build.device_type).get_device_name() if has_device else "")
 
 
+def _without_plan(build: Build) -> str:
+    if hugging_face_model(build.model) is None:
+        return "context parallelism is the script's (ds_npu.parallel.context_attention)"
+    try:
+        shardable_model(build.model, build.partial_plan)
+    except ValueError as error:
+        return f"context parallelism does not work ({error})"
+    return "context parallelism works"
+
+
 CONTEXT_PARALLEL: Feature[ContextParallelSection] = Feature(
-    "context_parallel", Phase.SEQUENCES, declare=_declare, parts=_parts, asked=_asked
+    "context_parallel",
+    Phase.SEQUENCES,
+    declare=_declare,
+    parts=_parts,
+    asked=_asked,
+    without_plan=_without_plan,
 )

@@ -41,4 +41,10 @@ def _declare(section: ParallelSection, build: Build) -> Iterable[Change]:
     return declare_shards(build.model, build.plan, build.topology, *options)
 
 
-PARALLEL: Feature[ParallelSection] = Feature("parallel", Phase.SHARDS, declare=_declare, parts=_parts, asked=_asked)
+def _without_plan(build: Build) -> str:
+    return "tensor parallelism needs one"
+
+
+PARALLEL: Feature[ParallelSection] = Feature(
+    "parallel", Phase.SHARDS, declare=_declare, parts=_parts, asked=_asked, without_plan=_without_plan
+)

@@ -191,7 +191,7 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Job, until: float) -
         reports, why = world.reports(START_S)
         if why:
             world.ask_where_they_stand()
-            said = f"{job.ranks} processes did not start: {why}"
+            said = f"its ranks did not start: {why}"
             output = world.output()
             for index, case in enumerate(cases):
                 yield Result(group.name, case.name, case.ranks, "crashed", said=said, output="" if index else output)

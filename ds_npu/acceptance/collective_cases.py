@@ -6,6 +6,7 @@ HCCL cuts messages by powers of 2, so a part that arrives at another place shows
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ OBJECTS = "objects"
 FUSED = ("product fused with an all-gather", "product fused with a reduce-scatter")
 MIB = 1 << 20
 BUFFER_MIB = 200
-"""HCCL_BUFFSIZE where it is not set, by CANN's HCCL user guide."""
+"""Of a communicator where HCCL_BUFFSIZE is not set, by CANN's HCCL user guide."""
 MOST_RANKS = 32
 """Up to so many ranks the sums are exact in bf16."""
 
@@ -89,7 +90,8 @@ def _of_kind(kind: str, ranks: int, small: bool, whole: bool) -> list[Collective
         # A rank of these has a message for each rank, or from each: all of them together have the size.
         parts = ranks if kind in FOR_EACH_RANK else 1
         found += [_case(kind, ranks, torch.bfloat16, size // parts + 1) for size in (MIB, 16 * MIB, 64 * MIB)]
-        found.append(_case(kind, ranks, torch.float32, (BUFFER_MIB + 50) * MIB // 4 // parts + 3))
+        over = (int(os.environ.get("HCCL_BUFFSIZE") or BUFFER_MIB) + 50) * MIB // 4
+        found.append(_case(kind, ranks, torch.float32, over // parts + 3))
     return found
 
 

@@ -19,8 +19,10 @@ from torch import nn
 
 from ds_npu.acceptance import machine, one_process, operators, record, training, world
 from ds_npu.acceptance.case import GROUP_NAMES, Case, Check, Scope
+from ds_npu.acceptance.collective_cases import FOR_EACH_RANK, KINDS, collective_cases
 from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.machine import Npus, without_names
+from ds_npu.acceptance.operator_cases import attention_output, operator_cases
 from ds_npu.acceptance.training_cases import LARGE_SIZES, SMALL_SIZES, STEPS, Recipe, TrainingCase, training_cases
 from ds_npu.acceptance.verdict import is_clean, verdict
 from ds_npu.acceptance.world import Result, run_group
@@ -29,9 +31,11 @@ from ds_npu.cli import acceptance_run
 from ds_npu.cli.main import main
 from ds_npu.config.check import check
 from ds_npu.ops.all import OPERATORS
+from ds_npu.ops.attention import attention, kernel_refusal
 
 ROOT = Path(__file__).parents[2]
 SCOPES = [Scope(npus, small) for npus in (1, 2, 4, 8, 16) for small in (True, False)]
+ATTENTION = (attention, attention_output)
 NPUS = Npus(["Ascend910B2"] * 2, [64.0] * 2)
 
 
@@ -55,6 +59,28 @@ def test_every_operator_has_cases():
     missing = {each.name for each in OPERATORS if each not in called}
     assert missing == {"attention_forward", "attention_backward"}
     assert {"attention", "attention_output"} == {each.__name__ for each in called if hasattr(each, "__name__")}
+
+
+def test_the_kernel_takes_every_attention():
+    """A call that it does not take would compare the reference with itself."""
+    seen = 0
+    for case in operator_cases(Scope(1, False)):
+        if case.dtype == torch.bfloat16 and case.call and case.call.function in ATTENTION:
+            assert kernel_refusal(*case.call.args(case.dtype)) is None, case.name
+            seen += 1
+    assert seen == 19
+
+
+def test_messages_are_larger_than_the_buffer(monkeypatch):
+    for buffer_mib in (None, "512"):
+        if buffer_mib:
+            monkeypatch.setenv("HCCL_BUFFSIZE", buffer_mib)
+        for kind in KINDS:
+            own = [case for case in collective_cases(Scope(8, False)) if case.kind == kind and case.ranks == 8]
+            largest = max(case.count * case.dtype.itemsize * (8 if kind in FOR_EACH_RANK else 1) for case in own)
+            small = [case for case in own if case.buffer_mib]
+            assert kind.endswith("of reals") or largest > int(buffer_mib or 200) * 2**20, kind
+            assert all(case.count * case.dtype.itemsize > case.buffer_mib * 2**20 for case in small)
 
 
 def test_every_axis_that_is_built_is_trained():

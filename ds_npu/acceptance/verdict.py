@@ -37,6 +37,11 @@ def verdict(entries: Sequence[Entry], file: str, simulated: bool, seconds: float
     return lines
 
 
+def first_line(said: object) -> str:
+    """The first line of what stands in the file: CANN's errors have many."""
+    return str(said).partition("\n")[0]
+
+
 def _of_group(name: str, advice: str, entries: Sequence[Entry]) -> Iterator[str]:
     skipped = Counter(str(entry["said"]) for entry in entries if entry["result"] == "not run")
     for reason, number in skipped.items():
@@ -47,7 +52,7 @@ def _of_group(name: str, advice: str, entries: Sequence[Entry]) -> Iterator[str]
     yield ""
     yield f"{name}: {len(bad)} of {len(entries)} did not pass"
     for entry in bad[:MOST_NAMED]:
-        yield f"  {entry['case']}: {entry['result']}: {entry['said']}"
+        yield f"  {entry['case']}: {entry['result']}: {first_line(entry['said'])}"
     if len(bad) > MOST_NAMED:
         yield f"  and {len(bad) - MOST_NAMED} more"
     yield f"  {advice}"

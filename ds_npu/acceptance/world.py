@@ -24,6 +24,7 @@ START_S = 300.0
 GRACE_S = 3.0
 """For the other ranks to report, and to write where they stand, once one has failed."""
 POLL_S = 0.05
+LATE = "no answer"
 LAST_LINES = 25
 """Of a rank's output, kept with a case that did not end."""
 
@@ -95,24 +96,23 @@ class World:
         Waits until every rank has reported; or one has raised or ended, and the others had GRACE_S; or the limit.
         """
         found: dict[int, Report] = {}
-        begun = time.monotonic()
-        limit, why = begun + limit_s, ""
-        while len(found) < self.job.ranks:
+        limit, broken, gone = time.monotonic() + limit_s, False, ""
+        while len(found) < self.job.ranks and time.monotonic() <= limit:
             ended = {rank: process.poll() for rank, process in enumerate(self.processes)}
             for rank in range(self.job.ranks):
                 if rank not in found and (report := self._next(rank)):
                     found[rank] = report
-            gone = {rank: code for rank, code in ended.items() if code is not None and rank not in found}
-            broken = gone or any(report.raised for report in found.values())
-            if broken and not why:
-                why = (
-                    "; ".join(f"rank {rank} {_ending(code)}" for rank, code in gone.items()) or "a rank raised an error"
-                )
-                limit = min(limit, time.monotonic() + GRACE_S)
-            if time.monotonic() > limit:
-                return _by_rank(found), why or f"no answer within {limit_s:g} s"
-            time.sleep(POLL_S)
-        return _by_rank(found), why
+            missing = {rank: code for rank, code in ended.items() if code is not None and rank not in found}
+            gone = "; ".join(f"rank {rank} {_ending(code)}" for rank, code in missing.items())
+            if not broken and (gone or any(report.raised for report in found.values())):
+                broken, limit = True, min(limit, time.monotonic() + GRACE_S)
+            time.sleep(0 if len(found) == self.job.ranks else POLL_S)
+        raised = [f"rank {rank}: {found[rank].raised}" for rank in sorted(found) if found[rank].raised]
+        # A rank that ended without a word is the cause of what the others say.
+        why = "; ".join(filter(None, [gone, *raised[:1]]))
+        if not why and len(found) < self.job.ranks:
+            why = f"{LATE} within {limit_s:g} s"
+        return [found[rank] for rank in sorted(found)], why
 
     def _next(self, rank: int) -> Report | None:
         """The next whole line of a rank's reports."""
@@ -141,10 +141,6 @@ class World:
             lines = self._log(rank).read_text(errors="replace").splitlines()
             texts += [f"-- rank {rank}", *lines[-LAST_LINES:]]
         return "\n".join(texts)
-
-
-def _by_rank(found: Mapping[int, Report]) -> list[Report]:
-    return [found[rank] for rank in sorted(found)]
 
 
 def _ending(code: int) -> str:
@@ -201,20 +197,19 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Job, until: float) -
                 return
             begun = time.monotonic()
             reports, why = world.reports(case.timeout_s)
-            result = _broken(group, case, world, reports, why) if why else _ended(group, case, reports)
+            result = _broken(group, case, world, why) if why else _ended(group, case, reports)
             yield replace(result, seconds=time.monotonic() - begun)
             if why:
                 return
 
 
-def _broken(group: Group, case: Case, world: World, reports: Sequence[Report], why: str) -> Result:
+def _broken(group: Group, case: Case, world: World, why: str) -> Result:
     """A rank raised an error, ended, or did not answer."""
-    late = why.startswith("no answer")
+    late = why.startswith(LATE)
     if late:
         world.ask_where_they_stand()
-    raised = next((report.raised for report in reports if report.raised), "")
     outcome: Outcome = "timed out" if late else "crashed"
-    return Result(group.name, case.name, case.ranks, outcome, said=raised or why, output=world.output())
+    return Result(group.name, case.name, case.ranks, outcome, said=why, output=world.output())
 
 
 def _ended(group: Group, case: Case, reports: Sequence[Report]) -> Result:

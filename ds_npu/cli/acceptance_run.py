@@ -14,7 +14,7 @@ from ds_npu.acceptance.case import GROUP_NAMES, Case, Group, Scope
 from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.machine import npus_here, simulated
 from ds_npu.acceptance.record import Record, entry_of
-from ds_npu.acceptance.verdict import is_clean, verdict
+from ds_npu.acceptance.verdict import first_line, is_clean, verdict
 from ds_npu.acceptance.world import Result, run_group
 from ds_npu.config.problems import printable
 
@@ -91,7 +91,7 @@ def _line(result: Result) -> str:
     if result.call_s is not None:
         line += f" {1e6 * result.call_s:10,.0f} us a call"
     said = entry_of(result).get("said")
-    return f"{line}\n    {said}" if said else line
+    return f"{line}\n    {first_line(said)}" if said else line
 
 
 def _versions(record: Record) -> str:

@@ -238,7 +238,7 @@ def test_what_follows_a_case_that_breaks_is_run(tmp_path, monkeypatch):
     said = [result.said for result in found]
     assert said[0] == "" and found[0].check == Check("error", 1.0, 2.0)
     assert found[0].series == {"loss": [0.333333333, 2.0]}
-    assert re.fullmatch(r"RuntimeError in acceptance_double.py:\d+: the device is not well", said[1])
+    assert re.fullmatch(r"rank 0: RuntimeError in acceptance_double.py:\d+: the device is not well", said[1])
     assert "printed before the error" in found[1].output
     assert said[2] == "error: 3, and 2 is allowed"
     assert said[3] == "no answer within 1 s" and "in hangs" in found[3].output

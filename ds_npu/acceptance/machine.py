@@ -17,6 +17,8 @@ from typing import Any
 from ds_npu import capability
 from ds_npu.capability.releases import installed_version
 
+CLONE = Path(__file__).resolve().parents[2]
+"""The folder that holds the package: the clone, or site-packages."""
 ANSWER_S = 300.0
 """Seconds in which a machine says what NPUs it has."""
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
@@ -91,10 +93,9 @@ def described() -> dict[str, object]:
 
 def _commit() -> str | None:
     """The commit of the clone that is run; None for an installed package."""
-    here = Path(__file__).resolve().parents[2]
-    if not (here / ".git").exists() or shutil.which("git") is None:
+    if not (CLONE / ".git").exists() or shutil.which("git") is None:
         return None
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(CLONE), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
@@ -111,8 +112,9 @@ def _npu_smi() -> list[str]:
 
 
 def without_names(text: str) -> str:
-    """``text`` without the user's and Python's folders, the machine's name, and addresses."""
-    for folder, word in ((sys.prefix, "<python>"), (str(Path.cwd()), "<here>"), (str(Path.home()), "<home>")):
+    """``text`` without the folders of Python, ds_npu and the user, the machine's name, and addresses."""
+    folders = {"<python>": sys.prefix, "<ds_npu>": str(CLONE), "<here>": str(Path.cwd()), "<home>": str(Path.home())}
+    for word, folder in folders.items():
         if len(folder) > 1:
             text = text.replace(folder, word)
     if len(socket.gethostname()) > 1:

@@ -26,6 +26,8 @@ FALL = 0.05
 
 def run(case: TrainingCase, job: Job) -> Measured:
     """Train for STEPS steps; the first rank compares."""
+    # A PipelineModule needs it before there is an engine.
+    deepspeed.init_distributed()
     exact = own = None
     if dist.get_rank() == 0:
         exact, own = one_process.kept_curves(case.recipe, Path(job.folder))

@@ -23,6 +23,8 @@ START_S = 300.0
 """Seconds in which ranks import what they need and meet."""
 GRACE_S = 3.0
 """For the other ranks to report, and to write where they stand, once one has failed."""
+KILLED_S = 30.0
+"""In which a killed rank ends."""
 POLL_S = 0.05
 LATE = "no answer"
 LAST_LINES = 25
@@ -85,7 +87,9 @@ class World:
             # The group: a rank's own children, too.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            # One that waits in the driver does not end; the run goes on without it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
 
     def _log(self, rank: int) -> Path:
         return Path(self.job.world, f"log-{rank}")

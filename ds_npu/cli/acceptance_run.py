@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -12,33 +11,28 @@ from pathlib import Path
 
 from ds_npu.acceptance.case import GROUP_NAMES, Case, Group, Scope
 from ds_npu.acceptance.groups import GROUPS
-from ds_npu.acceptance.machine import npus_here, simulated
+from ds_npu.acceptance.machine import Npus, simulated
 from ds_npu.acceptance.record import Record, entry_of
 from ds_npu.acceptance.verdict import first_line, is_clean, verdict
 from ds_npu.acceptance.world import Result, run_group
+from ds_npu.cli.accept import refused
 from ds_npu.config.problems import printable
 
 LAST_BEGIN_S = 55 * 60.0
 """After so many seconds no case is begun, so that a run is over within about an hour."""
 NAME_COLUMNS = 78
-TRY = "ds_npu sim -- ds_npu accept"
 
 
-def run(arguments: Namespace) -> int:
-    """Run what the command line asks for; returns the exit code: 0 where all passed, 2 where nothing can be run."""
-    if arguments.out.exists() and not arguments.resume:
-        return _refused(f"{arguments.out} is there already: --resume continues it, --out names another file")
+def run(arguments: Namespace, npus: Npus) -> int:
+    """Run on ``npus`` what the command line asks for; returns the exit code: 0 where all passed, 2 for a wrong file."""
     begun = time.monotonic()
-    npus = npus_here()
-    if not npus.names:
-        return _refused(f"no NPU to try: {npus.why_none} To see what this command does, on simulated NPUs: {TRY}")
     scope = Scope(len(npus.names), arguments.cases == "small" or (arguments.cases is None and simulated()))
     record = Record.begun(arguments.out, npus, scope.small)
     try:
         record = record.continued() if arguments.resume else record
         record.write(["nothing was run yet"])
     except (OSError, ValueError) as error:
-        return _refused(str(error))
+        return refused(str(error))
     plan = [_plan(group, scope, record) for group in GROUPS if group.name in (arguments.only or GROUP_NAMES)]
     total = sum(len(part.cases) for part in plan)
     print(f"ds_npu accept: {npus.said}{', SIMULATED by ds_npu sim: this says nothing about a real NPU' * simulated()}")
@@ -99,8 +93,3 @@ def _versions(record: Record) -> str:
     assert isinstance(versions, dict)
     named = ("ds_npu", "torch", "torch_npu", "cann", "driver", "deepspeed", "transformers")
     return ", ".join(f"{name} {versions[name] or 'unknown'}" for name in named)
-
-
-def _refused(why: str) -> int:
-    print(f"ds_npu accept: {why}", file=sys.stderr)
-    return 2

@@ -27,7 +27,7 @@ from ds_npu.acceptance.training_cases import LARGE_SIZES, SMALL_SIZES, STEPS, Re
 from ds_npu.acceptance.verdict import is_clean, verdict
 from ds_npu.acceptance.world import Result, run_group
 from ds_npu.capability.releases import CANN_OF_TORCH_NPU, PYTHON_OF_TORCH
-from ds_npu.cli import acceptance_run
+from ds_npu.cli import accept, acceptance_run
 from ds_npu.cli.main import main
 from ds_npu.config.check import check
 from ds_npu.ops.all import OPERATORS
@@ -320,7 +320,7 @@ def test_the_summary_says_what_failed_and_what_to_do():
 
 
 def test_without_an_npu_it_says_so_and_names_the_simulator(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(acceptance_run, "npus_here", lambda: Npus([], [], "there is none. What to do: buy one."))
+    monkeypatch.setattr(accept, "npus_here", lambda: Npus([], [], "there is none. What to do: buy one."))
     assert main(["accept", "--out", str(tmp_path / "out.json")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("ds_npu accept: no NPU to try: there is none. What to do: buy one.")
@@ -329,14 +329,13 @@ def test_without_an_npu_it_says_so_and_names_the_simulator(tmp_path, monkeypatch
 
 
 def test_a_file_that_is_there_is_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(acceptance_run, "npus_here", lambda: pytest.fail("asked for NPUs"))
+    monkeypatch.setattr(accept, "npus_here", lambda: pytest.fail("asked for NPUs"))
     (tmp_path / "out.json").write_text("an hour's work")
     assert main(["accept", "--out", str(tmp_path / "out.json")]) == 2
     assert "--resume continues it" in capsys.readouterr().err
 
 
 def test_the_screen_has_a_line_for_each_case(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(acceptance_run, "npus_here", lambda: NPUS)
     results = {
         "operators": [result(check=Check("x", 0.5, 1.0), call_s=1e-4), result("crashed", "swiglu", said="it raised")],
         "collectives": [],
@@ -344,7 +343,7 @@ def test_the_screen_has_a_line_for_each_case(tmp_path, monkeypatch, capsys):
     }
     monkeypatch.setattr(acceptance_run, "run_group", lambda group, *rest: iter(results[group.name]))
     options = Namespace(out=tmp_path / "out.json", resume=False, only=["operators"], cases="small")
-    assert acceptance_run.run(options) == 1
+    assert acceptance_run.run(options, NPUS) == 1
     said = capsys.readouterr().out
     assert "2 NPUs (Ascend910B2, 64 GiB)" in said and "SIMULATED" not in said
     assert re.search(r"\[ *1/\d+\] passed +norm +error +0.5 of +1 +0.0 s +100 us a call\n", said)

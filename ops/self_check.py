@@ -29,10 +29,10 @@ def difference(
     arguments that require one. ``dtype`` says how much rounding is allowed.
     """
     try:
-        found = _outcome(kernel, pytree.tree_map_only(torch.Tensor, lambda x: _leaf(x, x.dtype, device), sample))
+        found = outcome(kernel, pytree.tree_map_only(torch.Tensor, lambda x: _leaf(x, x.dtype, device), sample))
     except RuntimeError as error:
         return f"in {dtype} it raises {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    expected = _outcome(reference, pytree.tree_map_only(torch.Tensor, _exact, sample))
+    expected = outcome(reference, pytree.tree_map_only(torch.Tensor, _exact, sample))
     if list(found) != list(expected):
         return f"in {dtype} it gives {', '.join(found)}, and the reference {', '.join(expected)}"
     for name, true in expected.items():
@@ -55,7 +55,11 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
     return _leaf(x, torch.float64 if x.is_floating_point() else x.dtype, "cpu")
 
 
-def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+def outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    """By name: the results of ``function(*args)``, the arguments afterwards (it may work in place), and gradients.
+
+    Those of all arguments that require one, for fixed gradients of the results. What is empty is left out.
+    """
     results = [x for x in pytree.tree_leaves(function(*args)) if isinstance(x, torch.Tensor)]
     inputs = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     named = [(f"result {i}", x) for i, x in enumerate(results)]

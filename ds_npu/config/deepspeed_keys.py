@@ -16,11 +16,10 @@ from ds_npu.config.sections import DsNpuConfig, switched_on
 SIZES = {"sequence_parallel_size": "context", "pipeline.stages": "pipeline"}
 """DeepSpeed's keys that state the size of an axis, which must be the size in ``parallel``."""
 
-NEIGHBOURS = "it joins ranks next to each other, which are tensor ranks, whose shards differ"
+NEIGHBOURS = "DeepSpeed joins ranks next to each other, which are tensor ranks, whose shards differ"
 KERNEL = "its kernel is not there for NPUs and CPUs, so it was not tried"
 ZERO_PLUS_PLUS: dict[str, tuple[int, str]] = {
     "zero_hpz_partition_size": (1, NEIGHBOURS),
-    "zero_quantized_gradients": (False, NEIGHBOURS),
     "zero_quantized_weights": (False, KERNEL),
     "zero_quantized_nontrainable_weights": (False, KERNEL),
 }
@@ -60,12 +59,9 @@ def conflicts(
         yield Problem("data_parallel_size", found, f"{dp}, what the degrees in ds_npu.parallel leave of the world")
     yield from _other_engines(ds_config, config)
     yield from _recomputed_twice(ds_config, config)
-<<<<<<< HEAD
     yield from _plus_plus(ds_config, config)
-=======
     if not any(path.startswith("parallel.") for path in doubtful):
         yield from _ranks_taken_for_alike(ds_config, config.parallel)
->>>>>>> wt-dsx
 
 
 def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
@@ -83,11 +79,6 @@ def _other_engines(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[P
 def _ranks_taken_for_alike(ds_config: dict[str, Any], parallel: ParallelSection) -> Iterator[Problem]:
     """Keys by which DeepSpeed takes ranks for data ranks without asking the topology (its ``mpu``)."""
     sharing = parallel.tensor * parallel.context * parallel.pipeline
-    path = "zero_optimization.zero_hpz_partition_size"
-    found = value_at(ds_config, path)
-    if found not in (None, 0, 1) and parallel.tensor > 1:
-        accepted = f"1 with ds_npu.parallel.tensor {parallel.tensor}: DeepSpeed keeps a second copy of the weights on"
-        yield Problem(path, found, f"{accepted} neighbouring ranks, which hold shards of other columns and rows")
     path = "zero_optimization.zero_quantized_gradients"
     if value_at(ds_config, path) and sharing > 1:
         accepted = "false with ds_npu.parallel.tensor, context or pipeline > 1: DeepSpeed averages such gradients over"

@@ -6,7 +6,6 @@ model would write, and its error in a low precision is what an operator's error 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +14,13 @@ import torch
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from ds_npu.acceptance.operator_cases import SMALL_CALLS, Maker, cross_entropy_args, drawn, rotary_args, softmax_args
 from ds_npu.ops.add_rms_norm import add_rms_norm
 from ds_npu.ops.cross_entropy import cross_entropy
 from ds_npu.ops.rms_norm import rms_norm
 from ds_npu.ops.rotary import rotary
 from ds_npu.ops.softmax import softmax
 from ds_npu.ops.swiglu import swiglu
-
-EPS = 1e-5
-Maker = Callable[[torch.dtype], tuple[Any, ...]]
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype, gradient: bool = True) -> torch.Tensor:
-    """Normal numbers that bf16 and fp16 hold exactly, so that they are the same in every dtype."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().half()
-    return values.to(dtype).requires_grad_(gradient)
 
 
 @dataclass(frozen=True)
@@ -132,55 +123,8 @@ def cross_entropy_plain(logits, targets, ignore_index=-100):
     return functional.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="none")
 
 
-def norm_args(*shape: int, offset: float) -> Maker:
-    return lambda dtype: (
-        drawn(*shape, seed=1, dtype=dtype),
-        drawn(shape[-1], seed=2, dtype=dtype),
-        EPS,
-        offset,
-    )
-
-
-def add_norm_args(dtype):
-    x, residual = (drawn(3, 17, 96, seed=seed, dtype=dtype) for seed in (1, 2))
-    return x, residual, drawn(96, seed=3, dtype=dtype), EPS
-
-
-def angles(positions: int, head: int, interleaved: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [positions, head], as models have them."""
-    speeds = 10000.0 ** -(torch.arange(0, head, 2) / head)
-    turns = torch.outer(torch.arange(positions).float(), speeds)
-    both = turns.repeat_interleave(2, 1) if interleaved else torch.cat([turns, turns], 1)
-    return both.cos().bfloat16().to(dtype), both.sin().bfloat16().to(dtype)
-
-
-def rotary_args(x_shape: tuple[int, ...], angle_shape: tuple[int, ...], interleaved: bool = False) -> Maker:
-    def make(dtype):
-        cos, sin = angles(math.prod(angle_shape[:-1]), x_shape[-1], interleaved, dtype)
-        return drawn(*x_shape, seed=1, dtype=dtype), cos.view(angle_shape), sin.view(angle_shape), interleaved
-
-    return make
-
-
-def softmax_args(*shape: int, scale: float, masked: bool = True) -> Maker:
-    def make(dtype):
-        mask = torch.ones(shape[0], 1, *shape[2:], dtype=torch.bool).triu(1 + shape[3] - shape[2])
-        return drawn(*shape, seed=1, dtype=dtype), mask if masked else None, scale
-
-    return make
-
-
-def cross_entropy_args(tokens: int, words: int, ignored: int | None, ignore_index: int = -100) -> Maker:
-    def make(dtype):
-        targets = torch.randint(0, words, (tokens,), generator=torch.Generator().manual_seed(2))
-        if ignored:
-            targets[::ignored] = ignore_index
-        return drawn(tokens, words, seed=1, dtype=dtype), targets, ignore_index
-
-    return make
-
-
 RMS = (rms_norm, rms_formula, rms_plain, ("npu_rms_norm",))
+ADD_RMS = (add_rms_norm, add_rms_formula, add_rms_plain, ("npu_add_rms_norm",))
 ROTARY = (rotary, rotary_formula, rotary_plain, ("npu_rotary_mul",))
 SWIGLU = (swiglu, swiglu_formula, swiglu_plain, ("npu_swiglu",))
 SOFTMAX = (softmax, softmax_formula, softmax_plain, ("npu_scaled_masked_softmax",))
@@ -191,24 +135,11 @@ def case(name: str, what: tuple[Any, ...], args: Maker) -> Case:
     return Case(name, what[0], args, *what[1:])
 
 
-CASES = (
-    case("norm", RMS, norm_args(5, 33, 128, offset=0.0)),
-    case("norm, Gemma's", RMS, norm_args(40, 96, offset=1.0)),
-    Case("sum and norm", add_rms_norm, add_norm_args, add_rms_formula, add_rms_plain, ("npu_add_rms_norm",)),
-    case("swiglu", SWIGLU, lambda dtype: (drawn(3, 17, 64, seed=1, dtype=dtype), -1)),
-    case("swiglu, first dim", SWIGLU, lambda dtype: (drawn(34, 5, 6, seed=1, dtype=dtype), 0)),
-    case("rotary BNSD", ROTARY, rotary_args((2, 3, 17, 32), (17, 32))),
-    case("rotary BSND, angles of each row", ROTARY, rotary_args((2, 17, 3, 32), (2, 17, 1, 32))),
-    case("rotary BNSD of one head", ROTARY, rotary_args((2, 1, 17, 32), (1, 1, 17, 32))),
-    case("rotary BSND of one head, interleaved", ROTARY, rotary_args((2, 17, 1, 32), (1, 17, 1, 32), True)),
-    case("rotary TND", ROTARY, rotary_args((34, 3, 32), (34, 1, 32))),
-    case("rotary BSND, interleaved", ROTARY, rotary_args((2, 17, 3, 32), (1, 17, 1, 32), True)),
-    case("softmax, causal", SOFTMAX, softmax_args(2, 3, 32, 64, scale=0.125)),
-    case("loss", LOSS, cross_entropy_args(33, 100, None)),
-    case("loss, some ignored", LOSS, cross_entropy_args(33, 100, 3)),
-    case("loss, token 0 ignored", LOSS, cross_entropy_args(33, 100, 4, ignore_index=0)),
+OTHERWISE = {what[0]: what for what in (RMS, ADD_RMS, ROTARY, SWIGLU, SOFTMAX, LOSS)}
+CASES = tuple(
+    case(call.name, OTHERWISE[call.function], call.args) for call in SMALL_CALLS if call.function in OTHERWISE
 )
-"""Calls for which there is a kernel."""
+"""Calls for which there is a kernel: those of ``ds_npu accept``."""
 
 WITHOUT_KERNEL = (
     case("rotary, angles without D's batch", ROTARY, rotary_args((2, 3, 17, 32), (1, 3, 17, 32))),

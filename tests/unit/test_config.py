@@ -103,13 +103,6 @@ MISTAKES = [
         "0 or 1 beside a ds_npu section (see ds_npu.parallel.tensor)",
     ),
     (
-        {"parallel": {"tensor": 2}},
-        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
-        "zero_optimization.zero_hpz_partition_size",
-        2,
-        "1 with ds_npu.parallel.tensor 2: DeepSpeed keeps a second copy",
-    ),
-    (
         {"parallel": {"context": 2}},
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
         "zero_optimization.zero_quantized_gradients",
@@ -135,7 +128,7 @@ MISTAKES = [
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
         "zero_optimization.zero_hpz_partition_size",
         2,
-        "1 with ds_npu.parallel.tensor 2: it joins ranks next to each other, which are tensor ranks",
+        "1 with ds_npu.parallel.tensor 2: DeepSpeed joins ranks next to each other, which are tensor ranks",
     ),
     (
         {"parallel": {"tensor": 2}},
@@ -149,7 +142,7 @@ MISTAKES = [
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
         "zero_optimization.zero_quantized_gradients",
         True,
-        "false with ds_npu.parallel.tensor 2: it joins ranks",
+        "false with ds_npu.parallel.tensor, context or pipeline > 1",
     ),
     (
         {"parallel": {"context": 2}},

@@ -1,0 +1,82 @@
+"""A case of the acceptance: what it is called, how many NPUs it needs, how long it may take, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+GROUP_NAMES = ("operators", "collectives", "training")
+
+
+class Scope(NamedTuple):
+    """What a run covers: the NPUs it may use, and whether it takes the ``small`` cases alone."""
+
+    npus: int
+    small: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the process that starts the ranks knows of a case; ``name`` is unique in its group."""
+
+    name: str
+    ranks: int = 1
+    timeout_s: float = 120.0
+    alone: bool = False
+    """Whether it gets processes of its own: its communicators would hold device memory until they end."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison with a reference: the error found, and the error that rounding explains, in one unit."""
+
+    what: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """False also for an error that is not a number."""
+        return self.error <= self.allowed
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed was found; above 1, or infinite, where the check fails."""
+        if not self.passed:
+            return self.error / self.allowed if self.allowed and math.isfinite(self.error) else math.inf
+        return self.error / self.allowed if self.allowed else 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank found in one case."""
+
+    checks: Sequence[Check] = ()
+    wrong: str = ""
+    """What is wrong where no number says it."""
+    call_s: float | None = None
+    """Seconds of one call on the device, the median of several; None where it was not timed."""
+    series: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By name, a number for each step: losses and norms, found and expected."""
+
+
+class NotRunError(Exception):
+    """A case cannot be run here, and nothing is wrong with that; the text says why."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases of one kind, which run in processes of their own: ``python -m <module>``."""
+
+    name: str
+    module: str
+    purpose: str
+    tolerance: str
+    """How the errors that are allowed were derived; stands in the file."""
+    advice: str
+    """What to do with what failed."""
+    cases: Callable[[Scope], Sequence[Case]]
+    unmet: Callable[[], str | None] = lambda: None
+    """Why none of its cases can be run here; None if they can."""

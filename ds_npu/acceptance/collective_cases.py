@@ -1,0 +1,101 @@
+"""The collectives that ds_npu and DeepSpeed's ZeRO use, in every dtype, from one element to more than HCCL's buffer.
+
+What is sent repeats the integers from -8 to 8, of which sums over up to 32 ranks are exact in bf16, too. 17 is prime:
+HCCL cuts messages by powers of 2, so a part that arrives at another place shows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ds_npu.acceptance.case import Case, Scope
+from ds_npu.acceptance.operator_cases import short
+
+KINDS = (
+    "all-reduce",
+    "all-reduce, largest",
+    "all-reduce of reals",
+    "all-reduce in pairs",
+    "all-gather",
+    "reduce-scatter",
+    "reduce-scatter of reals",
+    "all-to-all",
+    "all-to-all, uneven",
+    "batched send and receive",
+    "send and receive",
+    "broadcast",
+    "two in flight",
+)
+OBJECTS = "objects"
+FUSED = ("product fused with an all-gather", "product fused with a reduce-scatter")
+MIB = 1 << 20
+BUFFER_MIB = 200
+"""Of a communicator where HCCL_BUFFSIZE is not set, by CANN's HCCL user guide."""
+MOST_RANKS = 32
+"""Up to so many ranks the sums are exact in bf16."""
+
+REDUCED = (torch.float32, torch.bfloat16, torch.float16)
+MOVED = (*REDUCED, torch.int64, torch.int32, torch.uint8)
+FOR_EACH_RANK = ("all-gather", "reduce-scatter", "all-to-all", "all-to-all, uneven", "two in flight")
+
+TOLERANCE = (
+    "What is moved, and sums of small integers, must be equal: no element may differ. A sum of real numbers over n "
+    "ranks may be off by n/2 epsilons of the sum of their magnitudes, half an epsilon for each rounding. A fused "
+    "product may be off by as much, its epsilon being 2**-13 at least."
+)
+
+
+@dataclass(frozen=True)
+class CollectiveCase(Case):
+    """``count``: elements that a rank has (of an all-to-all: sends to each other rank, about)."""
+
+    kind: str = OBJECTS
+    dtype: torch.dtype = torch.float32
+    count: int = 1
+    buffer_mib: int | None = None
+    """The HCCL buffer of a communicator that is made for the case; None: the world's own communicator."""
+
+
+def collective_cases(scope: Scope) -> list[CollectiveCase]:
+    """For all NPUs and, where there are more, for two; nothing for one NPU."""
+    found = []
+    for ranks in sorted({2, min(scope.npus, MOST_RANKS)} if scope.npus > 1 else ()):
+        whole = ranks == min(scope.npus, MOST_RANKS)
+        for kind in KINDS:
+            found += _of_kind(kind, ranks, scope.small, whole)
+        found.append(CollectiveCase(f"objects, {ranks} ranks", ranks, kind=OBJECTS))
+        if ranks in (2, 4, 8):
+            found += [
+                CollectiveCase(f"{kind}, {short(dtype)}, {ranks} ranks", ranks, kind=kind, dtype=dtype, count=512)
+                for kind in FUSED
+                for dtype in (torch.bfloat16, torch.float16)
+            ]
+    return found
+
+
+def _of_kind(kind: str, ranks: int, small: bool, whole: bool) -> list[CollectiveCase]:
+    """Every dtype at a size that nothing divides; every size in bf16, sizes over the buffer included."""
+    dtypes = REDUCED if "reduce" in kind else MOVED
+    found = [_case(kind, ranks, dtype, 1003) for dtype in (dtypes[:2] if small else dtypes)]
+    found.append(_case(kind, ranks, torch.bfloat16, 1))
+    if kind.endswith("of reals"):
+        return found
+    # More than a communicator's buffer: a small buffer first, which takes little time and memory.
+    if kind != "all-reduce in pairs":
+        found.append(_case(kind, ranks, torch.bfloat16, MIB + 5, buffer_mib=1))
+    if whole and not small:
+        # A rank of these has a message for each rank, or from each: all of them together have the size.
+        parts = ranks if kind in FOR_EACH_RANK else 1
+        found += [_case(kind, ranks, torch.bfloat16, size // parts + 1) for size in (MIB, 16 * MIB, 64 * MIB)]
+        over = (int(os.environ.get("HCCL_BUFFSIZE") or BUFFER_MIB) + 50) * MIB // 4
+        found.append(_case(kind, ranks, torch.float32, over // parts + 3))
+    return found
+
+
+def _case(kind: str, ranks: int, dtype: torch.dtype, count: int, buffer_mib: int | None = None) -> CollectiveCase:
+    name = f"{kind}, {count:,} {short(dtype)}, {ranks} ranks"
+    name += f", buffer {buffer_mib} MiB" if buffer_mib else ""
+    return CollectiveCase(name, ranks, kind=kind, dtype=dtype, count=count, buffer_mib=buffer_mib)

@@ -1,0 +1,307 @@
+"""Every collective, over the NPUs of this machine, against what each rank can compute of the others' by itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_npu import capability
+from ds_npu.acceptance.case import Check, Measured, NotRunError
+from ds_npu.acceptance.collective_cases import FUSED, OBJECTS, CollectiveCase, collective_cases
+from ds_npu.acceptance.rank import Job, npu_module, run_cases, timed
+from ds_npu.comm.collectives import all_gather, all_reduce, reduce_scatter
+from ds_npu.ops import matmul_collective
+from ds_npu.ops.self_check import FLOAT32_UNIT
+from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
+
+PERIOD = 17
+"""What is sent repeats so many integers."""
+TIMED_FROM = 1 << 20
+"""Elements: a smaller message says nothing about a link."""
+
+
+class Part(NamedTuple):
+    """``length`` elements that repeat the integers of ``period``."""
+
+    period: torch.Tensor
+    length: int
+
+
+class Exchange(NamedTuple):
+    """A call that may be repeated, and the parts of its result."""
+
+    call: Callable[[], torch.Tensor]
+    expected: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a case, its dtype and size; ``group`` None is torch's default."""
+
+    rank: int
+    size: int
+    dtype: torch.dtype
+    count: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def ranks(self) -> range:
+        return range(self.size)
+
+    def period(self, rank: int, to: int = 0) -> torch.Tensor:
+        """The integers of ``rank``, for rank ``to``: each pair's begin at another place. uint8 has them from 0 on."""
+        lowest = 0 if self.dtype == torch.uint8 else -(PERIOD // 2)
+        return (torch.arange(PERIOD) + 5 * rank + 3 * to) % PERIOD + lowest
+
+    def repeated(self, part: Part) -> torch.Tensor:
+        """The elements of a part, on the CPU."""
+        return part.period.to(self.dtype).repeat(-(-part.length // PERIOD))[: part.length]
+
+    def sent(self, *parts: Part) -> torch.Tensor:
+        """Parts one behind the other, on this rank's NPU."""
+        return torch.cat([self.repeated(part) for part in parts]).to("npu")
+
+    def mine(self) -> torch.Tensor:
+        """What this rank has."""
+        return self.sent(Part(self.period(self.rank), self.count))
+
+    def total(self) -> torch.Tensor:
+        """The period of the sum over ranks."""
+        return torch.stack([self.period(rank) for rank in self.ranks]).sum(0)
+
+    def differing(self, found: torch.Tensor, expected: Sequence[Part]) -> Check:
+        """Count the elements of ``found`` that are not those of ``expected``, one part behind the other."""
+        if found.numel() != sum(part.length for part in expected):
+            raise ValueError(f"{found.numel()} elements; {sum(part.length for part in expected)} are right")
+        parts = torch.split(found.cpu().flatten(), [part.length for part in expected])
+        pairs = zip(parts, expected, strict=True)
+        return Check("elements that differ", sum(int((x != self.repeated(part)).sum()) for x, part in pairs), 0)
+
+
+def _all_reduce(peers: Peers) -> Exchange:
+    mine = peers.mine()
+    return Exchange(lambda: all_reduce(mine.clone(), peers.group).wait(), [Part(peers.total(), peers.count)])
+
+
+def _all_reduce_largest(peers: Peers) -> Exchange:
+    mine = peers.mine()
+    largest = torch.stack([peers.period(rank) for rank in peers.ranks]).amax(0)
+
+    def call() -> torch.Tensor:
+        dist.all_reduce(found := mine.clone(), dist.ReduceOp.MAX, group=peers.group)
+        return found
+
+    return Exchange(call, [Part(largest, peers.count)])
+
+
+def _all_reduce_in_pairs(peers: Peers) -> Exchange:
+    """As tensor ranks do it beside one another: a communicator for each pair, and all at work at once."""
+    pairs = [list(peers.ranks[first : first + 2]) for first in peers.ranks[::2]]
+    groups = [dist.new_group(pair) for pair in pairs]
+    pair, group = pairs[peers.rank // 2], groups[peers.rank // 2]
+    mine = peers.mine()
+    total = torch.stack([peers.period(rank) for rank in pair]).sum(0)
+    return Exchange(lambda: all_reduce(mine.clone(), group).wait(), [Part(total, peers.count)])
+
+
+def _all_gather(peers: Peers) -> Exchange:
+    mine = peers.mine()
+    parts = [Part(peers.period(rank), peers.count) for rank in peers.ranks]
+    return Exchange(lambda: all_gather(mine, 0, peers.group).wait(), parts)
+
+
+def _reduce_scatter(peers: Peers) -> Exchange:
+    whole = peers.sent(Part(peers.period(peers.rank), peers.count * peers.size))
+    begins = peers.rank * peers.count % PERIOD
+    parts = [Part(peers.total().roll(-begins), peers.count)]
+    return Exchange(lambda: reduce_scatter(whole, 0, peers.group).wait(), parts)
+
+
+def _all_to_all(peers: Peers) -> Exchange:
+    return _exchanged(peers, lambda rank, to: peers.count)
+
+
+def _all_to_all_uneven(peers: Peers) -> Exchange:
+    """From nothing to twice the count; a rank's own part, too."""
+    return _exchanged(peers, lambda rank, to: (rank + 2 * to) % 3 * peers.count)
+
+
+def _exchanged(peers: Peers, count: Callable[[int, int], int]) -> Exchange:
+    to_each = [Part(peers.period(peers.rank, to), count(peers.rank, to)) for to in peers.ranks]
+    from_each = [Part(peers.period(rank, peers.rank), count(rank, peers.rank)) for rank in peers.ranks]
+    sent = peers.sent(*to_each)
+
+    def call() -> torch.Tensor:
+        found = sent.new_empty(sum(part.length for part in from_each))
+        received, given = ([part.length for part in parts] for parts in (from_each, to_each))
+        dist.all_to_all_single(found, sent, received, given, group=peers.group)
+        return found
+
+    return Exchange(call, from_each)
+
+
+def _batched(peers: Peers) -> Exchange:
+    """Around the ring of all ranks, in one batch: as ring attention does."""
+    mine, previous = peers.mine(), (peers.rank - 1) % peers.size
+
+    def call() -> torch.Tensor:
+        found = torch.empty_like(mine)
+        following = (peers.rank + 1) % peers.size
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine, following, group=peers.group),
+                dist.P2POp(dist.irecv, found, previous, group=peers.group),
+            ]
+        ):
+            work.wait()
+        return found
+
+    return Exchange(call, [Part(peers.period(previous), peers.count)])
+
+
+def _send_and_receive(peers: Peers) -> Exchange:
+    """Neighbours in pairs, the even one sends first; the last of an odd number keeps its own."""
+    mine, other = peers.mine(), peers.rank ^ 1
+    if other >= peers.size:
+        return Exchange(lambda: mine, [Part(peers.period(peers.rank), peers.count)])
+
+    def call() -> torch.Tensor:
+        found = torch.empty_like(mine)
+        if peers.rank < other:
+            works = [dist.isend(mine, other, group=peers.group), dist.irecv(found, other, group=peers.group)]
+        else:
+            works = [dist.irecv(found, other, group=peers.group), dist.isend(mine, other, group=peers.group)]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return found
+
+    return Exchange(call, [Part(peers.period(other), peers.count)])
+
+
+def _broadcast(peers: Peers) -> Exchange:
+    mine, source = peers.mine(), peers.size - 1
+
+    def call() -> torch.Tensor:
+        dist.broadcast(found := mine.clone(), source, group=peers.group)
+        return found
+
+    return Exchange(call, [Part(peers.period(source), peers.count)])
+
+
+def _two_in_flight(peers: Peers) -> Exchange:
+    """A gather and a sum that are waited for together, in the other order, with work on the device between."""
+    mine = peers.mine()
+
+    def call() -> torch.Tensor:
+        gathered, summed = all_gather(mine, 0, peers.group), all_reduce(mine.clone(), peers.group)
+        doubled = mine + mine
+        return torch.cat([summed.wait(), gathered.wait(), doubled - mine])
+
+    gathered_parts = [Part(peers.period(rank), peers.count) for rank in peers.ranks]
+    mine_part = Part(peers.period(peers.rank), peers.count)
+    return Exchange(call, [Part(peers.total(), peers.count), *gathered_parts, mine_part])
+
+
+EXCHANGES: dict[str, Callable[[Peers], Exchange]] = {
+    "all-reduce": _all_reduce,
+    "all-reduce, largest": _all_reduce_largest,
+    "all-reduce in pairs": _all_reduce_in_pairs,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-to-all": _all_to_all,
+    "all-to-all, uneven": _all_to_all_uneven,
+    "batched send and receive": _batched,
+    "send and receive": _send_and_receive,
+    "broadcast": _broadcast,
+    "two in flight": _two_in_flight,
+}
+
+
+def _reals(peers: Peers, kind: str) -> Check:
+    """A sum of normal numbers over the ranks, all-reduced or reduce-scattered."""
+    each = [_normal(rank, (peers.size, peers.count), peers.dtype) for rank in peers.ranks]
+    terms = torch.stack([x.double() for x in each])
+    exact, size = terms.sum(0), terms.abs().sum(0)
+    mine = each[peers.rank].to("npu")
+    if kind.startswith("all-reduce"):
+        found = all_reduce(mine, peers.group).wait()
+    else:
+        found = reduce_scatter(mine, 0, peers.group).wait()[0]
+        exact, size = exact[peers.rank], size[peers.rank]
+    return _rounding(found, exact, size, peers.size * torch.finfo(peers.dtype).eps / 2)
+
+
+def _normal(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _rounding(found: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, unit: float) -> Check:
+    error = (found.cpu().double() - exact).abs()
+    worst = int((error - unit * size).argmax())
+    return Check("largest error", float(error.flatten()[worst]), unit * float(size.flatten()[worst]))
+
+
+def _objects(peers: Peers) -> Check:
+    """Python objects of other lengths on each rank, as checkpoints and agreements send them."""
+    everyones: list[object] = [None] * peers.size
+    dist.all_gather_object(everyones, {"rank": peers.rank, "text": "x" * 1000 * peers.rank})
+    box: list[object] = [{"from": 0}] if peers.rank == 0 else [None]
+    dist.broadcast_object_list(box, src=0)
+    right = [{"rank": rank, "text": "x" * 1000 * rank} for rank in peers.ranks]
+    return Check("objects that differ", (everyones != right) + (box != [{"from": 0}]), 0)
+
+
+def _fused(peers: Peers, kind: str) -> Check:
+    """A matrix product in one kernel with its collective; its inner dimension is what the kernels take at least."""
+    if why := matmul_collective.why_unavailable():
+        raise NotRunError(str(why))
+    inner, rows, columns = matmul_collective.INNER.start, peers.count, 384
+    left = [_normal(rank, (1, rows, inner), peers.dtype) for rank in peers.ranks]
+    right = [_normal(100 + rank, (inner, columns), peers.dtype) for rank in peers.ranks]
+    group = dist.distributed_c10d._get_default_group()
+    fused = Fused(group, Pipelined(group))
+    mine, matrix = left[peers.rank].to("npu"), right[peers.rank].to("npu")
+    unit = peers.size * max(torch.finfo(peers.dtype).eps, FLOAT32_UNIT) / 2
+    if kind == FUSED[0]:
+        _, (found,) = fused.gather_matmul(mine, [matrix])
+        whole = torch.cat(left, 1).double()
+        own = right[peers.rank].double()
+        return _rounding(found, whole @ own, whole.abs() @ own.abs(), unit)
+    found = fused.matmul_scatter([(mine, matrix)]).wait()
+    pairs = [(x.double(), y.double()) for x, y in zip(left, right, strict=True)]
+    exact, size = (sum((f(x) @ f(y) for x, y in pairs), torch.zeros(())) for f in (torch.clone, torch.abs))
+    part = slice(peers.rank * rows // peers.size, (peers.rank + 1) * rows // peers.size)
+    return _rounding(found, exact[:, part], size[:, part], unit)
+
+
+def run(case: CollectiveCase, job: Job) -> Measured:
+    """One collective on all ranks of this peers."""
+    group = None
+    if case.buffer_mib is not None:
+        group = dist.new_group(pg_options=capability.hccl_options(case.buffer_mib))
+    peers = Peers(dist.get_rank(), dist.get_world_size(), case.dtype, case.count, group)
+    call_s = None
+    if case.kind == OBJECTS:
+        check = _objects(peers)
+    elif case.kind in FUSED:
+        check = _fused(peers, case.kind)
+    elif case.kind.endswith("of reals"):
+        check = _reals(peers, case.kind)
+    else:
+        exchange = EXCHANGES[case.kind](peers)
+        check = peers.differing(exchange.call(), exchange.expected)
+        call_s = None if job.small or case.count < TIMED_FROM else timed(exchange.call)
+    if group is not None:
+        npu_module().synchronize()
+        dist.destroy_process_group(group)
+    return Measured([check], call_s=call_s)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cases(collective_cases, run, distributed=True))

@@ -1,0 +1,174 @@
+"""The models that are trained, their batches, and the losses and norms of one process on the CPU in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from ds_npu.acceptance.training_cases import STEPS, Recipe, Sizes
+
+CLIP = 1.0
+LEARNING_RATES = {"SGD": 0.1, "AdamW": 1e-3}
+BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.01
+BATCHES = 2
+"""Different batches, in turn: losses fall within the steps."""
+PIECES = 2
+"""One process computes the gradient of a batch in so many pieces, as ranks and accumulation cut it."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The loss and the gradient's norm (before clipping) of each step."""
+
+    losses: Sequence[float]
+    norms: Sequence[float]
+
+
+class Block(nn.Module):
+    """A pre-norm decoder block in plain PyTorch: causal attention, and an MLP.
+
+    With SiLU, since NPUs compute GELU by its approximation with tanh.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.norms = nn.ModuleList(nn.LayerNorm(sizes.hidden) for _ in range(2))
+        self.qkv = nn.Linear(sizes.hidden, 3 * sizes.hidden)
+        self.out = nn.Linear(sizes.hidden, sizes.hidden)
+        self.mlp = nn.Sequential(
+            nn.Linear(sizes.hidden, sizes.intermediate), nn.SiLU(), nn.Linear(sizes.intermediate, sizes.hidden)
+        )
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        qkv = torch.unflatten(self.qkv(self.norms[0](x_BSH)), 2, (3, self.heads, -1))
+        q_BNSD, k_BNSD, v_BNSD = qkv.permute(2, 0, 3, 1, 4)
+        scores = (q_BNSD @ k_BNSD.mT) / q_BNSD.shape[-1] ** 0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+        x_BSH = x_BSH + self.out((weights @ v_BNSD).transpose(1, 2).flatten(2))
+        y_BSH: torch.Tensor = x_BSH + self.mlp(self.norms[1](x_BSH))
+        return y_BSH
+
+
+def pipeline_layers(sizes: Sizes) -> list[nn.Module]:
+    """The layers of a pipeline, with the same weights at every call."""
+    torch.manual_seed(3)
+    return [
+        nn.Embedding(sizes.vocabulary, sizes.hidden),
+        *(Block(sizes) for _ in range(sizes.layers)),
+        nn.LayerNorm(sizes.hidden),
+        nn.Linear(sizes.hidden, sizes.vocabulary),
+    ]
+
+
+def token_loss(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of all tokens, computed in float32 at least."""
+    wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    return functional.cross_entropy(wide.flatten(0, 1), labels_BS.flatten())
+
+
+def decoder(sizes: Sizes) -> nn.Module:
+    """A Llama in training mode, with the same weights at every call."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.key_heads,
+        max_position_embeddings=sizes.length,
+        use_cache=False,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config).train()
+    return model
+
+
+def batch(sizes: Sizes, step: int) -> torch.Tensor:
+    """The tokens of a step's global batch, [sequences, length + 1]: a rule that can be learned, and some noise."""
+    generator = torch.Generator().manual_seed(step % BATCHES)
+    starts = torch.randint(0, sizes.vocabulary, (sizes.sequences, 1), generator=generator)
+    noise = torch.randint(0, 3, (sizes.sequences, sizes.length + 1), generator=generator)
+    return (starts + 5 * torch.arange(sizes.length + 1) + noise) % sizes.vocabulary
+
+
+def decoder_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The model's own loss of ``tokens`` [B, S + 1], of which it is given the first S."""
+    loss: torch.Tensor = model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+    return loss
+
+
+def loss_of(recipe: Recipe, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of ``recipe``'s model, on one device."""
+    if recipe.model == "decoder":
+        return decoder_loss(model, tokens)
+    return token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def model_of(recipe: Recipe) -> nn.Module:
+    """The whole model in float32, its weights rounded to the recipe's dtype."""
+    sizes = recipe.sizes
+    model = decoder(sizes) if recipe.model == "decoder" else nn.Sequential(*pipeline_layers(sizes))
+    return model.to(dtype_of(recipe)).float()
+
+
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """The dtype that ``recipe`` names."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.dtype]
+
+
+def trained(recipe: Recipe, compute: torch.dtype) -> Curve:
+    """Train one process in ``compute``; weights and moments in float32, or in float64 where that is ``compute``."""
+    whole = model_of(recipe).to(torch.promote_types(compute, torch.float32))
+    model = copy.deepcopy(whole).to(compute)
+    masters, weights = list(whole.parameters()), list(model.parameters())
+    optimizer = optimizer_of(recipe, masters)
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = 0.0
+        for tokens in batch(recipe.sizes, step).chunk(PIECES):
+            piece = loss_of(recipe, model, tokens) / PIECES
+            torch.autograd.backward(piece)
+            loss += piece.item()
+            for master, weight in zip(masters, weights, strict=True):
+                if weight.grad is not None:
+                    gradient = weight.grad.to(master.dtype)
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+                    weight.grad = None
+        losses.append(loss)
+        norms.append(float(nn.utils.clip_grad_norm_(masters, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, weight in zip(masters, weights, strict=True):
+                weight.copy_(master)
+    return Curve(losses, norms)
+
+
+def optimizer_of(recipe: Recipe, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """PyTorch's own optimizer, as ``recipe`` names it."""
+    rate = LEARNING_RATES[recipe.optimizer]
+    if recipe.optimizer == "SGD":
+        return torch.optim.SGD(weights, lr=rate)
+    return torch.optim.AdamW(weights, lr=rate, betas=BETAS, eps=EPS, weight_decay=DECAY)
+
+
+def kept_curves(recipe: Recipe, folder: Path) -> tuple[Curve, Curve]:
+    """The curves of one process in float64 and in the recipe's dtype; computed once, and kept in ``folder``."""
+    file = folder / recipe.file
+    if not file.exists():
+        curves = [trained(recipe, torch.float64), trained(recipe, dtype_of(recipe))]
+        written = file.with_suffix(".new")
+        written.write_text(json.dumps([[curve.losses, curve.norms] for curve in curves]))
+        written.rename(file)
+    exact, own = (Curve(*each) for each in json.loads(file.read_text()))
+    return exact, own

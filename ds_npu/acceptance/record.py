@@ -1,0 +1,113 @@
+"""The file that is sent back: what was run where, and every result; written anew after each case."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ds_npu.acceptance.groups import GROUPS
+from ds_npu.acceptance.machine import Npus, described, simulated, without_names
+from ds_npu.acceptance.world import Result
+
+FORMAT = 1
+"""Of the file; a file of another one is not continued."""
+SAME_RUN = ("ds_npu accept", "simulated", "cases of", "versions", "npus")
+"""What must not change where a run is continued."""
+
+
+Entry = Mapping[str, object]
+"""A result as it stands in the file."""
+
+
+@dataclass
+class Record:
+    """``entries`` by group and case; a later result of a case replaces an earlier one."""
+
+    path: Path
+    about: dict[str, object]
+    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+
+    @staticmethod
+    def begun(path: Path, npus: Npus, small: bool) -> Record:
+        """A record without results."""
+        return Record(
+            path,
+            {
+                "ds_npu accept": FORMAT,
+                "simulated": simulated(),
+                "note": "simulated NPUs: this says nothing about a real one" if simulated() else "real NPUs",
+                "cases of": "the small selection" if small else "all groups in full",
+                "begun": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                **described(),
+                "npus": [
+                    {"name": name, "memory GiB": size} for name, size in zip(npus.names, npus.memory_gib, strict=True)
+                ],
+                "groups": {group.name: {"purpose": group.purpose, "allowed": group.tolerance} for group in GROUPS},
+            },
+        )
+
+    def continued(self) -> Record:
+        """This record with the results that its file holds. Raises ValueError where that is of another run."""
+        try:
+            found = json.loads(self.path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path} cannot be continued: {error}") from error
+        other = [key for key in SAME_RUN if not isinstance(found, dict) or found.get(key) != self.about[key]]
+        if other:
+            raise ValueError(f"{self.path} is of another run: other {', '.join(other)}; name another file with --out")
+        entries = {(entry["group"], entry["case"]): entry for entry in found["cases"]}
+        return Record(self.path, self.about | {"begun": found["begun"]}, entries)
+
+    def passed(self, group: str, case: str) -> bool:
+        """Whether the case has passed already."""
+        return self.entries.get((group, case), {}).get("result") == "passed"
+
+    def add(self, result: Result) -> None:
+        """Take ``result`` and write the file."""
+        self.entries[result.group, result.case] = entry_of(result)
+        self.write(["the run was ended before its summary"])
+
+    def write(self, summary: list[str]) -> None:
+        """Write the file under another name first, so that it is whole whenever it is there."""
+        whole = {**self.about, "summary": summary, "cases": list(self.entries.values())}
+        text = json.dumps(_finite(whole), indent=1, allow_nan=False)
+        written = self.path.with_name(self.path.name + ".new")
+        written.write_text(text + "\n")
+        written.replace(self.path)
+
+
+def entry_of(result: Result) -> Entry:
+    """``result`` for the file, without names and paths of the machine."""
+    entry: dict[str, object] = {
+        "group": result.group,
+        "case": result.case,
+        "ranks": result.ranks,
+        "result": result.outcome,
+        "seconds": round(result.seconds, 2),
+    }
+    if result.check is not None:
+        entry |= {
+            "what": result.check.what,
+            "error": float(f"{result.check.error:.4g}"),
+            "allowed": float(f"{result.check.allowed:.4g}"),
+        }
+    if result.call_s is not None:
+        entry["call us"] = round(1e6 * result.call_s, 1)
+    if result.said:
+        entry["said"] = without_names(result.said)
+    if result.output:
+        entry["output"] = without_names(result.output).splitlines()
+    return entry | {name: list(values) for name, values in result.series.items()}
+
+
+def _finite(value: object) -> object:
+    """``value`` with the words "nan" and "inf" in place of what JSON has no number for."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

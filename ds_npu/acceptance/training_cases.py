@@ -1,0 +1,176 @@
+"""Twenty steps of training with each axis that is built, and with ZeRO 0 to 3."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ds_npu.acceptance.case import Case, Scope
+
+STEPS = 20
+SMALL_S, LARGE_S = 120.0, 420.0
+"""Seconds that a case may take; the large ones compute their references first."""
+
+Model = Literal["decoder", "layers"]
+"""A Llama of transformers, which ds_npu shards, or a list of layers for a DeepSpeed pipeline."""
+
+TOLERANCE = (
+    "The reference is one process on the CPU in float64, from the same weights, with the whole batch. Relative to it, "
+    "the loss and the gradient norm of each step may be off by twice the largest error that one process on the CPU has "
+    "in the case's dtype, and by 2**-8 (bfloat16, half a unit in the last place) or 2**-13 (float32, the unit in which "
+    "CANN accepts float32 functions) at least."
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model and of its global batch, which is the same for every number of data ranks."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+    sequences: int
+    length: int
+
+
+SMALL_SIZES = Sizes(32, 48, 1, 4, 2, 64, sequences=2, length=24)
+LARGE_SIZES = Sizes(256, 704, 4, 8, 4, 1024, sequences=16, length=256)
+"""Of two tensor ranks each has what the fused matrix products take (256 to 65534 inputs)."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the losses of one process depend on."""
+
+    model: Model
+    sizes: Sizes
+    dtype: str
+    optimizer: str = "SGD"
+
+    @property
+    def file(self) -> str:
+        """The name under which the losses of one process are kept."""
+        return f"{self.model}-{self.sizes.hidden}-{self.dtype}-{self.optimizer}.json"
+
+
+@dataclass(frozen=True)
+class TrainingCase(Case):
+    """A recipe on ``ranks`` NPUs with a ``"ds_npu"`` section (None: a config without one) and a ZeRO stage."""
+
+    recipe: Recipe = field(default_factory=lambda: Recipe("decoder", SMALL_SIZES, "float32"))
+    section: Mapping[str, object] | None = None
+    stage: int = 0
+    micro_batches: int = 2
+    """Of a step of a data rank, as far as it has as many sequences."""
+
+
+def unmet() -> str | None:
+    """Why no training can be run here."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed: pip install transformers"
+    return None
+
+
+def training_cases(scope: Scope) -> list[TrainingCase]:
+    """On two NPUs, and on more where there are more; on one NPU the training without any axis."""
+    if scope.small:
+        return list(_small()) if scope.npus > 1 else []
+    cases = list(_one_npu())
+    if scope.npus > 1:
+        cases += [*_zero(scope.npus), *_two_npus()]
+    if scope.npus >= 4:
+        cases += _four_npus(scope.npus - scope.npus % 4)
+    return cases
+
+
+def _small() -> Iterator[TrainingCase]:
+    """Each axis and each ZeRO stage once."""
+    cases: tuple[tuple[str, Mapping[str, object] | None, int, Model], ...] = (
+        ("tensor 2 with sequence parallelism", _tensor(2, True), 1, "decoder"),
+        ("context 2 by ring", _context(2, "ring"), 3, "decoder"),
+        ("context 2 by ulysses", _context(2, "ulysses"), 2, "decoder"),
+        ("pipeline 2", {"parallel": {"pipeline": 2}}, 1, "layers"),
+    )
+    for name, section, stage, model in cases:
+        yield TrainingCase(
+            f"{name}, ZeRO {stage}, float32",
+            2,
+            SMALL_S,
+            recipe=Recipe(model, SMALL_SIZES, "float32"),
+            section=section,
+            stage=stage,
+            micro_batches=2 if model == "layers" else 1,
+        )
+
+
+def _case(
+    name: str, ranks: int, section: Mapping[str, object] | None, stage: int, dtype: str, model: Model = "decoder"
+) -> TrainingCase:
+    return TrainingCase(
+        f"{name}, ZeRO {stage}, {dtype}",
+        ranks,
+        LARGE_S,
+        alone=True,
+        recipe=Recipe(model, LARGE_SIZES, dtype),
+        section=section,
+        stage=stage,
+    )
+
+
+def _one_npu() -> Iterator[TrainingCase]:
+    # Without a section DeepSpeed 0.19.8 tells no gradient norm in float32 without ZeRO.
+    yield _case("one NPU", 1, {}, 0, "float32")
+    yield _case("one NPU", 1, {}, 1, "bfloat16")
+    yield TrainingCase(
+        "one NPU, DeepSpeed's FusedAdam, ZeRO 1, float32",
+        1,
+        LARGE_S,
+        alone=True,
+        recipe=Recipe("decoder", LARGE_SIZES, "float32", "AdamW"),
+        section={},
+        stage=1,
+    )
+
+
+def _zero(npus: int) -> Iterator[TrainingCase]:
+    # Data ranks share the global batch evenly.
+    data = max(size for size in (2, 4, 8, 16) if size <= npus)
+    for stage in range(4):
+        yield _case(f"data {data}", data, None if stage else {}, stage, "float32")
+    for stage in (1, 2, 3):
+        yield _case(f"data {data}", data, None, stage, "bfloat16")
+
+
+def _two_npus() -> Iterator[TrainingCase]:
+    yield _case("tensor 2", 2, _tensor(2), 0, "float32")
+    yield _case("tensor 2 with sequence parallelism", 2, _tensor(2, True), 1, "bfloat16")
+    for overlap in ("pipelined", "fused"):
+        yield _case(f"tensor 2, overlap {overlap}", 2, _tensor(2, True) | {"tensor_overlap": overlap}, 1, "bfloat16")
+    for algorithm in ("ring", "ulysses", "allgather"):
+        yield _case(f"context 2 by {algorithm}", 2, _context(2, algorithm), 1, "float32")
+    yield _case("pipeline 2", 2, {"parallel": {"pipeline": 2}}, 0, "float32", model="layers")
+    yield _case("pipeline 2", 2, {"parallel": {"pipeline": 2}}, 1, "bfloat16", model="layers")
+
+
+def _four_npus(npus: int) -> Iterator[TrainingCase]:
+    yield _case("tensor 4", 4, _tensor(4, True), 2, "bfloat16")
+    yield _case("context 4 by double ring", 4, _context(4, "ring", window=2), 2, "float32")
+    yield _case("context 4 by hybrid", 4, _context(4, "hybrid", ulysses=2), 3, "bfloat16")
+    both = {"parallel": {"tensor": 2, "sequence_parallel": True, "context": 2}}
+    ranks = 8 if npus >= 8 else 4
+    yield _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 3, "float32")
+    yield _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 1, "bfloat16")
+    yield _case("pipeline 2, data 2", 4, {"parallel": {"pipeline": 2}}, 1, "float32", model="layers")
+
+
+def _tensor(ranks: int, sequence_parallel: bool = False) -> dict[str, object]:
+    return {"parallel": {"tensor": ranks, "sequence_parallel": sequence_parallel}}
+
+
+def _context(ranks: int, algorithm: str, **factors: int) -> dict[str, object]:
+    return {"parallel": {"context": ranks}, "context_parallel": {"algorithm": algorithm, **factors}}

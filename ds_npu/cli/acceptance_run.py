@@ -1,0 +1,95 @@
+"""The run of ``ds_npu accept``: every group, a line for each case, the file, the summary."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_npu.acceptance.case import GROUP_NAMES, Case, Group, Scope
+from ds_npu.acceptance.groups import GROUPS
+from ds_npu.acceptance.machine import Npus, simulated
+from ds_npu.acceptance.record import Record, entry_of
+from ds_npu.acceptance.verdict import first_line, is_clean, verdict
+from ds_npu.acceptance.world import Result, run_group
+from ds_npu.cli.accept import refused
+from ds_npu.config.problems import printable
+
+LAST_BEGIN_S = 55 * 60.0
+"""After so many seconds no case is begun, so that a run is over within about an hour."""
+NAME_COLUMNS = 78
+
+
+def run(arguments: Namespace, npus: Npus) -> int:
+    """Run on ``npus`` what the command line asks for; returns the exit code: 0 where all passed, 2 for a wrong file."""
+    begun = time.monotonic()
+    scope = Scope(len(npus.names), arguments.cases == "small" or (arguments.cases is None and simulated()))
+    record = Record.begun(arguments.out, npus, scope.small)
+    try:
+        record = record.continued() if arguments.resume else record
+        record.write(["nothing was run yet"])
+    except (OSError, ValueError) as error:
+        return refused(str(error))
+    plan = [_plan(group, scope, record) for group in GROUPS if group.name in (arguments.only or GROUP_NAMES)]
+    total = sum(len(part.cases) for part in plan)
+    print(f"ds_npu accept: {npus.said}{', SIMULATED by ds_npu sim: this says nothing about a real NPU' * simulated()}")
+    print(_versions(record))
+    print(f"{total} cases, an hour at most; results go into {printable(str(arguments.out))}")
+    number = 0
+    with tempfile.TemporaryDirectory(prefix="ds_npu-accept-") as folder:
+        for part in plan:
+            print(f"\n{part.group.name}: {part.group.purpose}", flush=True)
+            for result in part.results(scope, Path(folder), begun + LAST_BEGIN_S):
+                number += 1
+                record.add(result)
+                print(f"[{number:>{len(str(total))}}/{total}] {_line(result)}", flush=True)
+    entries = list(record.entries.values())
+    summary = verdict(entries, printable(str(arguments.out)), simulated(), time.monotonic() - begun)
+    record.write(summary)
+    print("\n" + "\n".join(summary))
+    return 0 if is_clean(entries) else 1
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The cases of a group that are left, and why they cannot be run ("" if they can)."""
+
+    group: Group
+    cases: list[Case]
+    why_not: str
+
+    def results(self, scope: Scope, folder: Path, until: float) -> Iterator[Result]:
+        if self.why_not:
+            for case in self.cases:
+                yield Result(self.group.name, case.name, case.ranks, "not run", said=self.why_not)
+        else:
+            yield from run_group(self.group, self.cases, scope, folder, until)
+
+
+def _plan(group: Group, scope: Scope, record: Record) -> _Part:
+    cases = list(group.cases(scope))
+    why_not = group.unmet() or ("" if cases else "it needs two NPUs or more")
+    left = [case for case in cases or [Case("all of it")] if not record.passed(group.name, case.name)]
+    return _Part(group, left, why_not)
+
+
+def _line(result: Result) -> str:
+    outcome = result.outcome if result.outcome in ("passed", "not run") else result.outcome.upper()
+    line = f"{outcome:<9} {result.case:<{NAME_COLUMNS}}"
+    if result.check is not None:
+        line += f" error {result.check.error:8.2g} of {result.check.allowed:8.2g}"
+    line += f" {result.seconds:6.1f} s"
+    if result.call_s is not None:
+        line += f" {1e6 * result.call_s:10,.0f} us a call"
+    said = entry_of(result).get("said")
+    return f"{line}\n    {first_line(said)}" if said else line
+
+
+def _versions(record: Record) -> str:
+    versions = record.about["versions"]
+    assert isinstance(versions, dict)
+    named = ("ds_npu", "torch", "torch_npu", "cann", "driver", "deepspeed", "transformers")
+    return ", ".join(f"{name} {versions[name] or 'unknown'}" for name in named)

@@ -20,12 +20,13 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
 from ds_npu.config.problems import ConfigError, printable
-from ds_npu.engine.failure_record import Failure, FailureRecord, this_place
+from ds_npu.engine.failure_record import PATIENCE_SECONDS, Failure, FailureRecord, this_place
 from ds_npu.engine.torchelastic_file import tell_torchelastic
 from ds_npu.log import logger
 
@@ -84,7 +85,9 @@ class Hook:
                 logger().addHandler(_SaidAgain(line))
         sys.stderr.flush()
         if record is not None:
-            record.leave()
+            record.leave(after_rank_0=not ending.is_whole)
+        elif not ending.is_whole:
+            time.sleep(PATIENCE_SECONDS)  # Launchers end all ranks with the first one.
 
 
 @functools.cache
@@ -108,8 +111,9 @@ def ending_of(error: BaseException, traceback: TracebackType | None, record: Fai
         return Ending(is_whole=True)
     if record is None:
         if isinstance(error, ConfigError) and local_rank > 0:
-            # Ranks of a node read the same file.
-            return Ending(False, f"{me} ended with the same error as the first rank of this node says: {mine.summary}")
+            # Ranks of a node read the same file. All of it on a line, in case that a launcher ends the first rank now.
+            whole = " ".join(f"{error}".split())
+            return Ending(False, f"{me} ended with the error that the first rank of this node says: {whole}")
         return Ending(is_whole=True, line=_explained(error, me) or "")
     found = _match(PEER_GONE, error)
     return _after(found, mine, record) if found else _own(error, mine, record)
@@ -142,7 +146,7 @@ def _after(found: str, mine: Failure, record: FailureRecord) -> Ending:
     first = record.first()
     if first is not None:
         return Ending(False, f"{me} ended because of {first.said()}", is_cause=False)
-    speaker = record.speaker_of(mine, kind="gone")
+    speaker = record.witness()
     if speaker == mine.rank:
         return Ending(True, _gone(me, found), is_cause=False)
     said = f"{me} ended, as rank {speaker} says of itself, because another rank ended first ({found})"

@@ -92,33 +92,41 @@ class FailureRecord:
         """The failure that was noted first, if any."""
         return self._ask(lambda: _read(self.store.get("first")) if self.store.check(["first"]) else None, None)
 
-    def speaker_of(self, mine: Failure, kind: str = "") -> int:
-        """The rank that says an error of this kind: rank 0 if it has it, too, else the first that asks.
-
-        An error that only the end of others has caused (``kind``) waits for nobody.
-        """
-        wanted = kind or mine.kind
+    def speaker_of(self, mine: Failure) -> int:
+        """The rank that says an error of this kind: rank 0 if it has it, too, else the first that asks."""
 
         def ask() -> int:
+            said = f"rank 0 says {mine.kind}"
             if self.rank == 0:
-                self.store.set(f"rank 0 says {wanted}", "1")
+                self.store.set(said, "1")
                 return 0
-            if not kind:
-                self._wait_for(f"rank 0 says {wanted}")
-            if self.store.check([f"rank 0 says {wanted}"]):
-                return 0
-            return int(self.store.compare_set(f"speaker of {wanted}", "", str(self.rank)))
+            self._wait_for(said)
+            return 0 if self.store.check([said]) else self._first_to_ask(mine.kind)
 
         return self._ask(ask, self.rank)
 
-    def leave(self) -> None:
-        """Let the others know that this rank asks no more; rank 0 waits for them, since the store goes with it."""
+    def witness(self) -> int:
+        """The rank that says that another one is gone of which nobody knows why: the first that asks."""
+        return self._ask(lambda: self._first_to_ask("gone"), self.rank)
+
+    def _first_to_ask(self, what: str) -> int:
+        return int(self.store.compare_set(f"speaker of {what}", "", str(self.rank)))
+
+    def leave(self, *, after_rank_0: bool) -> None:
+        """Let the others know that this rank has printed; rank 0 waits for them, since the store goes with it.
+
+        A rank that has only pointed to another (``after_rank_0``) waits for rank 0: launchers end all with the first.
+        """
 
         def others_are_told() -> None:
+            if self.rank == 0:
+                self.store.set("rank 0 has printed", "1")
             if self.store.add("left", 1) == self.ranks:
                 self.store.set("all left", "1")
             if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 self._wait_for("all left")
+            elif self.rank > 0 and after_rank_0:
+                self._wait_for("rank 0 has printed")
 
         self._ask(others_are_told, None)
 

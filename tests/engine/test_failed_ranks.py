@@ -79,9 +79,8 @@ def test_a_refused_config_is_said_once_on_a_node(monkeypatch):
             monkeypatch.setenv(name, f"{value}")
         ending = ending_of(error, None, None)
         assert ending.is_whole == is_whole
-    assert ending.line.startswith(
-        "rank 3 of 4 ended with the same error as the first rank of this node says: ConfigErr"
-    )
+    assert ending.line.startswith("rank 3 of 4 ended with the error that the first rank of this node says: 1 mistake")
+    assert "ds_npu.parallel.tensor: found 7; a divisor of 8" in ending.line
 
 
 def test_one_rank_prints_what_python_prints(monkeypatch):

@@ -68,6 +68,8 @@ class Report:
     learning_rate: float
     grad_norm: float | None
     tokens_per_second: float
+    step_seconds: float
+    """The mean of the steps since the last report."""
 
 
 class Meter:
@@ -108,6 +110,7 @@ class Meter:
             learning_rate=self._engine.get_lr()[0],
             grad_norm=None if norm is None else float(norm),
             tokens_per_second=tokens / seconds,
+            step_seconds=seconds / max(1, self._steps_timed),
         )
         self.total_tokens += tokens
         self.total_seconds += seconds
@@ -141,7 +144,8 @@ class Meter:
 def show(screen: Screen, report: Report) -> None:
     """Put a report on the screen."""
     norm = "" if report.grad_norm is None else f"  grad norm {report.grad_norm:.3f}"
-    rest = f"lr {report.learning_rate:.2e}{norm}  {report.tokens_per_second:,.0f} tokens/s  {memory_in_use()}"
+    rest = f"lr {report.learning_rate:.2e}{norm}  {report.tokens_per_second:,.0f} tokens/s"
+    rest += f"  {1000 * report.step_seconds:,.0f} ms/step  {memory_in_use()}"
     screen.status(f"loss {report.loss:.4f}  {rest}", f"step {report.step:>6}  loss {report.loss:.4f}  {rest}")
 
 

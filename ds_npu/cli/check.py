@@ -81,6 +81,7 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)
         yield from ("", *_communicators(ds_config, checked, arguments))
+        yield _watch(checked)
         yield from (*model_part(checked, arguments), "", *_features(checked))
     if checked.warnings:
         yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
@@ -100,6 +101,13 @@ def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Names
     yield from communicator_table(planned_communicators(degrees, ds_config, algorithm, hidden_mib))
     if algorithm is None and degrees.cp > 1 and degrees.pp == 1:
         yield "  The context algorithm is chosen with the first batch; its communicators come on top, too."
+
+
+def _watch(checked: Checked) -> str:
+    watch = checked.config.watch
+    stalls = f"after {watch.stall_factor} median steps without one" if watch.stall_factor else "never"
+    finite = "ends at" if watch.finite else "goes on, as DeepSpeed does, after"
+    return f"Watch: each rank says where it stands {stalls}; the run {finite} a loss or gradient that is not finite"
 
 
 def _batch(batch: Batch, dp: int, sequence_length: int | None) -> str:

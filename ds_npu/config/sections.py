@@ -18,6 +18,7 @@ from ds_npu.config.recompute import RecomputeSection
 from ds_npu.config.section import Section
 from ds_npu.config.swap import SwapSection
 from ds_npu.config.tensor_overlap import TensorOverlap
+from ds_npu.config.watch import WatchSection
 
 PLANNED = (
     "pipeline",
@@ -55,6 +56,7 @@ class DsNpuConfig(Section):
     """Report what device memory is used for."""
     deterministic: bool = False
     """Use deterministic kernels and communication only, so that a run repeats bit for bit."""
+    watch: WatchSection = WatchSection()
 
 
 def switched_on(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,6 @@ from ds_npu.engine.asked_twice import check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.expert_view import ExpertView
-from ds_npu.engine.failed_ranks import explain_failed_ranks
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.placements import equalise_copies, place_parameters
@@ -63,7 +62,6 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))
-        explain_failed_ranks()
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         check_whole(model, session.topology.degrees)
         check_not_quantized(model, session.topology.degrees)

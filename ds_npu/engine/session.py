@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ds_npu.capability import hccl_options
 from ds_npu.config.check import Checked, check
 from ds_npu.config.sections import DsNpuConfig
+from ds_npu.engine.failed_ranks import explain_failed_ranks
 from ds_npu.features.driver import unmet
 from ds_npu.log import warn_once
 from ds_npu.planner.communicators import buffer_mib
@@ -47,6 +48,7 @@ _checked: dict[tuple[str, int | None, int | None], Checked] = {}
 
 def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:
     """Check ``config`` for this world and a PipelineModule of ``stages``; raises ConfigError with every reason."""
+    explain_failed_ranks()
     key = (repr(config), world_size(), stages)
     if key not in _checked:
         _checked[key] = check(config, world_size(), stages, unmet)

@@ -18,11 +18,12 @@ from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.plan import PLAN
 from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
+from ds_npu.features.watch.feature import WATCH
 from ds_npu.log import logger
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import PlanError
 
-FEATURES: tuple[Feature[Any], ...] = (TENSOR_OVERLAP, PLAN, PARALLEL, FUSED_OPS, CONTEXT_PARALLEL)
+FEATURES: tuple[Feature[Any], ...] = (TENSOR_OVERLAP, PLAN, PARALLEL, FUSED_OPS, CONTEXT_PARALLEL, WATCH)
 CHANGED_FOR = "ds_npu_changed_for"
 """The attribute of a changed model: by the key of a feature, what was asked for."""
 

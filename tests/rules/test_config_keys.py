@@ -52,6 +52,8 @@ KEYS = {
     "chunked_loss": "boolean",
     "memory_report": "boolean",
     "deterministic": "boolean",
+    "watch.stall_factor": "integer >= 0",
+    "watch.finite": "boolean",
 }
 
 

@@ -21,6 +21,7 @@ ROOMS = {
         "parallel/context",
         "planner",
     ),
+    "watch": ("config/watch.py", "features/watch"),
 }
 """For each key of the section that is built, where in ds_npu it lives."""
 MAY_IMPORT_ROOMS = ("ds_npu/features/driver.py", "ds_npu/engine/")

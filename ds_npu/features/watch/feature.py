@@ -1,0 +1,48 @@
+"""``ds_npu.watch``: what a run notices of itself while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_npu.config.watch import WatchSection
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change
+from ds_npu.features.feature import Feature
+from ds_npu.features.watch.not_finite import stop_at_not_finite
+from ds_npu.features.watch.stalls import StallWatch, watch_for_stalls
+from ds_npu.features.watch.throughput import write_throughput
+
+
+def _parts(section: WatchSection, build: Build) -> Iterable[Change]:
+    def part(name: str, what: str, install: Callable[[Any], object]) -> Change:
+        return Change("provides", name, what, partial(build.when_built.append, partial(_quietly, install)))
+
+    if section.stall_factor:
+        what = f"where each rank stands when no step ends for {section.stall_factor} median steps"
+        yield part("a look after steps", what, partial(_look_after_steps, section.stall_factor))
+    yield part("events of the monitor", "step time and tokens per second", partial(_write_throughput, build))
+    if section.finite:
+        stop = partial(stop_at_not_finite, runs_again=not build.is_pipeline)
+        yield part("an end at what is not finite", "step, rank and layer of a loss or gradient", stop)
+
+
+def _quietly(install: Callable[[Any], object], engine: Any) -> list[str]:
+    install(engine)
+    return []
+
+
+def _look_after_steps(factor: int, engine: Any) -> None:
+    watch_for_stalls(engine, StallWatch(factor, f"rank {dist.get_rank()} of {dist.get_world_size()}"))
+
+
+def _write_throughput(build: Build, engine: Any) -> None:
+    if engine.monitor.enabled and dist.get_rank() == 0:
+        axes = ("dp",) if build.shards_sequences else ("dp", "cp")
+        write_throughput(engine, build.topology.size(*axes))
+
+
+WATCH: Feature[WatchSection] = Feature("watch", parts=_parts)

@@ -1,0 +1,132 @@
+"""A thread that notices when no step ends, and prints where this rank stands.
+
+It reads DeepSpeed's own counters from outside, so that a step costs nothing. It only speaks: compiling, evaluating or
+saving may take as long as they do. A call that holds Python's lock while it waits is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+LEAST_SECONDS = 60.0
+PAUSE_SECONDS = 600.0
+"""What may pass before the first steps have ended, in evaluation, and while a checkpoint is written or read."""
+PAUSES = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_model", "evaluate", "evaluation_loop")
+"""Functions of DeepSpeed, of the Trainer and of many scripts in which no step ends."""
+MOST_REPORTS = 3
+LOOK_EVERY_SECONDS = 1.0
+REMEMBERED_STEPS = 50
+KNOWN_AFTER_STEPS = 3
+MOST_FRAMES = 25
+MOST_THREADS = 6
+FRAMES_OF_OTHERS = 4
+
+
+@dataclass
+class StallWatch:
+    """What one engine's thread knows; ``look`` is called again and again with the clock's time in seconds."""
+
+    factor: int
+    place: str
+    """This rank, in words."""
+    least: float = LEAST_SECONDS
+    pause: float = PAUSE_SECONDS
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
+    counters: tuple[int, int] = (-1, -1)
+    """Optimizer steps and micro-batches that have ended, when last looked."""
+    moved: float = 0.0
+    """When the counters last changed."""
+    stepped: float | None = None
+    """When the first of them last did."""
+    reports: int = 0
+    is_reported: bool = False
+
+    def look(self, now: float, counters: tuple[int, int], *, is_training: bool) -> str | None:
+        """What to print, if anything, of a run whose counters are these."""
+        if counters != self.counters:
+            said = f"{self.place} goes on, after {now - self.moved:.0f} s" if self.is_reported else None
+            self._note(now, counters)
+            return said
+        silence = now - self.moved
+        if self.is_reported or self.reports == MOST_REPORTS or silence < self.limit(is_training=is_training):
+            return None
+        frames = sys._current_frames()
+        stack = traceback.extract_stack(frames[threading.main_thread().ident or 0])
+        if any(frame.name in PAUSES for frame in stack) and silence < self.pause:
+            return None
+        self.is_reported, self.reports = True, self.reports + 1
+        median = f"the median step takes {self.median:.2g} s" if self.median else "no step has ended"
+        last = "; says no more of this" if self.reports == MOST_REPORTS else ""
+        head = (
+            f"{self.place} stands still since {silence:.0f} s, after step {counters[0]} ({median}){last}. It stands at"
+        )
+        return "\n".join([head, *_lines(stack, MOST_FRAMES), *_other_threads(frames)])
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a step; None before enough of them have ended."""
+        return statistics.median(self.durations) if len(self.durations) >= KNOWN_AFTER_STEPS else None
+
+    def limit(self, *, is_training: bool) -> float:
+        """After how many seconds without a change the rank says where it stands."""
+        if self.median is None or not is_training:
+            return self.pause
+        return max(self.least, self.factor * self.median)
+
+    def _note(self, now: float, counters: tuple[int, int]) -> None:
+        steps = counters[0] - self.counters[0]
+        if steps > 0:
+            if self.stepped is not None:
+                self.durations.append((now - self.stepped) / steps)
+            self.stepped = now
+        self.counters, self.moved, self.is_reported = counters, now, False
+
+
+def watch_for_stalls(engine: Any, watch: StallWatch) -> threading.Thread:
+    """Start the thread that looks after ``engine``, a DeepSpeed engine; it ends with the engine."""
+    alive = weakref.ref(engine)
+
+    def look_again_and_again() -> None:
+        watch.moved = time.monotonic()
+        while True:
+            time.sleep(LOOK_EVERY_SECONDS)
+            engine = alive()
+            if engine is None:
+                return
+            counters, is_training = (engine.global_steps, engine.micro_steps), engine.module.training
+            del engine
+            said = watch.look(time.monotonic(), counters, is_training=is_training)
+            if said is not None:
+                os.write(2, f"[ds_npu] WARNING: {said}\n".encode())
+
+    thread = threading.Thread(target=look_again_and_again, name="ds_npu watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def _lines(stack: traceback.StackSummary, most: int) -> list[str]:
+    left_out = [f"    ... {len(stack) - most} more outside of them"] if len(stack) > most else []
+    return left_out + [f"    {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in stack[-most:]]
+
+
+def _other_threads(frames: dict[int, FrameType]) -> list[str]:
+    others = [
+        each for each in threading.enumerate() if each not in (threading.main_thread(), threading.current_thread())
+    ]
+    lines = []
+    for thread in others[:MOST_THREADS]:
+        if frame := frames.get(thread.ident or 0):
+            lines += [f"  thread {thread.name}", *_lines(traceback.extract_stack(frame), FRAMES_OF_OTHERS)]
+    if len(others) > MOST_THREADS:
+        lines.append(f"  and {len(others) - MOST_THREADS} more threads")
+    return lines

@@ -1,0 +1,70 @@
+"""Step time and tokens per second as events of DeepSpeed's monitor (tensorboard, csv, wandb, comet)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+Event = tuple[str, float, int]
+STEP_TIME, TOKENS = "Train/Samples/step_time_ms", "Train/Samples/tokens_per_second"
+
+
+@dataclass
+class Throughput:
+    """What rank 0 counts between two optimizer steps."""
+
+    ranks: int
+    """Ranks with tokens of their own."""
+    samples: int = 0
+    """DeepSpeed's count of samples at the last event."""
+    tokens: int = 0
+    """Of this rank, since then."""
+    began: float | None = None
+
+    def count(self, arguments: object) -> None:
+        """Count the tokens of a micro-batch: its first argument of integers with two dims or more."""
+        ids = next((leaf for leaf in tree_leaves(arguments) if _is_ids(leaf)), None)
+        self.tokens += 0 if ids is None else ids.shape[0] * ids.shape[1]
+
+    def events(self, now: float, samples: int) -> list[Event]:
+        """The events of the step that has ended at ``now``, in seconds; none where no step has, or it began unseen."""
+        if samples == self.samples:
+            return []
+        events: list[Event] = []
+        if self.began is not None:
+            seconds = now - self.began
+            events.append((STEP_TIME, 1000 * seconds, samples))
+            if self.tokens:
+                events.append((TOKENS, self.tokens * self.ranks / seconds, samples))
+        self.samples, self.tokens, self.began = samples, 0, now
+        return events
+
+
+def _is_ids(leaf: object) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and not leaf.is_floating_point() and leaf.dtype != torch.bool
+    )
+
+
+def write_throughput(engine: Any, ranks: int) -> None:
+    """Add the events to those that ``engine``, a DeepSpeed engine, writes of each step; ``ranks`` have tokens."""
+    throughput = Throughput(ranks, engine.global_samples)
+    write: Callable[[Sequence[Event]], object] = engine.monitor.write_events
+
+    def count(module: nn.Module, args: object, kwargs: object) -> None:
+        if module.training:
+            throughput.count((kwargs, args))
+        else:
+            throughput.began = None  # The next step's time would have the evaluation in it.
+
+    def write_events(events: Sequence[Event]) -> None:
+        write([*events, *throughput.events(time.perf_counter(), engine.global_samples)])
+
+    engine.module.register_forward_pre_hook(count, with_kwargs=True)
+    engine.monitor.write_events = write_events

@@ -1,0 +1,102 @@
+"""``ds_npu.watch.finite``: a run ends in the step that is not finite, and every rank names step, rank and layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from not_finite_steps import (
+    SKIPPING,
+    UPDATING,
+    Case,
+    Exp,
+    engine_of,
+    stops_after_the_update,
+    stops_before_the_update,
+    take_step,
+)
+from ranks import run_on_ranks
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_npu.features.watch.not_finite import KEPT_BYTES, Steps
+from ds_npu.zero_ext.skipped_steps import before_a_skip
+
+
+class HostReads(TorchDispatchMode):
+    """Counts operators for which the host waits for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+        return function(*args, **(kwargs or {}))
+
+
+def host_reads(case: Case, finite: bool) -> int:
+    engine = engine_of(case, Exp(), finite)
+    take_step(engine, case)
+    with HostReads() as reads:
+        take_step(engine, case)
+    return reads.count
+
+
+def the_host_waits_no_more_often(cases: list[Case]) -> None:
+    counts = [(host_reads(case, finite=False), host_reads(case, finite=True)) for case in cases]
+    assert all(without == watched for without, watched in counts) and counts[0][0] > 0, counts
+
+
+@pytest.mark.slow
+def test_the_host_waits_no_more_often():
+    run_on_ranks(2, the_host_waits_no_more_often, SKIPPING)
+
+
+@pytest.mark.slow
+def test_it_stops_before_the_weights_change_where_deepspeed_would_skip():
+    run_on_ranks(2, stops_before_the_update, SKIPPING)
+
+
+@pytest.mark.slow
+def test_it_stops_after_the_update_where_deepspeed_does_not_look():
+    run_on_ranks(2, stops_after_the_update, UPDATING)
+
+
+class Scaler:
+    """A loss scaler of ZeRO with the state that decides."""
+
+    def __init__(self, scale: float, minimum: float, hysteresis: int, dynamic: bool) -> None:
+        self.cur_scale, self.min_scale, self.cur_hysteresis, self.dynamic = scale, minimum, hysteresis, dynamic
+        self.delayed_shift = 2
+
+
+@pytest.mark.parametrize(
+    ("scaler", "stops"),
+    [
+        (Scaler(2.0, 1.0, 1, dynamic=True), False),
+        (Scaler(1.0, 1.0, 2, dynamic=True), False),
+        (Scaler(1.0, 1.0, 1, dynamic=True), True),
+        (Scaler(1.0, 1.0, 1, dynamic=False), False),
+    ],
+)
+def test_fp16_skips_until_its_scale_is_at_the_minimum(scaler, stops):
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    optimizer = object.__new__(DeepSpeedZeroOptimizer)
+    optimizer.loss_scaler, optimizer.dtype, optimizer.torch_autocast_gradscaler = scaler, torch.float16, None
+    optimizer.check_grad_overflow, done = True, []
+    scaler.update_scale = lambda skips: done.append(skips)
+    assert before_a_skip(optimizer, lambda: done.append("stop"))
+    optimizer._update_scale(False)
+    optimizer._update_scale(True)
+    assert done == [False, *(["stop"] if stops else []), True]
+
+
+def test_large_batches_and_those_with_a_graph_are_not_kept():
+    steps = Steps(SimpleNamespace(), runs_again=True)
+    module = nn.Linear(1, 1)
+    steps.keep(module, (torch.ones(2),), {})
+    steps.keep(module, (torch.ones(KEPT_BYTES // 4 + 1),), {})
+    steps.keep(module, (torch.ones(2, requires_grad=True),), {})
+    steps.keep(module.eval(), (torch.ones(2),), {})
+    assert [each is not None for each in steps.arguments] == [True, False, False]

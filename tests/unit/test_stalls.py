@@ -1,0 +1,96 @@
+"""The watch over steps speaks once of a standstill, after a time that the steps themselves give, and never more."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from ds_npu.features.watch import stalls
+from ds_npu.features.watch.stalls import LEAST_SECONDS, MOST_REPORTS, PAUSE_SECONDS, StallWatch, watch_for_stalls
+
+
+class Engine:
+    """What is read of DeepSpeed's."""
+
+    def __init__(self) -> None:
+        self.global_steps, self.micro_steps, self.module = 0, 0, torch.nn.Linear(1, 1)
+
+
+def watch_after_steps(seconds: float, steps: int = 6, factor: int = 10) -> StallWatch:
+    """A watch that has seen steps of so many ``seconds``; the clock stands at ``steps`` * ``seconds``."""
+    watch = StallWatch(factor, "rank 1 of 4")
+    for step in range(steps + 1):
+        assert watch.look(step * seconds, (step, step), is_training=True) is None
+    return watch
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(1.0, LEAST_SECONDS), (30.0, 300.0)])
+def test_a_standstill_is_said_once(seconds, limit):
+    watch = watch_after_steps(seconds)
+    begun = 6 * seconds
+    assert watch.look(begun + limit - 0.1, (6, 6), is_training=True) is None
+    said = watch.look(begun + limit, (6, 6), is_training=True)
+    assert said.startswith(f"rank 1 of 4 stands still since {limit:.0f} s, after step 6 (the median step takes")
+    assert "test_a_standstill_is_said_once: said = watch.look(" in said
+    assert watch.look(begun + 9 * limit, (6, 6), is_training=True) is None
+    assert watch.look(begun + 9 * limit + 1, (6, 7), is_training=True).startswith("rank 1 of 4 goes on, after ")
+
+
+def test_micro_batches_are_signs_of_life():
+    watch = watch_after_steps(20.0)
+    for second in range(0, 1000, 100):
+        assert watch.look(120.0 + second, (6, 7 + second), is_training=True) is None
+
+
+def test_before_the_first_steps_and_in_evaluation_it_is_patient():
+    first = watch_after_steps(1.0, steps=2)
+    assert first.look(2.0 + PAUSE_SECONDS - 0.1, (2, 2), is_training=True) is None
+    assert "no step has ended" in first.look(2.0 + PAUSE_SECONDS, (2, 2), is_training=True)
+    assert watch_after_steps(1.0).look(6.0 + PAUSE_SECONDS - 0.1, (6, 6), is_training=False) is None
+
+
+def test_while_a_checkpoint_is_written_it_is_patient():
+    watch = watch_after_steps(1.0)
+
+    def save_checkpoint(now: float) -> str | None:
+        return watch.look(now, (6, 6), is_training=True)
+
+    assert save_checkpoint(6.0 + PAUSE_SECONDS - 0.1) is None
+    assert "save_checkpoint: " in save_checkpoint(6.0 + PAUSE_SECONDS)
+
+
+def test_it_speaks_three_times_at_most():
+    watch, now, said = watch_after_steps(1.0), 6.0, []
+    for step in range(7, 7 + 2 * MOST_REPORTS):
+        now += LEAST_SECONDS
+        said.append(watch.look(now, (step - 1, step - 1), is_training=True))
+        watch.look(now + 1, (step, step), is_training=True)
+        now += 1
+    spoken = [each for each in said if each]
+    assert len(spoken) == MOST_REPORTS and "says no more of this" in spoken[-1]
+
+
+def test_the_thread_prints_the_stacks_of_all_threads_and_ends_with_the_engine(monkeypatch, capfd):
+    monkeypatch.setattr(stalls, "LOOK_EVERY_SECONDS", 0.02)
+    engine = Engine()
+    done = threading.Event()
+    other = threading.Thread(target=done.wait, name="a loader", daemon=True)
+    other.start()
+    thread = watch_for_stalls(engine, StallWatch(2, "rank 0 of 1", least=0.2, pause=0.5))
+    for _ in range(5):
+        time.sleep(0.05)
+        engine.global_steps += 1
+    time.sleep(1.0)  # the standstill
+    done.set()
+    other.join()
+    said = capfd.readouterr().err
+    assert said.count("[ds_npu] WARNING: rank 0 of 1 stands still") == 1 and "time.sleep(1.0)  # the standstill" in said
+    assert "  thread a loader" in said
+    del engine
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()

@@ -1,0 +1,101 @@
+"""The moment before DeepSpeed drops the gradients of a step that it skips, and these gradients.
+
+Read from DeepSpeed 0.19.8, runtime: ZeRO 1 to 3 (zero/stage_1_and_2.py, zero/stage3.py) read in each step whether all
+gradients are finite, where float32 or fp16 is trained, or bf16 with ``check_grad_overflow`` (the default), and call
+``_update_scale(True)`` before they drop what is not. The optimizers for 16 bits without ZeRO (fp16/) call
+``_skip_invalid_grad_norm``, BF16_Optimizer ``clear_hp_grads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+ZERO = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+WITHOUT_ZERO = (FP16_Optimizer, FP16_UnfusedOptimizer)
+
+
+def before_a_skip(optimizer: Any, stop: Callable[[], object]) -> bool:
+    """Call ``stop`` where ``optimizer`` is about to skip a step, unless fp16's loss scale can still be lowered.
+
+    Returns False for an optimizer that reads no norm and skips nothing. The host waits for the device no more often.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        clear = optimizer.clear_hp_grads
+
+        def clear_hp_grads() -> None:
+            if optimizer.overflow:
+                stop()
+            clear()
+
+        optimizer.clear_hp_grads = clear_hp_grads
+        return True
+    if isinstance(optimizer, WITHOUT_ZERO):
+        skip = optimizer._skip_invalid_grad_norm
+
+        def _skip_invalid_grad_norm() -> bool:
+            if not _can_scale_down(optimizer):
+                stop()
+            return bool(skip())
+
+        optimizer._skip_invalid_grad_norm = _skip_invalid_grad_norm
+        return True
+    if not isinstance(optimizer, ZERO):
+        return False
+    update = optimizer._update_scale
+
+    def _update_scale(skips: bool = False) -> None:
+        if skips and not _can_scale_down(optimizer):
+            stop()
+        update(skips)
+
+    optimizer._update_scale = _update_scale
+    return not isinstance(optimizer, DeepSpeedZeroOptimizer) or _reads(optimizer)
+
+
+def reduced_gradients(optimizer: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """The parameters of which this rank holds a reduced gradient, or a piece of it; none of an offloaded optimizer."""
+    if isinstance(optimizer, BF16_Optimizer):
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+    elif isinstance(optimizer, ZERO):
+        stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+        parameters = optimizer.fp16_groups if stage_3 else optimizer.params_in_partition
+        kept = [optimizer.averaged_gradients.get(index) or () for index in range(len(parameters))]
+        groups = zip(parameters, kept, strict=True)
+    else:
+        parameters = optimizer.fp16_groups  # those of WITHOUT_ZERO, whatever their dtype
+        groups = zip(parameters, [[each.grad for each in group] for group in parameters], strict=True)
+    for group, gradients in groups:
+        # ZeRO 1 and 2 pad the list to the length of the shard.
+        for parameter, gradient in zip(group, gradients, strict=False):
+            if gradient is not None:
+                yield parameter, gradient
+
+
+def _reads(optimizer: Any) -> bool:
+    return bool(optimizer.check_grad_overflow or (optimizer.compute_grad_norm and optimizer.dtype != torch.bfloat16))
+
+
+def _can_scale_down(optimizer: Any) -> bool:
+    """Whether a skipped step is loss scaling at work; a scale that the config fixes is DeepSpeed's to skip with."""
+    if isinstance(optimizer, WITHOUT_ZERO):
+        scale = optimizer.loss_scale_config
+        return bool(
+            scale.use_grad_scaling and not (scale.dynamic_loss_scale and scale.cur_scale <= scale.min_loss_scale)
+        )
+    if optimizer.torch_autocast_gradscaler is not None:
+        return True
+    scaler = optimizer.loss_scaler
+    if optimizer.dtype != torch.float16:
+        return False
+    if not scaler.dynamic:
+        return True
+    return not (scaler.cur_scale == scaler.min_scale and (scaler.delayed_shift == 1 or scaler.cur_hysteresis == 1))

@@ -64,7 +64,7 @@ def main() -> None:
     if section != "none":
         deepspeed_section.install(json.loads(section))
     sys.argv[:] = [script, *arguments]
-    sys.path[0] = str(Path(script).parent)
+    sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
     Path(record, f"rank{os.environ['RANK']}.json").write_text(json.dumps(losses))
 

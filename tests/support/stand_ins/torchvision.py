@@ -77,4 +77,5 @@ transforms = SimpleNamespace(
 )
 models = SimpleNamespace(AlexNet=AlexNet, vgg19=AlexNet)
 # `import torchvision.models` finds what stands here.
-sys.modules.update({f"torchvision.{name}": vars()[name] for name in ("datasets", "transforms", "models")})
+PARTS = {"datasets": datasets, "transforms": transforms, "models": models}
+sys.modules.update({f"torchvision.{name}": part for name, part in PARTS.items()})

@@ -10,7 +10,7 @@ from typing import Literal
 from ds_npu.acceptance.case import Case, Scope
 
 STEPS = 20
-SMALL_S, LARGE_S = 120.0, 420.0
+SMALL_S, LARGE_S = 300.0, 420.0
 """Seconds that a case may take; the large ones compute their references first."""
 
 Model = Literal["decoder", "layers"]

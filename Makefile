@@ -3,7 +3,7 @@
 #   make env      the environment              make check    linters and the fast tests
 #   make demo     train on 2 NPUs              make test     linters and all tests
 #   make bench    measure                      make clean    remove what make made
-#   make exhaustive   linters and every case of every test, hours
+#   make exhaustive   linters and every case of every test, hours; in environments of other clients, too
 #
 # PYTHON=python3.12 make env chooses the interpreter. Without NPUs in the machine, simulated ones take their place.
 
@@ -17,6 +17,7 @@ TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 TORCH_NPU := torch_npu==2.13.0
 STAMP := .venv/complete
+CLIENTS := oldest llama_factory ms_swift
 ON_NPUS := $(if $(wildcard /dev/davinci[0-9]*),,ds_npu sim --)
 DEMO := examples/pretrain.py --deepspeed --deepspeed_config examples/configs/demo.json
 
@@ -29,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: env demo check test exhaustive bench clean lint fast whole unlock moved
+.PHONY: env clients-env demo check test exhaustive bench clean lint fast whole unlock moved
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -57,6 +58,20 @@ $(STAMP): pyproject.toml setup.py Makefile
 	.venv/bin/python -m pip install --quiet $(TORCH) $(DEEPSPEED) $(TORCH_NPU) --editable '.[examples,test]'
 	@printf '%s' "$(CURDIR)" > $@
 
+# Environments with the releases that other projects pin, for tests/clients; 4 GB. Only make exhaustive needs them.
+clients-env: $(CLIENTS:%=.clients/%/complete)
+
+.clients/%/complete: tests/clients/requirements/%.txt $(STAMP)
+	rm -rf .clients/$*
+	.venv/bin/python -m venv .clients/$*
+	.clients/$*/bin/python -m pip install --quiet $(TORCH)
+	.clients/$*/bin/python -m pip install --quiet $(TORCH) --requirement $< --editable .
+	if [ -f $(<:.txt=-alone.txt) ]; then \
+		.clients/$*/bin/python -m pip install --quiet --no-deps --requirement $(<:.txt=-alone.txt); \
+	fi
+	.clients/$*/bin/python -c 'import torch, ds_npu; print("$@:", ds_npu.__file__)'
+	touch $@
+
 # A build of a DeepSpeed extension that was killed leaves a lock behind, on which every later run waits for ever.
 unlock:
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
@@ -68,7 +83,7 @@ demo: $(STAMP) unlock
 check: lint fast
 
 exhaustive: export EXHAUSTIVE := 1
-exhaustive: lint whole
+exhaustive: lint clients-env whole
 
 test: lint whole
 
@@ -89,6 +104,6 @@ bench: $(STAMP) unlock
 	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done
 
 clean:
-	rm -rf .venv .torch_extensions build dist ds_npu.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .clients .torch_extensions build dist ds_npu.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ds_npu.log import warn_once
+from packaging.version import Version
 
-VERSIONS = ">=0.19.6,<0.20"
-"""The DeepSpeed versions whose source was read for these patches."""
+from ds_npu.capability import SUPPORTED, installed_version
+from ds_npu.log import warn_once
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Patch:
     why: str
     upstream: str
     until: str
+    since: str = ""
+    """The first release of the package that has it ("": all that are supported); before, nothing is to be changed."""
     also: tuple[str, ...] = ()
     """``module:name`` of copies that ``from ... import`` made, for an ``import ds_npu`` after ``import deepspeed``."""
 
@@ -228,6 +230,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+UNKNOWN = "of an unknown release"
 FAILED: list[str] = []
 """Why patches were not applied in this process."""
 
@@ -240,14 +243,18 @@ def apply(module: ModuleType) -> None:
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
+    package = patch.module.partition(".")[0]
+    here = installed_version(package) or UNKNOWN
+    if _comes_later(patch, here):
+        return
     owner, leaf = _owner(module, patch.name)
     default = object.__new__ if leaf == "__new__" else None
     original = None if owner is None else vars(owner).get(leaf, default)
     found = None if original is None else tuple(inspect.signature(original).parameters)
     if found is None or found[: len(patch.parameters)] != patch.parameters:
         reason = (
-            f"{patch.target} begins with the parameters {patch.parameters} in the versions that ds_npu supports "
-            f"(DeepSpeed {VERSIONS}, accelerate 1.15, transformers 5.23); here it "
+            f"{patch.target} begins with the parameters {patch.parameters} in the releases that ds_npu supports "
+            f"({package} {SUPPORTED[package]}); in {package} {here} it "
             f"{'does not exist' if found is None else f'has {found}'}"
         )
         FAILED.append(reason)
@@ -261,6 +268,11 @@ def _apply(patch: Patch, module: ModuleType) -> None:
         holder = sys.modules.get(copy_module)
         if holder is not None and vars(holder).get(name) is original:
             setattr(holder, name, replacement)
+
+
+def _comes_later(patch: Patch, here: str) -> bool:
+    """Whether what ``patch`` replaces is not yet in the installed release ``here``."""
+    return patch.since != "" and here != UNKNOWN and Version(here) < Version(patch.since)
 
 
 def _owner(module: ModuleType, name: str) -> tuple[Any, str]:

@@ -3,7 +3,8 @@
 #   make env      the environment              make check    linters and the fast tests
 #   make demo     train on 2 NPUs              make test     linters and all tests
 #   make bench    measure                      make clean    remove what make made
-#   make exhaustive   linters and every case of every test, hours; with clones of DeepSpeed's repositories also theirs:
+#   make exhaustive   linters and every case of every test, hours, in environments of other clients, too (make clients-env);
+#                     with clones of DeepSpeed's repositories also theirs:
 #                     make exhaustive DEEPSPEED_CHECKOUT=../DeepSpeed DEEPSPEED_EXAMPLES=../DeepSpeedExamples
 #
 # PYTHON=python3.12 make env chooses the interpreter. Without NPUs in the machine, simulated ones take their place.
@@ -18,6 +19,7 @@ TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 TORCH_NPU := torch_npu==2.13.0
 STAMP := .venv/complete
+CLIENTS := oldest llama_factory ms_swift
 ON_NPUS := $(if $(wildcard /dev/davinci[0-9]*),,ds_npu sim --)
 DEMO := examples/pretrain.py --deepspeed --deepspeed_config examples/configs/demo.json
 
@@ -30,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: env demo check test exhaustive upstream bench clean lint fast whole unlock moved
+.PHONY: env clients-env demo check test exhaustive upstream bench clean lint fast whole unlock moved
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -58,6 +60,20 @@ $(STAMP): pyproject.toml setup.py Makefile
 	.venv/bin/python -m pip install --quiet $(TORCH) $(DEEPSPEED) $(TORCH_NPU) --editable '.[examples,test]'
 	@printf '%s' "$(CURDIR)" > $@
 
+# Environments with the releases that other projects pin, for tests/clients; 4 GB. Only make exhaustive needs them.
+clients-env: $(CLIENTS:%=.clients/%/complete)
+
+.clients/%/complete: tests/clients/requirements/%.txt $(STAMP)
+	rm -rf .clients/$*
+	.venv/bin/python -m venv .clients/$*
+	.clients/$*/bin/python -m pip install --quiet $(TORCH)
+	.clients/$*/bin/python -m pip install --quiet $(TORCH) --requirement $< --editable .
+	if [ -f $(<:.txt=-alone.txt) ]; then \
+		.clients/$*/bin/python -m pip install --quiet --no-deps --requirement $(<:.txt=-alone.txt); \
+	fi
+	.clients/$*/bin/python -c 'import torch, ds_npu; print("$@:", ds_npu.__file__)'
+	touch $@
+
 # A build of a DeepSpeed extension that was killed leaves a lock behind, on which every later run waits for ever.
 unlock:
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
@@ -69,7 +85,7 @@ demo: $(STAMP) unlock
 check: lint fast
 
 exhaustive: export EXHAUSTIVE := 1
-exhaustive: lint whole upstream
+exhaustive: lint clients-env whole upstream
 
 test: lint whole
 
@@ -97,6 +113,6 @@ bench: $(STAMP) unlock
 	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done
 
 clean:
-	rm -rf .venv .torch_extensions build dist ds_npu.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .clients .torch_extensions build dist ds_npu.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,11 +30,13 @@ from ds_npu.capability.runtime import (
     try_import,
 )
 from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
+from ds_npu.capability.supported import SUPPORTED, unsupported
 from ds_npu.capability.unavailable import Unavailable
 
 __all__ = [
     "DEFAULTS_MARK",
     "SETTINGS",
+    "SUPPORTED",
     "VISIBLE_DEVICES",
     "Setting",
     "TorchNpuState",
@@ -59,5 +61,6 @@ __all__ = [
     "torch_npu_path",
     "torch_npu_state",
     "try_import",
+    "unsupported",
     "versions",
 ]

@@ -53,7 +53,7 @@ def check_fit(
     given |= {id(weights[recipe.target]) for recipe in found.recipes}
     missing = [name for name, each in weights.items() if id(each) not in given]
     problems["missing from the checkpoint"] += [
-        f"{name} {tuple(whole[name])}" for name in _others(missing, model._keys_to_ignore_on_load_missing)
+        f"{name} {tuple(whole[name])}" for name in _others(missing, _patterns(model._keys_to_ignore_on_load_missing))
     ]
     problems["in the checkpoint only"] += _left_over(model, found) + [name for name in shapes if name not in whole]
     problems["of another shape"] += [
@@ -82,8 +82,14 @@ def _shapes(
 def _left_over(model: Any, found: Conversions) -> list[str]:
     buffers = [name for name, _ in model.named_buffers()]
     outdated = {pattern for pattern in OUTDATED if any(re.search(pattern, name) for name in buffers)}
-    kept = set(_others(found.left_over.values(), outdated | set(model._keys_to_ignore_on_load_unexpected)))
+    ignored = outdated | _patterns(model._keys_to_ignore_on_load_unexpected)
+    kept = set(_others(found.left_over.values(), ignored))
     return [name for name, renamed in found.left_over.items() if renamed in kept]
+
+
+def _patterns(of_a_class: Collection[str] | None) -> set[str]:
+    """Patterns that a model of transformers lists: a set since 5.7, a list or None before."""
+    return set(of_a_class or ())
 
 
 def _tied_but_different(

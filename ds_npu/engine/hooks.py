@@ -12,16 +12,18 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from ds_npu.capability import ascend_hardware_present, torch_npu_importable
+from ds_npu.capability import SUPPORTED, ascend_hardware_present, torch_npu_importable, unsupported
 from ds_npu.engine.after_deepspeed import take_over
 from ds_npu.engine.announcement import announced, with_section
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.patches import FAILED
+from ds_npu.log import warn_once
 
 Function = Callable[..., Any]
 
@@ -61,12 +63,23 @@ def initialize(original: Function) -> Function:
                 raise RuntimeError("the config asks for ds_npu, which cannot run here:\n  " + "\n  ".join(FAILED))
             if given.get("mpu") is not None:
                 raise ValueError("initialize(mpu=...): found one, and a ds_npu section, which makes its own; pass none")
+            warn_of_unsupported_releases()
             from ds_npu.engine.session import validate
 
             validate(config, _stages(given.get("model")))
         return original(*args, **kwargs)
 
     return checked_initialize
+
+
+def warn_of_unsupported_releases() -> None:
+    """Warn, once, of packages in this process whose releases were not tested with ds_npu."""
+    imported = [name for name in SUPPORTED if name in sys.modules]
+    for sentence in unsupported(imported):
+        warn_once(
+            f"{sentence}: what ds_npu reads of it, or changes in it, may be different there. Compare the first losses "
+            "with those of one process, or install a supported release."
+        )
 
 
 def _refuse_idle_npus() -> None:

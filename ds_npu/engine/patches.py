@@ -13,13 +13,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from ds_npu.capability import SUPPORTED, installed_version
 from ds_npu.engine.client_patches import CLIENT_PATCHES
 from ds_npu.engine.patch import Patch
 from ds_npu.log import warn_once
-
-VERSIONS = ">=0.19.6,<0.20"
-"""The DeepSpeed versions whose source was read for these patches."""
-
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -138,6 +135,8 @@ def apply(module: ModuleType) -> None:
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
+    package = patch.module.partition(".")[0]
+    here = installed_version(package) or "of an unknown release"
     *classes, leaf = patch.name.split(".")
     owner = _attribute(module, classes)
     default = object.__new__ if leaf == "__new__" and owner is not None else None
@@ -146,8 +145,8 @@ def _apply(patch: Patch, module: ModuleType) -> None:
     found = None if function is None else tuple(inspect.signature(function).parameters)
     if found is None or found[: len(patch.parameters)] != patch.parameters:
         reason = (
-            f"{patch.target} begins with the parameters {patch.parameters} in the versions that ds_npu supports "
-            f"(DeepSpeed {VERSIONS}, accelerate 1.15, transformers 5.23); here it "
+            f"{patch.target} begins with the parameters {patch.parameters} in the releases that ds_npu supports "
+            f"({package} {SUPPORTED[package]}); in {package} {here} it "
             f"{'does not exist' if found is None else f'has {found}'}"
         )
         if patch.optional:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from dataclasses import replace
+
 import activation_probe
 import npu_double
 import pytest
 
-from ds_npu.capability import Unavailable
+from ds_npu.capability import SUPPORTED, Unavailable
 from ds_npu.engine import activation, hooks, patches
 
 ON = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -144,8 +147,8 @@ def test_a_deepspeed_that_has_changed_is_a_warning_and_with_the_section_an_error
         "deepspeed.runtime.pipe.module.PipelineParallelGrid",
         "deepspeed.runtime.zero.partition_parameters.Gone.__init__",
     }
-    assert any(line.endswith("here it does not exist") for line in (grid, init))
-    assert any("here it has ('topology', 'process_group'" in line for line in (grid, init))
+    assert any(line.endswith("it does not exist") for line in (grid, init))
+    assert any("it has ('topology', 'process_group'" in line for line in (grid, init))
     assert plain == "deepspeed.initialize requires a model"
     assert done.stderr.count("a change that ds_npu needs was not made") == 2
 
@@ -159,7 +162,20 @@ def test_an_engine_that_gets_a_constructor_of_its_own_is_noticed(monkeypatch):
     monkeypatch.setattr(patches, "FAILED", [])
     monkeypatch.setattr(patches, "warn_once", lambda message: None)
     patches._apply(patch, module)
-    assert "here it has ('cls', 'x')" in patches.FAILED[0]
+    version = importlib.metadata.version("deepspeed")
+    assert f"deepspeed {SUPPORTED['deepspeed']}); in deepspeed {version} it has ('cls', 'x')" in patches.FAILED[0]
+
+
+def test_what_older_releases_do_not_have_is_no_failure_there(monkeypatch):
+    import types
+
+    said = []
+    monkeypatch.setattr(patches, "FAILED", said)
+    monkeypatch.setattr(patches, "warn_once", lambda message: None)
+    newer, always = (replace(patches.PATCHES[1], name="gone", since=since) for since in ("99.0", ""))
+    for patch in (newer, always):
+        patches._apply(patch, types.ModuleType(patch.module))
+    assert len(said) == 1 and said[0].endswith("it does not exist")
 
 
 def test_the_finder_watches_exactly_the_modules_of_the_table():

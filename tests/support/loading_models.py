@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.parallel.placement import mark_sharded, sharding_of
@@ -86,7 +86,7 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": F, "num_experts": EXPE
 MROPE = {"rope_type": "default", "mrope_section": [1, 1, 0]}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": H}
 
-FAMILIES = {
+EVERY = {
     "llama": Family("llama", DENSE, VOCABULARY | ATTENTION | MLP),
     "gpt2": Family(
         "gpt2",
@@ -154,6 +154,8 @@ FAMILIES = {
         AutoModelForImageTextToText,
     ),
 }
+FAMILIES = {name: family for name, family in EVERY.items() if family.model_type in CONFIG_MAPPING}
+"""Those that the installed transformers has: hrm_text came after the oldest release that is supported."""
 
 
 def shard(model: nn.Module, rules: dict[str, Rule], ranks: int, rank: int) -> nn.Module:

@@ -6,7 +6,8 @@ A test is slow if it is in there or marked so; all others always run. A parametr
 one). In an order drawn by the hash a run takes a case of each test, then further cases, as far as they fit the budget.
 
 ``SEED=1a2b3c4 make test`` draws the sample of another run again, ``BUDGET=900`` takes more of it. ``make exhaustive``
-leaves nothing out, and writes the durations; nor does naming a single case.
+leaves nothing out, and writes the durations; nor does naming a single case. Tests with ``corners=0, drawn=0`` need
+environments of their own (``make clients-env``): no other run takes them, and each run says so.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ UNKNOWN = 10.0
 """Seconds that a test marked slow is expected to take before it has been measured."""
 BUDGET = float(os.environ.get("BUDGET", "600"))
 """Seconds of slow tests in a run."""
+OTHERS = "tests of other clients' environments (LLaMA-Factory, ms-swift, oldest releases)"
 DURATIONS = Path(__file__).parent.parent / "durations.json"
 
 
@@ -51,7 +53,7 @@ def header() -> str:
     """The line that a run begins with."""
     if is_exhaustive():
         return "slow tests: every case (EXHAUSTIVE=1)"
-    return f"slow tests: a sample of {BUDGET:.0f} s (BUDGET), SEED={seed()}"
+    return f"slow tests: a sample of {BUDGET:.0f} s (BUDGET), SEED={seed()}; {OTHERS}: make exhaustive only"
 
 
 def chosen(name: str, cases: Sequence[T], corners: int = CORNERS, drawn: int = DRAWN) -> list[T]:

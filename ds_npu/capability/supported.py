@@ -1,0 +1,58 @@
+"""Which releases of the packages around ds_npu it supports: one table, which errors, warnings and tests read.
+
+Their oldest and newest releases are tested; ``tests/clients/test_versions.py`` runs with the oldest. The oldest
+transformers, accelerate, PEFT and TRL are those that pip takes for LLaMA-Factory 0.9.5, whose pins are the tightest.
+transformers below 5.0 has another way to load checkpoints (no ``core_model_loading``), and cannot be supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from ds_npu.capability.releases import installed_version
+
+
+@dataclass(frozen=True)
+class Releases:
+    """The supported releases of a package."""
+
+    oldest: str
+    newest: str
+    """That was tested; of its major and minor number, later releases are supported, too."""
+
+    def __str__(self) -> str:
+        return f"{self.oldest} to {self.newest}"
+
+    def hold(self, version: str) -> bool:
+        """Whether ``version`` is one of them; one that cannot be read is none."""
+        try:
+            found, newest = Version(version), Version(self.newest)
+        except InvalidVersion:
+            return False
+        return Version(self.oldest) <= found and found.release[:2] <= newest.release[:2]
+
+
+SUPPORTED: dict[str, Releases] = {
+    "deepspeed": Releases("0.19.6", "0.19.8"),
+    "transformers": Releases("5.6.0", "5.23.0"),
+    "accelerate": Releases("1.11.0", "1.15.0"),
+    "peft": Releases("0.18.1", "0.21.2"),
+    "trl": Releases("0.24.0", "1.16.0"),
+}
+"""By the name of the package, which is the one of its distribution, too."""
+
+
+def unsupported(packages: Iterable[str]) -> list[str]:
+    """A sentence for each of ``packages`` whose installed release is not supported.
+
+    Packages that are not installed, or not in the table, are passed over. Reads metadata and imports nothing.
+    """
+    found = {name: installed_version(name) for name in SUPPORTED.keys() & set(packages)}
+    return [
+        f"{name} {version} is installed, and ds_npu supports {SUPPORTED[name]}"
+        for name, version in sorted(found.items())
+        if version is not None and not SUPPORTED[name].hold(version)
+    ]

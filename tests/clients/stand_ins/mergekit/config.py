@@ -1,0 +1,3 @@
+"""The name that TRL 0.24 imports."""
+
+MergeConfiguration = None

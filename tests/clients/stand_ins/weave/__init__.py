@@ -1,0 +1,3 @@
+"""Empty: TRL 0.24 takes optional packages for installed with transformers 5, and imports them."""
+
+EvaluationLogger = None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_npu import capability
 from ds_npu.acceptance.case import Check, Measured, NotRunError
 from ds_npu.acceptance.collective_cases import FUSED, OBJECTS, CollectiveCase, collective_cases
-from ds_npu.acceptance.rank import Job, npu_module, run_cases, timed
+from ds_npu.acceptance.rank import Assignment, npu_module, run_cases, timed
 from ds_npu.comm.collectives import all_gather, all_reduce, reduce_scatter
 from ds_npu.ops import matmul_collective
 from ds_npu.ops.self_check import FLOAT32_UNIT
@@ -280,7 +280,7 @@ def _fused(peers: Peers, kind: str) -> Check:
     return _rounding(found, exact[:, part], size[:, part], unit)
 
 
-def run(case: CollectiveCase, job: Job) -> Measured:
+def run_collective(case: CollectiveCase, job: Assignment) -> Measured:
     """One collective on all ranks of this peers."""
     group = None
     if case.buffer_mib is not None:
@@ -304,4 +304,4 @@ def run(case: CollectiveCase, job: Job) -> Measured:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cases(collective_cases, run, distributed=True))
+    sys.exit(run_cases(collective_cases, run_collective, distributed=True))

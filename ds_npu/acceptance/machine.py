@@ -67,7 +67,7 @@ def _found() -> Npus:
     return Npus([each.name for each in all_of_them], [round(each.total_memory / 2**30, 1) for each in all_of_them])
 
 
-def described() -> dict[str, object]:
+def software_and_machine() -> dict[str, object]:
     """Versions, machine and settings, for the file: without addresses, paths or names of the machine."""
     found = capability.versions()
     return {

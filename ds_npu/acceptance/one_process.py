@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.acceptance.training_cases import STEPS, Recipe, Sizes
+from ds_npu.acceptance.training_cases import STEPS, ModelSizes, TrainingRecipe
 
 CLIP = 1.0
 LEARNING_RATES = {"SGD": 0.1, "AdamW": 1e-3}
@@ -38,7 +38,7 @@ class Block(nn.Module):
     With SiLU, since NPUs compute GELU by its approximation with tanh.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.heads = sizes.heads
         self.norms = nn.ModuleList(nn.LayerNorm(sizes.hidden) for _ in range(2))
@@ -59,7 +59,7 @@ class Block(nn.Module):
         return y_BSH
 
 
-def pipeline_layers(sizes: Sizes) -> list[nn.Module]:
+def pipeline_layers(sizes: ModelSizes) -> list[nn.Module]:
     """The layers of a pipeline, with the same weights at every call."""
     torch.manual_seed(3)
     return [
@@ -76,7 +76,7 @@ def token_loss(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tenso
     return functional.cross_entropy(wide.flatten(0, 1), labels_BS.flatten())
 
 
-def decoder(sizes: Sizes) -> nn.Module:
+def decoder(sizes: ModelSizes) -> nn.Module:
     """A Llama in training mode, with the same weights at every call."""
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
@@ -93,7 +93,7 @@ def decoder(sizes: Sizes) -> nn.Module:
     return model
 
 
-def batch(sizes: Sizes, step: int) -> torch.Tensor:
+def batch(sizes: ModelSizes, step: int) -> torch.Tensor:
     """The tokens of a step's global batch, [sequences, length + 1]: a rule that can be learned, and some noise."""
     generator = torch.Generator().manual_seed(step % BATCHES)
     starts = torch.randint(0, sizes.vocabulary, (sizes.sequences, 1), generator=generator)
@@ -107,26 +107,26 @@ def decoder_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def loss_of(recipe: Recipe, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(recipe: TrainingRecipe, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The loss of ``recipe``'s model, on one device."""
     if recipe.model == "decoder":
         return decoder_loss(model, tokens)
     return token_loss(model(tokens[:, :-1]), tokens[:, 1:])
 
 
-def model_of(recipe: Recipe) -> nn.Module:
+def model_of(recipe: TrainingRecipe) -> nn.Module:
     """The whole model in float32, its weights rounded to the recipe's dtype."""
     sizes = recipe.sizes
     model = decoder(sizes) if recipe.model == "decoder" else nn.Sequential(*pipeline_layers(sizes))
     return model.to(dtype_of(recipe)).float()
 
 
-def dtype_of(recipe: Recipe) -> torch.dtype:
+def dtype_of(recipe: TrainingRecipe) -> torch.dtype:
     """The dtype that ``recipe`` names."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.dtype]
 
 
-def trained(recipe: Recipe, compute: torch.dtype) -> Curve:
+def trained(recipe: TrainingRecipe, compute: torch.dtype) -> Curve:
     """Train one process in ``compute``; weights and moments in float32, or in float64 where that is ``compute``."""
     whole = model_of(recipe).to(torch.promote_types(compute, torch.float32))
     model = copy.deepcopy(whole).to(compute)
@@ -154,7 +154,7 @@ def trained(recipe: Recipe, compute: torch.dtype) -> Curve:
     return Curve(losses, norms)
 
 
-def optimizer_of(recipe: Recipe, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(recipe: TrainingRecipe, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """PyTorch's own optimizer, as ``recipe`` names it."""
     rate = LEARNING_RATES[recipe.optimizer]
     if recipe.optimizer == "SGD":
@@ -162,7 +162,7 @@ def optimizer_of(recipe: Recipe, weights: Sequence[nn.Parameter]) -> torch.optim
     return torch.optim.AdamW(weights, lr=rate, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
-def kept_curves(recipe: Recipe, folder: Path) -> tuple[Curve, Curve]:
+def kept_curves(recipe: TrainingRecipe, folder: Path) -> tuple[Curve, Curve]:
     """The curves of one process in float64 and in the recipe's dtype; computed once, and kept in ``folder``."""
     file = folder / recipe.file
     if not file.exists():

@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 
 from ds_npu.acceptance.case import Check, Measured
 from ds_npu.acceptance.operator_cases import RMS_ROUNDINGS, OperatorCase, operator_cases
-from ds_npu.acceptance.rank import Job, npu_module, run_cases, timed
+from ds_npu.acceptance.rank import Assignment, npu_module, run_cases, timed
 from ds_npu.ops.all import OPERATORS
 from ds_npu.ops.attention import Mask, Options
 from ds_npu.ops.self_check import FLOAT32_UNIT, ROUNDINGS, outcome
 
 
-def run(case: OperatorCase, job: Job) -> Measured:
+def run_operator(case: OperatorCase, job: Assignment) -> Measured:
     """Compare one call, and time it where the run covers large calls."""
     device = torch.device("npu", npu_module().current_device())
     if case.call is None:
@@ -73,4 +73,4 @@ def _placed(args: tuple[object, ...], device: torch.device, dtype: torch.dtype |
 
 
 if __name__ == "__main__":
-    sys.exit(run_cases(operator_cases, run, distributed=False))
+    sys.exit(run_cases(operator_cases, run_operator, distributed=False))

@@ -36,7 +36,7 @@ TIMED_CALLS = 5
 
 
 @dataclass(frozen=True)
-class Job:
+class Assignment:
     """What the ranks of one world are to do; travels as JSON on their command line."""
 
     names: tuple[str, ...]
@@ -49,9 +49,9 @@ class Job:
     """A folder of this world: the rendezvous of its ranks, their reports, their output."""
 
     @staticmethod
-    def parsed(text: str) -> Job:
+    def parsed(text: str) -> Assignment:
         found = json.loads(text)
-        return Job(**found | {"names": tuple(found["names"])})
+        return Assignment(**found | {"names": tuple(found["names"])})
 
     def text(self) -> str:
         """The inverse of ``parsed``."""
@@ -96,12 +96,14 @@ def npu_module() -> Any:
     return torch.get_device_module("npu")
 
 
-def run_cases(cases: Callable[[Scope], Sequence[C]], run: Callable[[C, Job], Measured], distributed: bool) -> int:
+def run_cases(
+    cases: Callable[[Scope], Sequence[C]], run: Callable[[C, Assignment], Measured], distributed: bool
+) -> int:
     """The main function of a rank: run the cases that the command line names, in order; returns the exit code.
 
     A case that raises ends the process: what it left on the device would spoil the next one.
     """
-    job, rank = Job.parsed(sys.argv[1]), int(os.environ["RANK"])
+    job, rank = Assignment.parsed(sys.argv[1]), int(os.environ["RANK"])
     # SIGUSR1: where every thread stands, into the log.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -129,7 +131,7 @@ def run_cases(cases: Callable[[Scope], Sequence[C]], run: Callable[[C, Job], Mea
     return 0
 
 
-def _report(case: C, run: Callable[[C, Job], Measured], job: Job) -> Report:
+def _report(case: C, run: Callable[[C, Assignment], Measured], job: Assignment) -> Report:
     try:
         found = run(case, job)
         npu_module().synchronize()

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_npu.acceptance.groups import GROUPS
-from ds_npu.acceptance.machine import Npus, described, simulated, without_names
-from ds_npu.acceptance.world import Result
+from ds_npu.acceptance.machine import Npus, simulated, software_and_machine, without_names
+from ds_npu.acceptance.world import CaseResult
 
 FORMAT = 1
 """Of the file; a file of another one is not continued."""
@@ -42,7 +42,7 @@ class Record:
                 "note": "simulated NPUs: this says nothing about a real one" if simulated() else "real NPUs",
                 "cases of": "the small selection" if small else "all groups in full",
                 "begun": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                **described(),
+                **software_and_machine(),
                 "npus": [
                     {"name": name, "memory GiB": size} for name, size in zip(npus.names, npus.memory_gib, strict=True)
                 ],
@@ -66,7 +66,7 @@ class Record:
         """Whether the case has passed already."""
         return self.entries.get((group, case), {}).get("result") == "passed"
 
-    def add(self, result: Result) -> None:
+    def add(self, result: CaseResult) -> None:
         """Take ``result`` and write the file."""
         self.entries[result.group, result.case] = entry_of(result)
         self.write(["the run was ended before its summary"])
@@ -80,7 +80,7 @@ class Record:
         written.replace(self.path)
 
 
-def entry_of(result: Result) -> Entry:
+def entry_of(result: CaseResult) -> Entry:
     """``result`` for the file, without names and paths of the machine."""
     entry: dict[str, object] = {
         "group": result.group,

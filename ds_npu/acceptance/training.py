@@ -15,7 +15,7 @@ from torch import nn
 from ds_npu.acceptance import one_process
 from ds_npu.acceptance.case import Check, Measured
 from ds_npu.acceptance.one_process import Curve
-from ds_npu.acceptance.rank import Job, run_cases
+from ds_npu.acceptance.rank import Assignment, run_cases
 from ds_npu.acceptance.training_cases import STEPS, TrainingCase, training_cases
 from ds_npu.config.parallel import ParallelSection, fit
 
@@ -24,7 +24,7 @@ FALL = 0.05
 """The loss falls by this share in the reference: a model that does not learn would hide a wrong gradient."""
 
 
-def run(case: TrainingCase, job: Job) -> Measured:
+def run_training(case: TrainingCase, job: Assignment) -> Measured:
     """Train for STEPS steps; the first rank compares."""
     # A PipelineModule needs it before there is an engine.
     deepspeed.init_distributed()
@@ -125,4 +125,4 @@ def _engine(model: nn.Module, config: dict[str, object]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cases(training_cases, run, distributed=True))
+    sys.exit(run_cases(training_cases, run_training, distributed=True))

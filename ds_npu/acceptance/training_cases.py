@@ -25,7 +25,7 @@ TOLERANCE = (
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """Of the model and of its global batch, which is the same for every number of data ranks."""
 
     hidden: int
@@ -38,17 +38,17 @@ class Sizes:
     length: int
 
 
-SMALL_SIZES = Sizes(32, 48, 1, 4, 2, 64, sequences=2, length=24)
-LARGE_SIZES = Sizes(256, 704, 4, 8, 4, 1024, sequences=16, length=256)
+SMALL_SIZES = ModelSizes(32, 48, 1, 4, 2, 64, sequences=2, length=24)
+LARGE_SIZES = ModelSizes(256, 704, 4, 8, 4, 1024, sequences=16, length=256)
 """Of two tensor ranks each has what the fused matrix products take (256 to 65534 inputs)."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """What the losses of one process depend on."""
 
     model: Model
-    sizes: Sizes
+    sizes: ModelSizes
     dtype: str
     optimizer: str = "SGD"
 
@@ -62,7 +62,7 @@ class Recipe:
 class TrainingCase(Case):
     """A recipe on ``ranks`` NPUs with a ``"ds_npu"`` section (None: a config without one) and a ZeRO stage."""
 
-    recipe: Recipe = field(default_factory=lambda: Recipe("decoder", SMALL_SIZES, "float32"))
+    recipe: TrainingRecipe = field(default_factory=lambda: TrainingRecipe("decoder", SMALL_SIZES, "float32"))
     section: Mapping[str, object] | None = None
     stage: int = 0
     micro_batches: int = 2
@@ -101,7 +101,7 @@ def _small() -> Iterator[TrainingCase]:
             f"{name}, ZeRO {stage}, float32",
             2,
             SMALL_S,
-            recipe=Recipe(model, SMALL_SIZES, "float32"),
+            recipe=TrainingRecipe(model, SMALL_SIZES, "float32"),
             section=section,
             stage=stage,
             micro_batches=2 if model == "layers" else 1,
@@ -116,7 +116,7 @@ def _case(
         ranks,
         LARGE_S,
         alone=True,
-        recipe=Recipe(model, LARGE_SIZES, dtype),
+        recipe=TrainingRecipe(model, LARGE_SIZES, dtype),
         section=section,
         stage=stage,
     )
@@ -131,7 +131,7 @@ def _one_npu() -> Iterator[TrainingCase]:
         1,
         LARGE_S,
         alone=True,
-        recipe=Recipe("decoder", LARGE_SIZES, "float32", "AdamW"),
+        recipe=TrainingRecipe("decoder", LARGE_SIZES, "float32", "AdamW"),
         section={},
         stage=1,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ds_npu.acceptance.case import Case, Check, Group, Scope
-from ds_npu.acceptance.rank import Job, Report, reports_of, worst
+from ds_npu.acceptance.rank import Assignment, Report, reports_of, worst
 
 Outcome = Literal["passed", "failed", "crashed", "timed out", "not run"]
 
@@ -32,7 +32,7 @@ LAST_LINES = 25
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """What became of a case."""
 
     group: str
@@ -53,7 +53,7 @@ class Result:
 class World:
     """The processes of one world of ranks; leaving the context kills those that are left."""
 
-    def __init__(self, module: str, job: Job) -> None:
+    def __init__(self, module: str, job: Assignment) -> None:
         self.job = job
         self.seen = [0] * job.ranks
         """Bytes of each rank's reports that were read."""
@@ -151,7 +151,7 @@ def _ending(code: int) -> str:
     return f"ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
 
 
-def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, until: float) -> Iterator[Result]:
+def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, until: float) -> Iterator[CaseResult]:
     """Run ``cases`` in as few worlds as their ranks, those that want one alone, and crashes allow.
 
     After ``until`` (of ``time.monotonic``) no case is begun.
@@ -165,9 +165,9 @@ def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, u
         while left:
             if time.monotonic() > until:
                 for case in left:
-                    yield Result(group.name, case.name, case.ranks, "not run", said=TOO_LATE)
+                    yield CaseResult(group.name, case.name, case.ranks, "not run", said=TOO_LATE)
                 break
-            job = Job(
+            job = Assignment(
                 tuple(case.name for case in left),
                 left[0].ranks,
                 scope.npus,
@@ -185,7 +185,7 @@ def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, u
 TOO_LATE = "the time was over: the same command with --resume runs it"
 
 
-def _in_one_world(group: Group, cases: Sequence[Case], job: Job, until: float) -> Iterator[Result]:
+def _in_one_world(group: Group, cases: Sequence[Case], job: Assignment, until: float) -> Iterator[CaseResult]:
     """The results of the first of ``cases``, up to the one that breaks the world, or of all."""
     with World(group.module, job) as world:
         reports, why = world.reports(START_S)
@@ -194,7 +194,9 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Job, until: float) -
             said = f"its ranks did not start: {why}"
             output = world.output()
             for index, case in enumerate(cases):
-                yield Result(group.name, case.name, case.ranks, "crashed", said=said, output="" if index else output)
+                yield CaseResult(
+                    group.name, case.name, case.ranks, "crashed", said=said, output="" if index else output
+                )
             return
         for case in cases:
             if time.monotonic() > until:
@@ -207,26 +209,26 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Job, until: float) -
                 return
 
 
-def _broken(group: Group, case: Case, world: World, why: str) -> Result:
+def _broken(group: Group, case: Case, world: World, why: str) -> CaseResult:
     """A rank raised an error, ended, or did not answer."""
     late = why.startswith(LATE)
     if late:
         world.ask_where_they_stand()
     outcome: Outcome = "timed out" if late else "crashed"
-    return Result(group.name, case.name, case.ranks, outcome, said=why, output=world.output())
+    return CaseResult(group.name, case.name, case.ranks, outcome, said=why, output=world.output())
 
 
-def _ended(group: Group, case: Case, reports: Sequence[Report]) -> Result:
+def _ended(group: Group, case: Case, reports: Sequence[Report]) -> CaseResult:
     """All ranks have reported: the worst of their checks decides."""
     skipped = next((report.not_run for report in reports if report.not_run), "")
     if skipped:
-        return Result(group.name, case.name, case.ranks, "not run", said=skipped)
+        return CaseResult(group.name, case.name, case.ranks, "not run", said=skipped)
     check = worst(filter(None, (report.check for report in reports)))
     wrong = next((report.wrong for report in reports if report.wrong), "")
     if not wrong and check is not None and not check.passed:
         wrong = f"{check.what}: {check.error:.3g}, and {check.allowed:.3g} is allowed"
     outcome: Outcome = "failed" if wrong else "passed"
     first = reports[0]
-    return Result(
+    return CaseResult(
         group.name, case.name, case.ranks, outcome, check=check, call_s=first.call_s, said=wrong, series=first.series
     )

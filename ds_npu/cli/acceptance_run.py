@@ -14,7 +14,7 @@ from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.machine import Npus, simulated
 from ds_npu.acceptance.record import Record, entry_of
 from ds_npu.acceptance.verdict import first_line, is_clean, verdict
-from ds_npu.acceptance.world import Result, run_group
+from ds_npu.acceptance.world import CaseResult, run_group
 from ds_npu.cli.accept import refused
 from ds_npu.config.problems import printable
 
@@ -23,7 +23,7 @@ LAST_BEGIN_S = 55 * 60.0
 NAME_COLUMNS = 78
 
 
-def run(arguments: Namespace, npus: Npus) -> int:
+def run_acceptance(arguments: Namespace, npus: Npus) -> int:
     """Run on ``npus`` what the command line asks for; returns the exit code: 0 where all passed, 2 for a wrong file."""
     begun = time.monotonic()
     scope = Scope(len(npus.names), arguments.cases == "small" or (arguments.cases is None and simulated()))
@@ -61,10 +61,10 @@ class _Part:
     cases: list[Case]
     why_not: str
 
-    def results(self, scope: Scope, folder: Path, until: float) -> Iterator[Result]:
+    def results(self, scope: Scope, folder: Path, until: float) -> Iterator[CaseResult]:
         if self.why_not:
             for case in self.cases:
-                yield Result(self.group.name, case.name, case.ranks, "not run", said=self.why_not)
+                yield CaseResult(self.group.name, case.name, case.ranks, "not run", said=self.why_not)
         else:
             yield from run_group(self.group, self.cases, scope, folder, until)
 
@@ -76,7 +76,7 @@ def _plan(group: Group, scope: Scope, record: Record) -> _Part:
     return _Part(group, left, why_not)
 
 
-def _line(result: Result) -> str:
+def _line(result: CaseResult) -> str:
     outcome = result.outcome if result.outcome in ("passed", "not run") else result.outcome.upper()
     line = f"{outcome:<9} {result.case:<{NAME_COLUMNS}}"
     if result.check is not None:

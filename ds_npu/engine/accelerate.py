@@ -304,7 +304,7 @@ def data_ranks_as_processes() -> Iterator[None]:
         _JOINED.reset(token)
 
 
-def gather(original: Function) -> Function:
+def gather_of_data_ranks(original: Function) -> Function:
     """For accelerate's function that joins the tensors of all processes, however many it is shown."""
 
     @functools.wraps(original)
@@ -319,7 +319,7 @@ def gather(original: Function) -> Function:
     return gathered
 
 
-def gather_object(original: Function) -> Function:
+def gather_objects_of_data_ranks(original: Function) -> Function:
     """For accelerate's function that joins the lists of all processes, however many it is shown."""
 
     @functools.wraps(original)

@@ -80,7 +80,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
         Patch(
             module="accelerate.utils.operations",
             name=name,
-            factory=f"ds_npu.engine.accelerate:{name}",
+            factory=f"ds_npu.engine.accelerate:{factory}",
             parameters=(parameter,),
             what="a trainer that generates joins the rewards and lengths of each sample once",
             why="it joins what every process has, and ranks that share samples have the same",
@@ -88,9 +88,9 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
             until="accelerate asks DeepSpeed's mpu for data ranks",
             also=(f"accelerate.utils:{name}", f"accelerate.accelerator:{name}"),
         )
-        for name, parameter in (
-            ("gather", "tensor"),
-            ("gather_object", "object"),
+        for name, factory, parameter in (
+            ("gather", "gather_of_data_ranks", "tensor"),
+            ("gather_object", "gather_objects_of_data_ranks", "object"),
         )
     ),
     Patch(

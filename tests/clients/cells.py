@@ -29,15 +29,69 @@ class Cell:
         return f"| {' | '.join([self.client, self.ranks, self.zero, *does, f'`{self.test}`'])} |"
 
 
-def trl(client: str) -> tuple[Cell, ...]:
-    test = "clients/test_trl.py::test_losses_norms_and_metrics_are_those_of_one_process"
-    return tuple(Cell(client, ranks, "1", "train eval save", test) for ranks in ("tensor", "context", "both"))
+EVERY_STAGE = dict.fromkeys(("tensor", "context", "tensor, context"), "0-3")
+DATA = {"data, tensor": "1, 3", "data, context": "1, 3"}
+SEQUENCES = {"tensor, sequence_parallel": "3"}
+SOME = SEQUENCES | {"context": "1", "tensor, context": "2", "data, tensor": "1", "tensor": "0"}
+ALL, TRAINS = "train eval save resume", "train eval save"
+LIFE, PEFT_LIFE, TRL = "clients/test_trainer_life.py::", "clients/test_peft_life.py::", "clients/test_trl.py::"
+KEYS, TWICE = "clients/test_deepspeed_keys.py::", "clients/test_clients_asked_twice.py::"
 
 
+def cells(client: str, zero: dict[str, str], does: str, test: str) -> tuple[Cell, ...]:
+    """Those of ``test``, over the ranks that are the keys of ``zero``; one for all ranks with the same stages."""
+    stages = dict.fromkeys(zero.values())
+    ranks = {stage: "; ".join(each for each in zero if zero[each] == stage) for stage in stages}
+    return tuple(Cell(client, ranks[stage], stage, does, test) for stage in stages)
+
+
+ONE = dict.fromkeys(EVERY_STAGE, "1")
 CELLS = (
-    *(each for client in ("TRL SFT", "TRL DPO", "TRL GRPO", "TRL RLOO") for each in trl(client)),
-    Cell("TRL Reward", "tensor", "1", "train eval save", trl("")[0].test),
-    Cell("TRL Reward", "context", "1", "refused", "clients/test_trl.py::test_scores_of_sequences_are_refused"),
+    *cells("Trainer", EVERY_STAGE | SEQUENCES | DATA, ALL, f"{LIFE}test_a_whole_life"),
+    *cells("Trainer: samplers, streams, losses of one's own", SOME, "train", f"{LIFE}test_samplers_streams_and_losses"),
+    *cells("Trainer: SIGTERM", SOME, "train save resume", f"{LIFE}test_a_checkpoint_on_sigterm"),
+    Cell("Trainer: NEFTune", "context", "0-3", "refused", f"{LIFE}test_noise_over_context_ranks_is_refused"),
+    *cells(
+        "accelerate",
+        EVERY_STAGE | SEQUENCES | {"data, tensor": "1, 3"},
+        ALL,
+        "clients/test_accelerate_life.py::test_a_script_of_ones_own",
+    ),
+    Cell("accelerate: ParallelismConfig", "any", "0-3", "refused", f"{TWICE}test_accelerates_parallelism_config"),
+    Cell("transformers: tp_plan=", "any", "0-3", "refused", f"{TWICE}test_a_model_that_transformers_has_sharded"),
+    *cells("PEFT: LoRA, rsLoRA", EVERY_STAGE | SEQUENCES, ALL, f"{PEFT_LIFE}test_adapters_are_those_of_one_process"),
+    Cell("PEFT: DoRA", "context", "0-3", ALL, f"{PEFT_LIFE}test_adapters_are_those_of_one_process"),
+    Cell(
+        "PEFT: DoRA, target_parameters",
+        "tensor",
+        "0-3",
+        "refused",
+        f"{PEFT_LIFE}test_what_is_more_than_two_factors_is_refused_on_tensor_ranks",
+    ),
+    Cell(
+        "PEFT: target_parameters",
+        "context",
+        "1",
+        TRAINS,
+        f"{PEFT_LIFE}test_adapters_of_experts_over_context_ranks",
+    ),
+    Cell("PEFT: QLoRA", "tensor; context", "0-3", "refused", f"{PEFT_LIFE}test_qlora_is_refused"),
+    *(
+        each
+        for client in ("SFT", "DPO", "GRPO", "RLOO")
+        for each in cells(f"TRL: {client}", ONE, TRAINS, f"{TRL}test_losses_norms_and_metrics_are_those_of_one_process")
+    ),
+    Cell("TRL: Reward", "tensor", "1", TRAINS, f"{TRL}test_losses_norms_and_metrics_are_those_of_one_process"),
+    Cell("TRL: Reward", "context", "1", "refused", f"{TRL}test_scores_of_sequences_are_refused"),
+    Cell("DeepSpeed: ZeRO-Offload", "tensor; context", "1-3", "train", f"{KEYS}test_offload_and_second_copies"),
+    Cell("DeepSpeed: ZeRO++ hpZ", "context", "3", "train", f"{KEYS}test_offload_and_second_copies"),
+    Cell(
+        "DeepSpeed: ZeRO++ hpZ",
+        "tensor",
+        "3",
+        "refused",
+        "unit/test_config.py::test_a_mistake_says_where_what_and_what_would_do",
+    ),
 )
 
 

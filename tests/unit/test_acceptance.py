@@ -23,9 +23,16 @@ from ds_npu.acceptance.collective_cases import FOR_EACH_RANK, KINDS, collective_
 from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.machine import Npus, without_names
 from ds_npu.acceptance.operator_cases import attention_output, operator_cases
-from ds_npu.acceptance.training_cases import LARGE_SIZES, SMALL_SIZES, STEPS, Recipe, TrainingCase, training_cases
+from ds_npu.acceptance.training_cases import (
+    LARGE_SIZES,
+    SMALL_SIZES,
+    STEPS,
+    TrainingCase,
+    TrainingRecipe,
+    training_cases,
+)
 from ds_npu.acceptance.verdict import is_clean, verdict
-from ds_npu.acceptance.world import Result, run_group
+from ds_npu.acceptance.world import CaseResult, run_group
 from ds_npu.capability.releases import CANN_OF_TORCH_NPU, PYTHON_OF_TORCH
 from ds_npu.cli import accept, acceptance_run
 from ds_npu.cli.main import main
@@ -132,8 +139,8 @@ def test_rows_without_a_key_may_be_minus_infinity():
     assert not all(check.passed for check in operators.comparisons("lse", torch.zeros(2), true))
 
 
-RECIPE = Recipe("decoder", SMALL_SIZES, "float32")
-LAYERS = Recipe("layers", SMALL_SIZES, "bfloat16")
+RECIPE = TrainingRecipe("decoder", SMALL_SIZES, "float32")
+LAYERS = TrainingRecipe("layers", SMALL_SIZES, "bfloat16")
 
 
 def checks_of(recipe, found, exact, own):
@@ -264,7 +271,7 @@ def test_no_case_is_begun_after_the_last_minute(tmp_path):
 
 
 def result(outcome="passed", case="norm", **others):
-    return Result("operators", case, 1, outcome, **others)
+    return CaseResult("operators", case, 1, outcome, **others)
 
 
 def test_the_file_is_json_and_names_no_machine(tmp_path):
@@ -303,7 +310,7 @@ def test_the_summary_says_what_failed_and_what_to_do():
         for each in (
             result("passed"),
             result("failed", "swiglu, bfloat16", said="result 0: 0.3, and 0.1 is allowed"),
-            Result("training", "tensor 2", 2, "not run", said="transformers is not installed"),
+            CaseResult("training", "tensor 2", 2, "not run", said="transformers is not installed"),
         )
     ]
     said = "\n".join(verdict(entries, "out.json", simulated=False, seconds=90))
@@ -343,7 +350,7 @@ def test_the_screen_has_a_line_for_each_case(tmp_path, monkeypatch, capsys):
     }
     monkeypatch.setattr(acceptance_run, "run_group", lambda group, *rest: iter(results[group.name]))
     options = Namespace(out=tmp_path / "out.json", resume=False, only=["operators"], cases="small")
-    assert acceptance_run.run(options, NPUS) == 1
+    assert acceptance_run.run_acceptance(options, NPUS) == 1
     said = capsys.readouterr().out
     assert "2 NPUs (Ascend910B2, 64 GiB)" in said and "SIMULATED" not in said
     assert re.search(r"\[ *1/\d+\] passed +norm +error +0.5 of +1 +0.0 s +100 us a call\n", said)

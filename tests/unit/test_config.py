@@ -138,13 +138,6 @@ MISTAKES = [
         "false with ds_npu.parallel.tensor 2: its kernel is not there",
     ),
     (
-        {"parallel": {"tensor": 2}},
-        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
-        "zero_optimization.zero_quantized_gradients",
-        True,
-        "false with ds_npu.parallel.tensor, context or pipeline > 1",
-    ),
-    (
         {"parallel": {"context": 2}},
         {"sequence_parallel_size": 4},
         "sequence_parallel_size",

@@ -72,7 +72,9 @@ class Script:
             for batch in loader:
                 with torch.no_grad():
                     logits = self.model(**batch).logits
-                found = self.accelerator.gather_for_metrics({"guessed": logits.argmax(-1), "ids": batch["input_ids"]})
+                # Logits of padding are nobody's, and others with context ranks.
+                guessed = logits.argmax(-1) * batch["attention_mask"]
+                found = self.accelerator.gather_for_metrics({"guessed": guessed, "ids": batch["input_ids"]})
                 guesses.append(found["guessed"])
                 firsts += self.accelerator.gather_for_metrics([f"row {row[0]}" for row in batch["input_ids"].tolist()])
                 assert [f"row {row[0]}" for row in found["ids"].tolist()] == firsts[-len(found["ids"]) :]

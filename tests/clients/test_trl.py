@@ -19,8 +19,9 @@ USUAL = {
     "logging_strategy": "steps",
     "logging_steps": 1,
     "save_strategy": "no",
-    # Adam makes a large step of a small gradient that is rounding only.
+    # With the usual epsilon Adam makes a full step of a gradient that is rounding only.
     "learning_rate": 0.001,
+    "adam_epsilon": 1e-4,
     "bf16": "false",
 }
 GENERATED = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.3, "beta": 0.0}

@@ -32,7 +32,7 @@ def run_trainer(
         "gradient_accumulation_steps": "auto",
         # Under stage 3, DeepSpeed saves whole weights only where it is told to.
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "torch_adam": True}},
     }
     if section is not None:
         config["ds_npu"] = section

@@ -85,7 +85,9 @@ class Hook:
                 logger().addHandler(_SaidAgain(line))
         sys.stderr.flush()
         if record is not None:
-            record.leave(after_rank_0=not ending.is_whole)
+            # torch_npu's watchdog soon aborts a process whose collective has failed, and would have the last word.
+            is_watched = sys.modules.get("torch_npu") is not None and _match(PEER_GONE, error) is not None
+            record.leave(after_rank_0=not ending.is_whole, waits=not is_watched)
         elif not ending.is_whole:
             time.sleep(PATIENCE_SECONDS)  # Launchers end all ranks with the first one.
 

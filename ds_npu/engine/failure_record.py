@@ -112,10 +112,11 @@ class FailureRecord:
     def _first_to_ask(self, what: str) -> int:
         return int(self.store.compare_set(f"speaker of {what}", "", str(self.rank)))
 
-    def leave(self, *, after_rank_0: bool) -> None:
+    def leave(self, *, after_rank_0: bool, waits: bool) -> None:
         """Let the others know that this rank has printed; rank 0 waits for them, since the store goes with it.
 
         A rank that has only pointed to another (``after_rank_0``) waits for rank 0: launchers end all with the first.
+        Nobody waits where it is not to (``waits``).
         """
 
         def others_are_told() -> None:
@@ -123,6 +124,8 @@ class FailureRecord:
                 self.store.set("rank 0 has printed", "1")
             if self.store.add("left", 1) == self.ranks:
                 self.store.set("all left", "1")
+            if not waits:
+                return
             if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 self._wait_for("all left")
             elif self.rank > 0 and after_rank_0:

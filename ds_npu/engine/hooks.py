@@ -116,10 +116,14 @@ def deepspeed_config_init(original: Function) -> Function:
         found = with_section(config)
         self.ds_npu = None
         if found is not None and dist.is_initialized():
+            from deepspeed import comm
             from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
             from ds_npu.engine.session import open_session
 
+            # Where a script has opened torch's group itself, DeepSpeed would take this rank for the only one.
+            if not comm.is_initialized():
+                comm.init_distributed()
             stages = mpu.pipe_parallel_size if isinstance(mpu, PipelineParallelGrid) else None
             self.ds_npu = open_session(found, stages)
             # Which axes shard the model does not matter here: only the data axes are asked for.

@@ -70,3 +70,14 @@ def test_scores_of_sequences_are_refused(parallel, tmp_path):
     )
     with pytest.raises(AssertionError, match=said):
         run_trainer(tmp_path, ranks, {"parallel": degrees}, USUAL | KINDS["reward"][1], script=(SCRIPT, "reward"))
+
+
+@pytest.mark.matrix(corners=0, drawn=0)
+@pytest.mark.parametrize("parallel", ["tensor"])
+def test_a_head_that_zero_3_partitions_is_refused(parallel, tmp_path):
+    """TRL reads the head's weight outside of its forward, where ZeRO-3 has not gathered this rank's shard."""
+    ranks, degrees = PARALLEL[parallel]
+    with pytest.raises(
+        AssertionError, match=r"ShardAccessError: lm_head\.weight \[64, 32\] is sharded over 2 tensor ranks"
+    ):
+        run_trainer(tmp_path, ranks, {"parallel": degrees}, USUAL | KINDS["sft"][1], stage=3, script=(SCRIPT, "sft"))

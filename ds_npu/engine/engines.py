@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
+from ds_npu.models.attributes import set_attribute
 from ds_npu.models.compiled import check_engine_may_compile
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.topology.degrees import Axis
@@ -78,6 +80,9 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
+        if not self.zero_optimization() and not is_pipeline:  # type: ignore[attr-defined]
+            backward: Callable[..., Any] = self.backward  # type: ignore[attr-defined]
+            set_attribute(self, "backward", partial(backward_of_an_output, backward))
         attach_hooks_again(model)
         # PEFT may have been put around a stage.
         refuse_saving_a_stage(model)
@@ -203,6 +208,15 @@ def narrowed(grid: Any, topology: Any) -> Any:
     narrow.pp_proc_group = topology.group("pp")
     narrow.data_parallel_size, narrow.data_parallel_id = topology.size("dp"), topology.rank("dp")
     return narrow
+
+
+def backward_of_an_output(backward: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's ``backward`` without ZeRO, right also for the very tensor that the forward returned, not scaled.
+
+    DeepSpeed divides its gradient by the accumulation steps once more, in a hook of the forward's outputs that runs
+    before the one that would stop it (runtime/engine.py of 0.19.8, ``_backward_prologue_per_tensor``).
+    """
+    return backward(loss.view_as(loss), *args, **kwargs)
 
 
 class NpuEngine(TopologyMixin, DeepSpeedEngine):  # type: ignore[misc]

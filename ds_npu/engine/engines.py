@@ -80,9 +80,9 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
-        if not self.zero_optimization() and not is_pipeline:  # type: ignore[attr-defined]
-            backward: Callable[..., Any] = self.backward  # type: ignore[attr-defined]
-            set_attribute(self, "backward", partial(backward_of_an_output, backward))
+        engine: Any = self
+        if not engine.zero_optimization() and not is_pipeline:
+            set_attribute(self, "backward", partial(backward_of_an_output, engine.backward))
         attach_hooks_again(model)
         # PEFT may have been put around a stage.
         refuse_saving_a_stage(model)

@@ -88,7 +88,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         refuse_saving_a_stage(model)
         if protect_shards(model, self.topology):
             # Optimizers of the client's own know what they are given.
-                engine._take_model_step = allow_shard_access()(engine._take_model_step)
+            engine._take_model_step = allow_shard_access()(engine._take_model_step)
         if not is_pipeline:
             agree_on_first_batch(model, self.topology)
         remove_gradient_buffers(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -73,26 +73,15 @@ def dispatcher_init(original: Function) -> Function:
     return init
 
 
-def count_data_ranks(original: Function) -> Function:
-    """For a function that asks accelerate's state how many processes there are, and means data ranks."""
+def called_as_data_rank(original: Function) -> Function:
+    """For a function that asks accelerate how many processes there are, or what all have, and means data ranks."""
 
     @functools.wraps(original)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        with _data_ranks_for_processes():
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with data_ranks_as_processes():
             return original(*args, **kwargs)
 
-    return counted
-
-
-def be_data_rank(original: Function) -> Function:
-    """For a function that also asks which process this is, and means which data rank."""
-
-    @functools.wraps(original)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        with _data_ranks_for_processes(with_index=True):
-            return original(*args, **kwargs)
-
-    return counted
+    return called
 
 
 def split_between_processes(original: Function) -> Function:
@@ -101,7 +90,7 @@ def split_between_processes(original: Function) -> Function:
     @contextmanager
     def split(args: Any, kwargs: Any) -> Iterator[Any]:
         with ExitStack() as within:
-            with _data_ranks_for_processes(with_index=True):
+            with data_ranks_as_processes():
                 mine = within.enter_context(original(*args, **kwargs))
             yield mine
 
@@ -120,7 +109,7 @@ def fill_in_for_data_ranks(original: Function) -> Function:
         # Asking for it makes the state, where there is none yet.
         state = args.distributed_state
         degrees = None if state is None else degrees_of(self.config, state)
-        with nullcontext() if degrees is None else counting(degrees, [state]):
+        with nullcontext() if degrees is None else showing_data_ranks(degrees, [state]):
             return original(self, args, *rest, **kwargs)
 
     return filled_in
@@ -135,48 +124,6 @@ def validate_parallelism(original: Function) -> Function:
         return original(self, *args, **kwargs)
 
     return validated
-
-
-def gather_for_metrics(original: Function) -> Function:
-    @functools.wraps(original)
-    def gathered(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        degrees = _degrees()
-        if degrees is None:
-            return original(self, input_data, use_gather_object)
-        if use_gather_object or not _holds_tensors_only(input_data):
-            # A list of all ranks' objects: ranks whose samples another rank has as well add none.
-            is_first = dist.get_rank() in degrees.groups("dp")[0]
-            return original(self, input_data if is_first else [], use_gather_object=True)
-        # What it then leaves out of the last batch, it counts in samples.
-        with _gathering_of_data_ranks(self, degrees):
-            return original(self, input_data)
-
-    return gathered
-
-
-def seed_of_data_rank(original: Function) -> Function:
-    """For the function that gives each process another seed, from which it draws samples of what is generated."""
-
-    @functools.wraps(original)
-    def seeded(seed: int, device_specific: bool = False, *args: Any, **kwargs: Any) -> Any:
-        degrees = _degrees() if device_specific else None
-        if degrees is None:
-            return original(seed, device_specific, *args, **kwargs)
-        return original(seed + _data_rank(degrees), False, *args, **kwargs)
-
-    return seeded
-
-
-def add_up_data_ranks(original: Function) -> Function:
-    """For a method of the Trainer that adds up what ``accelerator.gather`` returns."""
-
-    @functools.wraps(original)
-    def added_up(self: Any, *args: Any, **kwargs: Any) -> Any:
-        degrees = _degrees()
-        with nullcontext() if degrees is None else _gathering_of_data_ranks(self.accelerator, degrees):
-            return original(self, *args, **kwargs)
-
-    return added_up
 
 
 def get_state_dict(original: Function) -> Function:
@@ -229,32 +176,63 @@ def _data_rank(degrees: Degrees) -> int:
     return degrees.place(dist.get_rank())["dp"]
 
 
-def _holds_tensors_only(data: Any) -> bool:
-    from accelerate.utils.operations import recursively_apply
-
-    try:
-        recursively_apply(lambda leaf: leaf, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
+_JOINED: ContextVar[Degrees | None] = ContextVar("_JOINED", default=None)
+"""The grid of whose data ranks accelerate's gather() joins the tensors; None: it joins those of all processes."""
 
 
 @contextmanager
-def _gathering_of_data_ranks(accelerator: Any, degrees: Degrees) -> Iterator[None]:
-    """Within it, ``accelerator.gather`` joins the tensors of one rank of each data rank."""
-    gather_all = accelerator.gather
-    accelerator.gather = lambda data: gather_all(data) if _JOINED.get() else _once(gather_all(data), degrees)
-    try:
+def data_ranks_as_processes() -> Iterator[None]:
+    """Within it, accelerate's processes are the data ranks: how many, which one this is, and what is gathered."""
+    degrees = None if _JOINED.get() else _degrees()
+    if degrees is None:
         yield
+        return
+    token = _JOINED.set(degrees)
+    try:
+        with showing_data_ranks(degrees, _states()):
+            yield
     finally:
-        del accelerator.gather
+        _JOINED.reset(token)
 
 
-@contextmanager
-def _data_ranks_for_processes(with_index: bool = False) -> Iterator[None]:
-    degrees = _degrees()
-    with nullcontext() if degrees is None else counting(degrees, _states(), with_index):
-        yield
+def gather_of_data_ranks(original: Function) -> Function:
+    """For accelerate's function that joins the tensors of all processes."""
+
+    @functools.wraps(original)
+    def gathered(tensor: Any) -> Any:
+        degrees = _JOINED.get()
+        if degrees is None:
+            return original(tensor)
+        with _showing_processes(degrees):
+            whole = original(tensor)
+        return _once(whole, degrees)
+
+    return gathered
+
+
+def gather_objects_of_data_ranks(original: Function) -> Function:
+    """For accelerate's function that joins the lists of all processes."""
+
+    @functools.wraps(original)
+    def gathered(objects: Any) -> Any:
+        degrees = _JOINED.get()
+        if degrees is None:
+            return original(objects)
+        # Ranks whose samples another rank has as well add none.
+        is_first = dist.get_rank() in degrees.groups("dp")[0]
+        with _showing_processes(degrees):
+            return original(objects if is_first else [])
+
+    return gathered
+
+
+def showing_data_ranks(degrees: Degrees, states: list[Any]) -> AbstractContextManager[None]:
+    """Within it, accelerate's ``states`` count the data ranks, and say which of them this process is."""
+    return _showing(states, degrees.dp, _data_rank(degrees))
+
+
+def _showing_processes(degrees: Degrees) -> AbstractContextManager[None]:
+    return _showing(_states(), degrees.world_size, dist.get_rank())
 
 
 def _states() -> list[Any]:
@@ -265,73 +243,15 @@ def _states() -> list[Any]:
 
 
 @contextmanager
-def counting(degrees: Degrees, states: list[Any], with_index: bool = False) -> Iterator[None]:
-    """Within it, accelerate's ``states`` count the data ranks; ``with_index``: and say which of them this one is."""
-    with _showing(states, degrees.dp, _data_rank(degrees) if with_index else None):
-        yield
-
-
-@contextmanager
-def _showing(states: list[Any], count: int, index: int | None) -> Iterator[None]:
-    """Within it, ``states`` show ``count`` processes, of which this one is ``index`` (None: as before)."""
+def _showing(states: list[Any], count: int, index: int) -> Iterator[None]:
     before = [(each.num_processes, each.process_index) for each in states]
     for each in states:
-        each.num_processes = count
-        each.process_index = each.process_index if index is None else index
+        each.num_processes, each.process_index = count, index
     try:
         yield
     finally:
         for each, (number, place) in zip(states, before, strict=True):
             each.num_processes, each.process_index = number, place
-
-
-_JOINED: ContextVar[Degrees | None] = ContextVar("_JOINED", default=None)
-"""The grid of whose data ranks accelerate's gather() joins the tensors; None: it joins those of all processes."""
-
-
-@contextmanager
-def data_ranks_as_processes() -> Iterator[None]:
-    """Within it, accelerate's processes are the data ranks: how many, which one this is, and what is gathered."""
-    degrees = _degrees()
-    if degrees is None or _JOINED.get() is not None:
-        yield
-        return
-    token = _JOINED.set(degrees)
-    try:
-        with counting(degrees, _states(), with_index=True):
-            yield
-    finally:
-        _JOINED.reset(token)
-
-
-def gather_of_data_ranks(original: Function) -> Function:
-    """For accelerate's function that joins the tensors of all processes, however many it is shown."""
-
-    @functools.wraps(original)
-    def gathered(tensor: Any) -> Any:
-        degrees = _degrees()
-        if degrees is None:
-            return original(tensor)
-        with _showing(_states(), degrees.world_size, dist.get_rank()):
-            whole = original(tensor)
-        return whole if _JOINED.get() is None else _once(whole, degrees)
-
-    return gathered
-
-
-def gather_objects_of_data_ranks(original: Function) -> Function:
-    """For accelerate's function that joins the lists of all processes, however many it is shown."""
-
-    @functools.wraps(original)
-    def gathered(objects: Any) -> Any:
-        degrees = _degrees()
-        if degrees is None:
-            return original(objects)
-        is_first = _JOINED.get() is None or dist.get_rank() in degrees.groups("dp")[0]
-        with _showing(_states(), degrees.world_size, dist.get_rank()):
-            return original(objects if is_first else [])
-
-    return gathered
 
 
 def _once(gathered: Any, degrees: Degrees) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ds_npu.engine.patch import Patch
 
+_OF_ACCELERATE = ("accelerate.utils", "accelerate.accelerator")
+_THAT_GENERATE = tuple(f"trl.trainer.{kind}_trainer" for kind in ("grpo", "rloo", "distillation"))
+
 CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="accelerate.data_loader",
@@ -39,7 +42,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="accelerate.accelerator",
         name="Accelerator._prepare_deepspeed",
-        factory="ds_npu.engine.accelerate:count_data_ranks",
+        factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("self", "args"),
         what="the batch size and the length of the schedule that accelerate fills in are those of the data ranks",
         why="it counts every process as a data rank",
@@ -49,7 +52,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="accelerate.scheduler",
         name="AcceleratedScheduler.step",
-        factory="ds_npu.engine.accelerate:count_data_ranks",
+        factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("self",),
         what="a script's own schedule goes on by as many steps as there are data ranks",
         why="it steps once for each process, as if each of them had had other samples",
@@ -59,7 +62,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="accelerate.accelerator",
         name="Accelerator.gather_for_metrics",
-        factory="ds_npu.engine.accelerate:gather_for_metrics",
+        factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("self", "input_data"),
         what="what is gathered of evaluated samples has each of them once",
         why="it joins what every process has, and ranks that share samples have the same",
@@ -86,7 +89,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
             why="it joins what every process has, and ranks that share samples have the same",
             upstream="accelerate/utils/operations.py (1.15.0)",
             until="accelerate asks DeepSpeed's mpu for data ranks",
-            also=(f"accelerate.utils:{name}", f"accelerate.accelerator:{name}"),
+            also=tuple(f"{holder}:{name}" for holder in (*_OF_ACCELERATE, *_THAT_GENERATE)),
         )
         for name, factory, parameter in (
             ("gather", "gather_of_data_ranks", "tensor"),
@@ -96,13 +99,13 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="accelerate.utils.random",
         name="set_seed",
-        factory="ds_npu.engine.accelerate:seed_of_data_rank",
+        factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("seed", "device_specific"),
         what="ranks that share samples draw the same random numbers where each process is given another seed",
         why="TRL's GRPOTrainer samples completions on each process; tensor ranks would sample different ones",
         upstream="accelerate/utils/random.py, set_seed (1.15.0)",
         until="accelerate asks DeepSpeed's mpu for data ranks",
-        also=("accelerate.utils:set_seed",),
+        also=tuple(f"{holder}:set_seed" for holder in ("accelerate.utils", *_THAT_GENERATE)),
     ),
     Patch(
         module="accelerate.parallelism_config",
@@ -127,7 +130,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer",
         name="Trainer.get_total_train_batch_size",
-        factory="ds_npu.engine.accelerate:count_data_ranks",
+        factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("self", "args"),
         what="the Trainer logs the batch size, and the samples per second, of the data ranks",
         why="it counts every process as a data rank, but for those that DeepSpeed's own autotp_size names",
@@ -148,7 +151,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
         Patch(
             module=f"trl.trainer.{kind.lower()}_{module}",
             name=f"{kind}{name}",
-            factory=f"ds_npu.engine.trl:{factory}",
+            factory=f"ds_npu.engine.{factory}",
             parameters=("self",),
             what="ranks that share samples generate the same completions, and each is counted once",
             why="it counts every process as a data rank: prompts would be left out, and others taken twice",
@@ -157,9 +160,9 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
         )
         for kind in ("GRPO", "RLOO")
         for module, name, factory in (
-            ("config", "Config.__post_init__", "count_generated_samples"),
-            ("trainer", "Trainer._generate_and_score_completions", "with_data_ranks"),
-            ("trainer", "Trainer._compute_loss", "with_data_ranks"),
+            ("config", "Config.__post_init__", "trl:count_generated_samples"),
+            ("trainer", "Trainer._generate_and_score_completions", "accelerate:called_as_data_rank"),
+            ("trainer", "Trainer._compute_loss", "accelerate:called_as_data_rank"),
         )
     ),
     Patch(
@@ -177,7 +180,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer",
         name="Trainer._get_dataloader",
-        factory="ds_npu.engine.accelerate:be_data_rank",
+        factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("self", "dataset", "description", "batch_size"),
         what="samplers that know of ranks (batch_rebalance), and seeds of loader workers, are those of the data rank",
         why="they are given the number of all processes, and the global rank",
@@ -187,7 +190,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer",
         name="Trainer._track_num_input_tokens",
-        factory="ds_npu.engine.accelerate:add_up_data_ranks",
+        factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("self", "inputs"),
         what="num_input_tokens_seen, and tokens per second, count each token once",
         why="it adds up the tokens of every process, and ranks that share samples have the same",
@@ -197,7 +200,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer",
         name="Trainer._get_num_items_in_batch",
-        factory="ds_npu.engine.accelerate:add_up_data_ranks",
+        factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("self", "batch_samples", "device"),
         what="num_items_in_batch counts each label once",
         why="it adds up the labels of every process; a user's loss, and the auxiliary loss of experts, come out wrong",
@@ -208,7 +211,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
         Patch(
             module="transformers.trainer",
             name=f"Trainer.{name}",
-            factory="ds_npu.engine.accelerate:count_data_ranks",
+            factory="ds_npu.engine.accelerate:called_as_data_rank",
             parameters=("self", "model", "inputs"),
             what="a loss is multiplied by the number of data ranks, over which DeepSpeed averages its gradients; also "
             "where a trainer computes it in its own way (TRL)",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ds_npu.engine.accelerate import Function, counting, data_ranks_as_processes, degrees_of
+from ds_npu.engine.accelerate import Function, degrees_of, showing_data_ranks
 from ds_npu.parallel.tensor.log_probs import LogitTransform, TokenScores, VocabParallelLogProbs
 from ds_npu.parallel.tensor.shard_access import ranks_agree
 from ds_npu.parallel.tensor.whole_weight import WholeWeight
@@ -86,17 +86,6 @@ def know_data_ranks(original: Function) -> Function:
         stack, config, state = _COUNTING.get(), self.hf_deepspeed_config, self.distributed_state
         degrees = None if stack is None or config is None else degrees_of(config.config, state)
         if stack is not None and degrees is not None:
-            stack.enter_context(counting(degrees, [state]))
+            stack.enter_context(showing_data_ranks(degrees, [state]))
 
     return known
-
-
-def with_data_ranks(original: Function) -> Function:
-    """For what such a trainer does with the completions of all processes."""
-
-    @functools.wraps(original)
-    def done(*args: Any, **kwargs: Any) -> Any:
-        with data_ranks_as_processes():
-            return original(*args, **kwargs)
-
-    return done

@@ -84,6 +84,12 @@ CELLS = (
     Cell("TRL: SFT, DPO, GRPO, RLOO", "tensor", "3", "refused", f"{TRL}test_a_head_that_zero_3_partitions_is_refused"),
     Cell("TRL: Reward", "tensor", "1", TRAINS, f"{TRL}test_losses_norms_and_metrics_are_those_of_one_process"),
     Cell("TRL: Reward", "context", "1", "refused", f"{TRL}test_scores_of_sequences_are_refused"),
+    *cells(
+        "Trainer, TRL: SFT: bf16, recomputed, on simulated NPUs",
+        ONE,
+        TRAINS,
+        "npu/test_clients_npu.py::test_a_script_in_bf16",
+    ),
     Cell("DeepSpeed: ZeRO-Offload", "tensor; context", "1-3", "train", f"{KEYS}test_offload_and_second_copies"),
     Cell("DeepSpeed: ZeRO++ hpZ", "context", "3", "train", f"{KEYS}test_offload_and_second_copies"),
     Cell(

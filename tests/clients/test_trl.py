@@ -54,7 +54,8 @@ def test_losses_norms_and_metrics_are_those_of_one_process(kind, parallel, tmp_p
     assert all(each == everyones[0] for each in everyones)
     found = everyones[0]
     assert len(found["losses"]) == 6
-    assert found["losses"] == pytest.approx(expected["losses"], rel=SINGLE)
+    # Those of GRPO and RLOO are means of terms of about 1, which nearly cancel each other.
+    assert found["losses"] == pytest.approx(expected["losses"], rel=SINGLE, abs=SINGLE)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=SINGLE)
     for mine, theirs in zip(found["logged"], expected["logged"], strict=True):
         assert mine == pytest.approx(theirs, rel=SINGLE, abs=SINGLE)

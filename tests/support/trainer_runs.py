@@ -30,6 +30,7 @@ def run_trainer(
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
         # Under stage 3, DeepSpeed saves whole weights only where it is told to.
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "torch_adam": True}},

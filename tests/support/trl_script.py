@@ -69,9 +69,9 @@ LOGGED += ("margin", "accuracy", "reward", "reward_std", "completions/mean_lengt
 
 
 def model_of(kind: str) -> transformers.PreTrainedModel:
-    """A Llama: of scores where a reward is trained, of words else."""
+    """A Llama: of scores where a reward is trained, of words else, with weights that are numbers of bf16, too."""
     if kind != "reward":
-        return tiny_models.tiny("llama", torch.float32, attn_implementation="sdpa")
+        return tiny_models.tiny("llama", torch.bfloat16, attn_implementation="sdpa").float()
     config = tiny_models.config_of("llama", num_labels=1, attn_implementation="sdpa")
     torch.manual_seed(0)
     return transformers.AutoModelForSequenceClassification.from_config(config)

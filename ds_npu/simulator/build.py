@@ -23,7 +23,7 @@ from ds_npu.simulator.cache import SEAL, BuildError, is_sealed, locked, own_fold
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 
 LIBRARY = "libds_npu_simulator.so"
 SONAMES = (
@@ -167,15 +167,14 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
     identity = toolchain.identity().encode()
     targets = {source: _object_of(source, identity, kept) for source in sources}
     missing = [source for source in sources if not is_sealed(targets[source])]
-    # The longest first, so that no core is left with one at the end.
-    missing.sort(key=lambda source: source.stat().st_size, reverse=True)
+    with_torch = {source for source in missing if _includes_torch(source)}
+    # First those that need not wait for torch's headers; the longest first, so that no core has one left at the end.
+    missing.sort(key=lambda source: (source in with_torch, -source.stat().st_size))
     progress = _Progress(missing)
-    with_torch = [source for source in missing if _includes_torch(source)]
-    precompiled = _precompiled(toolchain, folder) if len(with_torch) > 2 * MOST_WITHOUT else []
 
     def compiled(source: Path) -> None:
         made = folder / targets[source].name
-        extra = precompiled if source in with_torch else []
+        extra = headers.result() if source in with_torch else []
         command = [toolchain.compiler, *FLAGS, *toolchain.include_flags(), *extra]
         _run([*command, "-c", str(source), "-o", str(made)])
         seal(made)
@@ -183,7 +182,7 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
             file.rename(kept / file.name)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        progress.start()
+        headers = pool.submit(_precompiled, toolchain, folder, len(with_torch))
         for source, _ in zip(missing, pool.map(compiled, missing), strict=True):
             progress.count(source)
     return list(targets.values())
@@ -196,16 +195,12 @@ class _Progress:
         self.files, self.done = len(sources), 0
         self.sizes = {source: source.stat().st_size for source in sources}
         self.bytes = 0
-        self.begun = self.started = self.said = time.monotonic()
+        self.begun = self.said = time.monotonic()
         cores = os.cpu_count() or 1
         _say(
             f"building the simulated NPUs, {self.files} files on {cores} cores: about "
             f"{_duration(self.files * SECONDS_A_FILE / cores)}, once for this torch and torch_npu"
         )
-
-    def start(self) -> None:
-        """What all files need is made; the first of them begins."""
-        self.started = time.monotonic()
 
     def count(self, source: Path) -> None:
         """``source`` is done."""
@@ -215,7 +210,7 @@ class _Progress:
             _say(f"{self.done} of {self.files} files compiled, in {_duration(now - self.begun)}")
         elif now - self.said >= SECONDS_BETWEEN:
             self.said = now
-            left = (now - self.started) * (sum(self.sizes.values()) / self.bytes - 1)
+            left = (now - self.begun) * (sum(self.sizes.values()) / self.bytes - 1)
             _say(f"{self.done} of {self.files} files compiled, about {_duration(left)} left")
 
 
@@ -236,8 +231,13 @@ def _includes_torch(source: Path) -> bool:
     return any(TORCH_INCLUDE in file.read_text() for file in (source, *_included(source)))
 
 
-def _precompiled(toolchain: Toolchain, folder: Path) -> list[str]:
-    """The compiler options for precompiled torch headers, made here; parsing them takes half of a compilation."""
+def _precompiled(toolchain: Toolchain, folder: Path, files: int) -> list[str]:
+    """The compiler options for precompiled torch headers, made here; parsing them takes half of a compilation.
+
+    None for a few ``files``.
+    """
+    if files <= 2 * MOST_WITHOUT:
+        return []
     header = folder / "torch_headers.h"
     header.write_text(f"{TORCH_INCLUDE}\n")
     command = [toolchain.compiler, *FLAGS, *toolchain.include_flags()]

@@ -78,7 +78,7 @@ CELLS = (
     Cell("PEFT: QLoRA", "tensor; context", "0-3", "refused", f"{PEFT_LIFE}test_qlora_is_refused"),
     *(
         each
-        for client in ("SFT", "DPO", "GRPO", "RLOO")
+        for client in ("SFT, packed, padding-free, of answers only", "DPO", "GRPO", "RLOO")
         for each in cells(f"TRL: {client}", ONE, TRAINS, f"{TRL}test_losses_norms_and_metrics_are_those_of_one_process")
     ),
     Cell("TRL: SFT, DPO, GRPO, RLOO", "tensor", "3", "refused", f"{TRL}test_a_head_that_zero_3_partitions_is_refused"),

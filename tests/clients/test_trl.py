@@ -27,6 +27,8 @@ USUAL = {
 GENERATED = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.3, "beta": 0.0}
 KINDS = {
     "sft": ("sft", {"max_length": 32}),
+    "sft, padding free": ("sft", {"padding_free": "true", "loss_type": "nll"}),
+    "sft, assistant only": ("chat", {"max_length": 64, "assistant_only_loss": "true"}),
     "dpo": ("dpo", {"max_length": 32}),
     "reward": ("reward", {"max_length": 32}),
     "grpo": ("grpo", GENERATED),

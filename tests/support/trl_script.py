@@ -21,10 +21,20 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Of the words w0, w1, ..."""
     words = {f"w{number}": number for number in range(tiny_models.VOCABULARY)}
+    # A word for the start of an answer, and no others: a conversation's words are the answers' and questions'.
+    template = (
+        "{% for each in messages %}{% if each.role == 'assistant' %}w5 {% generation %}{{ each.content }} w2"
+        "{% endgeneration %}{% else %}w4 {{ each.content }} {% endif %}{% endfor %}"
+    )
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3"
+        tokenizer_object=made,
+        pad_token="w0",
+        bos_token="w1",
+        eos_token="w2",
+        unk_token="w3",
+        chat_template=template,
     )
 
 
@@ -36,9 +46,11 @@ def rows(kind: str, count: int) -> Dataset:
         prompt, answers = " ".join(words[: 3 + index % 3]), (words[6 : 14 - index % 5], words[7 : 12 + index % 3])
         chosen, rejected = (" " + " ".join(answer) for answer in answers)
         pair = {"chosen": chosen, "rejected": rejected}
+        talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": chosen.strip()}]
         answered = {"sft": {"completion": chosen}, "dpo": pair, "grpo": {}, "rloo": {}}
         whole = {name: prompt + each for name, each in pair.items()}
-        found.append(whole if kind == "reward" else {"prompt": prompt} | answered[kind])
+        alone = {"reward": whole, "chat": {"messages": [*talk, *talk]}}
+        found.append(alone[kind] if kind in alone else {"prompt": prompt} | answered[kind])
     return Dataset.from_list(found)
 
 
@@ -59,6 +71,7 @@ def words_of(completions: list[str], **_: object) -> list[float]:
 
 TRAINERS = {
     "sft": (trl.SFTConfig, trl.SFTTrainer),
+    "chat": (trl.SFTConfig, trl.SFTTrainer),
     "dpo": (trl.DPOConfig, trl.DPOTrainer),
     "reward": (trl.RewardConfig, trl.RewardTrainer),
     "grpo": (trl.GRPOConfig, trl.GRPOTrainer),
@@ -93,6 +106,8 @@ def main() -> None:
     kind = sys.argv.pop(1)
     config, plain_trainer = TRAINERS[kind]
     (arguments,) = transformers.HfArgumentParser(config).parse_args_into_dataclasses()
+    if vars(arguments).get("padding_free"):
+        arguments.max_length = None  # As TRL asks; a command line cannot say it.
     trainer = type("Trainer", (Watched, plain_trainer), {})(
         model=model_of(kind),
         args=arguments,

@@ -30,7 +30,7 @@ from ds_npu.capability.runtime import (
     try_import,
 )
 from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
-from ds_npu.capability.supported import SUPPORTED, unsupported
+from ds_npu.capability.supported import SUPPORTED, installed_release, unsupported
 from ds_npu.capability.unavailable import Unavailable
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "hccl_environment",
     "hccl_options",
     "hidden_devices",
+    "installed_release",
     "installed_version",
     "mismatches",
     "missing_cann",

@@ -22,6 +22,8 @@ class Releases:
     oldest: str
     newest: str
     """That was tested; of its major and minor number, later releases are supported, too."""
+    distribution: str | None = None
+    """What pip calls the package, if not by its name."""
 
     def __str__(self) -> str:
         return f"{self.oldest} to {self.newest}"
@@ -41,8 +43,14 @@ SUPPORTED: dict[str, Releases] = {
     "accelerate": Releases("1.11.0", "1.15.0"),
     "peft": Releases("0.18.1", "0.21.2"),
     "trl": Releases("0.24.0", "1.16.0"),
+    "swift": Releases("4.6.0", "4.6.0", distribution="ms-swift"),
 }
-"""By the name of the package, which is the one of its distribution, too."""
+"""By the name of the package that is imported."""
+
+
+def installed_release(package: str) -> str | None:
+    """The version of ``package``, one of the table, by its metadata; None where it is not installed."""
+    return installed_version(SUPPORTED[package].distribution or package)
 
 
 def unsupported(packages: Iterable[str]) -> list[str]:
@@ -50,7 +58,7 @@ def unsupported(packages: Iterable[str]) -> list[str]:
 
     Packages that are not installed, or not in the table, are passed over. Reads metadata and imports nothing.
     """
-    found = {name: installed_version(name) for name in SUPPORTED.keys() & set(packages)}
+    found = {name: installed_release(name) for name in SUPPORTED.keys() & set(packages)}
     return [
         f"{name} {version} is installed, and ds_npu supports {SUPPORTED[name]}"
         for name, version in sorted(found.items())

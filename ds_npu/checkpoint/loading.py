@@ -50,6 +50,8 @@ def meta_model(auto_class: Any, folder: str | Path, dtype: torch.dtype | str | N
     if dtype in (None, "auto"):
         stored = (each.dtype for each in open_checkpoint(folder).values() if each.is_floating_point())
         dtype = config.dtype if config.dtype is not None else next(stored)
+    # As from_pretrained does; from_config of older releases does not.
+    config.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     is_auto = not (isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel))
     make = auto_class.from_config if is_auto else auto_class._from_config
     if is_auto and "trust_remote_code" in options:

@@ -29,9 +29,9 @@ def prepare_data_loader(original: Function) -> Function:
 
     @functools.wraps(original)
     def prepared(*args: Any, **kwargs: Any) -> Any:
-        bound, degrees = signature.bind(*args, **kwargs), _degrees()
+        bound, degrees = signature.bind(*args, **kwargs), sharing_degrees()
         if degrees is not None:
-            place = {"num_processes": degrees.dp, "process_index": _data_rank(degrees)}
+            place = {"num_processes": degrees.dp, "process_index": data_rank_of(degrees)}
             bound.arguments.update(place, torch_device_mesh=None)
         return original(*bound.args, **bound.kwargs)
 
@@ -55,11 +55,11 @@ def dispatcher_init(original: Function) -> Function:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        degrees = _degrees()
+        degrees = sharing_degrees()
         if degrees is None:
             return
         self.state = _DispatchState(degrees.dp, dist.get_rank(), self.state.device)
-        cut, data_rank = self.slice_fn, _data_rank(degrees)
+        cut, data_rank = self.slice_fn, data_rank_of(degrees)
 
         def slice_of_data_rank(data: Any, chosen: slice, process_index: int, num_processes: int) -> Any:
             # A slice from 0 is rank 0's, or the one that every rank keeps to complete the last batch with.
@@ -118,7 +118,7 @@ def fill_in_for_data_ranks(original: Function) -> Function:
 def validate_parallelism(original: Function) -> Function:
     @functools.wraps(original)
     def validated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        degrees = _degrees()
+        degrees = sharing_degrees()
         if degrees is not None:
             check_no_parallelism_config(self._sizes, degrees)
         return original(self, *args, **kwargs)
@@ -147,7 +147,7 @@ def grid() -> Degrees | None:
     return None if plugin is None else _grid_of(plugin.deepspeed_config, PartialState())
 
 
-def _degrees() -> Degrees | None:
+def sharing_degrees() -> Degrees | None:
     """That grid, if some of its ranks share samples."""
     return _sharing(grid())
 
@@ -172,7 +172,7 @@ def _sharing(degrees: Degrees | None) -> Degrees | None:
     return degrees if degrees is not None and degrees.dp < degrees.world_size else None
 
 
-def _data_rank(degrees: Degrees) -> int:
+def data_rank_of(degrees: Degrees) -> int:
     return degrees.place(dist.get_rank())["dp"]
 
 
@@ -183,7 +183,7 @@ _JOINED: ContextVar[Degrees | None] = ContextVar("_JOINED", default=None)
 @contextmanager
 def data_ranks_as_processes() -> Iterator[None]:
     """Within it, accelerate's processes are the data ranks: how many, which one this is, and what is gathered."""
-    degrees = None if _JOINED.get() else _degrees()
+    degrees = None if _JOINED.get() else sharing_degrees()
     if degrees is None:
         yield
         return
@@ -228,7 +228,7 @@ def gather_objects_of_data_ranks(original: Function) -> Function:
 
 def showing_data_ranks(degrees: Degrees, states: list[Any]) -> AbstractContextManager[None]:
     """Within it, accelerate's ``states`` count the data ranks, and say which of them this process is."""
-    return _showing(states, degrees.dp, _data_rank(degrees))
+    return _showing(states, degrees.dp, data_rank_of(degrees))
 
 
 def _showing_processes(degrees: Degrees) -> AbstractContextManager[None]:

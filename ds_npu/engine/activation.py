@@ -50,6 +50,8 @@ PATCHED = (
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.module",
     "deepspeed.runtime.zero.partition_parameters",
+    "swift.dataloader.shard",
+    "swift.trainers.mixin",
     "transformers.integrations.deepspeed",
     "transformers.trainer",
     "transformers.trainer_jit_checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_npu.engine.patch import Patch
 
 _OF_ACCELERATE = ("accelerate.utils", "accelerate.accelerator")
-_THAT_GENERATE = tuple(f"trl.trainer.{kind}_trainer" for kind in ("grpo", "rloo", "distillation"))
+_THAT_GENERATE = tuple(f"trl.trainer.{kind}_trainer" for kind in ("grpo", "rloo"))
 
 CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -176,6 +176,38 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
         why="left alone each rank gathers the head's whole weight and computes all of its words",
         upstream="trl/trainer/utils.py, add_fused_lm_head (1.16)",
         until="TRL calls the head in place of reading its weight",
+    ),
+    Patch(
+        module="swift.dataloader.shard",
+        name="BatchSamplerShard",
+        factory="ds_npu.engine.ms_swift:sampler_of_data_ranks",
+        parameters=("self", "total_samples", "batch_size"),
+        parameters_of="__init__",
+        what="ms-swift's own loader of training samples gives ranks that share samples the same ones",
+        why="it counts every process as a data rank, but for those that DeepSpeed's own autotp_size names",
+        upstream="swift/dataloader/shard.py, BatchSamplerShard (ms-swift 4.6.0)",
+        until="ms-swift asks DeepSpeed's mpu for data ranks",
+        also=("swift.dataloader:BatchSamplerShard", "swift.trainers.mixin:BatchSamplerShard"),
+    ),
+    Patch(
+        module="swift.trainers.mixin",
+        name="SwiftMixin._compute_acc",
+        factory="ds_npu.engine.ms_swift:accuracy_of_sharded_logits",
+        parameters=("self", "outputs", "labels"),
+        what="ms-swift's accuracy of tokens is that of whole logits",
+        why="it reads the logits of a training step, of which each tensor or context rank has a part",
+        upstream="swift/trainers/mixin.py, SwiftMixin._compute_acc (ms-swift 4.6.0)",
+        until="ms-swift takes the accuracy from the loss",
+    ),
+    Patch(
+        module="swift.trainers.mixin",
+        name="SwiftMixin.get_use_logits_to_keep",
+        factory="ds_npu.engine.ms_swift:keep_all_logits",
+        parameters=("self", "default_value"),
+        what="with context ranks, ms-swift gives a model all labels, and asks for no part of the logits",
+        why="the tokens whose logits it saves, those before the first answer, are divided over the ranks as all are",
+        upstream="swift/trainers/mixin.py, SwiftMixin.get_use_logits_to_keep (ms-swift 4.6.0)",
+        until="ms-swift leaves it out under sequence parallelism other than its own",
     ),
     Patch(
         module="transformers.trainer",

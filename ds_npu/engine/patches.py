@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ds_npu.capability import SUPPORTED, installed_version
+from ds_npu.capability import SUPPORTED, installed_release
 from ds_npu.engine.client_patches import CLIENT_PATCHES
 from ds_npu.engine.patch import Patch
 from ds_npu.log import warn_once
@@ -136,7 +136,7 @@ def apply(module: ModuleType) -> None:
 
 def _apply(patch: Patch, module: ModuleType) -> None:
     package = patch.module.partition(".")[0]
-    here = installed_version(package) or "of an unknown release"
+    here = installed_release(package) or "of an unknown release"
     *classes, leaf = patch.name.split(".")
     owner = _attribute(module, classes)
     default = object.__new__ if leaf == "__new__" and owner is not None else None

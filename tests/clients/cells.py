@@ -90,6 +90,13 @@ CELLS = (
         TRAINS,
         "npu/test_clients_npu.py::test_a_script_in_bf16",
     ),
+    *(
+        Cell(client, "tensor; context", "1", TRAINS, f"clients/test_{file}.py::test_every_stage_is_that_of_one_process")
+        for client, file in (
+            ("LLaMA-Factory: pretrain, SFT, DPO, full and LoRA", "llama_factory"),
+            ("ms-swift: pretrain, SFT, DPO", "ms_swift"),
+        )
+    ),
     Cell("DeepSpeed: ZeRO-Offload", "tensor; context", "1-3", "train", f"{KEYS}test_offload_and_second_copies"),
     Cell("DeepSpeed: ZeRO++ hpZ", "context", "3", "train", f"{KEYS}test_offload_and_second_copies"),
     Cell(

@@ -23,6 +23,7 @@ from ds_npu.features.fused_ops.loss import WHOLE_LOGITS
 from ds_npu.features.model_loss import LossLevel
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
+from ds_npu.models.logits import likeliest_words
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -57,6 +58,10 @@ def every_order() -> None:
         for given in (padded("right"), padded("none") | {"num_items_in_batch": 30}):
             close(step(both.model, **given), step(both.plain, **given), str(order))
             both.same_gradients()
+            with torch.no_grad(), tiny_models.Float64():
+                found, expected = (likeliest_words(each(**given).logits) for each in (both.model, both.plain))
+            counts = given["labels"] != -100
+            assert torch.equal(found[counts], expected[counts]), str(order)
             both.model.eval()
             with torch.no_grad(), tiny_models.Float64():
                 close(both.model(**given).loss, both.plain(**given).loss, str(order))

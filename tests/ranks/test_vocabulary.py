@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from vocabulary import (
     H,
+    argmax_body,
     bytes_body,
     cross_entropy_body,
     embedding_body,
@@ -93,6 +94,17 @@ def all_gathers() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_gathered_logits(world):
     run_on_ranks(world, all_gathers)
+
+
+def all_argmaxes() -> None:
+    for words in (13, 16):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            argmax_body(words, dtype, "cpu")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_argmax_of_sharded_logits(world):
+    run_on_ranks(world, all_argmaxes)
 
 
 def test_what_is_sent():

@@ -76,7 +76,9 @@ def test_the_snapshot_names_no_addresses(snapshot):
 def test_exactly_the_table_is_changed(snapshot):
     before, after = snapshot(""), snapshot("ds_npu")
     assert unexplained(before, after) == set()
-    assert {patch.target for patch in PATCHES} <= changed(before, after)
+    # ms-swift has an environment of its own: tests/clients/test_ms_swift.py.
+    here = {patch.target for patch in PATCHES if patch.module.partition(".")[0] != "swift"}
+    assert here <= changed(before, after)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -55,7 +56,13 @@ def unpatched() -> list[str]:
     # As if it were not installed: without CANN transformers fails to import where it is.
     sys.modules["torch_npu"] = None
     names = []
-    for patch in PATCHES:
+    # ms-swift pins another transformers: it is in an environment of its own (make clients-env).
+    here = [patch for patch in PATCHES if importlib.util.find_spec(patch.module.partition(".")[0]) is not None]
+    assert {patch.module for patch in PATCHES if patch not in here} <= {
+        "swift.dataloader.shard",
+        "swift.trainers.mixin",
+    }
+    for patch in here:
         for place in (f"{patch.module}:{patch.name}", *patch.also):
             module, _, name = place.partition(":")
             if not _is_ours(_attribute(importlib.import_module(module), name.split(".")) or object):

@@ -18,7 +18,8 @@ ONLY_EXHAUSTIVE = [pytest.mark.slow, pytest.mark.matrix(corners=0, drawn=0)]
 """Marks of tests that need an environment of ``make clients-env``: only `make exhaustive` runs them."""
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 COMPARED = ("loss", "eval_loss", "grad_norm", "logps/chosen", "logps/rejected", "token_acc")
-ALONE = "one process"
+ALONE = "one_process"
+"""Also a folder: LLaMA-Factory splits its command line at spaces."""
 PARALLEL: dict[str, dict[str, int] | None] = {ALONE: None, "tensor": {"tensor": 2}, "context": {"context": 2}}
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import tiny_models
 import torch
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from ds_npu.ops.operator import Operator
 
@@ -33,7 +34,8 @@ CALLS: dict[str, dict[str, int]] = {
     "mixtral": LLAMA,  # the experts of a layer at once
     "qwen3_moe": LLAMA | {"rms_norm": 9},
     "deepseek_v3": LLAMA | {"rms_norm": 9, "swiglu": 3},  # an MLP, experts and shared experts
-    "qwen2_5_vl": LLAMA,
+    # In older releases its function has other arguments, and is kept.
+    "qwen2_5_vl": LLAMA | {"rotary": 4 * hasattr(modeling_qwen2_5_vl, "apply_rotary_pos_emb")},
 }
 """By family and key, in one forward."""
 

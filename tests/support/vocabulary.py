@@ -13,7 +13,7 @@ from wire import Wire
 
 from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor import cross_entropy
-from ds_npu.parallel.tensor.cross_entropy import gather_vocabulary, vocab_parallel_cross_entropy
+from ds_npu.parallel.tensor.cross_entropy import gather_vocabulary, vocab_parallel_cross_entropy, vocabulary_argmax
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.degrees import Degrees
@@ -126,6 +126,16 @@ def gather_body(words: int, dtype: torch.dtype, device: str) -> None:
         found.backward((whole * 2).to(device))
     assert arrived == len(wire.sent) <= 1
     assert torch.equal(mine.grad.cpu(), my_part(whole * 2, words, topology)[0])
+
+
+def argmax_body(words: int, dtype: torch.dtype, device: str) -> None:
+    """The first of the largest, of which there are several."""
+    topology = tensor_world()
+    whole = torch.randint(-2, 3, (2, 3, words), generator=torch.Generator().manual_seed(4)).to(dtype)
+    mine = my_part(whole, words, topology)[0].to(device)
+    found = vocabulary_argmax(mine, shard_sections(0, [words], topology.size("tp")), topology.group("tp"))
+    number = torch.arange(words).expand_as(whole)
+    assert torch.equal(found.cpu(), number.masked_fill(whole < whole.amax(-1, keepdim=True), words).amin(-1))
 
 
 def bytes_body(words: int, tokens: int, device: str) -> None:

@@ -16,7 +16,7 @@ from ds_npu.features.context_parallel.loss import COUNT, LossShare, Targets
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
 from ds_npu.models.hugging_face_model import HuggingFaceModel, setting
-from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
+from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard, likeliest_words
 from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
 from ds_npu.parallel.micro_batch import MicroBatch, new_forward
 from ds_npu.parallel.tensor.region import RandomNumbers
@@ -188,7 +188,7 @@ class SequenceShardForward:
                 out[name] = self.loss.whole(value, micro_batch, batch)
             elif name in GATHERED and not gathers:
                 described = f"{name} of all tokens, in training on labels, are sharded over {CONTEXT_RANKS}"
-                out[name] = tree_map(partial(guard_shard, described=described), value)
+                out[name] = tree_map(partial(_guarded, described=described, batch=batch), value)
             elif name in GATHERED:
                 out[name] = tuple(map(batch.gather, value)) if isinstance(value, tuple) else batch.gather(value)
             elif tensors and name not in GATHERED and not (name in OF_ROUTERS and batch.gathers_routers):
@@ -196,3 +196,8 @@ class SequenceShardForward:
                     f"{self.who} returns {name}, and how it is to be joined over the ranks of ds_npu.parallel.context "
                     "is not known"
                 )
+
+
+def _guarded(output: Any, described: str, batch: ShardedBatch) -> Any:
+    """A guard on an output of tokens, which may be guarded by tensor ranks already."""
+    return guard_shard(output, described, lambda _: batch.gather(likeliest_words(output)))

@@ -41,17 +41,23 @@ def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 
 
 def rotate_neighbours_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., D]; members of a pair lie beside each other in x and D/2 apart in the result (DeepSeek-V3).
+    """Rotate x [..., D]; members of a pair lie beside each other in x and D/2 apart in the result (DeepSeek-V3)."""
+    return rotate_halves(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), cos, sin)
 
-    The angles are those of the first half of cos and sin.
-    """
-    apart = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+
+def rotate_by_first_angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``rotate_neighbours_to_halves`` with the angles of the first half of cos and sin (transformers 5.23)."""
     first = cos.shape[-1] // 2
     cos, sin = (torch.cat((each[..., :first], each[..., :first]), dim=-1) for each in (cos, sin))
-    return rotate_halves(apart, cos, sin)
+    return rotate_neighbours_to_halves(x, cos, sin)
 
 
-ROTATIONS: tuple[Rotation, ...] = (rotate_halves, rotate_neighbours_to_halves, rotate_neighbours)
+ROTATIONS: tuple[Rotation, ...] = (
+    rotate_halves,
+    rotate_neighbours_to_halves,
+    rotate_by_first_angles,
+    rotate_neighbours,
+)
 
 
 def both(

@@ -21,7 +21,7 @@ from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
 from ds_npu.parallel.micro_batch import Fact, carried_by, new_forward, running
 from ds_npu.parallel.tensor.axis import TensorAxis
-from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary
+from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary, vocabulary_argmax
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
 
@@ -97,8 +97,11 @@ class ShardedHead:
         if isinstance(out, dict) and "logits" in out:
             ranks = f"{len(self.vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
             described = f"logits of {self.vocabulary.size} words, in training on labels, are sharded over {ranks}"
-            out["logits"] = guard_shard(out["logits"], described)
+            out["logits"] = guard_shard(out["logits"], described, self._likeliest)
         return out
+
+    def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        return vocabulary_argmax(logits, self.vocabulary, self.topology.group("tp"))
 
 
 def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Sharding, topology: Topology) -> None:

@@ -182,3 +182,21 @@ def gather_vocabulary(logits: torch.Tensor, vocabulary: Sharding, group: dist.Pr
     The gradient of the whole must be the same on every rank; each takes its shard of it, without a message.
     """
     return _gather_vocabulary(logits, replace(vocabulary, dim=-1), group)
+
+
+@torch.no_grad()
+def vocabulary_argmax(logits: torch.Tensor, vocabulary: Sharding, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The word with the largest of all logits [..., V], the first of several, int64 [...]; every rank calls it.
+
+    ``logits`` [..., V / tp] are this rank's. Two numbers a token are sent, for the float32 of its logit and the word.
+    """
+    ranges = vocabulary.ranges[dist.get_rank(group)]
+    words = torch.cat([torch.arange(start, stop, device=logits.device) for start, stop in ranges])
+    largest, place = logits.max(-1)
+    # Float32 holds what bf16 and fp16 do; HCCL takes the larger of none wider.
+    best = largest.float() if largest.itemsize < torch.float32.itemsize else largest.clone()
+    mine = best.clone()
+    dist.all_reduce(best, dist.ReduceOp.MAX, group=group)
+    found = torch.where(mine == best, words[place], vocabulary.size - 1).int()
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+    return found.long()

@@ -83,6 +83,16 @@ def _ranks_taken_for_alike(ds_config: dict[str, Any], parallel: ParallelSection)
     if value_at(ds_config, path) and sharing > 1:
         accepted = "false with ds_npu.parallel.tensor, context or pipeline > 1: DeepSpeed averages such gradients over"
         yield Problem(path, True, f"{accepted} all ranks of the world, as if each had samples of its own")
+    path = "autotuning.model_info.profile"
+    if value_at(ds_config, path) and sharing > 1:
+        accepted = "false, or ds_npu.parallel.tensor, context and pipeline 1: deepspeed --autotuning divides the "
+        yield Problem(
+            path,
+            True,
+            f"{accepted}parameters of a rank, which has a part of them, by mp_size once more. Compare "
+            "batch sizes without it: ds_npu check --model estimates bytes, a run's log has tokens per second",
+        )
+        return
     path = "autotuning.mp_size"
     found = value_at(ds_config, path)
     if value_at(ds_config, "autotuning.enabled") and (1 if found is None else found) != sharing:

@@ -117,6 +117,14 @@ MISTAKES = [
         "4, the product of ds_npu.parallel.tensor, context and pipeline",
     ),
     (
+        # What the autotuner writes for its first run.
+        {"parallel": {"tensor": 2}},
+        {"autotuning": {"enabled": True, "model_info_path": "x.json", "model_info": {"profile": True}}},
+        "autotuning.model_info.profile",
+        True,
+        "by mp_size once more",
+    ),
+    (
         {"parallel": {"expert": 2}},
         {"expert_parallel": {"enabled": True, "autoep_size": 2}},
         "expert_parallel.autoep_size",

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -116,7 +117,7 @@ class FailureRecord:
         """Let the others know that this rank has printed; rank 0 waits for them, since the store goes with it.
 
         A rank that has only pointed to another (``after_rank_0``) waits for rank 0: launchers end all with the first.
-        Nobody waits where it is not to (``waits``).
+        Nobody waits where it is not to (``waits``). What is written to the screen meanwhile is lost.
         """
 
         def others_are_told() -> None:
@@ -131,7 +132,8 @@ class FailureRecord:
             elif self.rank > 0 and after_rank_0:
                 self._wait_for("rank 0 has printed")
 
-        self._ask(others_are_told, None)
+        with _silent():
+            self._ask(others_are_told, None)
 
     def _wait_for(self, key: str) -> None:
         # Not the store's own wait, which complains on the screen when the time is over.
@@ -153,6 +155,20 @@ class FailureRecord:
         asking.start()
         asking.join(2 * PATIENCE_SECONDS)
         return answers[0] if answers else otherwise
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Let nothing of this process reach the screen: a store that goes meanwhile complains in C++, with a stack."""
+    sys.stderr.flush()
+    screen, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
+        os.close(nowhere)
 
 
 def _read(said: bytes) -> Failure:

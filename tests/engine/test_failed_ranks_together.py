@@ -124,7 +124,7 @@ def test_the_end_of_a_launcher_s_screen(launcher, how):
     screen = of_launcher(launcher, how)
     text = "\n".join(screen)
     if how == "killed1":
-        assert "third_party/gloo" not in "\n".join(screen[-12:]), text
+        assert "third_party/gloo" not in text or "[ds_npu] ERROR: rank 0 of 2" in text.rpartition("third_party/gloo")[2]
         return
     error = {"alone1": "no such column on rank 1", "alone0": "no such column on rank 0", "alike": "batch 1 is empty"}
     said = error.get(how, "1 mistake in the DeepSpeed config")

@@ -82,7 +82,7 @@ def calls_of_micro_batches(layers: int, section: dict) -> int:
 PER_MICRO_BATCH = {
     "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 145, 355),
     "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 214, 493),
-    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 180, 478),
+    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 181, 478),
     "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 20, 37),
 }
 """A section, and the calls of Python functions in a micro-batch: outside of blocks, and in each block."""

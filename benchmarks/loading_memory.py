@@ -103,7 +103,7 @@ def load(folder: str, ranks: int, dtype: str | None) -> None:
     largest = max(each.numel() * each.element_size() for each in model.parameters())
     shard(model, ranks, 1)
     begun = time.perf_counter()
-    peak = peak_anonymous_bytes(lambda: load_checkpoint(model, folder, 1))
+    peak = peak_anonymous_bytes(lambda: load_checkpoint(model, folder, {"tp": 1}))
     seconds = time.perf_counter() - begun
     held = sum(each.numel() * each.element_size() for each in model.parameters())
     print(json.dumps({"shard": held, "largest": largest, "peak": peak, "seconds": seconds}))

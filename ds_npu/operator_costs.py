@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-FLOAT32_BYTES = 4
+FLOAT32_BYTES = INT32_BYTES = 4
 
 
 class Sized(Protocol):
@@ -87,6 +87,36 @@ def cross_entropy_cost(logits_TV: Sized, targets_T: Sized) -> Cost:
 def matmul_accumulate_cost(buffer: Sized, dy: Sized, x: Sized) -> Cost:
     """buffer: [out, in], read and written; dy: [T, out]; x: [T, in]."""
     return Cost(2 * math.prod(dy.shape) * x.shape[1], _bytes(buffer, dy, x), _bytes(buffer))
+
+
+def grouped_matmul_cost(x_PK: Sized, weight_EKN: Sized, counts_E: Sized) -> Cost:
+    """x: [P, K]; weight: [E, K, N], of which every group that has rows is read (counted here: all)."""
+    out = Shape((x_PK.shape[0], weight_EKN.shape[2]), x_PK.itemsize)
+    return Cost(2 * math.prod(x_PK.shape) * weight_EKN.shape[2], _bytes(x_PK, weight_EKN, counts_E), _bytes(out))
+
+
+def grouped_outer_cost(a_PM: Sized, b_PN: Sized, counts_E: Sized) -> Cost:
+    """a: [P, M]; b: [P, N]; the result is [E, M, N]."""
+    out = Shape((counts_E.shape[0], a_PM.shape[1], b_PN.shape[1]), a_PM.itemsize)
+    return Cost(2 * math.prod(a_PM.shape) * b_PN.shape[1], _bytes(a_PM, b_PN, counts_E), _bytes(out))
+
+
+def grouped_outer_accumulate_cost(buffer_EMN: Sized, a_PM: Sized, b_PN: Sized, counts_E: Sized) -> Cost:
+    """buffer: [E, M, N], read and written; a: [P, M]; b: [P, N]."""
+    flop = 2 * math.prod(a_PM.shape) * b_PN.shape[1]
+    return Cost(flop, _bytes(buffer_EMN, a_PM, b_PN, counts_E), _bytes(buffer_EMN))
+
+
+def token_permute_cost(x_NH: Sized, ids_NK: Sized, rows: int) -> Cost:
+    """x: [N, H]; ids: [N, K]; the results are [rows, H] and N * K places of int32."""
+    out, places = Shape((rows, x_NH.shape[1]), x_NH.itemsize), Shape(tuple(ids_NK.shape), INT32_BYTES)
+    return Cost(0, _bytes(x_NH, ids_NK), _bytes(out, places))
+
+
+def token_unpermute_cost(rows_PH: Sized, places_NK: Sized) -> Cost:
+    """rows: [P, H]; places: [N, K]; the result is [N, H]."""
+    out = Shape((places_NK.shape[0], rows_PH.shape[1]), rows_PH.itemsize)
+    return Cost(0, _bytes(rows_PH, places_NK), _bytes(out))
 
 
 def adamw_cost(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ds_npu.acceptance.case import Case, Scope
+from ds_npu.acceptance.expert_cases import LARGE_EXPERTS, SMALL_EXPERTS
+from ds_npu.acceptance.operator_call import Call, Maker, drawn
 from ds_npu.ops.adamw import AdamStep, adamw_
 from ds_npu.ops.add_rms_norm import add_rms_norm
 from ds_npu.ops.all import OPERATORS
@@ -26,8 +28,6 @@ from ds_npu.ops.softmax import softmax
 from ds_npu.ops.swiglu import swiglu
 
 EPS = 1e-5
-Maker = Callable[[torch.dtype], tuple[object, ...]]
-"""Makes the arguments of a call, in a dtype, on the CPU."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGE_S = 300.0
 """The reference of a large call, in float64 on the CPU, may take minutes."""
@@ -42,15 +42,6 @@ TOLERANCE = (
 
 
 @dataclass(frozen=True)
-class Call:
-    """``function(*args(dtype))``, on NPU tensors the kernel's, on CPU tensors the reference's."""
-
-    name: str
-    function: Callable[..., object]
-    args: Maker
-
-
-@dataclass(frozen=True)
 class OperatorCase(Case):
     """A call in one dtype; without a call, the check that ``operator`` makes of itself before a training begins."""
 
@@ -62,11 +53,11 @@ class OperatorCase(Case):
 def operator_cases(scope: Scope) -> list[OperatorCase]:
     """Every operator's own check, then every call in every dtype; the small calls alone where ``scope`` says so."""
     found = [OperatorCase(f"{each.name}: its own check", operator=each.name) for each in OPERATORS]
-    for call, dtype in itertools.product((*SMALL_CALLS, *SMALL_ATTENTION), DTYPES):
+    for call, dtype in itertools.product((*SMALL_CALLS, *SMALL_EXPERTS, *SMALL_ATTENTION), DTYPES):
         found.append(OperatorCase(f"{call.name}, {short(dtype)}", call=call, dtype=dtype))
     if scope.small:
         return found
-    for call, dtype in itertools.product(LARGE_CALLS, DTYPES):
+    for call, dtype in itertools.product((*LARGE_CALLS, *LARGE_EXPERTS), DTYPES):
         found.append(OperatorCase(f"{call.name}, {short(dtype)}", timeout_s=LARGE_S, call=call, dtype=dtype))
     return found
 
@@ -74,12 +65,6 @@ def operator_cases(scope: Scope) -> list[OperatorCase]:
 def short(dtype: torch.dtype) -> str:
     """``torch.float32`` as ``float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype, gradient: bool = True) -> torch.Tensor:
-    """Normal numbers that bf16 and fp16 hold exactly, so that they are the same in every dtype."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().half()
-    return values.to(dtype).requires_grad_(gradient)
 
 
 def norm_args(*shape: int, offset: float) -> Maker:

@@ -2,7 +2,7 @@
 
     model = meta_model(AutoModelForCausalLM, folder)    # no memory
     ...                                                 # modules sharded in place, parameters marked
-    load_checkpoint(model, folder, tensor_rank)
+    load_checkpoint(model, folder, {"tp": rank})
 
 Beside the model's own shards, loading needs no memory on the host that grows with the checkpoint: files are mapped, and
 weights that have to be converted are built one at a time, or one index of dim 0 (an expert) at a time.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,14 @@ from ds_npu.checkpoint.fit import check_fit
 from ds_npu.models.attributes import copy_attributes, set_attribute
 from ds_npu.models.hugging_face_model import settings
 from ds_npu.parallel.pipeline.pass_through import absent_weights
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.placement import placement_of
 from ds_npu.parallel.tensor.sharding import Sharding
+from ds_npu.topology.degrees import Axis
+
+Place = Mapping[Axis, int]
+"""A rank's place along axes of the grid."""
+Part = tuple[Sharding, int]
+"""What one rank of an axis holds of a weight: how it is sharded, and the rank."""
 
 INITIALIZED = "_is_hf_initialized"
 """transformers' initialisation skips tensors and modules with this attribute."""
@@ -67,14 +73,14 @@ def meta_model(auto_class: Any, folder: str | Path, dtype: torch.dtype | str | N
 def load_checkpoint(
     model: Any,
     folder: str | Path,
-    tensor_rank: int,
+    place: Place,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
     """Load each parameter and persistent buffer of ``model``, or this rank's shard of it, from ``folder``.
 
     ``model`` is a transformers model, or a stage of one (``cut_into_stages``), whose sharded parameters have local
-    shapes and a Sharding. Tensors on the meta
+    shapes and a placement; ``place`` is this rank's along the axes over which they are sharded. Tensors on the meta
     device are allocated on ``device``, in ``dtype`` if given (except weights that the model keeps in a dtype of their
     own), with their attributes; tied parameters remain one object. Other tensors keep object, dtype and device.
     Buffers that no checkpoint holds are computed as transformers computes them.
@@ -88,14 +94,14 @@ def load_checkpoint(
     elsewhere = {name: torch.empty(shape, device="meta") for name, shape in absent_weights(model).items()}
     every = weights | elsewhere
     found = conversions(model, every, tensors)
-    converter = Converter({name: whole_shape(name, each, tensor_rank) for name, each in every.items()}, model.config)
+    converter = Converter({name: whole_shape(name, each, place) for name, each in every.items()}, model.config)
     loaded = check_fit(model, folder, every, found, converter, tensors) - elsewhere.keys()
     fresh = _materialize(model, dtype, torch.device(device))
     weights = _weights(model)
     with torch.no_grad():
         for recipe in found.recipes:
             if recipe.target not in elsewhere:
-                _fill(recipe, weights, converter, tensors, tensor_rank)
+                _fill(recipe, weights, converter, tensors, place)
     # transformers' save_pretrained reverts these conversions.
     model._weight_conversions = found.used
     _initialize(model, fresh - {id(weights[name]) for name in loaded})
@@ -106,23 +112,26 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
 
 
-def part_of(tensor: torch.Tensor) -> Sharding | None:
-    """The Sharding of ``tensor``; None where it is whole, as buffers are."""
-    return sharding_of(tensor) if isinstance(tensor, nn.Parameter) else None
+def shardings_of(tensor: torch.Tensor) -> Mapping[Axis, Sharding]:
+    """By axis, how ``tensor`` is sharded; empty where it is whole, as buffers are."""
+    return placement_of(tensor).sharded if isinstance(tensor, nn.Parameter) else {}
 
 
-def whole_shape(name: str, tensor: torch.Tensor, tensor_rank: int) -> torch.Size:
-    """The shape of the whole weight; raises ValueError where the shape of ``tensor`` contradicts its Sharding."""
-    sharding = part_of(tensor)
-    if sharding is None:
-        return tensor.shape
+def parts_of(tensor: torch.Tensor, place: Place) -> list[Part]:
+    """The part that the rank at ``place`` holds of ``tensor``; empty where that is all of it."""
+    return [(sharding, place[axis]) for axis, sharding in shardings_of(tensor).items()]
+
+
+def whole_shape(name: str, tensor: torch.Tensor, place: Place) -> torch.Size:
+    """The shape of the whole weight; raises ValueError where the shape of ``tensor`` contradicts its placement."""
     shape = list(tensor.shape)
-    if shape[sharding.dim] != sharding.length(tensor_rank):
-        raise ValueError(
-            f"{name} has the shape {tuple(shape)}, but by its sharding tensor rank {tensor_rank} holds "
-            f"{sharding.length(tensor_rank)} of {sharding.size} indices of dim {sharding.dim}"
-        )
-    shape[sharding.dim] = sharding.size
+    for sharding, rank in parts_of(tensor, place):
+        if shape[sharding.dim] != sharding.length(rank):
+            raise ValueError(
+                f"{name} has the shape {tuple(tensor.shape)}, but by its sharding rank {rank} holds "
+                f"{sharding.length(rank)} of {sharding.size} indices of dim {sharding.dim}"
+            )
+        shape[sharding.dim] = sharding.size
     return torch.Size(shape)
 
 
@@ -166,32 +175,35 @@ def _fill(
     weights: Mapping[str, torch.Tensor],
     converter: Converter,
     tensors: Mapping[str, torch.Tensor],
-    tensor_rank: int,
+    place: Place,
 ) -> None:
     if not recipe.stacked:
         for name, whole in converter.convert(recipe, tensors).items():
-            copy_part(weights[name], whole, part_of(weights[name]), tensor_rank)
+            copy_part(weights[name], whole, parts_of(weights[name], place))
         return
-    # One expert at a time: all at once would need twice the memory of the largest weight.
+    # One expert at a time: all at once would need twice the memory of the largest weight, and other ranks' experts
+    # are not read.
     out = weights[recipe.target]
-    sharding = part_of(out)
+    parts = parts_of(out, place)
     indices: list[int] | range = range(len(out))
-    if sharding is not None and sharding.dim == 0:
-        indices = list(itertools.chain.from_iterable(range(*bounds) for bounds in sharding.ranges[tensor_rank]))
-        sharding = None
+    for sharding, rank in parts:
+        if sharding.dim == 0:
+            indices = list(itertools.chain.from_iterable(range(*bounds) for bounds in sharding.ranges[rank]))
+    within = [(sharding, rank) for sharding, rank in parts if sharding.dim > 0]
     for held, index in zip(torch.split(out, 1), indices, strict=True):
-        copy_part(held, converter.convert(recipe.only(index), tensors)[recipe.target], sharding, tensor_rank)
+        copy_part(held, converter.convert(recipe.only(index), tensors)[recipe.target], within)
 
 
-def copy_part(out: torch.Tensor, whole: torch.Tensor, sharding: Sharding | None, tensor_rank: int) -> None:
-    """Copy this rank's shard of ``whole`` into ``out``; nothing else of ``whole`` is read."""
-    if sharding is None:
+def copy_part(out: torch.Tensor, whole: torch.Tensor, parts: Sequence[Part]) -> None:
+    """Copy a part of ``whole`` into ``out``; nothing else of ``whole`` is read."""
+    if not parts:
         out.copy_(whole)
         return
+    (sharding, rank), *rest = parts
     begin = 0
-    for start, stop in sharding.ranges[tensor_rank]:
+    for start, stop in sharding.ranges[rank]:
         length = stop - start
-        out.narrow(sharding.dim, begin, length).copy_(whole.narrow(sharding.dim, start, length))
+        copy_part(out.narrow(sharding.dim, begin, length), whole.narrow(sharding.dim, start, length), rest)
         begin += length
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import shutil
@@ -20,10 +21,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.checkpoint.loading import part_of
+from ds_npu.checkpoint.loading import Part, Place, shardings_of
 from ds_npu.models.attributes import attribute
 from ds_npu.models.zero3 import unpartitioned_shape
+from ds_npu.parallel.placement import placement_of
 from ds_npu.parallel.tensor.sharding import Sharding
+from ds_npu.topology.degrees import NAMES, Axis
 
 Gather = Callable[[nn.Parameter], AbstractContextManager[object]]
 """Gathers a parameter that ZeRO-3 has partitioned on each data rank, within the context."""
@@ -34,7 +37,7 @@ WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin
 
 @dataclass(frozen=True)
 class HeldWeight:
-    """A weight that the tensor ranks of one stage hold, each the whole or its shard."""
+    """A weight that the ranks of one stage hold, each the whole or a part of it."""
 
     name: str
     position: tuple[int, ...]
@@ -44,17 +47,22 @@ class HeldWeight:
     shape: tuple[int, ...]
     """Of the whole weight."""
     dtype: torch.dtype
-    sharding: Sharding | None
+    sharded: Mapping[Axis, Sharding]
+    is_expert: bool = False
+    """Held on the expert view of the grid."""
     stage: int = 0
     """The pipeline stage whose ranks hold it."""
 
-    def shape_at(self, tensor_rank: int) -> list[int]:
-        """The shape of what tensor rank ``tensor_rank`` holds."""
-        sharding = self.sharding
-        return [
-            sharding.length(tensor_rank) if sharding is not None and dim == sharding.dim else length
-            for dim, length in enumerate(self.shape)
-        ]
+    def parts_at(self, place: Place) -> list[Part]:
+        """What the rank at ``place`` holds; empty where that is all of it."""
+        return [(sharding, place[axis]) for axis, sharding in self.sharded.items()]
+
+    def shape_at(self, place: Place) -> list[int]:
+        """The shape of what the rank at ``place`` holds."""
+        shape = list(self.shape)
+        for sharding, rank in self.parts_at(place):
+            shape[sharding.dim] = sharding.length(rank)
+        return shape
 
 
 @dataclass(frozen=True)
@@ -67,34 +75,54 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class _Holders:
-    """The ranks of ``group``, which hold a model: those of each of ``stages`` stages one after the other."""
+class Holders:
+    """The ranks of ``group``, which hold the weights of one view: those of each stage one after the other."""
 
     group: dist.ProcessGroup
-    stages: int
-    device: torch.device
-    """Of the weights that they hold."""
+    sizes: Mapping[Axis, int]
+    """Of the axes of the view over which weights are sharded, the fastest last; their product is a stage's ranks."""
+    stages: int = 1
+
+    @staticmethod
+    def tensor_ranks(group: dist.ProcessGroup, stages: int = 1) -> Holders:
+        """The tensor ranks of a model, or of each of its stages."""
+        return Holders(group, {"tp": dist.get_world_size(group) // stages}, stages)
 
     @property
-    def tensor_size(self) -> int:
-        return dist.get_world_size(self.group) // self.stages
+    def ranks_of_a_stage(self) -> int:
+        return math.prod(self.sizes.values())
 
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def whole(self, weight: HeldWeight, mine: torch.Tensor | None, to: Destination) -> torch.Tensor:
+    @property
+    def stage(self) -> int:
+        """Of this rank."""
+        return self.rank // self.ranks_of_a_stage
+
+    def place(self, rank: int) -> Place:
+        """The place of a rank of a stage along the axes."""
+        found: dict[Axis, int] = {}
+        for axis, size in reversed(list(self.sizes.items())):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def whole(
+        self, weight: HeldWeight, mine: torch.Tensor | None, device: torch.device, to: Destination
+    ) -> torch.Tensor:
         """A copy of ``weight``, whole at the destination; an empty tensor on other ranks.
 
-        ``mine``: what this rank holds of it. All ranks of the group call it, at the same time.
+        ``mine``: what this rank holds of it, on ``device``. All ranks of the group call it, at the same time.
         """
         receives = to.every_rank or self.rank == 0
-        like = torch.empty(0, dtype=weight.dtype, device=self.device)
+        like = torch.empty(0, dtype=weight.dtype, device=device)
         whole = like.new_empty(weight.shape if receives else 0, device=to.device)
-        # Of a replicated weight each tensor rank has a copy; those of other stages receive it.
-        has_copy = weight.sharding is None and self.stages == 1
-        for tensor_rank in range(1 if weight.sharding is None else self.tensor_size):
-            source, shape = weight.stage * self.tensor_size + tensor_rank, weight.shape_at(tensor_rank)
+        # Of a replicated weight each rank has a copy; those of other stages receive it.
+        has_copy = not weight.sharded and self.stages == 1
+        for rank in range(self.ranks_of_a_stage if weight.sharded else 1):
+            place = self.place(rank)
+            source, shape = weight.stage * self.ranks_of_a_stage + rank, weight.shape_at(place)
             is_sent = source != 0 or (to.every_rank and not has_copy)
             if 0 in shape or not (receives or is_sent):
                 continue
@@ -102,122 +130,132 @@ class _Holders:
             part = mine.contiguous() if mine is not None and holds else like.new_empty(shape)
             if is_sent:  # Broadcast: point to point would open another communicator for each pair.
                 dist.broadcast(part, group=self.group, group_src=source)
-            if receives and weight.sharding is None:
-                whole.copy_(part)
-            elif receives and weight.sharding is not None:
-                place(whole, part, weight.sharding, tensor_rank)
+            if receives:
+                put_part(whole, part, weight.parts_at(place))
             del part  # Frees its memory before the next shard is allocated.
         return whole
+
+
+@dataclass(frozen=True)
+class ViewHolders:
+    """The ranks that gather a model's weights together; None for a view whose gathering this rank has no part in."""
+
+    dense: Holders | None
+    experts: Holders | None = None
+    """Of weights on the expert view."""
+
+    def of(self, weight: HeldWeight) -> Holders | None:
+        return self.experts if weight.is_expert else self.dense
 
 
 @dataclass(frozen=True)
 class _HeldModel:
     """A model over its holders, and the weights of the plain model that it stands for."""
 
-    holders: _Holders
+    holders: ViewHolders
     tensors: Mapping[str, torch.Tensor]
     """What this rank holds, by name."""
     weights: Sequence[HeldWeight]
     """Of all holders, in the order of the plain model's state dict, each name once."""
+    device: torch.device
+    """Of the weights."""
 
     @staticmethod
-    def of(model: nn.Module, group: dist.ProcessGroup, stages: int) -> _HeldModel:
-        """All ranks of ``group`` call it. Raises ValueError for a weight sharded over another number of ranks."""
+    def of(model: nn.Module, holders: ViewHolders) -> _HeldModel:
+        """All ranks call it. Raises ValueError for a weight sharded over another number of ranks."""
         state = model.state_dict(keep_vars=True)
         tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
         device = next((each.device for each in tensors.values()), torch.device("cpu"))
-        holders = _Holders(group, stages, device)
-        own = _held_weights(tensors, holders.tensor_size)
-        if stages == 1:
-            return _HeldModel(holders, tensors, own)
-        stage = holders.rank // holders.tensor_size
-        everyones: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size(group))]
-        own = [replace(each, stage=stage, position=_position(model, each.name)) for each in own]
-        dist.all_gather_object(everyones, own, group=group)
+        own, dense = _held_weights(tensors, holders), holders.dense
+        if dense is None or dense.stages == 1:
+            return _HeldModel(holders, tensors, own, device)
+        if any(weight.is_expert for weight in own):
+            raise ValueError("the experts of a model that is cut into stages are not gathered yet")
+        everyones: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size(dense.group))]
+        own = [replace(each, stage=dense.stage, position=_position(model, each.name)) for each in own]
+        dist.all_gather_object(everyones, own, group=dense.group)
         # A weight may stand in every stage: the first one's is taken.
         first: dict[str, HeldWeight] = {}
-        for weights in everyones[:: holders.tensor_size]:
+        for weights in everyones[:: dense.ranks_of_a_stage]:
             for weight in weights:
                 first.setdefault(weight.name, weight)
-        return _HeldModel(holders, tensors, sorted(first.values(), key=lambda weight: weight.position))
+        return _HeldModel(holders, tensors, sorted(first.values(), key=lambda weight: weight.position), device)
 
     def gathered(self, gather: Gather, to: Destination) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Gather one tensor after the other at the destination; yields its names and a copy of it.
 
-        All ranks of the group take all of it together.
+        All ranks take all of it together. Of a view that a rank has no part in, it yields nothing.
         """
-        holders = self.holders
-        own_stage = holders.rank // holders.tensor_size
         names: dict[tuple[int, str], list[str]] = {}
         for weight in self.weights:
             names.setdefault((weight.stage, weight.same_as), []).append(weight.name)
         for weight in self.weights:
-            same = names[weight.stage, weight.same_as]
+            same, holders = names[weight.stage, weight.same_as], self.holders.of(weight)
             if same[0] != weight.name:
                 continue
-            tensor = self.tensors[weight.name] if weight.stage == own_stage else None
+            is_here = holders is None or weight.stage == holders.stage
+            tensor = self.tensors[weight.name] if is_here else None
+            whole: torch.Tensor | None = None
             # Left before the weight is yielded: what ZeRO-3 gathered is freed, and the caller may have gradients.
             with gather(tensor) if isinstance(tensor, nn.Parameter) else nullcontext(), torch.no_grad():
-                whole = holders.whole(weight, None if tensor is None else tensor.detach(), to)
-            yield same, whole
-            del whole  # Frees its memory before the next one is allocated, if the caller has not kept it.
+                if holders is not None:
+                    whole = holders.whole(weight, None if tensor is None else tensor.detach(), self.device, to)
+            if whole is not None:
+                yield same, whole
+                del whole  # Frees its memory before the next one is allocated, if the caller has not kept it.
 
 
 def whole_state_dict(
-    model: nn.Module,
-    group: dist.ProcessGroup,
-    *,
-    stages: int = 1,
-    to_cpu: bool = True,
-    gather: Gather = nullcontext,
+    model: nn.Module, holders: ViewHolders, *, to_cpu: bool = True, gather: Gather = nullcontext
 ) -> dict[str, torch.Tensor]:
-    """Gather the plain model's state dict on the first rank of ``group``; the others return {}.
+    """Gather the plain model's state dict on the first rank of all holders; the others return {}.
 
-    All ranks of ``group`` call it: the tensor ranks of the model, or of each of its pipeline ``stages`` one after the
-    other. Weights are gathered one at a time: a rank needs memory for one shard of the largest weight, the first rank
-    also for the result. Names of one parameter share one tensor, as in ``model.state_dict()``. Raises ValueError where
-    a parameter is sharded over another number of ranks.
+    All ranks that hold a part of it, and those that ``gather`` needs, call it. Weights are gathered one at a time: a
+    rank needs memory for one shard of the largest weight, the first rank also for the result. Names of one parameter
+    share one tensor, as in ``model.state_dict()``. Raises ValueError where a parameter is sharded over another number
+    of ranks.
     """
-    held = _HeldModel.of(model, group, stages)
-    to = Destination(torch.device("cpu") if to_cpu else held.holders.device, every_rank=False)
+    held = _HeldModel.of(model, holders)
+    to = Destination(torch.device("cpu") if to_cpu else held.device, every_rank=False)
     whole = {name: each for names, each in held.gathered(gather, to) for name in names}
-    return {weight.name: whole[weight.name] for weight in held.weights} if held.holders.rank == 0 else {}
+    is_first = holders.dense is not None and holders.dense.rank == 0
+    return {weight.name: whole[weight.name] for weight in held.weights} if is_first else {}
 
 
 def whole_weights(
-    model: nn.Module,
-    group: dist.ProcessGroup,
-    *,
-    stages: int = 1,
-    device: torch.device | None = None,
-    gather: Gather = nullcontext,
+    model: nn.Module, holders: ViewHolders, *, device: torch.device | None = None, gather: Gather = nullcontext
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of the plain model on every rank of ``group``, one at a time, in its order.
+    """Yield (name, whole tensor) of the plain model on every rank, one at a time, in its order.
 
-    As ``whole_state_dict``, but a tensor with several names comes once, under the first. Tensors are copies, on
-    ``device`` (None: where the weights are). A rank needs memory for one whole tensor and one shard.
+    As ``whole_state_dict``, but every rank has a part in it, and a tensor with several names comes once, under the
+    first. Tensors are copies, on ``device`` (None: where the weights are). A rank needs memory for one whole tensor and
+    one shard.
     """
-    held = _HeldModel.of(model, group, stages)
-    to = Destination(held.holders.device if device is None else device, every_rank=True)
+    held = _HeldModel.of(model, holders)
+    to = Destination(held.device if device is None else device, every_rank=True)
     for names, whole in held.gathered(gather, to):
         yield names[0], whole
         del whole  # As gathered does.
 
 
-def _held_weights(tensors: Mapping[str, torch.Tensor], tensor_size: int) -> list[HeldWeight]:
+def _held_weights(tensors: Mapping[str, torch.Tensor], holders: ViewHolders) -> list[HeldWeight]:
     """The weights of this rank's stage, in the order of its state dict."""
     names_by_id: dict[int, str] = {}
     found: list[HeldWeight] = []
     for name, tensor in tensors.items():
-        sharding, shape = part_of(tensor), list(unpartitioned_shape(tensor))
-        if sharding is not None and len(sharding.ranges) != tensor_size:
-            raise ValueError(
-                f"{name} is sharded over {len(sharding.ranges)} ranks, but the tensor group has {tensor_size}"
-            )
-        if sharding is not None:
+        sharded, shape = shardings_of(tensor), list(unpartitioned_shape(tensor))
+        for sharding in sharded.values():
             shape[sharding.dim] = sharding.size
         same_as = names_by_id.setdefault(id(tensor), name)
-        found.append(HeldWeight(name, (len(found),), same_as, tuple(shape), tensor.dtype, sharding))
+        is_expert = isinstance(tensor, nn.Parameter) and placement_of(tensor).is_expert
+        weight = HeldWeight(name, (len(found),), same_as, tuple(shape), tensor.dtype, sharded, is_expert)
+        mine = holders.of(weight)
+        sizes: Mapping[Axis, int] = {axis: len(sharding.ranges) for axis, sharding in sharded.items()}
+        for axis, size in sizes.items():
+            found_size = size if mine is None else mine.sizes.get(axis, 1)
+            if size != found_size:
+                raise ValueError(f"{name} is sharded over {size} ranks, but the {NAMES[axis]} group has {found_size}")
+        found.append(weight)
     return found
 
 
@@ -235,12 +273,16 @@ def _position(model: nn.Module, name: str) -> tuple[int, ...]:
     return (*place, 0, own.index(leaf))
 
 
-def place(whole: torch.Tensor, part: torch.Tensor, sharding: Sharding, rank: int) -> None:
-    """Copy ``part``, the shard of ``rank``, to its place in ``whole``."""
+def put_part(whole: torch.Tensor, part: torch.Tensor, parts: Sequence[Part]) -> None:
+    """Copy ``part``, what one rank holds, to its place in ``whole``."""
+    if not parts:
+        whole.copy_(part)
+        return
+    (sharding, rank), *rest = parts
     begin = 0
     for start, stop in sharding.ranges[rank]:
         length = stop - start
-        whole.narrow(sharding.dim, start, length).copy_(part.narrow(sharding.dim, begin, length))
+        put_part(whole.narrow(sharding.dim, start, length), part.narrow(sharding.dim, begin, length), rest)
         begin += length
 
 

@@ -6,6 +6,8 @@ copied or sent: the result is the tensor that was given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -66,3 +68,17 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -
         raise ValueError(f"dim {dim} of shape {tuple(x.shape)} does not divide by the {size} ranks of the group")
     parts = torch.unflatten(x, dim, (size, -1)).movedim(dim, 0).contiguous()
     return scatter_parts(x.new_empty(parts.shape[1:]), parts, group)
+
+
+def exchange_rows(
+    x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
+) -> Pending[torch.Tensor]:
+    """Send ``sent[r]`` rows of ``x`` to each rank r, one rank's behind the other's; rows may have any shape.
+
+    ``received[r]`` rows come from rank r, in the same order (all-to-all with uneven parts).
+    """
+    if dist.get_world_size(group) == 1:
+        return Pending(x, None)
+    rows = x.new_empty(sum(received), *x.shape[1:])
+    work = dist.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=group, async_op=True)
+    return Pending(rows, work)

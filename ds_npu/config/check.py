@@ -58,7 +58,7 @@ def check(
         return Checked(DsNpuConfig(), degrees, Batch(), zero_stage(ds_config), tuple(warnings))
     reading = read(ds_config["ds_npu"])
     config, doubtful = reading.config, reading.doubtful
-    degrees, misfits = fit(config.parallel, world_size)
+    degrees, misfits = fit(config.axes, world_size)
     uncertain = world_size is None or misfits or any(path.startswith("parallel.") for path in doubtful)
     dp = None if uncertain else degrees.dp
     batch, batch_problems = batch_of(ds_config, dp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from ds_npu.config.section import AtLeastZero, Section
 
@@ -22,3 +22,12 @@ class MoeSection(Section):
     """Recompute, in backward, nothing, the experts' inputs and activations (level0), or all they compute (level1)."""
     placement_interval: AtLeastZero = 0
     """Steps between two rearrangements of experts by their load; 0 never rearranges."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether experts are computed by ds_npu where each rank has all of them, too."""
+        return bool(self.grouped_matmul) or self.zero_memory != "none"
+
+    def asked(self) -> list[tuple[str, Any]]:
+        """The keys that are not left out."""
+        return [(key, value) for key, value in self if value != type(self).model_fields[key].default]

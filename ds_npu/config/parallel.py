@@ -8,11 +8,7 @@ from ds_npu.config.problems import Problem
 from ds_npu.config.section import MOST_RANKS, ContextRanks, Ranks, Section
 from ds_npu.topology.degrees import Degrees
 
-REPLICAS = {
-    "pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas",
-    "expert": "ds_npu places no expert along it yet",
-    "expert_tensor": "ds_npu shards no expert along it yet",
-}
+REPLICAS = {"pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas"}
 """What this version does not do with an axis of more than one rank."""
 UNDIVIDED = (
     "a deepspeed.PipelineModule's sequences are not divided: the script must give each of its ranks other tokens, and "

@@ -84,6 +84,18 @@ def _whole_experts(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.moe.tp_extends_ep", True, accepted)
 
 
+def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
+    moe, parallel = config.moe, config.axes
+    if parallel.expert * parallel.expert_tensor > 1:
+        return
+    asked = {"zero_memory": moe.zero_memory != "none", "grouped_matmul": moe.grouped_matmul}
+    for key, value in {"dispatcher": moe.dispatcher is not None, **asked}.items():
+        if value and (key == "dispatcher" or parallel.tensor > 1):
+            accepted = "only with ds_npu.parallel.expert or expert_tensor > 1"
+            where = "" if key == "dispatcher" else ", where ds_npu.parallel.tensor is > 1"
+            yield Problem(f"ds_npu.moe.{key}", dict(moe)[key], accepted + where)
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -94,4 +106,5 @@ RULES = (
     Rule(("parallel.tensor", "parallel.sequence_parallel", "tensor_overlap"), _overlap),
     Rule(("pipeline.schedule", "pipeline.virtual_stages"), _virtual_stages),
     Rule(("parallel.expert_tensor", "moe.tp_extends_ep"), _whole_experts),
+    Rule(("parallel.tensor", "parallel.expert", "parallel.expert_tensor", "moe"), _computed_experts),
 )

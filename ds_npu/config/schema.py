@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ds_npu.config.parallel import REPLICAS
 from ds_npu.config.sections import DsNpuConfig, planned_part
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -86,9 +85,7 @@ def reference() -> str:
     """The section's keys as a Markdown table, for docs/keys.md."""
     rows = ["| key | accepts | default | meaning | built |", "|---|---|---|---|---|"]
     for path, node in leaves(section_schema()):
-        # DeepSpeed's own pipelines use the pipeline axis.
-        no_effect = path.removeprefix("parallel.") in REPLICAS and path != "parallel.pipeline"
-        built = "not yet" if planned_part(path) else "accepted, no effect yet" if no_effect else "yes"
+        built = "not yet" if planned_part(path) else "yes"
         meaning = node["description"].removesuffix(NOT_BUILT).rstrip()
         rows.append(f"| `{path}` | {accepted(node)} | `{json.dumps(node['default'])}` | {meaning} | {built} |")
     return "\n".join(rows) + "\n"

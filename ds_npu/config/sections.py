@@ -22,7 +22,8 @@ from ds_npu.config.watch import WatchSection
 
 PLANNED = (
     "pipeline",
-    "moe",
+    "moe.overlap",
+    "moe.placement_interval",
     "recompute",
     "swap",
     "optimizer_memory",
@@ -57,6 +58,13 @@ class DsNpuConfig(Section):
     deterministic: bool = False
     """Use deterministic kernels and communication only, so that a run repeats bit for bit."""
     watch: WatchSection = WatchSection()
+
+    @property
+    def axes(self) -> ParallelSection:
+        """``parallel``, with the expert ranks that ``moe.tp_extends_ep`` makes of tensor ranks."""
+        extends = self.moe.tp_extends_ep
+        expert = self.parallel.expert * self.parallel.tensor if extends else self.parallel.expert
+        return self.parallel.model_copy(update={"expert": expert})
 
 
 def switched_on(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:

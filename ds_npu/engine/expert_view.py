@@ -18,6 +18,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ds_npu.engine.expert_checkpoints import ExpertCheckpoints
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.placement import placement_of
@@ -106,7 +107,7 @@ def _as_groups(parameters: Iterable[Any]) -> list[ParameterGroup]:
     return [dict(each) for each in found] if found and isinstance(found[0], dict) else [{"params": found}]
 
 
-class ExpertView:
+class ExpertView(ExpertCheckpoints):
     """What ds_npu changes in an engine whose model has weights on the expert view."""
 
     module: nn.Module
@@ -172,25 +173,6 @@ class ExpertView:
         if not self.has_experts:
             upstream: Any = super()
             upstream._resolve_zero3_param_placement()
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """DeepSpeed's; raises NotImplementedError for a model with experts."""
-        self._refuse_checkpoints()
-        upstream: Any = super()
-        return bool(upstream.save_checkpoint(*args, **kwargs))
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; raises NotImplementedError for a model with experts."""
-        self._refuse_checkpoints()
-        upstream: Any = super()
-        return upstream.load_checkpoint(*args, **kwargs)
-
-    def _refuse_checkpoints(self) -> None:
-        if self.has_experts:
-            raise NotImplementedError(
-                f"{type(self.module).__name__} has experts on the ranks of ds_npu.parallel.expert, whose checkpoints "
-                "this version of ds_npu neither writes nor reads"
-            )
 
 
 def _separated(make: Callable[[Any], torch.optim.Optimizer], groups: SeparateGroups) -> Callable[[Any], Any]:

@@ -27,6 +27,11 @@ class WholeWeights:
     module: nn.Module
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the model has weights on the expert view."""
+        return False
+
+    @property
     def stages(self) -> int:
         """Into how many stages the model is cut; 1 where each pipeline rank has all of it, and for a PipelineModule."""
         stage = stage_of(self.module)
@@ -34,8 +39,8 @@ class WholeWeights:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds a part of the weights: tensor ranks or stages share the model."""
-        return bool(self.topology.size("tp") > 1 or self.stages > 1)
+        """Whether this rank holds a part of the weights: tensor ranks, expert ranks or stages share the model."""
+        return bool(self.topology.size("tp") > 1 or self.stages > 1 or self.has_experts)
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state dict, on the CPU of global rank 0; empty on every other rank.
@@ -64,39 +69,44 @@ class WholeWeights:
             )
         from ds_npu.checkpoint.saving import whole_weights
 
-        holders, stages, gather = self._holders, self.stages, self._gather
         found = whole_weights(
             self.module,
-            self.topology.group(*holders),
-            stages=stages,
+            self._holders(every_rank=True),
             device=None if device is None else torch.device(device),
-            gather=gather,
+            gather=self._gather,
         )
         return _with_all_sent(found)
 
-    @property
-    def _holders(self) -> tuple[Axis, ...]:
-        """The axes whose ranks hold the model together."""
-        return ("pp", "tp") if self.stages > 1 else ("tp",)
+    def _holders(self, every_rank: bool) -> Any:
+        """The ranks that gather the weights of each view; without ``every_rank`` those around global rank 0."""
+        from ds_npu.checkpoint.saving import Holders, ViewHolders
+
+        topology, stages = self.topology, self.stages
+        dense: tuple[Axis, ...] = ("pp", "tp") if stages > 1 else ("tp",)
+
+        def has_part(axes: tuple[Axis, ...], others: tuple[Axis, ...]) -> bool:
+            return every_rank or all(topology.rank(axis) == 0 for axis in others if axis not in axes)
+
+        held = Holders.tensor_ranks(topology.group(*dense), stages) if has_part(dense, ("pp", "dp", "cp")) else None
+        if not self.has_experts or not has_part(("ep", "etp"), ("pp", "edp")):
+            return ViewHolders(held)
+        sizes: dict[Axis, int] = {"ep": topology.size("ep"), "etp": topology.size("etp")}
+        return ViewHolders(held, Holders(topology.group("ep", "etp"), sizes))
 
     @property
     def _gather(self) -> Callable[[Any], AbstractContextManager[Any]]:
         return _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
 
     def _gathered_weights(self) -> dict[str, torch.Tensor]:
-        model, stages, holders, gather = self.module, self.stages, self._holders, self._gather
-        if all(self.topology.rank(axis) == 0 for axis in ("pp", "dp", "cp") if axis not in holders):
-            # It imports transformers, which need not be installed.
-            from ds_npu.checkpoint.saving import whole_state_dict
+        # It imports transformers, which need not be installed.
+        from ds_npu.checkpoint.saving import whole_state_dict
 
-            return whole_state_dict(model, self.topology.group(*holders), stages=stages, gather=gather)
-        if gather is _gathered and self.topology.rank("pp") == 0:
-            # ZeRO-3 gathers over dp x cp, whose other ranks take part and keep nothing.
-            for parameter in {id(each): each for each in model.state_dict(keep_vars=True).values()}.values():
-                if isinstance(parameter, nn.Parameter):
-                    with gather(parameter):
-                        pass
-        return {}
+        holders, gather = self._holders(every_rank=False), self._gather
+        # ZeRO-3 gathers over data ranks, which take part and keep nothing.
+        needed = gather is _gathered and self.topology.rank("pp") == 0
+        if holders.dense is None and holders.experts is None and not needed:
+            return {}
+        return whole_state_dict(self.module, holders, gather=gather)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model, whole, as Hugging Face's ``save_pretrained`` does, for ``from_pretrained`` to read.

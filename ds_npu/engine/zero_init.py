@@ -1,4 +1,4 @@
-"""Models that were made under ``deepspeed.zero.Init``, and are then to be sharded over tensor ranks.
+"""Models that were made under ``deepspeed.zero.Init``, and are then to be sharded over tensor or expert ranks.
 
 transformers makes every model so once ZeRO 3 is on. ZeRO-3 has partitioned such weights when an engine is made; here
 they become plain parameters that hold this rank's shards, which the engine's ZeRO-3 partitions again.
@@ -17,7 +17,7 @@ from torch import nn
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.models.attributes import copy_attributes
 from ds_npu.models.zero3 import forget_partition, is_partitioned, unpartitioned_shape
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.topology import Topology
 
 
@@ -32,13 +32,13 @@ def is_transformers_config(config: Any) -> bool:
 def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[None]:
     """Within the block, partitioned weights have their whole shapes, without memory; after it, their shards' values.
 
-    In the block the weights are marked as sharded over tensor ranks. After it they are gathered, one at a time, over
+    In the block the weights are marked as sharded over ranks. After it they are gathered, one at a time, over
     the ranks among which zero.Init has partitioned them, and each rank keeps its shard; every rank takes part.
     Parameters stay the same objects. Where the block raises, they are left as they were. Models that are sharded
-    already, and all models without tensor ranks, are left alone.
+    already, and all models without tensor and expert ranks, are left alone.
     """
     partitions: dict[nn.Parameter, nn.Parameter] = {}
-    if topology.size("tp") > 1 and sharded_model_of(model) is None:
+    if _is_to_be_sharded(model, topology):
         partitions = {each: _moved_partition(each) for each in model.parameters() if is_partitioned(each)}
     try:
         yield
@@ -49,7 +49,13 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
         raise
     while partitions:
         parameter = next(iter(partitions))
-        _fill(parameter, partitions.pop(parameter), topology.rank("tp"))
+        _fill(parameter, partitions.pop(parameter), topology)
+
+
+def _is_to_be_sharded(model: nn.Module, topology: Topology) -> bool:
+    by_tensor = topology.size("tp") > 1 and sharded_model_of(model) is None
+    has_experts = any(placement_of(parameter).is_expert for parameter in model.parameters())
+    return by_tensor or (topology.size("ep", "etp") > 1 and not has_experts)
 
 
 def _moved_partition(parameter: nn.Parameter) -> nn.Parameter:
@@ -62,7 +68,10 @@ def _moved_partition(parameter: nn.Parameter) -> nn.Parameter:
     return source
 
 
-def _fill(parameter: nn.Parameter, source: nn.Parameter, tensor_rank: int) -> None:
-    sharding = sharding_of(parameter)
+def _fill(parameter: nn.Parameter, source: nn.Parameter, topology: Topology) -> None:
+    shardings = placement_of(parameter).sharded.items()
     with deepspeed.zero.GatheredParameters([source]):
-        parameter.data = source.data.clone() if sharding is None else sharding.take(source.data, tensor_rank)
+        data = source.data
+        for axis, sharding in shardings:
+            data = sharding.take(data, topology.rank(axis))
+        parameter.data = data if shardings else data.clone()

@@ -37,6 +37,8 @@ class Build:
     """Whether the model is a deepspeed.PipelineModule, which has a schedule of its own."""
     collectives: MatmulCollectives | None = None
     """The products that overlap with sequence parallelism's collectives; None: one after the other."""
+    sequence_parallel: bool = False
+    """Whether tensor ranks hold different tokens between their regions."""
     said: list[str] = field(default_factory=list)
     """Lines for people, from features that declare."""
     is_planned: bool = False

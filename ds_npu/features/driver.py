@@ -13,6 +13,7 @@ from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
 from ds_npu.features.declaration import Declaration, Phase, check_declarations
+from ds_npu.features.experts.feature import MOE
 from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.plan import PLAN
@@ -23,7 +24,7 @@ from ds_npu.log import logger
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import PlanError
 
-FEATURES: tuple[Feature[Any], ...] = (TENSOR_OVERLAP, PLAN, PARALLEL, FUSED_OPS, CONTEXT_PARALLEL, WATCH)
+FEATURES: tuple[Feature[Any], ...] = (TENSOR_OVERLAP, PLAN, PARALLEL, MOE, FUSED_OPS, CONTEXT_PARALLEL, WATCH)
 CHANGED_FOR = "ds_npu_changed_for"
 """The attribute of a changed model: by the key of a feature, what was asked for."""
 

@@ -110,3 +110,13 @@ def keep_shard(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
         raise ValueError(f"a weight that two modules share is to be sharded as {already} and as {sharding}")
     parameter.data = sharding.take(parameter.data, rank)
     mark_sharded(parameter, sharding)
+
+
+def keep_expert_shard(parameter: nn.Parameter, shardings: Mapping[Axis, Sharding], ranks: Mapping[Axis, int]) -> None:
+    """Reduce ``parameter``, whole experts' weights, to this rank's shard along axes of the expert view, in place.
+
+    ``ranks``: this rank's place along each of these axes.
+    """
+    for axis, sharding in shardings.items():
+        parameter.data = sharding.take(parameter.data, ranks[axis])
+        mark_sharded(parameter, sharding, axis)

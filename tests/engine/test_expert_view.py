@@ -40,21 +40,26 @@ def test_experts_train_as_in_one_process(ranks, parallel):
     run_on_ranks(ranks, all_stages, parallel)
 
 
-def refused_checkpoint(folder: str) -> None:
+def checkpoint_of_own_layers(folder: str) -> None:
     import deepspeed
 
     rule.without_extension()
     model = toy_experts.Net(Topology(Degrees(ep=2, dp=2)))
     config = rule.config(1, torch.float32, {"expert": 2})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    for call in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(NotImplementedError, match=r"Net has experts on the ranks of ds_npu\.parallel\.expert"):
-            call(folder)
+    written = {name: each.detach().clone() for name, each in model.named_parameters()}
+    engine.save_checkpoint(folder)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(1)
+    engine.load_checkpoint(folder)
+    assert all(torch.equal(each, written[name]) for name, each in model.named_parameters())
 
 
-def test_checkpoints_of_experts_are_refused(tmp_path):
-    run_on_ranks(2, refused_checkpoint, str(tmp_path))
-    assert not list(tmp_path.iterdir())
+def test_layers_of_ones_own_are_saved_and_loaded(tmp_path):
+    run_on_ranks(2, checkpoint_of_own_layers, str(tmp_path))
+    files = {path.name for path in tmp_path.glob("*/experts_*")}
+    assert files == {f"experts_rank_00{rank}_of_002_model_states.pt" for rank in (0, 1)}
 
 
 class OwnedByDeepSpeed(torch.nn.Module):

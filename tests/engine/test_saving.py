@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocated import peak_bytes
-from loading_models import FAMILIES, SINGLE, F, save_in_files, save_single, shard, sharded
+from loading_models import FAMILIES, SINGLE, F, save_in_files, save_single, shard, sharded, tensor_holders
 from ranks import run_on_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -41,8 +41,8 @@ def save_each_family(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     for name, family in FAMILIES.items():
         model = sharded(family, folder / name, size, rank)
-        load_checkpoint(model, folder / name, rank)
-        state = whole_state_dict(model, dist.group.WORLD)
+        load_checkpoint(model, folder / name, {"tp": rank})
+        state = whole_state_dict(model, tensor_holders(dist.group.WORLD))
         if rank:
             assert state == {}
             continue
@@ -73,15 +73,15 @@ def save_uneven(folder):
     }
     plain = AutoModelForCausalLM.from_pretrained(folder)
     model = shard(meta_model(AutoModelForCausalLM, folder), rules, 3, rank)
-    load_checkpoint(model, folder, rank)
+    load_checkpoint(model, folder, {"tp": rank})
     turned = model.model.layers[0].mlp.up_proj.weight
     turned.data = turned.data.t().contiguous().t()
-    state = whole_state_dict(model, dist.group.WORLD)
+    state = whole_state_dict(model, tensor_holders(dist.group.WORLD))
     assert_same_state(state, plain.state_dict() if rank == 0 else {})
     # A change on the rank that holds an index is what is saved.
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.add_(1)
-    changed = whole_state_dict(model, dist.group.WORLD, to_cpu=False)
+    changed = whole_state_dict(model, tensor_holders(dist.group.WORLD), to_cpu=False)
     if rank == 0:
         name = "model.layers.1.mlp.down_proj.weight"
         assert torch.equal(changed[name], plain.state_dict()[name] + 1)
@@ -100,7 +100,7 @@ def save_in_two_groups(folder):
     group = groups[rank // 2]
     family = FAMILIES["gemma"]
     model = sharded(family, folder, 2, rank % 2)
-    load_checkpoint(model, folder, rank % 2)
+    load_checkpoint(model, folder, {"tp": rank % 2})
     away = {id(each): each.data for each in model.parameters()}
     for each in model.parameters():
         vars(each)["ds_shape"] = each.shape
@@ -112,7 +112,7 @@ def save_in_two_groups(folder):
         yield
         parameter.data = torch.empty(0)
 
-    state = whole_state_dict(model, group, gather=gathered)
+    state = whole_state_dict(model, tensor_holders(group), gather=gathered)
     expected = family.auto.from_pretrained(folder).state_dict() if rank % 2 == 0 else {}
     assert_same_state(state, expected)
     if state:
@@ -138,12 +138,12 @@ def test_memory_of_gathering(rank, tmp_path, monkeypatch):
     bounds = ((0, 60), (60, 80), (80, 110), (110, 128))
     rules = {r"(embed_tokens|lm_head)": lambda ranks: Sharding(1, 128, tuple((each,) for each in bounds))}
     model = shard(meta_model(AutoModelForCausalLM, tmp_path), rules, 4, rank)
-    load_checkpoint(model, tmp_path, rank)
+    load_checkpoint(model, tmp_path, {"tp": rank})
     sent = []
     monkeypatch.setattr(dist, "get_rank", lambda group: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(dist, "broadcast", lambda part, **options: sent.append(options["group_src"]))
-    peak = peak_bytes(lambda: whole_state_dict(model, None))
+    peak = peak_bytes(lambda: whole_state_dict(model, tensor_holders(None)))
     assert sent == 2 * [1, 2, 3]
     everything = sum(each.numel() * each.element_size() for each in load_file(tmp_path / SINGLE).values())
     returned = everything if rank == 0 else 0
@@ -153,7 +153,7 @@ def test_memory_of_gathering(rank, tmp_path, monkeypatch):
 def gather_over_too_few(folder):
     model = sharded(FAMILIES["llama"], folder, 2, 0)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight is sharded over 2 ranks, but the tensor group has 1"):
-        whole_state_dict(model, dist.group.WORLD)
+        whole_state_dict(model, tensor_holders(dist.group.WORLD))
 
 
 def fill_the_disk(folder):
@@ -207,7 +207,7 @@ def test_conversions_that_loading_did_not_need_are_not_reverted(tmp_path):
     plain.save_pretrained(tmp_path / "plain")
     assert "model.layers.0.mlp.experts.down_proj" in load_file(tmp_path / "plain" / SINGLE)
     model = meta_model(family.auto, tmp_path / "merged")
-    load_checkpoint(model, tmp_path / "merged", 0)
+    load_checkpoint(model, tmp_path / "merged", {"tp": 0})
     save_pretrained(model, tmp_path / "ours", model.state_dict())
     assert contents(tmp_path / "ours") == contents(tmp_path / "plain")
 

@@ -159,7 +159,7 @@ def save_and_load(folder: Path, tensor: int, dtype: torch.dtype) -> None:
         from ds_npu.features.build import Build
 
         shard_model(model, Build(topology, model).plan, topology)
-    load_checkpoint(model, folder / "plain", topology.rank("tp"))
+    load_checkpoint(model, folder / "plain", {"tp": topology.rank("tp")})
     engine = engine_of(model, 0, dtype, {"tensor": tensor} if tensor > 1 else {})
     state = engine.whole_state_dict()
     engine.save_pretrained(folder / "ours")

@@ -68,7 +68,8 @@ def test_every_key_and_section_says_what_it_means_in_one_line():
 
 
 def test_each_key_is_one_features():
-    assert sorted([*(feature.key for feature in FEATURES), *PLANNED]) == sorted(DsNpuConfig.model_fields)
+    planned = [key for key in PLANNED if "." not in key]
+    assert sorted([*(feature.key for feature in FEATURES), *planned]) == sorted(DsNpuConfig.model_fields)
 
 
 def test_what_is_planned_exists():

@@ -13,6 +13,7 @@ ROOMS = {
     "parallel": ("config/parallel.py", "features/tensor_parallel", "parallel/tensor"),
     "tensor_overlap": ("config/tensor_overlap.py", "features/tensor_parallel", "parallel/tensor"),
     "plan": ("config/plan.py", "features/plan.py", "models"),
+    "moe": ("config/moe.py", "features/experts", "parallel/expert"),
     "fused_ops": ("config/fused_ops.py", "features/fused_ops", "ops"),
     "context_parallel": (
         "config/context_parallel.py",

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ds_npu.checkpoint.loading import meta_model
+from ds_npu.checkpoint.saving import Holders, ViewHolders
 from ds_npu.parallel.placement import mark_sharded, sharding_of
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 
@@ -229,3 +230,8 @@ def save_pickled_in_files(model, folder):
         mine = {name: tensor.clone() for name, tensor in model.state_dict().items() if weight_map[name] == file}
         torch.save(mine, folder / file)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def tensor_holders(group) -> ViewHolders:
+    """The tensor ranks ``group``, which gather whole weights."""
+    return ViewHolders(Holders.tensor_ranks(group))

@@ -64,6 +64,9 @@ RULES = [
         "pipeline.virtual_stages",
     ),
     ({"parallel.expert_tensor": 2, "moe.tp_extends_ep": True}, "moe.tp_extends_ep"),
+    ({"moe.dispatcher": "alltoall"}, "moe.dispatcher"),
+    ({"parallel.tensor": 2, "moe.zero_memory": "level0"}, "moe.zero_memory"),
+    ({"parallel.tensor": 2, "moe.grouped_matmul": True}, "moe.grouped_matmul"),
 ]
 ALLOWED = [
     {"parallel.tensor": 2, "parallel.sequence_parallel": True, "tensor_overlap": "fused"},
@@ -78,6 +81,8 @@ ALLOWED = [
     {"parallel.pipeline": 4, "pipeline.schedule": "mine.csv", "pipeline.virtual_stages": 2},
     {"parallel.pipeline": 4, "pipeline.schedule": "dualpipe_v", "pipeline.virtual_stages": 2},
     {"parallel.expert": 2, "moe.tp_extends_ep": True, "moe.placement_interval": 10},
+    {"parallel.tensor": 2, "moe.tp_extends_ep": True, "moe.dispatcher": "allgather", "moe.zero_memory": "level1"},
+    {"moe.zero_memory": "level0", "moe.grouped_matmul": True},
 ]
 
 

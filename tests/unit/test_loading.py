@@ -46,7 +46,7 @@ def test_each_rank_has_its_part(family, save, tmp_path):
     plain = family.auto.from_pretrained(tmp_path)
     for ranks, rank in ((1, 0), (2, 0), (2, 1)):
         model = sharded(family, tmp_path, ranks, rank)
-        load_checkpoint(model, tmp_path, rank)
+        load_checkpoint(model, tmp_path, {"tp": rank})
         assert_parts(model, plain, rank)
         assert type(model) is type(plain) and not model.training
         assert model.config.to_dict() == plain.config.to_dict()
@@ -87,7 +87,7 @@ def test_any_ranges(ranges, tmp_path):
     plain = family.auto.from_pretrained(tmp_path)
     for rank in range(3):
         model = shard(meta_model(family.auto, tmp_path), rules, 3, rank)
-        load_checkpoint(model, tmp_path, rank)
+        load_checkpoint(model, tmp_path, {"tp": rank})
         assert_parts(model, plain, rank)
 
 
@@ -100,7 +100,7 @@ def test_experts_over_ranks(name, tmp_path):
     plain = family.auto.from_pretrained(tmp_path)
     for rank in range(2):
         model = shard(meta_model(family.auto, tmp_path), rules, 2, rank)
-        load_checkpoint(model, tmp_path, rank)
+        load_checkpoint(model, tmp_path, {"tp": rank})
         assert_parts(model, plain, rank)
 
 
@@ -110,7 +110,7 @@ def test_experts_that_the_checkpoint_holds_in_one(tmp_path):
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / SINGLE)
     plain = family.auto.from_pretrained(tmp_path)
     model = sharded(family, tmp_path, 2, 1)
-    load_checkpoint(model, tmp_path, 1)
+    load_checkpoint(model, tmp_path, {"tp": 1})
     assert_parts(model, plain, 1)
 
 
@@ -126,7 +126,7 @@ def test_experts_transposed_in_the_checkpoint(tmp_path):
     plain = family.auto.from_pretrained(tmp_path)
     for rank in range(2):
         model = sharded(family, tmp_path, 2, rank)
-        load_checkpoint(model, tmp_path, rank)
+        load_checkpoint(model, tmp_path, {"tp": rank})
         assert_parts(model, plain, rank)
 
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_the_base_model(name, tmp_path):
         save_file(stored, tmp_path / SINGLE, metadata={"format": "pt"})
     plain = family.auto.from_pretrained(tmp_path)
     ours = sharded(family, tmp_path, 2, 1)
-    load_checkpoint(ours, tmp_path, 1)
+    load_checkpoint(ours, tmp_path, {"tp": 1})
     assert_parts(ours, plain, 1)
     assert ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
 
@@ -157,7 +157,7 @@ def test_the_dtype_is_transformers_choice(asked, save, tmp_path):
     save(family.make(torch.bfloat16), tmp_path)
     plain = family.auto.from_pretrained(tmp_path, **({} if asked is None else {"dtype": asked}))
     model = sharded(family, tmp_path, 2, 1, dtype=asked)
-    load_checkpoint(model, tmp_path, 1)
+    load_checkpoint(model, tmp_path, {"tp": 1})
     assert_parts(model, plain, 1)
     dtypes = {each.dtype for each in model.state_dict().values()}
     wanted = {None: torch.bfloat16, "auto": torch.bfloat16, "float32": torch.float32}.get(asked, asked)
@@ -172,7 +172,7 @@ def test_a_config_without_a_dtype(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = sharded(family, tmp_path, 2, 0)
     assert model.dtype == torch.bfloat16
-    load_checkpoint(model, tmp_path, 0)
+    load_checkpoint(model, tmp_path, {"tp": 0})
     assert_parts(model, family.auto.from_pretrained(tmp_path), 0)
 
 
@@ -185,7 +185,7 @@ def test_a_dtype_for_what_is_loaded(tmp_path):
     for each in (model, plain):
         each.model.norm.weight = torch.nn.Parameter(each.model.norm.weight.double())
     plain.model.norm.weight.data.copy_(load_file(tmp_path / SINGLE)["model.norm.weight"])
-    load_checkpoint(model, tmp_path, 1, dtype=torch.bfloat16)
+    load_checkpoint(model, tmp_path, {"tp": 1}, dtype=torch.bfloat16)
     assert_parts(model, plain, 1)
 
 
@@ -197,7 +197,7 @@ def test_a_weight_under_two_names(tmp_path):
     stored["norm.weight"] = stored["model.norm.weight"] + 1
     save_file(stored, tmp_path / SINGLE, metadata={"format": "pt"})
     model = sharded(family, tmp_path, 2, 0)
-    load_checkpoint(model, tmp_path, 0)
+    load_checkpoint(model, tmp_path, {"tp": 0})
     assert_parts(model, family.auto.from_pretrained(tmp_path), 0)
 
 
@@ -208,7 +208,7 @@ def test_a_name_that_only_an_old_one_of_another_weight_resembles(tmp_path, monke
     renaming = WeightRenaming("model.norm", "model.scale")
     monkeypatch.setattr("ds_npu.checkpoint.conversion.get_model_conversion_mapping", lambda model: [renaming])
     model = sharded(family, tmp_path, 2, 0)
-    load_checkpoint(model, tmp_path, 0)
+    load_checkpoint(model, tmp_path, {"tp": 0})
     assert_parts(model, family.auto.from_pretrained(tmp_path), 0)
 
 
@@ -218,7 +218,7 @@ def test_marks_and_ties_stay(tmp_path):
     model = sharded(family, tmp_path, 2, 1)
     before = {name: dict(vars(each)) for name, each in model.named_parameters(remove_duplicate=False)}
     model.model.norm.weight.requires_grad_(False)
-    load_checkpoint(model, tmp_path, 1)
+    load_checkpoint(model, tmp_path, {"tp": 1})
     for name, each in model.named_parameters(remove_duplicate=False):
         assert before[name].items() <= vars(each).items(), name
         assert type(each) is torch.nn.Parameter and each.is_leaf
@@ -235,7 +235,7 @@ def test_what_is_real_keeps_its_object(tmp_path):
     model = shard(family.make(max_position_embeddings=32), family.rules, 2, 1)
     before = tensors_of(model)
     memory = {name: each.data_ptr() for name, each in before.items()}
-    load_checkpoint(model, tmp_path, 1)
+    load_checkpoint(model, tmp_path, {"tp": 1})
     assert_parts(model, plain, 1)
     for name, each in tensors_of(model).items():
         assert each is before[name] and each.data_ptr() == memory[name], name
@@ -250,7 +250,7 @@ def test_half_of_a_model_is_real(tmp_path):
     made = torch.nn.Parameter(torch.zeros(mlp.up_proj.weight.shape))
     vars(made).update(vars(mlp.up_proj.weight))
     mlp.up_proj.weight = made
-    load_checkpoint(model, tmp_path, 0)
+    load_checkpoint(model, tmp_path, {"tp": 0})
     assert mlp.up_proj.weight is made
     assert_parts(model, family.auto.from_pretrained(tmp_path), 0)
 
@@ -269,7 +269,7 @@ def test_only_buffers_are_initialised(tmp_path, monkeypatch):
 
     for model_class in (LlamaForCausalLM, LlamaModel):
         monkeypatch.setattr(model_class, "_init_weights", record)
-    load_checkpoint(model, tmp_path, 0)
+    load_checkpoint(model, tmp_path, {"tp": 0})
     assert seen == ["LlamaRotaryEmbedding"]
 
 
@@ -277,7 +277,7 @@ def test_loading_changes_no_random_number(tmp_path):
     family = FAMILIES["qwen2_5_vl"]
     save_single(family.make(), tmp_path)
     before = torch.get_rng_state()
-    load_checkpoint(sharded(family, tmp_path, 2, 0), tmp_path, 0)
+    load_checkpoint(sharded(family, tmp_path, 2, 0), tmp_path, {"tp": 0})
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -332,7 +332,7 @@ def test_memory_is_one_ranks_shard_and_the_largest_weight(name, save, tmp_path):
     ranks = 4
     model = shard(meta_model(family.auto, tmp_path, dtype=torch.float32), rules, ranks, 1)
     largest = max(bytes_of([each]) * (ranks if sharding_of(each) else 1) for each in model.parameters())
-    peak = peak_bytes(lambda: load_checkpoint(model, tmp_path, 1), mapped=[next(tmp_path.glob("*model.*"))])
+    peak = peak_bytes(lambda: load_checkpoint(model, tmp_path, {"tp": 1}), mapped=[next(tmp_path.glob("*model.*"))])
     shard_bytes = bytes_of(tensors_of(model).values())
     assert shard_bytes <= peak <= shard_bytes + largest
     # Weights that need no conversion go from the file to where they stay; experts are converted one by one, each as

@@ -21,7 +21,7 @@ def refused(model, folder, rank=0):
     """What load_checkpoint says; the model is as it was."""
     before = tensors_of(model)
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(model, folder, rank)
+        load_checkpoint(model, folder, {"tp": rank})
     assert all(each is before[name] for name, each in tensors_of(model).items())
     return str(caught.value)
 
@@ -95,7 +95,7 @@ def test_a_shard_of_another_size_than_its_sharding_says(llama):
     model = sharded(FAMILIES["llama"], llama, 2, 0)
     mark_sharded(model.lm_head.weight, Sharding(0, V, (((0, 19),), ((19, V),))))
     with pytest.raises(ValueError, match=r"lm_head\.weight has the shape \(20, 16\).* rank 0 holds 19 of 40"):
-        load_checkpoint(model, llama, 0)
+        load_checkpoint(model, llama, {"tp": 0})
 
 
 def test_tied_weights_that_differ(tmp_path):
@@ -105,7 +105,7 @@ def test_tied_weights_that_differ(tmp_path):
     same = {name: each.clone() for name, each in stored.items()}
     torch.save(same, tmp_path / "pytorch_model.bin")
     model = sharded(family, tmp_path, 2, 1)
-    load_checkpoint(model, tmp_path, 1)
+    load_checkpoint(model, tmp_path, {"tp": 1})
     assert_parts(model, family.auto.from_pretrained(tmp_path), 1)
     same["lm_head.weight"][-1, -1] += 1
     torch.save(same, tmp_path / "pytorch_model.bin")
@@ -117,7 +117,7 @@ def test_a_buffer_that_nobody_computes(llama):
     model = sharded(FAMILIES["llama"], llama, 2, 0)
     model.model.layers[1].register_buffer("bounds", torch.empty(2, device="meta"), persistent=False)
     with pytest.raises(CheckpointError, match=r"_init_weights does not compute: model\.layers\.1\.bounds\. What to do"):
-        load_checkpoint(model, llama, 0)
+        load_checkpoint(model, llama, {"tp": 0})
 
 
 def test_a_quantized_checkpoint(llama):

@@ -72,5 +72,5 @@ def test_a_weight_gradient_is_added_in_the_buffers_precision(buffer_dtype, dtype
 
 
 def test_the_operators_have_names_of_their_own_and_a_docstring_each():
-    assert len({operator.name for operator in OPERATORS}) == len(OPERATORS) == 10
+    assert len({operator.name for operator in OPERATORS}) == len(OPERATORS) == 15
     assert all(operator.reference.__doc__ for operator in OPERATORS)

@@ -257,7 +257,7 @@ def test_each_stage_reads_its_part(family, tmp_path):
     parts = [meta_model(AutoModelForCausalLM, tmp_path) for _ in range(3)]
     cut(parts, 3)
     for part in parts:
-        load_checkpoint(part, tmp_path, 0)
+        load_checkpoint(part, tmp_path, {"tp": 0})
         assert part.state_dict() and all(torch.equal(each, weights[name]) for name, each in part.state_dict().items())
         assert not any(each.is_meta for each in (*part.parameters(), *part.buffers()))
 
@@ -276,7 +276,7 @@ def test_every_stage_says_the_same_of_a_checkpoint_that_does_not_fit(layer, tmp_
     said = []
     for model in (whole, *parts):
         with pytest.raises(CheckpointError) as error:
-            load_checkpoint(model, tmp_path, 0)
+            load_checkpoint(model, tmp_path, {"tp": 0})
         said.append(sorted(str(error.value).splitlines()))
     assert said[0] == said[1] == said[2] and name in "".join(said[0])
 

@@ -21,6 +21,9 @@ def _asked(section: ParallelSection, build: Build) -> str:
 
 
 def _parts(section: ParallelSection, build: Build) -> Iterable[Change]:
+    if section.sequence_parallel:
+        make = partial(setattr, build, "sequence_parallel", True)
+        yield Change("provides", "sequence shards", "between tensor-parallel regions", make)
     if section.tensor > 1:
         make = partial(align_generators, build.topology, build.device_type)
         yield Change("provides", "random generators over tp", "states of the first tensor rank", make)

@@ -171,7 +171,8 @@ class _ModelSharder:
     def _experts(self) -> dict[str, tuple[RoleShards, RoleShards]]:
         """The shards of experts: (gate and up, down)."""
         found = {}
-        for name, module in self._of(Role.EXPERTS):
+        # Experts with an axis of their own are the matter of ds_npu.moe.
+        for name, module in self._of(Role.EXPERTS) if self.topology.size("ep", "etp") == 1 else ():
             width = module.get_parameter("down_proj").shape[2]
             found[name] = paired_shards(2 * width, self.axis.size), even_shards(width, self.axis.size)
         return found
@@ -279,7 +280,8 @@ class _ModelSharder:
     def _sum_partial_gradients(self) -> Iterator[Change]:
         """Sum over the ranks the gradients of whole weights that each rank uses for its heads or sequence shard."""
         for name, parameter in self.model.named_parameters():
-            if name not in self.sharded and self.regions.is_partial(names.parent(name)):
+            whole = name not in self.sharded and self.plan.of(names.parent(name)) is not Role.EXPERTS
+            if whole and self.regions.is_partial(names.parent(name)):
                 make = partial(sum_gradient, parameter, self.axis.group)
                 yield Change("hooks", name, "the gradient is summed over tp", make)
 

@@ -1,0 +1,99 @@
+"""Calls of the operators of experts: grouped products, and tokens into the order of their experts and back.
+
+Names of shapes: T tokens, K experts of each, E experts, H hidden, I columns of an expert, P = T * K rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ds_npu.acceptance.operator_call import Call, Maker, drawn
+from ds_npu.ops.grouped_matmul import grouped_matmul, grouped_outer, grouped_outer_accumulate_
+from ds_npu.ops.token_permutation import token_permute, token_unpermute
+
+
+def group_sizes(groups: int, rows: int) -> torch.Tensor:
+    """[groups] int64 that add up to ``rows``; one group of three has none."""
+    shares = torch.rand(groups, generator=torch.Generator().manual_seed(5))
+    shares[1::3] = 0
+    sizes = (shares / shares.sum() * rows).long()
+    sizes[0] += rows - sizes.sum()
+    return sizes
+
+
+def grouped_args(groups: int, rows: int, inner: int, columns: int, transposed: bool) -> Maker:
+    """x [rows, inner], weight [groups, inner, columns] (``transposed``: a view of the other order), sizes."""
+
+    def make(dtype: torch.dtype) -> tuple[object, ...]:
+        order = (columns, inner) if transposed else (inner, columns)
+        weight = drawn(groups, *order, seed=2, dtype=dtype, gradient=False)
+        x = drawn(rows, inner, seed=1, dtype=dtype, gradient=False)
+        return x, weight.transpose(1, 2) if transposed else weight, group_sizes(groups, rows)
+
+    return make
+
+
+def outer_args(groups: int, rows: int, left: int, right: int) -> Maker:
+    """a [rows, left], b [rows, right], sizes."""
+    return lambda dtype: (
+        drawn(rows, left, seed=1, dtype=dtype, gradient=False),
+        drawn(rows, right, seed=2, dtype=dtype, gradient=False),
+        group_sizes(groups, rows),
+    )
+
+
+def outer_accumulate_args(groups: int, rows: int, left: int, right: int) -> Maker:
+    """buffer [groups, left, right] float32, then as ``outer_args``."""
+    other = outer_args(groups, rows, left, right)
+    buffer_dtype = torch.float32
+    return lambda dtype: (
+        drawn(groups, left, right, seed=3, dtype=torch.promote_types(dtype, buffer_dtype), gradient=False),
+        *other(dtype),
+    )
+
+
+def permute_args(tokens: int, choices: int, experts: int, hidden: int, kept: float = 1.0) -> Maker:
+    """x [T, H], experts [T, K], of which the share ``kept`` of the copies is asked for."""
+
+    def make(dtype: torch.dtype) -> tuple[object, ...]:
+        x = drawn(tokens, hidden, seed=1, dtype=dtype, gradient=False)
+        ids = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :choices]
+        return x, ids, int(kept * tokens * choices)
+
+    return make
+
+
+def unpermute_args(tokens: int, choices: int, hidden: int, kept: float = 1.0) -> Maker:
+    """rows [P, H] and the places [T, K] of which P are there."""
+
+    def make(dtype: torch.dtype) -> tuple[object, ...]:
+        places = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(3)).int()
+        rows = drawn(int(kept * tokens * choices), hidden, seed=1, dtype=dtype, gradient=False)
+        return rows, places.view(tokens, choices)
+
+    return make
+
+
+SMALL_EXPERTS = (
+    Call("products of experts", grouped_matmul, grouped_args(5, 37, 32, 48, transposed=False)),
+    Call("products of experts, transposed", grouped_matmul, grouped_args(4, 33, 48, 16, transposed=True)),
+    Call("weight gradients of experts", grouped_outer, outer_args(5, 37, 24, 40)),
+    Call("weight gradients of experts, added", grouped_outer_accumulate_, outer_accumulate_args(4, 37, 24, 40)),
+    Call("tokens to experts", token_permute, permute_args(19, 3, 6, 32)),
+    Call("tokens to experts, some dropped", token_permute, permute_args(19, 3, 6, 32, kept=0.6)),
+    Call("tokens from experts", token_unpermute, unpermute_args(19, 3, 32)),
+    Call("tokens from experts, some dropped", token_unpermute, unpermute_args(19, 3, 32, kept=0.6)),
+)
+LARGE_EXPERTS = (
+    Call("products of 128 experts 2048 x 1536", grouped_matmul, grouped_args(128, 8192, 2048, 1536, True)),
+    Call("products of 8 experts 4096 x 14336", grouped_matmul, grouped_args(8, 512, 4096, 14336, True)),
+    Call("weight gradients of 64 experts 1536 x 2048", grouped_outer, outer_args(64, 4096, 1536, 2048)),
+    Call(
+        "weight gradients of 32 experts 1408 x 2048, added",
+        grouped_outer_accumulate_,
+        outer_accumulate_args(32, 4096, 1408, 2048),
+    ),
+    Call("tokens to 128 experts 4096 x 2048, 8 each", token_permute, permute_args(4096, 8, 128, 2048)),
+    Call("tokens from experts 4095 x 2048, 8 each", token_unpermute, unpermute_args(4095, 8, 2048, kept=0.9)),
+)
+"""Of Qwen3-30B-A3B, Mixtral 8x7B and DeepSeek-V2-Lite."""

@@ -1,0 +1,171 @@
+"""DeepSpeed's checkpoints of a model whose experts are on ranks: dense weights as ever, experts in files beside them.
+
+DeepSpeed (0.19.8) writes what the first data rank holds, which has some of the experts only, and knows other files for
+experts of its own layers alone (runtime/engine.py, _save_moe_checkpoint). Here rank r of the n expert ranks writes
+``experts_rank_r_of_n_model_states.pt``: its experts' weights and, without ZeRO, the state of their optimizer. Under
+ZeRO 3 each rank's file holds all it has, as without experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ds_npu.parallel.placement import placement_of
+from ds_npu.topology.topology import Topology
+
+MODULE, OPTIMIZER, STATE, GROUPS = "module", "optimizer", "state", "param_groups"
+"""Keys of DeepSpeed's files, and of an optimizer's state dict."""
+OF_EXPERTS = "moe"
+"""DeepSpeed's mark on a parameter group of experts."""
+LAYOUT = "ds_npu_expert_ranks"
+"""The key of a dense file that says over how many ranks, along ep and etp, experts were."""
+
+State = dict[str, Any]
+
+
+class ExpertCheckpoints:
+    """How an engine whose model has experts on ranks saves and loads; every rank calls it together."""
+
+    module: nn.Module
+    topology: Topology
+    has_moe_layers: bool
+    checkpoint_engine: Any
+    zero_optimization_partition_weights: Callable[[], bool]
+    load_universal_checkpoint: Callable[[], bool]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has weights on the expert view."""
+        return False
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """DeepSpeed's, and the files of experts."""
+        upstream: Any = super()
+        with self._without_moe_of_deepspeed():
+            return bool(upstream.save_checkpoint(*args, **kwargs))
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; raises ValueError for a checkpoint whose experts were on other ranks."""
+        upstream: Any = super()
+        if not self.has_experts:
+            return upstream.load_checkpoint(*args, **kwargs)
+        if self.load_universal_checkpoint():
+            raise ValueError(
+                "checkpoint.load_universal: found true for a model with experts on the ranks of "
+                "ds_npu.parallel.expert, whose universal checkpoints this version does not read. What to do: load the "
+                "weights by from_pretrained"
+            )
+        plain = self.checkpoint_engine
+        self.checkpoint_engine = _Merging(plain, self)
+        try:
+            with self._without_moe_of_deepspeed():
+                return upstream.load_checkpoint(*args, **kwargs)
+        finally:
+            self.checkpoint_engine = plain
+
+    def _save_checkpoint(self, save_dir: str, tag: str, *args: Any, **kwargs: Any) -> None:
+        upstream: Any = super()
+        upstream._save_checkpoint(save_dir, tag, *args, **kwargs)
+        if self._writes_experts:
+            self.checkpoint_engine.save(self._states_of_experts(), str(self.expert_file(Path(save_dir, str(tag)))))
+
+    def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
+        upstream: Any = super()
+        state: State = upstream._common_checkpoint_state(module_state_dict, *args)
+        if self.has_experts:
+            state[LAYOUT] = self.layout
+            if not self.zero_optimization_partition_weights():
+                names = self._names_of_experts()
+                state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
+                state[OPTIMIZER] = _with_states(state[OPTIMIZER], of_experts=False)
+        return state
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes of the axes over which experts are sharded."""
+        return {"ep": self.topology.size("ep"), "etp": self.topology.size("etp")}
+
+    def expert_file(self, folder: Path) -> Path:
+        """The file of this rank's experts in the ``folder`` of a checkpoint."""
+        ranks, rank = self.topology.size("ep", "etp"), self.topology.rank("ep", "etp")
+        stage = f"stage_{self.topology.rank('pp'):02d}_" if self.topology.size("pp") > 1 else ""
+        return folder / f"experts_{stage}rank_{rank:03d}_of_{ranks:03d}_model_states.pt"
+
+    def merge(self, dense: State, folder: Path) -> State:
+        """The states that this rank's file of experts adds to those of the ``dense`` file."""
+        found = dense.get(LAYOUT)
+        if found != self.layout:
+            written = "no experts on ranks" if found is None else f"expert {found['ep']}, expert_tensor {found['etp']}"
+            raise ValueError(
+                f"ds_npu.parallel.expert: the checkpoint in {folder} was written with {written}, and this run has "
+                f"expert {self.layout['ep']}, expert_tensor {self.layout['etp']}. What to do: the same sizes, or "
+                "weights only: engine.save_pretrained in the former run, from_pretrained in this one"
+            )
+        if self.zero_optimization_partition_weights():
+            return dense
+        experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
+        merged = {**dense, MODULE: {**dense[MODULE], **experts[MODULE]}}
+        if experts[OPTIMIZER] is not None:
+            merged[OPTIMIZER] = {
+                **dense[OPTIMIZER],
+                STATE: {**dense[OPTIMIZER][STATE], **experts[OPTIMIZER][STATE]},
+            }
+        return merged
+
+    @property
+    def _writes_experts(self) -> bool:
+        if not self.has_experts or self.zero_optimization_partition_weights():
+            return False
+        return self.topology.rank("edp") == 0
+
+    def _states_of_experts(self) -> State:
+        engine: Any = self
+        names = self._names_of_experts()
+        has_own_states = engine.optimizer is not None and not engine.zero_optimization()
+        return {
+            MODULE: {name: each for name, each in engine.module_state_dict().items() if name in names},
+            OPTIMIZER: _with_states(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
+        }
+
+    def _names_of_experts(self) -> set[str]:
+        return {name for name, each in self.module.named_parameters() if placement_of(each).is_expert}
+
+    @contextmanager
+    def _without_moe_of_deepspeed(self) -> Iterator[None]:
+        """Within the block DeepSpeed takes the model for one without layers of its own MoE."""
+        before = self.has_moe_layers
+        self.has_moe_layers = before and not self.has_experts
+        try:
+            yield
+        finally:
+            self.has_moe_layers = before
+
+
+def _with_states(optimizer: State | None, of_experts: bool) -> State | None:
+    """The state dict of an optimizer with the states of experts' groups only, or of all others'."""
+    if optimizer is None:
+        return None
+    chosen = {
+        index for group in optimizer[GROUPS] if bool(group.get(OF_EXPERTS)) == of_experts for index in group["params"]
+    }
+    return {**optimizer, STATE: {index: each for index, each in optimizer[STATE].items() if index in chosen}}
+
+
+class _Merging:
+    """A checkpoint engine that reads, with each dense file, this rank's file of experts."""
+
+    def __init__(self, plain: Any, experts: ExpertCheckpoints) -> None:
+        self.plain, self._experts = plain, experts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def load(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        state = self.plain.load(path, *args, **kwargs)
+        is_dense = isinstance(state, dict) and MODULE in state
+        return self._experts.merge(state, Path(path).parent) if is_dense else state

@@ -1,0 +1,156 @@
+"""``ds_npu.moe``: puts the experts of a build's model onto the ranks of the expert view, and computes them there."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.config.moe import MoeSection
+from ds_npu.config.problems import ConfigError, Problem
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change, Phase
+from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
+from ds_npu.features.feature import Feature
+from ds_npu.models import names
+from ds_npu.models.attributes import has_attribute, set_attribute
+from ds_npu.models.compiled import check_not_compiled, refuse_compiling
+from ds_npu.parallel.expert.axis import ExpertAxis
+from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
+from ds_npu.parallel.expert.shares import compute_in_shares
+from ds_npu.parallel.forward_wraps import replace_innermost_forward
+from ds_npu.parallel.placement import keep_expert_shard, placement_of
+from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
+from ds_npu.topology.topology import Topology
+
+PLACED = "ds_npu_experts"
+"""The attribute of a model whose experts are placed."""
+
+
+def _applies(section: MoeSection, build: Build) -> bool:
+    return build.topology.size("ep", "etp") > 1 or section.computes
+
+
+def _asked(section: MoeSection, build: Build) -> str:
+    if not _applies(section, build):
+        return ""
+    sizes = f"expert {build.topology.size('ep')}, expert_tensor {build.topology.size('etp')}"
+    return sizes + "".join(f", {key} {value}" for key, value in section.asked())
+
+
+def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
+    if not _applies(section, build) or _is_placed(build.model):
+        return []
+    check_not_compiled(build.model, "expert")
+    layouts = expert_layouts(build.model, build.partial_plan)
+    if not layouts:
+        raise ValueError(_nowhere(build.model))
+    _check(layouts, build.topology)
+    axis = ExpertAxis.of(build.topology, build.sequence_parallel)
+    options = ExpertOptions(section.dispatcher or "alltoall", section.zero_memory)
+    return list(_changes(build, layouts, axis, options))
+
+
+def _is_placed(model: nn.Module) -> bool:
+    """Whether the experts of ``model`` are on their ranks already; layers of a user's own may be."""
+    own = any(placement_of(parameter).is_expert for parameter in model.parameters())
+    return own or any(has_attribute(module, PLACED) for module in model.modules())
+
+
+def _changes(
+    build: Build, layouts: dict[str, ExpertLayout], axis: ExpertAxis, options: ExpertOptions
+) -> Iterator[Change]:
+    for name, layout in layouts.items():
+        module = build.model.get_submodule(name)
+        for leaf in layout.names if axis.size > 1 else ():
+            yield _shard(name, module, leaf, layout, build.topology)
+        yield Change(
+            "computes", name, _described(axis, options), partial(_compute_here, module, name, layout, axis, options)
+        )
+    yield Change("sets", "", f"{PLACED}, compile", partial(_finish, build.model))
+
+
+def _finish(model: nn.Module) -> None:
+    set_attribute(model, PLACED, True)
+    refuse_compiling(model, "expert")
+
+
+def _shard(module_name: str, module: nn.Module, leaf: str, layout: ExpertLayout, topology: Topology) -> Change:
+    """Reduce one parameter to this rank's experts, and of these to its columns."""
+    shardings: dict[Any, Sharding] = {"ep": shard_sections(0, [layout.count], topology.size("ep"))}
+    if topology.size("etp") > 1:
+        shardings["etp"] = layout.column_sharding(leaf, topology.size("etp"))
+    ranks = {axis: topology.rank(axis) for axis in shardings}
+    said = [
+        f"dim {each.dim} over {axis}: {each.length(ranks[axis]):,} of {each.size:,}" for axis, each in shardings.items()
+    ]
+    make = partial(keep_expert_shard, module.get_parameter(leaf), shardings, ranks)
+    return Change("shards", f"{module_name}.{leaf}".lstrip("."), "; ".join(said), make)
+
+
+def _described(axis: ExpertAxis, options: ExpertOptions) -> str:
+    where = f"experts over {axis.size} ranks by {options.dispatcher}" if axis.size > 1 else "experts"
+    return f"{where}, grouped" + ("" if options.zero_memory == "none" else f", zero memory {options.zero_memory}")
+
+
+def _compute_here(module: nn.Module, name: str, layout: ExpertLayout, axis: ExpertAxis, options: ExpertOptions) -> None:
+    """Make the forward of ``module`` (tokens [T, H], experts [T, K], routing weights [T, K]) run over ``axis``."""
+    parameters = list(inspect.signature(module.forward).parameters)[:3]
+
+    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        x, ids, weights = (given[each] for each in parameters)
+        experts = layout.weights(module)
+
+        def compute(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+            return compute_experts(x_TH, ids_TK, weights_TK, experts, axis, options)
+
+        out = (
+            compute(x.flatten(0, -2), ids, weights)
+            if axis.same_tokens is None
+            else compute_in_shares(compute, x.flatten(0, -2), ids, weights, axis.same_tokens)
+        )
+        return out.view_as(x)
+
+    replace_innermost_forward(module, forward)
+
+
+def _check(layouts: dict[str, ExpertLayout], topology: Topology) -> None:
+    """Raise ConfigError that names every module whose experts cannot be placed so."""
+    ep, etp = topology.size("ep"), topology.size("etp")
+    problems: dict[tuple[str, int, str], list[str]] = {}
+    for name, layout in layouts.items():
+        if layout.count % ep:
+            accepted = f"a divisor of the {layout.count} experts of {names.generic(name)}"
+            problems.setdefault(("ds_npu.parallel.expert", ep, accepted), []).append(name)
+        if etp > 1 and layout.has_bias:
+            accepted = f"1: the experts of {names.generic(name)} have biases; use ds_npu.parallel.expert"
+            problems.setdefault(("ds_npu.parallel.expert_tensor", etp, accepted), []).append(name)
+        elif etp > layout.width:
+            accepted = f"at most {layout.width}, the columns of an expert of {names.generic(name)}"
+            problems.setdefault(("ds_npu.parallel.expert_tensor", etp, accepted), []).append(name)
+    if problems:
+        raise ConfigError([Problem(*each) for each in problems])
+
+
+def _nowhere(model: nn.Module) -> str:
+    return (
+        f"ds_npu.parallel.expert: {type(model).__name__} has no module of experts that ds_npu knows: one of "
+        "transformers 5, whose forward takes tokens, their experts and their routing weights. What to do: expert 1 and "
+        'expert_tensor 1 and no "moe"; or give your own module of that kind the role experts in ds_npu.plan'
+    )
+
+
+def _without_plan(build: Build) -> str:
+    try:
+        known = bool(expert_layouts(build.model, build.partial_plan))
+    except ValueError:
+        known = False
+    return "expert parallelism works" if known else ""
+
+
+MOE: Feature[MoeSection] = Feature("moe", Phase.SHARDS, declare=_declare, asked=_asked, without_plan=_without_plan)

@@ -1,0 +1,111 @@
+"""Which modules of a model hold experts, and how: transformers' own description of its experts, or the plan's role.
+
+transformers 5 gives every module of experts, whose forward takes (tokens [T, H], experts [T, K], weights [T, K]), the
+attributes that say how its weights are stored (``integrations.moe.use_experts_implementation``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ds_npu.config.roles import Role
+from ds_npu.models import kinds
+from ds_npu.models.attributes import attribute, has_attribute
+from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.expert.weights import Activation, ExpertWeights
+from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
+
+OF_TRANSFORMERS = ("has_gate", "has_bias", "is_transposed")
+"""Attributes of transformers' modules of experts."""
+ACTIVATION, GATE_METHOD = "act_fn", "_apply_gate"
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """How one module holds its experts."""
+
+    count: int
+    width: int
+    """I, the columns of each expert."""
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = False
+    """Whether weights are [E, in, out]; else they are [E, out, in]."""
+    by_turns: bool = False
+    """Whether gates and ups stand by turns along the outputs; else all gates, then all ups."""
+
+    @property
+    def up(self) -> str:
+        return "gate_up_proj" if self.has_gate else "up_proj"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+        found = (self.up, "down_proj")
+        return (*found, *(f"{each}_bias" for each in found)) if self.has_bias else found
+
+    def column_sharding(self, name: str, ranks: int) -> Sharding:
+        """How the parameter ``name`` is sharded over ``ranks`` that each have some columns of every expert."""
+        if name == "down_proj":
+            return shard_sections(1 if self.is_transposed else 2, [self.width], ranks)
+        dim = 1 if name.endswith("_bias") or not self.is_transposed else 2
+        if self.has_gate and self.by_turns:
+            return shard_sections(dim, [2 * self.width], ranks, unit=2)
+        return shard_sections(dim, [self.width] * (2 if self.has_gate else 1), ranks)
+
+    def weights(self, module: nn.Module) -> ExpertWeights:
+        """The experts that ``module`` holds on this rank, as its attributes read now (PEFT may add to them)."""
+        up, down = (_tensor(module, name) for name in self.names[:2])
+        biases = [_tensor(module, name) for name in self.names[2:]]
+        return ExpertWeights(up, down, self.activation(module), self.is_transposed, *biases)
+
+    def activation(self, module: nn.Module) -> Activation:
+        """What ``module`` computes between its two products."""
+        function: Activation = getattr(module, GATE_METHOD, None) or partial(_gated, getattr(module, ACTIVATION))
+        return function if self.has_gate else getattr(module, ACTIVATION)
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    found: torch.Tensor = getattr(module, name)
+    return found
+
+
+def _gated(act_fn: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return act_fn(gate) * up
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether ``module`` holds experts and says how, as transformers' do."""
+    return all(has_attribute(module, each) for each in OF_TRANSFORMERS) and kinds.is_experts(module)
+
+
+def expert_layouts(model: nn.Module, plan: ModelPlan) -> dict[str, ExpertLayout]:
+    """By name, how each module of experts in ``model`` holds them; ``plan`` may be a partial one.
+
+    Raises ValueError for one that has a norm behind its experts.
+    """
+    said = set(plan.named(Role.EXPERTS))
+    found = {}
+    for name, module in model.named_modules():
+        if is_of_transformers(module) or name in said:
+            found[name] = _layout(name, module)
+    return found
+
+
+def _layout(name: str, module: nn.Module) -> ExpertLayout:
+    if attribute(module, "has_post_expert_norm", bool):
+        raise ValueError(
+            f"ds_npu.parallel.expert: {name} ({type(module).__name__}) has a norm behind its experts, which ds_npu "
+            'does not compute on other ranks. What to do: expert 1 and expert_tensor 1, and no "moe"'
+        )
+    has_gate = attribute(module, "has_gate", bool) is not False
+    is_transposed = bool(attribute(module, "is_transposed", bool))
+    down = kinds.own_shapes(module)["down_proj"]
+    by_turns = attribute(module, "is_concatenated", bool) is False
+    has_bias = bool(attribute(module, "has_bias", bool))
+    return ExpertLayout(down[0], down[1 if is_transposed else 2], has_gate, has_bias, is_transposed, by_turns)

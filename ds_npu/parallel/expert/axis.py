@@ -1,0 +1,44 @@
+"""Where the experts of a layer are, and which ranks hold the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ds_npu.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class ExpertAxis:
+    """The ranks that hold a layer's experts together: ``ep`` x ``etp`` of them, etp the fastest.
+
+    Rank p along ep holds consecutive experts, whole where etp is 1 and else a shard of each expert's columns.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    """In ``group``."""
+    ep: int
+    etp: int
+    same_tokens: dist.ProcessGroup | None = None
+    """The ranks that hold the same tokens, of which each sends a share; None where every rank holds others."""
+
+    @property
+    def size(self) -> int:
+        return self.ep * self.etp
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank // self.etp
+
+    @property
+    def etp_rank(self) -> int:
+        return self.rank % self.etp
+
+    @staticmethod
+    def of(topology: Topology, tokens_are_sharded: bool) -> ExpertAxis:
+        """The axis of this rank; ``tokens_are_sharded``: by sequence parallelism, over the tensor ranks."""
+        group, ep, etp = topology.group("ep", "etp"), topology.size("ep"), topology.size("etp")
+        alike = topology.size("tp") > 1 and not tokens_are_sharded
+        return ExpertAxis(group, topology.rank("ep", "etp"), ep, etp, topology.group("tp") if alike else None)

@@ -1,0 +1,195 @@
+"""The experts of a mixture-of-experts layer over the ranks of an expert axis: dispatch, compute, combine.
+
+One autograd function, so that backward chooses its order: the gradient of the tokens leaves this rank before the
+weight gradients of the first product are computed. What it keeps for backward is the ``zero_memory`` level's:
+
+    none     the received tokens, and what the first product gives
+    level0   what the first product gives; tokens are sent again
+    level1   nothing but the layer's input; the first product is computed again, too
+
+The activation is computed again in each, and routing weights are applied to it: for their gradient the outputs of the
+experts need not be kept. Sources: Megatron-LM's grouped MoE (probabilities applied before the second product); for
+zero-memory MindSpeed (docs/zh/features/megatron_moe/megatron-moe-zero-memory.md), whose names the levels have.
+
+Shape letters as in ``routing``; H hidden, F outputs of the first product, I inputs of the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ds_npu.ops.autograd import Context, applied
+from ds_npu.ops.grouped_matmul import grouped_matmul
+from ds_npu.ops.token_permutation import token_permute, token_unpermute
+from ds_npu.parallel.expert.axis import ExpertAxis
+from ds_npu.parallel.expert.dispatch import DISPATCHERS, Dispatch
+from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
+from ds_npu.parallel.expert.weights import ExpertWeights, product_of_linear
+from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
+
+ZeroMemory = Literal["none", "level0", "level1"]
+Optional = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """How tokens reach their experts, and what backward computes again."""
+
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    zero_memory: ZeroMemory = "none"
+
+
+def compute_experts(
+    x_TH: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts: ExpertWeights,
+    axis: ExpertAxis,
+    options: ExpertOptions,
+) -> torch.Tensor:
+    """The sum [T, H] over each token's experts of their outputs, times the token's weight for each.
+
+    x: [T, H], this rank's tokens (with ``axis.same_tokens``: its share of them); ids: [T, K] int64, experts of all
+    ranks, -1 for none; weights: [T, K] floating. Every rank of the axis calls it at the same time, with any T. Has no
+    gradients of gradients.
+    """
+    dispatch = DISPATCHERS[options.dispatcher](ids_TK, len(experts) * axis.ep, axis)
+    call = _Call(dispatch, ids_TK, experts, axis.ep_rank * len(experts), options.zero_memory)
+    # Of the ranks that share an expert the first adds the bias of its output.
+    biases = experts.up_bias, experts.down_bias if axis.etp_rank == 0 else None
+    return _experts(x_TH, weights_TK, call, experts.up, experts.down, *biases)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer: what its forward and its backward share."""
+
+    dispatch: Dispatch
+    ids: torch.Tensor
+    experts: ExpertWeights
+    first: int
+    """The first expert of this rank."""
+    zero_memory: ZeroMemory
+
+    def routing(self, weights_TK: torch.Tensor) -> torch.Tensor:
+        """[T, 2 K]: weights and experts as one message; 0 is no expert, as in rows that only fill up."""
+        # The numbers of experts are exact in float32.
+        wide = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
+        return torch.cat([wide, (self.ids + 1).to(wide.dtype)], 1)
+
+    def first_product(self, x_PH: torch.Tensor, rows: _Rows, up: torch.Tensor, bias: Optional) -> torch.Tensor:
+        out_PF = grouped_matmul(x_PH, up if self.experts.is_transposed else up.transpose(1, 2), rows.counts)
+        return out_PF if bias is None else out_PF.add_(bias.index_select(0, rows.experts))
+
+    def second_product(self, x_PI: torch.Tensor, rows: _Rows, down: torch.Tensor, bias: Optional) -> torch.Tensor:
+        out_PH = grouped_matmul(x_PI, down if self.experts.is_transposed else down.transpose(1, 2), rows.counts)
+        return out_PH if bias is None else out_PH.add_(rows.weighted(bias.index_select(0, rows.experts)))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows that this rank has received, in the order of its experts."""
+
+    counts: torch.Tensor
+    """[E] int64: of each expert."""
+    experts: torch.Tensor
+    """[P] int64: the expert of each pair."""
+    order: Order
+    weights: torch.Tensor
+    """[P]: the routing weight of each pair."""
+
+    def weighted(self, x: torch.Tensor) -> torch.Tensor:
+        """x [P, ...], each row times its routing weight."""
+        return (x * self.weights.unsqueeze(1)).to(x.dtype)
+
+    def products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The inner product [P] of each row of x and y [P, ...], in the dtype of the weights, which are not lower."""
+        wide = torch.promote_types(x.dtype, self.weights.dtype)
+        return (x.to(wide) * y).sum(1).to(self.weights.dtype)
+
+
+def _received(rows_NH: torch.Tensor, routing_N2K: torch.Tensor, call: _Call) -> tuple[torch.Tensor, _Rows]:
+    """The rows [P, H] of every expert, one behind the other, and what they are."""
+    weights_NK, numbers_NK = routing_N2K.chunk(2, dim=1)
+    count = len(call.experts)
+    local_NK = local_ids(numbers_NK.to(torch.int64) - 1, call.first, count)
+    permuted_PH, places = token_permute(rows_NH, local_NK, sum(call.dispatch.pairs_of_experts))
+    order = Order(inverse(places)[: len(permuted_PH)].long(), places.view_as(local_NK))
+    of_pairs = (each.flatten().index_select(0, order.source) for each in (local_NK, weights_NK))
+    experts, weights = of_pairs
+    return permuted_PH, _Rows(histogram(local_NK, count), experts, order, weights)
+
+
+class _ExpertsContext(Context):
+    call: _Call
+    rows: _Rows
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _ExpertsContext, x_TH: torch.Tensor, weights_TK: torch.Tensor, call: _Call, *parameters: Optional
+    ) -> torch.Tensor:
+        up, down, up_bias, down_bias = parameters
+        assert up is not None and down is not None
+        sent = call.dispatch.send(x_TH)
+        routing_N2K = call.dispatch.send(call.routing(weights_TK)).wait()
+        rows_NH = sent.wait()
+        permuted_PH, rows = _received(rows_NH, routing_N2K, call)
+        first_PF = call.first_product(permuted_PH, rows, up, up_bias)
+        weighted_PI = rows.weighted(call.experts.activation(first_PF))
+        y_PH = call.second_product(weighted_PI, rows, down, down_bias)
+        out_TH = call.dispatch.combine(token_unpermute(y_PH, rows.order.places)).wait()
+        ctx.call, ctx.rows = call, rows
+        level = call.zero_memory
+        kept = rows_NH if level == "none" else x_TH
+        ctx.save_for_backward(kept, None if level == "level1" else first_PF, *parameters, weights_TK)
+        return out_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _ExpertsContext, dout_TH: torch.Tensor) -> tuple[Optional, ...]:
+        call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
+        kept, first_PF, up, down, up_bias, down_bias, weights_TK = ctx.saved_tensors
+        sent = call.dispatch.send(dout_TH)
+        again = None if call.zero_memory == "none" else call.dispatch.send(kept)
+        dy_PH = rows.order.permuted(sent.wait())
+        dweighted_PI = grouped_matmul(dy_PH, down.transpose(1, 2) if experts.is_transposed else down, rows.counts)
+        permuted_PH = rows.order.permuted(kept if again is None else again.wait())
+        if first_PF is None:
+            first_PF = call.first_product(permuted_PH, rows, up, up_bias)
+        with torch.enable_grad():
+            first_PF = first_PF.detach().requires_grad_()
+            activated_PI = experts.activation(first_PF)
+        (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, rows.weighted(dweighted_PI))
+        activated_PI = activated_PI.detach()
+        dpermuted_PH = grouped_matmul(dfirst_PF, up.transpose(1, 2) if experts.is_transposed else up, rows.counts)
+        dx = call.dispatch.combine(token_unpermute(dpermuted_PH, rows.order.places))
+        # While the gradient of the tokens travels:
+        dweights_P = rows.products(activated_PI, dweighted_PI)
+        if down_bias is not None:
+            dweights_P += rows.products(down_bias.index_select(0, rows.experts), dy_PH)
+        dup = ddown = None
+        if ctx.needs_input_grad[3]:
+            product = product_of_linear(dfirst_PF, permuted_PH, rows.counts, experts.is_transposed)
+            dup = taken(gradient_sink(up), product)
+        if ctx.needs_input_grad[4]:
+            product = product_of_linear(dy_PH, rows.weighted(activated_PI), rows.counts, experts.is_transposed)
+            ddown = taken(gradient_sink(down), product)
+        biases = (_sums(up_bias, dfirst_PF, rows), _sums(down_bias, rows.weighted(dy_PH), rows))
+        dweights_NK = torch.zeros_like(rows.order.places, dtype=dweights_P.dtype)
+        dweights_NK.view(-1).index_copy_(0, rows.order.source, dweights_P)
+        dweights_TK = call.dispatch.combine(dweights_NK).wait().to(weights_TK.dtype)
+        return dx.wait(), dweights_TK, None, dup, ddown, *biases
+
+
+def _sums(bias: Optional, dy: torch.Tensor, rows: _Rows) -> Optional:
+    """The gradient of a bias [E, N]: the sum of dy [P, N] over the rows of each expert; None without a bias."""
+    return None if bias is None else torch.zeros_like(bias).index_add_(0, rows.experts, dy)
+
+
+_experts = applied(_Experts, _Experts.forward)

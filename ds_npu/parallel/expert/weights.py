@@ -1,0 +1,63 @@
+"""The weights of the experts of one rank, and the products of which their gradients are sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ds_npu.ops.grouped_matmul import grouped_outer, grouped_outer_accumulate_
+from ds_npu.parallel.tensor.weight_product import WIDE
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""From what ``up`` gives [P, F] to what ``down`` takes [P, I], row by row."""
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """All experts of this rank: y = down(activation(up(x))), with a gate within ``up`` where the activation has one."""
+
+    up: torch.Tensor
+    """[E, F, H], or [E, H, F] where ``is_transposed``; F is 2 I with a gate."""
+    down: torch.Tensor
+    """[E, H, I], or [E, I, H]."""
+    activation: Activation
+    is_transposed: bool = False
+    up_bias: torch.Tensor | None = None
+    """[E, F]."""
+    down_bias: torch.Tensor | None = None
+    """[E, H]."""
+
+    def __len__(self) -> int:
+        return len(self.up)
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """aᵀ b of each group of rows [P, M] and [P, N], for a weight [E, M, N]: of the linear layers of all experts."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    counts: torch.Tensor
+    """[E] int64."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.a.dtype
+
+    def gradient(self) -> torch.Tensor:
+        return grouped_outer(self.a, self.b, self.counts)
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        if buffer.dtype not in WIDE:
+            return False
+        grouped_outer_accumulate_(buffer, self.a, self.b, self.counts)
+        return True
+
+
+def product_of_linear(
+    dy_PN: torch.Tensor, x_PK: torch.Tensor, counts_E: torch.Tensor, is_transposed: bool
+) -> GroupedProduct:
+    """The product of the gradient of a weight [E, N, K], or [E, K, N] where ``is_transposed``."""
+    return GroupedProduct(x_PK, dy_PN, counts_E) if is_transposed else GroupedProduct(dy_PN, x_PK, counts_E)

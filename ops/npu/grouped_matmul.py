@@ -1,0 +1,45 @@
+"""Grouped products with torch_npu: one kernel for all groups (aclnnGroupedMatmulV4/V5)."""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+
+from ds_npu.ops import grouped_matmul as operators
+
+SPLIT_ROWS, SPLIT_INNER = 0, 2
+"""``group_type``: groups of rows of x, and groups along the dim that is summed over."""
+ONE_RESULT = 3
+"""``split_item``."""
+COUNTS = 1
+"""``group_list_type``: the sizes of the groups, not their ends."""
+
+
+@torch.no_grad()
+def grouped_matmul(x_PK: torch.Tensor, weight_EKN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """``ds_npu.ops.grouped_matmul``."""
+    return _product(x_PK, weight_EKN, counts_E, SPLIT_ROWS)
+
+
+@torch.no_grad()
+def grouped_outer(a_PM: torch.Tensor, b_PN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """``ds_npu.ops.grouped_outer``."""
+    return _product(a_PM.t(), b_PN, counts_E, SPLIT_INNER)
+
+
+@torch.no_grad()
+def grouped_outer_accumulate_(
+    buffer_EMN: torch.Tensor, a_PM: torch.Tensor, b_PN: torch.Tensor, counts_E: torch.Tensor
+) -> torch.Tensor:
+    """``ds_npu.ops.grouped_outer_accumulate``: bf16 and fp16 only, as the kernel (aclnnGroupedMatmulAdd)."""
+    if a_PM.dtype not in (torch.bfloat16, torch.float16) or not buffer_EMN.is_contiguous() or not len(a_PM):
+        return operators.outer_accumulate_reference(buffer_EMN, a_PM, b_PN, counts_E)
+    torch_npu.npu_grouped_matmul_add_(buffer_EMN, a_PM, b_PN, counts_E.cumsum(0), transpose_x=True)
+    return buffer_EMN
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, counts_E: torch.Tensor, group_type: int) -> torch.Tensor:
+    y: torch.Tensor = torch_npu.npu_grouped_matmul(
+        [x], [weight], group_list=counts_E, split_item=ONE_RESULT, group_type=group_type, group_list_type=COUNTS
+    )[0]
+    return y

@@ -1,0 +1,27 @@
+"""Permutation of tokens with torch_npu (aclnnMoeTokenPermute, aclnnMoeTokenUnpermute)."""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+
+
+@torch.no_grad()
+def token_permute(x_NH: torch.Tensor, ids_NK: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``ds_npu.ops.token_permute``."""
+    if rows == 0 or len(x_NH) == 0:
+        # The kernel takes 0 rows as all of them.
+        order = torch.argsort(ids_NK.reshape(-1), stable=True)
+        return x_NH.new_empty(0, x_NH.shape[1]), torch.argsort(order).int()
+    permuted, places = torch_npu.npu_moe_token_permute(x_NH, ids_NK, rows)
+    return permuted, places
+
+
+@torch.no_grad()
+def token_unpermute(rows_PH: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
+    """``ds_npu.ops.token_unpermute``; the kernel sums several rows of a token only with a factor for each."""
+    if places_NK.numel() == 0 or len(rows_PH) == 0:
+        return rows_PH.new_zeros(len(places_NK), rows_PH.shape[1])
+    ones = torch.ones_like(places_NK, dtype=rows_PH.dtype)
+    y: torch.Tensor = torch_npu.npu_moe_token_unpermute(rows_PH, places_NK.reshape(-1), ones)
+    return y

@@ -1,0 +1,85 @@
+"""The gradient rule for Hugging Face models with experts over ranks: DeepSpeed's engine against one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import expert_lives
+import pytest
+import torch
+from expert_rule import hold_to_one_process
+from ranks import run_on_ranks
+
+STAGES = (0, 1, 2, 3)
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+WORLDS = [
+    (2, {"expert": 2}),
+    (2, {"expert_tensor": 2}),
+    (2, {"expert": 2, "tensor": 2}),
+    (2, {"expert_tensor": 2, "tensor": 2, "sequence_parallel": True}),
+    (2, {"expert": 2, "tensor": 2, "sequence_parallel": True}),
+    (2, {"expert": 2, "context": 2}),
+    (4, {"expert": 4}),
+    (4, {"expert": 2}),
+    (4, {"expert": 2, "expert_tensor": 2, "tensor": 2}),
+    (4, {"expert": 4, "tensor": 2, "sequence_parallel": True}),
+    (4, {"expert": 2, "tensor": 2, "context": 2}),
+    (4, {"expert": 2, "expert_tensor": 2, "context": 2}),
+]
+"""Ranks, and the axes."""
+OPTIONS = [
+    {"dispatcher": dispatcher, "zero_memory": level}
+    for dispatcher in ("alltoall", "allgather")
+    for level in ("none", "level0", "level1")
+]
+CASES = [(f, *w, o) for f, w, o in itertools.product(FAMILIES, WORLDS, OPTIONS)]
+CORNERS = [
+    ("mixtral", *WORLDS[4], OPTIONS[2]),
+    ("deepseek_v3", *WORLDS[2], OPTIONS[0]),
+    ("qwen3_moe", *WORLDS[5], OPTIONS[4]),
+]
+
+
+def test_two_expert_ranks():
+    run_on_ranks(2, hold_to_one_process, "qwen3_moe", {"expert": 2}, {}, (0, 3), torch.float64, {})
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=len(CORNERS), drawn=2)
+@pytest.mark.parametrize(("family", "ranks", "parallel", "moe"), [*CORNERS, *(c for c in CASES if c not in CORNERS)])
+def test_every_stage_of_zero(family, ranks, parallel, moe):
+    run_on_ranks(ranks, hold_to_one_process, family, parallel, moe, STAGES, torch.float64, {}, deadline_s=600.0)
+
+
+LIVES = [
+    ("qwen3_moe", 2, {"expert": 2}, {"expert_tensor": 2}),
+    ("mixtral", 2, {"expert": 2, "tensor": 2, "sequence_parallel": True}, {"expert": 2}),
+    ("deepseek_v3", 4, {"expert": 2, "expert_tensor": 2, "tensor": 2}, {"expert": 4}),
+    ("mixtral", 4, {"expert": 2}, {"expert": 4, "tensor": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize(("family", "ranks", "parallel", "other"), LIVES)
+def test_resumed_runs_are_uninterrupted_ones(family, ranks, parallel, other, tmp_path):
+    run_on_ranks(ranks, expert_lives.resume, family, parallel, STAGES, str(tmp_path), deadline_s=600.0)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize(("family", "ranks", "parallel", "other"), LIVES)
+def test_weights_leave_and_come_back_at_other_sizes(family, ranks, parallel, other, tmp_path):
+    run_on_ranks(ranks, expert_lives.export, family, parallel, other, STAGES, str(tmp_path), deadline_s=600.0)
+
+
+def test_a_checkpoint_of_other_expert_ranks_is_refused(tmp_path):
+    run_on_ranks(2, expert_lives.other_ranks, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, {"expert": 2}), (4, {"expert": 2, "expert_tensor": 2, "tensor": 2})]
+)
+def test_models_made_under_zero_init_train_as_whole_ones(ranks, parallel, tmp_path):
+    run_on_ranks(ranks, expert_lives.made_under_zero_init, "mixtral", parallel, str(tmp_path))

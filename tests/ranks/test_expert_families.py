@@ -1,0 +1,72 @@
+"""Each decoder of transformers that has experts, over expert ranks and expert tensor ranks: exact, or refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import decoder_families as families
+import expert_families
+import pytest
+import transformers
+from ranks import run_on_ranks
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+NOT_EXPERTS = "refused: ds_npu.parallel.expert: {} has no module of experts that ds_npu knows"
+CASES = [
+    ("qwen2_moe", 1, "exact"),
+    ("gpt_oss", 1, "exact"),
+    ("gpt_oss", 2, "refused: 1 mistake in the DeepSpeed config:\n  ds_npu.parallel.expert_tensor: found 2; 1: the exp"),
+    ("granitemoe", 2, "exact"),
+    ("deepseek_v2", 2, "exact"),
+    ("glm4_moe", 1, "exact"),
+    ("olmoe", 2, "exact"),
+    ("aria_text", 2, "exact"),
+    ("llama4_text", 1, NOT_EXPERTS.format("Llama4ForCausalLM")),
+    ("jetmoe", 1, NOT_EXPERTS.format("JetMoeForCausalLM")),
+    ("llama", 1, NOT_EXPERTS.format("LlamaForCausalLM")),
+]
+"""Families, the ranks that share an expert, and what comes of it."""
+IN_FLOAT32 = {"inkling2_text": "WRONG: model.layers.1.mlp.gate.weight by 1"}
+"""Its activation computes in float32; in backward nothing makes that float64, as these tests do in forward."""
+
+
+def hold(cases: list[tuple[str, int, str]]) -> None:
+    found = [(kind, etp, expert_families.outcome(kind, etp)) for kind, etp, _ in cases]
+    wrong = [each for each, case in zip(found, cases, strict=True) if not each[2].startswith(case[2])]
+    assert not wrong, wrong
+
+
+def test_families_that_differ():
+    run_on_ranks(2, hold, CASES)
+
+
+def every_axis(kind: str) -> None:
+    for etp in (1, 2):
+        found = expert_families.outcome(kind, etp)
+        right = found.startswith(("exact", "refused: ", "one process", IN_FLOAT32.get(kind, "exact")))
+        assert right, (kind, etp, found)
+
+
+def has_experts(kind: str) -> bool:
+    """Whether transformers' code of the family has a class of experts; nothing of it is imported."""
+    name = model_type_to_module_name(kind)
+    file = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
+    return file.exists() and re.search(r"^class \w*Experts\(", file.read_text(), re.MULTILINE) is not None
+
+
+FAMILIES = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_experts(kind)]
+
+
+def test_there_are_families():
+    assert {"mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"} <= set(FAMILIES) and len(FAMILIES) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(drawn=1)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family(kind):
+    if not families.is_buildable(kind):
+        pytest.skip("no tiny model of it can be made from the sizes that all families share")
+    run_on_ranks(2, every_axis, kind, deadline_s=600.0)

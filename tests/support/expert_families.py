@@ -1,0 +1,53 @@
+"""Each decoder of transformers with experts over 2 expert ranks: exact, or refused; against one process in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import decoder_families as families
+import expert_rule
+import tiny_models
+import torch
+import torch.distributed as dist
+
+from ds_npu.config.moe import MoeSection
+from ds_npu.features.build import Build
+from ds_npu.features.driver import apply_features
+from ds_npu.features.experts.feature import MOE
+from ds_npu.parallel.placement import placement_of
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
+
+
+def outcome(kind: str, etp: int = 1) -> str:
+    """``exact``, ``refused: <why>`` or what went wrong; both ranks have the same tokens."""
+    ranks = dist.get_world_size()
+    topology = Topology(Degrees(dp=ranks, ep=ranks // etp, etp=etp))
+    plain, ids = families.made(kind), tiny_models.tokens(families.SAMPLES, families.LENGTH)
+    given = {"input_ids": ids, "labels": ids}
+    try:
+        expected = families.step(plain, given)
+    except Exception as error:
+        return f"one process: {type(error).__name__}: {error}"
+    model = families.made(kind)
+    try:
+        apply_features([(MOE, MoeSection())], Build(topology, model))
+    except ValueError as error:
+        return f"refused: {error}"
+    try:
+        found = families.step(model, given)
+    except Exception as error:
+        kind_of_end = "refused at the first forward" if families.is_ours(error) else "CRASH"
+        return f"{kind_of_end}: {type(error).__name__}: {error}"
+    worst, where = abs(found / expected - 1), "loss"
+    floor = 1e-3 * max(float(each.grad.abs().max()) for each in plain.parameters() if each.grad is not None)
+    for name, weight in plain.named_parameters():
+        own = model.get_parameter(name)
+        mine = torch.zeros_like(own) if own.grad is None else own.grad
+        # The tokens of every rank of the group add to an expert's gradient.
+        times = ranks if placement_of(own).is_expert else 1
+        whole = expert_rule.whole_gradient(SimpleNamespace(topology=topology), own, mine) / times
+        right = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        error = float((whole - right).abs().max()) / max(float(right.abs().max()), floor)
+        worst, where = max((worst, where), (error, name))
+    return "exact" if worst <= families.EXACT else f"WRONG: {where} by {worst:.1e}"

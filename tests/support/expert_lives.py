@@ -1,0 +1,99 @@
+"""Runs of engines with experts on ranks that are saved and resumed, exported and loaded."""
+
+from __future__ import annotations
+
+import deepspeed
+import gradient_rule as rule
+import tensor_parallel_rule as dense
+import tiny_models
+import torch
+import torch.distributed as dist
+
+
+def engine_of(family: str, stage: int, parallel: dict, model: torch.nn.Module | None = None):
+    rule.without_extension()
+    config = dense.config(stage, torch.float32, {"parallel": parallel})
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    config["gradient_accumulation_steps"] = 1
+    model = tiny_models.tiny(family, torch.float32) if model is None else model.train()
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def losses(engine, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        torch.manual_seed(10 * step + engine.topology.rank("dp"))
+        ids = torch.randint(3, 60, (2, 8))
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def resume(family: str, parallel: dict, stages: tuple[int, ...], folder: str) -> None:
+    """Steps 2 and 3 after a checkpoint are, to the bit, those of the run that wrote it."""
+    for stage in stages:
+        first = engine_of(family, stage, parallel)
+        losses(first, range(2))
+        assert first.save_checkpoint(f"{folder}/{stage}")
+        uninterrupted = losses(first, range(2, 4))
+        second = engine_of(family, stage, parallel)
+        losses(second, range(7, 8))
+        path, _ = second.load_checkpoint(f"{folder}/{stage}")
+        assert path is not None
+        resumed = losses(second, range(2, 4))
+        assert resumed == uninterrupted, (family, parallel, stage, resumed, uninterrupted)
+
+
+def export(family: str, parallel: dict, other: dict, stages: tuple[int, ...], folder: str) -> None:
+    """What save_pretrained writes is the plain model, and from_pretrained loads it at other sizes of the axes."""
+    import transformers
+
+    import ds_npu
+
+    for stage in stages:
+        target = f"{folder}/{stage}"
+        engine = engine_of(family, stage, parallel)
+        losses(engine, range(2))
+        engine.save_pretrained(target)
+        state = dense.shared(engine.whole_state_dict())
+        name = tiny_models.FAMILIES[family][0]
+        plain = getattr(transformers, name).from_pretrained(target).state_dict()
+        assert plain.keys() == state.keys() and all(torch.equal(plain[key], state[key]) for key in plain)
+        config = dense.config(stage, torch.float32, {"parallel": other}) | {"gradient_accumulation_steps": 1}
+        model = ds_npu.from_pretrained(getattr(transformers, name), target, config, attn_implementation="eager")
+        again = dense.shared(engine_of(family, stage, other, model).whole_state_dict())
+        assert again.keys() == state.keys() and all(torch.equal(again[key], state[key]) for key in state), stage
+        yielded = dict(engine.whole_weights())
+        assert all(torch.equal(each, state[key]) for key, each in yielded.items()) and yielded.keys() <= state.keys()
+        dist.barrier()
+
+
+def other_ranks(folder: str) -> None:
+    """A checkpoint of experts on other ranks is refused with both layouts."""
+    import pytest
+
+    engine_of("mixtral", 1, {"expert": 2}).save_checkpoint(folder)
+    second = engine_of("mixtral", 1, {"expert_tensor": 2})
+    with pytest.raises(ValueError, match=r"written with expert 2, expert_tensor 1.*has expert 1, expert_tensor 2"):
+        second.load_checkpoint(folder)
+
+
+def made_under_zero_init(family: str, parallel: dict, folder: str) -> None:
+    """A model that transformers makes under zero.Init, as with ZeRO 3 and a Trainer, trains as one that is whole."""
+    import transformers
+    from transformers.integrations import HfDeepSpeedConfig
+
+    rule.without_extension()
+    kind = getattr(transformers, tiny_models.FAMILIES[family][0])
+    if dist.get_rank() == 0:
+        tiny_models.tiny(family, torch.float32).save_pretrained(folder)
+    dist.barrier()
+    expected = losses(engine_of(family, 3, parallel), range(3))
+    config = dense.config(3, torch.float32, {"parallel": parallel}) | {"gradient_accumulation_steps": 1}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    known = HfDeepSpeedConfig(config)
+    model = kind.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager").train()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    assert losses(engine, range(3)) == expected and known

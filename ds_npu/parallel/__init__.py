@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ds_npu.parallel.context.axis import ContextAxis, context_axis
     from ds_npu.parallel.context.load_balance import Tokens, shard_documents, shard_evenly
     from ds_npu.parallel.context.ulysses import post_to_heads, post_to_tokens
+    from ds_npu.parallel.expert.replay import RoutingRecord, record_routing, replay_routing
     from ds_npu.parallel.placement import sharding_of
     from ds_npu.parallel.tensor.axis import TensorAxis, tensor_axis
     from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary, vocab_parallel_cross_entropy
@@ -32,6 +33,7 @@ HOMES = {
     "ContextAxis": "ds_npu.parallel.context.axis",
     "Degrees": "ds_npu.topology.degrees",
     "LogitTransform": "ds_npu.parallel.tensor.log_probs",
+    "RoutingRecord": "ds_npu.parallel.expert.replay",
     "RowParallelLinear": "ds_npu.parallel.tensor.linear",
     "SequenceShards": "ds_npu.parallel.tensor.region",
     "TensorAxis": "ds_npu.parallel.tensor.axis",
@@ -46,6 +48,8 @@ HOMES = {
     "gather_vocabulary": "ds_npu.parallel.tensor.cross_entropy",
     "post_to_heads": "ds_npu.parallel.context.ulysses",
     "post_to_tokens": "ds_npu.parallel.context.ulysses",
+    "record_routing": "ds_npu.parallel.expert.replay",
+    "replay_routing": "ds_npu.parallel.expert.replay",
     "shard_documents": "ds_npu.parallel.context.load_balance",
     "shard_evenly": "ds_npu.parallel.context.load_balance",
     "sharding_of": "ds_npu.parallel.placement",
@@ -63,6 +67,7 @@ __all__ = [
     "ContextAxis",
     "Degrees",
     "LogitTransform",
+    "RoutingRecord",
     "RowParallelLinear",
     "SequenceShards",
     "TensorAxis",
@@ -77,6 +82,8 @@ __all__ = [
     "gather_vocabulary",
     "post_to_heads",
     "post_to_tokens",
+    "record_routing",
+    "replay_routing",
     "shard_documents",
     "shard_evenly",
     "sharding_of",

@@ -48,6 +48,12 @@ def cells(client: str, zero: dict[str, str], does: str, test: str) -> tuple[Cell
 ONE = dict.fromkeys(EVERY_STAGE, "1")
 CELLS = (
     *cells("Trainer", EVERY_STAGE | SEQUENCES | DATA, ALL, f"{LIFE}test_a_whole_life"),
+    *cells(
+        "Trainer",
+        {"expert": "0-3", "expert, tensor": "1", "expert_tensor, context": "1", "data, expert, tensor": "1"},
+        ALL,
+        "clients/test_experts_life.py::test_a_whole_life",
+    ),
     *cells("Trainer: samplers, streams, losses of one's own", SOME, "train", f"{LIFE}test_samplers_streams_and_losses"),
     *cells("Trainer: SIGTERM", SOME, "train save resume", f"{LIFE}test_a_checkpoint_on_sigterm"),
     Cell("Trainer: NEFTune", "context", "0-3", "refused", f"{LIFE}test_noise_over_context_ranks_is_refused"),

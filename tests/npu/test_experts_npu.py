@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import deepspeed
 import expert_cases
 import expert_rule
 import gradient_rule as rule
 import pytest
 import tensor_parallel_rule as dense
+import tiny_models
 import torch
 from ranks import run_on_ranks
 
+from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.all import OPERATORS
+from ds_npu.parallel import RoutingRecord, record_routing, replay_routing
+from ds_npu.parallel.context.load_balance import shard_evenly
 from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
 
 OF_EXPERTS = {"npu_grouped_matmul", "npu_moe_token_permute", "npu_moe_token_unpermute"}
 
@@ -38,33 +46,90 @@ def test_a_layer(degrees):
     run_on_ranks(2, layers, degrees, backend="hccl", sets_device=True)
 
 
-def step(family: str, parallel: dict, moe: dict, stage: int) -> None:
-    """bf16 within twice the error of one process."""
+def step(family: str, parallel: dict, moe: dict, stage: int, replays: bool) -> None:
+    """bf16 within twice the error of one process; with ``replays`` all choose the experts that float64 chooses."""
     rule.without_extension()
-    called = count_kernels()
-    expected = dense.reference(family, _data_ranks(parallel), dtype=torch.float64, start=torch.bfloat16)
+    called, dp = count_kernels(), 2 // (parallel.get("tensor", 1) * parallel.get("context", 1))
+    model = tiny_models.tiny(family, torch.float32).to(torch.bfloat16).double()
+    with record_routing(model) as record, torch.no_grad():
+        for micro in dense.batches(rule.MICRO * rule.ACCUMULATION * dp).split(rule.MICRO):
+            dense.loss_of(model, micro, torch.float64)
+    expected = dense.reference(family, dp, dtype=torch.float64, start=torch.bfloat16)
     section = {"parallel": parallel, "moe": moe}
-    errors = expert_rule.engine_step(family, stage, torch.bfloat16, section, expected)
-    single = dense.reference(family, _data_ranks(parallel), dtype=torch.bfloat16, start=torch.bfloat16, device="npu")
+    section |= {"context_parallel": {"algorithm": "ring"}} if "context" in parallel else {}
+    with replayed_in_engines(record, parallel) if replays else nullcontext():
+        errors = expert_rule.engine_step(family, stage, torch.bfloat16, section, expected)
+    with replayed_in_models(record) if replays else nullcontext():
+        single = dense.reference(family, dp, dtype=torch.bfloat16, start=torch.bfloat16, device="npu")
     bound = 2 * rule.relative(single.gradients, expected.gradients)
     assert max(errors.gradient, errors.norm) <= bound and errors.loss <= 4e-3, (errors, bound)
     assert called >= OF_EXPERTS, called
 
 
-def _data_ranks(parallel: dict) -> int:
-    return 2 // (parallel.get("tensor", 1) * parallel.get("context", 1))
+@contextmanager
+def replayed_in_models(record: RoutingRecord):
+    """Every tiny model that is made within the block replays ``record``."""
+    made = tiny_models.tiny
+    with ExitStack() as stack:
+
+        def tiny(*args, **kwargs):
+            model = made(*args, **kwargs)
+            stack.enter_context(replay_routing(model, record))
+            return model
+
+        tiny_models.tiny = tiny
+        stack.callback(setattr, tiny_models, "tiny", made)
+        yield
+
+
+@contextmanager
+def replayed_in_engines(record: RoutingRecord, parallel: dict):
+    """Every engine that is made within the block replays this rank's part of ``record``."""
+    made = deepspeed.initialize
+    with ExitStack() as stack:
+
+        def initialize(*args, **kwargs):
+            engine, *rest = made(*args, **kwargs)
+            mine = {name: own_part(each, engine.topology, parallel) for name, each in record.choices.items()}
+            stack.enter_context(replay_routing(engine.module, RoutingRecord(mine)))
+            return engine, *rest
+
+        deepspeed.initialize = initialize
+        stack.callback(setattr, deepspeed, "initialize", made)
+        yield
+
+
+def own_part(choices: list[torch.Tensor], topology: Topology, parallel: dict) -> list[torch.Tensor]:
+    """Of the choices [B * S, k] of all micro-batches those of this rank's tokens in its own."""
+    dp, found = topology.size("dp"), []
+    for index in range(rule.ACCUMULATION):
+        each = choices[index * dp + topology.rank("dp")].unflatten(0, (rule.MICRO, dense.LENGTH))
+        if topology.size("cp") > 1:
+            tokens = shard_evenly(dense.LENGTH, ContextAlgorithm(ring=topology.size("cp")))
+            each = each[:, tokens.index(topology.rank("cp"))[0]]
+        if parallel.get("sequence_parallel"):
+            each = each.chunk(topology.size("tp"), dim=1)[topology.rank("tp")]
+        found.append(each.flatten(0, 1))
+    return found
+
+
+OVER = [
+    ({"expert": 2}, {"zero_memory": "level0"}),
+    ({"expert": 2, "tensor": 2, "sequence_parallel": True}, {"dispatcher": "allgather"}),
+    ({"expert_tensor": 2, "context": 2}, {"zero_memory": "level1"}),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize(
-    ("parallel", "moe"),
-    [
-        ({"expert": 2}, {"zero_memory": "level0"}),
-        ({"expert": 2, "tensor": 2, "sequence_parallel": True}, {"dispatcher": "allgather"}),
-        ({"expert_tensor": 2, "context": 2}, {"zero_memory": "level1"}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("parallel", "moe"), OVER, ids=str)
 def test_a_step(family, parallel, moe):
-    run_on_ranks(2, step, family, parallel, moe, 3, backend="hccl", sets_device=False)
+    run_on_ranks(2, step, family, parallel, moe, 3, False, backend="hccl", sets_device=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("parallel", "moe"), OVER, ids=str)
+def test_a_step_that_chooses_as_float64(family, parallel, moe):
+    """Without a replay rounding flips choices of mixtral, and gradients are off by 0.041 where 0.016 is allowed."""
+    run_on_ranks(2, step, family, parallel, moe, 3, True, backend="hccl", sets_device=False)

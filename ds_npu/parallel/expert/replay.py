@@ -1,0 +1,120 @@
+"""Records which experts a forward chose, and makes another forward choose the same.
+
+Rounding may flip a choice between two experts whose scores are close, and what follows then differs by far more than
+rounding: between a model that generates and one that trains (RL), two precisions, or two layouts of ranks. A record
+holds, of every layer of experts, the indices of each top-k that its block computes, in order; the replay looks the
+values up in its own scores, so that gradients reach the router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+
+Result = torch.return_types.topk
+_WHOLE_SHAPE = TensorAttribute[torch.Size]("ds_shape")
+"""Of a parameter that ZeRO-3 has partitioned."""
+
+
+@dataclass
+class RoutingRecord:
+    """By the name of a layer's block, the indices [..., k] of each of its top-k, forward after forward."""
+
+    choices: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class _TopK(TorchFunctionMode):
+    """Hands each ``topk`` of ``scores`` to ``choose``, while a block runs."""
+
+    def __init__(self, choose: Callable[[torch.Tensor, Result], Result]) -> None:
+        super().__init__()
+        self._choose = choose
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores: torch.Tensor = args[0] if args else (kwargs or {})["input"]
+        return self._choose(scores, result)
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """Record the choices of every forward of ``model`` within the block, in order; on each rank those of its tokens."""
+    record = RoutingRecord()
+
+    def chosen(name: str, scores: torch.Tensor, result: Result) -> Result:
+        record.choices.setdefault(name, []).append(result.indices.detach())
+        return result
+
+    with _each_block(model, chosen):
+        yield record
+
+
+@contextmanager
+def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
+    """Make the forwards of ``model`` within the block choose what ``record`` holds, for as many forwards as it has.
+
+    Raises RuntimeError where a forward has other tokens, another k, or nothing is left. Do not recompute activations
+    within the block: what is computed again would take the choices of the next forward.
+    """
+    left = {name: list(each) for name, each in record.choices.items()}
+
+    def chosen(name: str, scores: torch.Tensor, result: Result) -> Result:
+        if not left.get(name):
+            raise RuntimeError(f"replay_routing: nothing is left that was recorded of {name}")
+        indices = left[name].pop(0).to(result.indices.device)
+        if indices.shape != result.indices.shape:
+            raise RuntimeError(
+                f"replay_routing: {name} chooses {list(result.indices.shape)}, and recorded was {list(indices.shape)}: "
+                "the tokens of this rank, or the number of experts of each, differ"
+            )
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+    with _each_block(model, chosen):
+        yield
+
+
+@contextmanager
+def _each_block(model: nn.Module, chosen: Callable[[str, torch.Tensor, Result], Result]) -> Iterator[None]:
+    """Call ``chosen`` for every top-k along the last dim within the modules of ``model`` that hold experts."""
+    running: list[ExitStack] = []
+    handles = []
+
+    def enter(name: str, *_: object) -> None:
+        running.append(ExitStack())
+        running[-1].enter_context(_TopK(partial(chosen, name)))
+
+    def leave(*_: object) -> None:
+        running.pop().close()
+
+    for name, module in model.named_modules():
+        if any(holds_stacked_weights(child) for child in module.children()):
+            handles += [
+                module.register_forward_pre_hook(partial(enter, name)),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+    if not handles:
+        raise ValueError(f"{type(model).__name__} has no module that holds experts")
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def holds_stacked_weights(module: nn.Module) -> bool:
+    """Whether ``module`` holds experts in parameters of three dims."""
+    own = [parameter for name, parameter in module.named_parameters(recurse=False) if name != "weight"]
+    return any(len(_WHOLE_SHAPE.get(parameter) or parameter.shape) == 3 for parameter in own)

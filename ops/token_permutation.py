@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from ds_npu.operator_costs import token_permute_cost, token_unpermute_cost
 from ds_npu.ops.operator import Operator
@@ -29,12 +30,14 @@ def unpermute_reference(rows_PH: torch.Tensor, places_NK: torch.Tensor) -> torch
     rows: [P, H]; places: [N, K] int32, of which those >= P count as zeros. Returns [N, H]; sums are in the dtype of
     the rows, in float32 for lower ones.
     """
-    wide = torch.promote_types(rows_PH.dtype, torch.float32)
-    out = rows_PH.new_zeros(len(places_NK), rows_PH.shape[1], dtype=wide)
-    for column in places_NK.long().unbind(1):
-        kept = (column < len(rows_PH)).nonzero()[:, 0]
-        out.index_add_(0, kept, rows_PH.index_select(0, column[kept]).to(wide))
-    return out.to(rows_PH.dtype)
+    if not len(rows_PH) or not len(places_NK):
+        return rows_PH.new_zeros(len(places_NK), rows_PH.shape[1])
+    wide = rows_PH.to(torch.promote_types(rows_PH.dtype, torch.float32))
+    places_NK = places_NK.long()
+    kept_NK = (places_NK < len(rows_PH)).to(wide.dtype)
+    chosen = places_NK.clamp(max=len(rows_PH) - 1)
+    # The fastest sum of rows that PyTorch has on a CPU.
+    return functional.embedding_bag(chosen, wide, mode="sum", per_sample_weights=kept_NK).to(rows_PH.dtype)
 
 
 def permute_sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:

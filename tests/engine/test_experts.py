@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import expert_adapters
 import expert_lives
 import pytest
 import torch
@@ -83,3 +84,13 @@ def test_a_checkpoint_of_other_expert_ranks_is_refused(tmp_path):
 )
 def test_models_made_under_zero_init_train_as_whole_ones(ranks, parallel, tmp_path):
     run_on_ranks(ranks, expert_lives.made_under_zero_init, "mixtral", parallel, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapters_of_experts(family, tmp_path):
+    run_on_ranks(2, expert_adapters.step, family, {"expert": 2}, STAGES, str(tmp_path), deadline_s=300.0)
+
+
+def test_adapters_of_shared_experts_are_refused():
+    run_on_ranks(2, expert_adapters.refused)

@@ -102,9 +102,14 @@ def engine_step(
 
 def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
     """Every gradient of this tensor rank as the optimizer will see it."""
+    return rule.reduced_gradients(engine, only_trained(model))
+
+
+def only_trained(model: nn.Module) -> nn.Module:
+    """``model`` that names those of its parameters that are trained."""
     only = copy.copy(model)
     only.__dict__["named_parameters"] = lambda: ((n, w) for n, w in model.named_parameters() if w.requires_grad)
-    return rule.reduced_gradients(engine, only)
+    return only
 
 
 def assembled(engine, model: nn.Module, name: str, part: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ds_npu.config.moe import MoeSection
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
+from ds_npu.features.experts.adapters import adapter_changes
 from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
 from ds_npu.features.feature import Feature
 from ds_npu.models import names
@@ -66,8 +67,10 @@ def _changes(
 ) -> Iterator[Change]:
     for name, layout in layouts.items():
         module = build.model.get_submodule(name)
-        for leaf in layout.names if axis.size > 1 else ():
-            yield _shard(name, module, leaf, layout, build.topology)
+        if axis.size > 1:
+            for leaf in layout.names:
+                yield _shard(name, module, leaf, layout, build.topology)
+            yield from adapter_changes(build.model, name, layout.count, build.topology)
         yield Change(
             "computes", name, _described(axis, options), partial(_compute_here, module, name, layout, axis, options)
         )

@@ -7,8 +7,7 @@ import itertools
 import expert_adapters
 import expert_lives
 import pytest
-import torch
-from expert_rule import hold_to_one_process
+from expert_rule import hold_to_one_process, sinks_take_products
 from ranks import run_on_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -42,14 +41,14 @@ CORNERS = [
 
 
 def test_two_expert_ranks():
-    run_on_ranks(2, hold_to_one_process, "qwen3_moe", {"expert": 2}, {}, (0, 3), torch.float64, {})
+    run_on_ranks(2, hold_to_one_process, "qwen3_moe", {"expert": 2}, {}, (0, 3), {})
 
 
 @pytest.mark.slow
 @pytest.mark.matrix(corners=len(CORNERS), drawn=2)
 @pytest.mark.parametrize(("family", "ranks", "parallel", "moe"), [*CORNERS, *(c for c in CASES if c not in CORNERS)])
 def test_every_stage_of_zero(family, ranks, parallel, moe):
-    run_on_ranks(ranks, hold_to_one_process, family, parallel, moe, STAGES, torch.float64, {}, deadline_s=600.0)
+    run_on_ranks(ranks, hold_to_one_process, family, parallel, moe, STAGES, {}, deadline_s=600.0)
 
 
 LIVES = [
@@ -94,3 +93,9 @@ def test_adapters_of_experts(family, tmp_path):
 
 def test_adapters_of_shared_experts_are_refused():
     run_on_ranks(2, expert_adapters.refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "level"), [("mixtral", "none"), ("qwen3_moe", "level1")])
+def test_weight_gradients_are_added_in_the_optimizers_buffers(family, level):
+    run_on_ranks(2, sinks_take_products, family, {"zero_memory": level})

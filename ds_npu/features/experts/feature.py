@@ -25,6 +25,7 @@ from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
 from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.placement import keep_expert_shard, placement_of
+from ds_npu.parallel.tensor.direct_layers import USES_SINK
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.topology import Topology
 
@@ -120,6 +121,8 @@ def _compute_here(module: nn.Module, name: str, layout: ExpertLayout, axis: Expe
         return out.view_as(x)
 
     replace_innermost_forward(module, forward)
+    for leaf in (layout.up, "down_proj"):
+        USES_SINK.set(module.get_parameter(leaf), True)
 
 
 def _check(layouts: dict[str, ExpertLayout], topology: Topology) -> None:

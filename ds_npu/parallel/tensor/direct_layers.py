@@ -14,6 +14,7 @@ from torch.nn import functional
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.forward_wraps import has_own_forward
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, linear
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.parallel.tensor.weight_product import LookupProduct
@@ -101,18 +102,20 @@ def use_direct_gradient(module: nn.Module) -> None:
     object.__setattr__(module, "__class__", _direct(kind))
 
 
+USES_SINK = TensorAttribute[bool]("ds_npu_uses_sink")
+"""On weights that no linear layer holds, whose computation uses their sink all the same (those of experts)."""
 LINEARS = (DirectLinear, ColumnLinear, RowLinear)
 
 
 def direct_weights(model: nn.Module, kinds: tuple[type, ...] = LINEARS) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weights whose layers, of ``kinds``, use a gradient sink, by name; a tied one comes once."""
+    """The weights whose layers, of ``kinds`` or of experts, use a gradient sink, by name; a tied one comes once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        direct = isinstance(module, kinds)
-        weight = module.get_parameter("weight") if direct else None
-        if weight is not None and id(weight) not in seen:
-            seen.add(id(weight))
-            yield f"{name}.weight".lstrip("."), weight
+        for leaf, weight in module.named_parameters(recurse=False):
+            direct = (leaf == "weight" and isinstance(module, kinds)) or USES_SINK.is_on(weight)
+            if direct and id(weight) not in seen:
+                seen.add(id(weight))
+                yield f"{name}.{leaf}".lstrip("."), weight
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ds_npu.acceptance.training_cases import STEPS, ModelSizes, TrainingRecipe
 
-CLIP = 1.0
+CLIP = 0.8
 LEARNING_RATES = {"SGD": 0.1, "AdamW": 1e-3}
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.01
 BATCHES = 2

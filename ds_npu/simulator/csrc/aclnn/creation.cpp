@@ -1,5 +1,6 @@
-// Creation of tensors: constants, sequences, triangles.
+// Creation of tensors, copies between them, and their concatenation, splitting, repetition, reordering and padding.
 #include "aclnn/operator.h"
+#include "aclnn/precision.h"
 
 using namespace sim;
 
@@ -27,3 +28,83 @@ ACLNN(Tril, (const Tensor& self, int64_t diagonal, Tensor& out)) { at::tril_out(
 ACLNN(Triu, (const Tensor& self, int64_t diagonal, Tensor& out)) { at::triu_out(out, self, diagonal); }
 ACLNN(InplaceTril, (Tensor& self, int64_t diagonal)) { self.tril_(diagonal); }
 ACLNN(InplaceTriu, (Tensor& self, int64_t diagonal)) { self.triu_(diagonal); }
+
+// Copies between tensors of one device: other strides, other types.
+
+ACLNN(InplaceCopy, (Tensor& self, const Tensor& source)) { self.copy_(source); }
+ACLNN(Cast, (const Tensor& self, ScalarType, Tensor& out)) { out.copy_(self); }
+
+// Concatenation, splitting, repetition, reordering and padding of tensors.
+
+ACLNN(Cat, (const Tensors& tensors, int64_t dim, Tensor& out)) { at::cat_out(out, tensors, dim); }
+
+ACLNN(Stack, (const Tensors& tensors, int64_t dim, Tensor& out)) { at::stack_out(out, tensors, dim); }
+
+ACLNN(SplitWithSize, (const Tensor& self, const Ints& sizes, int64_t dim, const Tensors& out)) {
+  const Tensors pieces = self.split_with_sizes(sizes, dim);
+  for (size_t i = 0; i < out.size(); ++i) out[i].copy_(pieces.at(i));
+}
+
+ACLNN(ChunkCat, (const Tensors& tensors, int64_t dim, int64_t chunks, Tensor& out)) {
+  out.copy_(at::_chunk_cat(tensors, dim, chunks));
+}
+
+// Each dim of the result, split into (repetition, element), is the argument broadcast over the repetitions.
+ACLNN(Repeat, (const Tensor& self, const Ints& repeats, Tensor& out)) {
+  if (out.numel() == 0) return;
+  Ints split, elements;
+  const size_t leading = repeats.size() - static_cast<size_t>(self.dim());
+  for (size_t i = 0; i < repeats.size(); ++i) {
+    const int64_t size = i < leading ? 1 : self.size(static_cast<int64_t>(i - leading));
+    split.insert(split.end(), {repeats[i], size});
+    elements.insert(elements.end(), {1, size});
+  }
+  out.view(split).copy_(self.reshape(elements));
+}
+
+static void repeat_each(Tensor& out, const Tensor& self, const Tensor& repeats, std::optional<int64_t> dim) {
+  const Tensor source = dim ? self : self.reshape(-1);
+  const int64_t along = dim.value_or(0);
+  if (source.dim() == 0) return void(out.copy_(source.expand(out.sizes())));
+  const Tensor counts = repeats.numel() == 1 ? repeats.reshape(1).expand(source.size(along)) : repeats;
+  at::index_select_out(out, source, along, at::repeat_interleave(counts.contiguous()));
+}
+
+static Tensor count(int64_t repeats) { return at::full({1}, repeats, at::kLong); }
+
+ACLNN(RepeatInterleave, (const Tensor& self, const Tensor& repeats, int64_t, Tensor& out)) {
+  repeat_each(out, self, repeats, {});
+}
+
+ACLNN(RepeatInterleaveWithDim, (const Tensor& self, const Tensor& repeats, int64_t dim, int64_t, Tensor& out)) {
+  repeat_each(out, self, repeats, dim);
+}
+
+ACLNN(RepeatInterleaveInt, (const Tensor& self, int64_t repeats, int64_t, Tensor& out)) {
+  repeat_each(out, self, count(repeats), {});
+}
+
+ACLNN(RepeatInterleaveIntWithDim, (const Tensor& self, int64_t repeats, int64_t dim, int64_t, Tensor& out)) {
+  repeat_each(out, self, count(repeats), dim);
+}
+
+ACLNN(RepeatInterleaveTensor, (const Tensor& repeats, int64_t, Tensor& out)) { out.copy_(at::repeat_interleave(repeats)); }
+
+ACLNN(Flip, (const Tensor& self, const Ints& dims, Tensor& out)) { out.copy_(at::flip(self, dims)); }
+
+ACLNN(Roll, (const Tensor& self, const Ints& shifts, const Ints& dims, Tensor& out)) {
+  out.copy_(at::roll(self, shifts, dims));
+}
+
+ACLNN(ConstantPadNd, (const Tensor& self, const Ints& pad, const Scalar& value, Tensor& out)) {
+  out.copy_(at::constant_pad_nd(self, pad, value));
+}
+
+ACLNN(UnfoldGrad, (const Tensor& grad, const Ints& sizes, int64_t dim, int64_t size, int64_t step, Tensor& out)) {
+  out.copy_(at::unfold_backward(wide(grad), sizes, dim, size, step));
+}
+
+ACLNN(Im2col, (const Tensor& self, const Ints& kernel, const Ints& dilation, const Ints& padding, const Ints& stride,
+               Tensor& out)) {
+  out.copy_(at::im2col(self, kernel, dilation, padding, stride));
+}

@@ -42,6 +42,11 @@ def test_families_that_differ():
     run_on_ranks(2, hold, CASES)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+def test_autocast(kind):
+    run_on_ranks(2, expert_families.under_autocast, kind)
+
+
 def every_axis(kind: str) -> None:
     for etp in (1, 2):
         found = expert_families.outcome(kind, etp)

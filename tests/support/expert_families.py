@@ -51,3 +51,25 @@ def outcome(kind: str, etp: int = 1) -> str:
         error = float((whole - right).abs().max()) / max(float(right.abs().max()), floor)
         worst, where = max((worst, where), (error, name))
     return "exact" if worst <= families.EXACT else f"WRONG: {where} by {worst:.1e}"
+
+
+def under_autocast(kind: str) -> None:
+    """Losses and gradients of float32 weights under autocast, against transformers' grouped experts under it."""
+    topology = Topology(Degrees(dp=2, ep=2))
+    plain, model = families.made(kind).float(), families.made(kind).float()
+    plain.set_experts_implementation("grouped_mm")
+    ids = tiny_models.tokens(families.SAMPLES, families.LENGTH)
+    apply_features([(MOE, MoeSection())], Build(topology, model))
+    losses = []
+    for each in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert abs(losses[1] / losses[0] - 1) <= 2e-3, losses
+    for name, weight in model.named_parameters():
+        assert weight.grad is None or weight.grad.dtype == torch.float32, name
+        if "experts.down_proj" in name:
+            right = expert_rule.whole_gradient(SimpleNamespace(topology=topology), weight, weight.grad) / 2
+            other = plain.get_parameter(name).grad
+            assert float((right - other).norm() / other.norm()) <= 0.05, name

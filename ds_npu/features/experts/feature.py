@@ -108,17 +108,18 @@ def _compute_here(module: nn.Module, name: str, layout: ExpertLayout, axis: Expe
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         given = dict(zip(parameters, args, strict=False)) | kwargs
         x, ids, weights = (given[each] for each in parameters)
-        experts = layout.weights(module)
+        experts, kind = layout.weights(module), x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.up.dtype
+        x_TH, experts = x.flatten(0, -2).to(dtype), experts.to(dtype)
 
         def compute(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
             return compute_experts(x_TH, ids_TK, weights_TK, experts, axis, options)
 
-        out = (
-            compute(x.flatten(0, -2), ids, weights)
-            if axis.same_tokens is None
-            else compute_in_shares(compute, x.flatten(0, -2), ids, weights, axis.same_tokens)
-        )
-        return out.view_as(x)
+        if axis.same_tokens is None:
+            out = compute(x_TH, ids, weights)
+        else:
+            out = compute_in_shares(compute, x_TH, ids, weights, axis.same_tokens)
+        return out.view_as(x).to(x.dtype)
 
     replace_innermost_forward(module, forward)
     for leaf in (layout.up, "down_proj"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,14 @@ class ExpertWeights:
 
     def __len__(self) -> int:
         return len(self.up)
+
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """These weights in ``dtype``; differentiable, and the same object where they have it."""
+        if self.up.dtype == dtype:
+            return self
+        up_bias, down_bias = (each if each is None else each.to(dtype) for each in (self.up_bias, self.down_bias))
+        made = replace(self, up=self.up.to(dtype), down=self.down.to(dtype))
+        return replace(made, up_bias=up_bias, down_bias=down_bias)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ds_npu.config.section import AtLeastZero, Section
 
@@ -27,7 +27,3 @@ class MoeSection(Section):
     def computes(self) -> bool:
         """Whether experts are computed by ds_npu where each rank has all of them, too."""
         return bool(self.grouped_matmul) or self.zero_memory != "none"
-
-    def asked(self) -> list[tuple[str, Any]]:
-        """The keys that are not left out."""
-        return [(key, value) for key, value in self if value != type(self).model_fields[key].default]

@@ -87,13 +87,16 @@ def _whole_experts(config: DsNpuConfig) -> Iterator[Problem]:
 def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
     moe, parallel = config.moe, config.axes
     if parallel.expert * parallel.expert_tensor > 1:
+        if moe.grouped_matmul is False:
+            accepted = "true or left out: experts on ranks of ds_npu.parallel.expert are always computed so"
+            yield Problem("ds_npu.moe.grouped_matmul", False, accepted)
         return
-    asked = {"zero_memory": moe.zero_memory != "none", "grouped_matmul": moe.grouped_matmul}
-    for key, value in {"dispatcher": moe.dispatcher is not None, **asked}.items():
-        if value and (key == "dispatcher" or parallel.tensor > 1):
-            accepted = "only with ds_npu.parallel.expert or expert_tensor > 1"
-            where = "" if key == "dispatcher" else ", where ds_npu.parallel.tensor is > 1"
-            yield Problem(f"ds_npu.moe.{key}", dict(moe)[key], accepted + where)
+    accepted = "only with ds_npu.parallel.expert or expert_tensor > 1"
+    if moe.dispatcher is not None:
+        yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, accepted)
+    if moe.computes and parallel.tensor > 1:
+        key = "grouped_matmul" if moe.grouped_matmul else "zero_memory"
+        yield Problem(f"ds_npu.moe.{key}", dict(moe)[key], f"{accepted}, where ds_npu.parallel.tensor is > 1")
 
 
 RULES = (

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
 MODULE, OPTIMIZER, STATE, GROUPS = "module", "optimizer", "state", "param_groups"
@@ -41,7 +41,7 @@ class ExpertCheckpoints:
     @property
     def has_experts(self) -> bool:
         """Whether the model has weights on the expert view."""
-        return False
+        return has_experts(self.module)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, and the files of experts."""

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ds_npu.engine.expert_checkpoints import ExpertCheckpoints
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
 P = ParamSpec("P")
@@ -117,13 +117,8 @@ class ExpertView(ExpertCheckpoints):
     lr_scheduler: Any
     expert_groups: SeparateGroups | None = None
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether the model has weights on the expert view."""
-        return self.expert_groups is not None
-
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        if any(placement_of(parameter).is_expert for parameter in model.parameters()):
+        if has_experts(model):
             self.has_moe_layers = True
             tell_deepspeed_of_experts(self.topology)
             self.expert_groups = SeparateGroups(self.topology)

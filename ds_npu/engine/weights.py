@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.parallel.pipeline.pass_through import stage_of
+from ds_npu.parallel.placement import has_experts
 from ds_npu.topology.degrees import Axis
 
 
@@ -27,11 +28,6 @@ class WholeWeights:
     module: nn.Module
 
     @property
-    def has_experts(self) -> bool:
-        """Whether the model has weights on the expert view."""
-        return False
-
-    @property
     def stages(self) -> int:
         """Into how many stages the model is cut; 1 where each pipeline rank has all of it, and for a PipelineModule."""
         stage = stage_of(self.module)
@@ -40,7 +36,7 @@ class WholeWeights:
     @property
     def is_sharded(self) -> bool:
         """Whether this rank holds a part of the weights: tensor ranks, expert ranks or stages share the model."""
-        return bool(self.topology.size("tp") > 1 or self.stages > 1 or self.has_experts)
+        return bool(self.topology.size("tp") > 1 or self.stages > 1 or has_experts(self.module))
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state dict, on the CPU of global rank 0; empty on every other rank.
@@ -88,7 +84,7 @@ class WholeWeights:
             return every_rank or all(topology.rank(axis) == 0 for axis in others if axis not in axes)
 
         held = Holders.tensor_ranks(topology.group(*dense), stages) if has_part(dense, ("pp", "dp", "cp")) else None
-        if not self.has_experts or not has_part(("ep", "etp"), ("pp", "edp")):
+        if not has_experts(self.module) or not has_part(("ep", "etp"), ("pp", "edp")):
             return ViewHolders(held)
         sizes: dict[Axis, int] = {"ep": topology.size("ep"), "etp": topology.size("etp")}
         return ViewHolders(held, Holders(topology.group("ep", "etp"), sizes))

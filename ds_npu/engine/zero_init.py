@@ -17,7 +17,7 @@ from torch import nn
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.models.attributes import copy_attributes
 from ds_npu.models.zero3 import forget_partition, is_partitioned, unpartitioned_shape
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
 
@@ -54,8 +54,7 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
 
 def _is_to_be_sharded(model: nn.Module, topology: Topology) -> bool:
     by_tensor = topology.size("tp") > 1 and sharded_model_of(model) is None
-    has_experts = any(placement_of(parameter).is_expert for parameter in model.parameters())
-    return by_tensor or (topology.size("ep", "etp") > 1 and not has_experts)
+    return by_tensor or (topology.size("ep", "etp") > 1 and not has_experts(model))
 
 
 def _moved_partition(parameter: nn.Parameter) -> nn.Parameter:

@@ -19,6 +19,7 @@ from ds_npu.models.draft import Draft, finished
 from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.tree import Tree
+from ds_npu.parallel.expert.weights import is_experts
 
 IN_ATTENTION: dict[str, Role] = {
     "q_proj": Role.QUERY,
@@ -180,7 +181,7 @@ class _Placing:
     def in_feed_forward(self, name: str) -> None:
         """An MLP, or a router with experts, some of which may be shared ones in an MLP of their own."""
         inner = self.tree.within(name)
-        experts = [each for each in inner.values() if kinds.is_experts(self.tree.module(each))]
+        experts = [each for each in inner.values() if is_experts(self.tree.module(each))]
         if experts:
             self.place(name, Role.MOE)
             for each in experts:

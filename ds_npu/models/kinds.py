@@ -8,6 +8,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models.zero3 import unpartitioned_shape
+from ds_npu.parallel.expert.weights import is_experts
 from ds_npu.parallel.pipeline.pass_through import PassThrough
 
 NORM_ENDINGS = ("RMSNorm", "LayerNorm")
@@ -47,12 +48,6 @@ def is_norm(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` has a weight of two dims and is no embedding."""
     return len(own_shapes(module).get("weight", ())) == 2 and not isinstance(module, nn.Embedding)
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether ``module`` holds several experts in parameters of three dims, none of which is called weight."""
-    shapes = own_shapes(module)
-    return "weight" not in shapes and any(len(shape) == 3 for shape in shapes.values())
 
 
 def is_sparse(module: nn.Module) -> bool:

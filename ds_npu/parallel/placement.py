@@ -75,6 +75,11 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     return _PLACEMENT.get(parameter) or Placement()
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether ``model`` has weights on the expert view."""
+    return any(placement_of(parameter).is_expert for parameter in model.parameters())
+
+
 def set_placement(parameter: nn.Parameter, placement: Placement) -> None:
     """Replace the record of ``parameter``."""
     _PLACEMENT.set(parameter, placement)

@@ -95,11 +95,12 @@ def train(family: str, zero: int, parallel: dict[str, object]) -> None:
     engine = engine_of(model, zero, torch.float64, parallel)
     topology, where = engine.topology, (family, zero, parallel)
     loss = one_step(engine)
-    gradients = tensor_parallel_rule.reduced_gradients(engine, model)
+    gradients = rule.reduced_gradients(engine, model)
     engine.step()
     if topology.rank("pp") == STAGES - 1:
         assert abs(loss / expected.item() - 1) <= EXACT, where
-    found = {name: tensor_parallel_rule.assembled(engine, model, name, part) for name, part in gradients.items()}
+    named = dict(model.named_parameters())
+    found = {name: tensor_parallel_rule.assembled(topology, named[name], part) for name, part in gradients.items()}
     assert found.keys() == {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert rule.relative(found, {name: trained[name].grad for name in found}) <= EXACT, where
     bound = EXACT if zero == 0 else SINGLE

@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import deepspeed
 import expert_cases
-import expert_rule
 import gradient_rule as rule
 import pytest
 import tensor_parallel_rule as dense
@@ -58,7 +57,7 @@ def step(family: str, parallel: dict, moe: dict, stage: int, replays: bool) -> N
     section = {"parallel": parallel, "moe": moe}
     section |= {"context_parallel": {"algorithm": "ring"}} if "context" in parallel else {}
     with replayed_in_engines(record, parallel) if replays else nullcontext():
-        errors = expert_rule.engine_step(family, stage, torch.bfloat16, section, expected)
+        errors = dense.engine_step(family, stage, torch.bfloat16, section, expected)
     with replayed_in_models(record) if replays else nullcontext():
         single = dense.reference(family, dp, dtype=torch.bfloat16, start=torch.bfloat16, device="npu")
     bound = 2 * rule.relative(single.gradients, expected.gradients)

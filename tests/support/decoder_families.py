@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import tensor_parallel_rule
@@ -148,7 +147,7 @@ def outcome(kind: str, tensor: int, sequence_parallel: bool, globs: dict[str, st
     for name, weight in plain.named_parameters():
         gradient = model.get_parameter(name).grad
         mine = torch.zeros_like(model.get_parameter(name)) if gradient is None else gradient
-        whole = tensor_parallel_rule.assembled(SimpleNamespace(topology=topology), model, name, mine).clone()
+        whole = tensor_parallel_rule.assembled(topology, model.get_parameter(name), mine).clone()
         dist.all_reduce(whole, group=topology.group("cp"))
         largest = 0.0 if weight.grad is None else float(weight.grad.abs().max())
         error = float((whole - (0 if weight.grad is None else weight.grad)).abs().max()) / max(largest, floor)

@@ -9,7 +9,6 @@ import tensor_parallel_rule as dense
 import tiny_models
 import torch
 import torch.distributed as dist
-from toy_experts import reduced_gradients
 
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -29,8 +28,6 @@ def adapted(family: str, dtype: torch.dtype = torch.float64) -> peft.PeftModel:
 
 def step(family: str, parallel: dict, stages: tuple[int, ...], folder: str) -> None:
     """Gradients of the factors, and the whole model that comes of a step."""
-    import expert_rule
-
     rule.without_extension()
     dp = dist.get_world_size() // parallel.get("tensor", 1)
     tokens = dense.batches(rule.MICRO * rule.ACCUMULATION * dp)
@@ -49,10 +46,10 @@ def step(family: str, parallel: dict, stages: tuple[int, ...], folder: str) -> N
         for index, micro in enumerate(mine):
             engine.backward(dense.loss_of(engine, micro, torch.float64))
             if index == rule.ACCUMULATION - 1:
-                gradients = reduced_gradients(engine, dense.only_trained(model))
+                gradients = rule.reduced_gradients(engine, model)
             engine.step()
         named = dict(model.named_parameters())
-        whole = {name: expert_rule.whole_gradient(engine, named[name], each) for name, each in gradients.items()}
+        whole = {name: dense.assembled(engine.topology, named[name], each) for name, each in gradients.items()}
         assert whole.keys() == expected.keys()
         error = rule.relative(whole, expected)
         assert error <= dense.EXACT, (family, parallel, stage, error)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import decoder_families as families
-import expert_rule
+import tensor_parallel_rule
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -46,7 +44,7 @@ def outcome(kind: str, etp: int = 1) -> str:
         mine = torch.zeros_like(own) if own.grad is None else own.grad
         # The tokens of every rank of the group add to an expert's gradient.
         times = ranks if placement_of(own).is_expert else 1
-        whole = expert_rule.whole_gradient(SimpleNamespace(topology=topology), own, mine) / times
+        whole = tensor_parallel_rule.assembled(topology, own, mine) / times
         right = torch.zeros_like(weight) if weight.grad is None else weight.grad
         error = float((whole - right).abs().max()) / max(float(right.abs().max()), floor)
         worst, where = max((worst, where), (error, name))
@@ -70,6 +68,6 @@ def under_autocast(kind: str) -> None:
     for name, weight in model.named_parameters():
         assert weight.grad is None or weight.grad.dtype == torch.float32, name
         if "experts.down_proj" in name:
-            right = expert_rule.whole_gradient(SimpleNamespace(topology=topology), weight, weight.grad) / 2
+            right = tensor_parallel_rule.assembled(topology, weight, weight.grad) / 2
             other = plain.get_parameter(name).grad
             assert float((right - other).norm() / other.norm()) <= 0.05, name

@@ -92,23 +92,26 @@ def my_batches(topology) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every gradient as the optimizer will see it, whole, in the dtype it is kept in.
+    """Every gradient of this rank as the optimizer will see it, of its whole shard, in the dtype it is kept in.
 
     DeepSpeed's safe_get_full_grad rounds to float32, so its partitions are put together here.
     """
-    named = dict(model.named_parameters())
-    stage, group = engine.zero_optimization_stage(), engine.topology.group("dp", "cp")
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, {}
     if stage == 0:
-        kept = {name: weight.grad for name, weight in named.items()}
-        return {name: gradient.detach().clone().double() for name, gradient in kept.items()}
-    parts = [part.flatten() for part in engine.optimizer.averaged_gradients[0]]
-    if stage == 3:
-        whole = zip(named.items(), (gathered(part, group) for part in parts), strict=True)
-        return {name: flat[: weight.ds_numel].view(weight.ds_shape).double() for (name, weight), flat in whole}
-    flat, offset, found = gathered(torch.cat(parts), group), 0, {}
-    for name, weight in named.items():
-        found[name] = flat[offset : offset + weight.numel()].view(weight.shape).double()
-        offset += weight.numel()
+        return {name: weight.grad.detach().clone().double() for name, weight in trained.items()}
+    names = {id(weight): name for name, weight in trained.items()}
+    for index, weights in enumerate(optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups):
+        parts = [part.flatten() for part in optimizer.averaged_gradients[index]]
+        if stage == 3:
+            for weight, part in zip(weights, parts, strict=True):
+                flat = gathered(part, weight.ds_process_group)
+                found[names[id(weight)]] = flat[: weight.ds_numel].view(weight.ds_shape).double()
+            continue
+        flat, offset = gathered(torch.cat(parts), optimizer.real_dp_process_group[index]), 0
+        for weight in weights:
+            found[names[id(weight)]] = flat[offset : offset + weight.numel()].view(weight.shape).double()
+            offset += weight.numel()
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import tensor_parallel_rule
@@ -39,9 +38,8 @@ class Pair:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients of the split model."""
-        engine = SimpleNamespace(topology=self.topology)
         return {
-            name: tensor_parallel_rule.assembled(engine, self.model, name, weight.grad)
+            name: tensor_parallel_rule.assembled(self.topology, weight, weight.grad)
             for name, weight in self.model.named_parameters()
             if weight.grad is not None
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import gradient_rule as rule
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from gradient_rule import ACCUMULATION, CLIP, LR, MICRO
 from torch import nn
 
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.placement import placement_of
 
 EXACT = 1e-12
 SINGLE = 1e-6
@@ -84,11 +83,11 @@ def engine_step(
         share += loss.item() / ACCUMULATION
         engine.backward(loss)
         if index == ACCUMULATION - 1:
-            gradients = reduced_gradients(engine, model)
+            gradients = rule.reduced_gradients(engine, model)
         engine.step()
-    gradients = {name: assembled(engine, model, name, part) for name, part in gradients.items()}
+    named = dict(model.named_parameters())
+    gradients = {name: assembled(topology, named[name], part).cpu() for name, part in gradients.items()}
     weights = {name: weight.double() for name, weight in shared(engine.whole_state_dict()).items()}
-    gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
     norm = float(engine.get_global_grad_norm())
     # Context ranks that share a Hugging Face model's sequences return the whole loss each.
     loss = rule.mean_loss(share / topology.size("cp"), topology)
@@ -100,36 +99,13 @@ def engine_step(
     )
 
 
-def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every gradient of this tensor rank as the optimizer will see it."""
-    return rule.reduced_gradients(engine, only_trained(model))
-
-
-def only_trained(model: nn.Module) -> nn.Module:
-    """``model`` that names those of its parameters that are trained."""
-    only = copy.copy(model)
-    only.__dict__["named_parameters"] = lambda: ((n, w) for n, w in model.named_parameters() if w.requires_grad)
-    return only
-
-
-def assembled(engine, model: nn.Module, name: str, part: torch.Tensor) -> torch.Tensor:
-    """The whole gradient from every tensor rank's part; of one that is whole, this rank's own."""
-    sharding = sharding_of(model.get_parameter(name))
-    if sharding is None:
-        return part
-    lengths = [sharding.length(rank) for rank in range(len(sharding.ranges))]
-    group, longest = engine.topology.group("tp"), max(lengths)
-    padded = part.new_zeros([longest if dim == sharding.dim else n for dim, n in enumerate(part.shape)])
-    padded.narrow(sharding.dim, 0, part.shape[sharding.dim]).copy_(part)
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=group)
-    whole = part.new_empty([sharding.size if dim == sharding.dim else n for dim, n in enumerate(part.shape)])
-    for ranges, piece in zip(sharding.ranges, parts, strict=True):
-        offset = 0
-        for start, stop in ranges:
-            whole.narrow(sharding.dim, start, stop - start).copy_(piece.narrow(sharding.dim, offset, stop - start))
-            offset += stop - start
-    return whole
+def assembled(topology, weight: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """The whole gradient from the part of each rank that shards the weight; of one that is whole, this rank's own."""
+    for axis, sharding in reversed(placement_of(weight).sharded.items()):
+        parts: list = [None] * topology.size(axis)
+        dist.all_gather_object(parts, part, group=topology.group(axis))
+        part = sharding.assemble(parts)
+    return part
 
 
 def shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

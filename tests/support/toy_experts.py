@@ -103,26 +103,6 @@ def own_part(whole: dict[str, torch.Tensor], model: nn.Module, topology: Topolog
     return {name: shardings[name].take(each, rank) if shardings[name] else each for name, each in whole.items()}
 
 
-def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's gradients as the optimizer sees them; ZeRO's partitions are put together."""
-    names = {id(each): name for name, each in model.named_parameters()}
-    stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, {}
-    if stage == 0:
-        return {name: each.grad.clone().cpu().double() for name, each in model.named_parameters()}
-    for index, group in enumerate(optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups):
-        parts = [part.flatten() for part in optimizer.averaged_gradients[index]]
-        if stage == 3:
-            for weight, part in zip(group, parts, strict=True):
-                flat = rule.gathered(part, weight.ds_process_group)
-                found[names[id(weight)]] = flat[: weight.ds_numel].view(weight.ds_shape)
-            continue
-        flat, offset = rule.gathered(torch.cat(parts), optimizer.real_dp_process_group[index]), 0
-        for weight in group:
-            found[names[id(weight)]] = flat[offset : offset + weight.numel()].view(weight.shape)
-            offset += weight.numel()
-    return {name: each.cpu().double() for name, each in found.items()}
-
-
 def step(stage: int, parallel: dict[str, int], dtype: torch.dtype = torch.float64) -> None:
     """Two steps of this world's engine against one process in float64: gradients and norm of the first, the weights."""
     import deepspeed
@@ -151,7 +131,7 @@ def step(stage: int, parallel: dict[str, int], dtype: torch.dtype = torch.float6
             share += mine.item() / rule.ACCUMULATION
             engine.backward(mine)
             if turn == 0 and index == rule.ACCUMULATION - 1:
-                found = reduced_gradients(engine, model)
+                found = rule.reduced_gradients(engine, model)
             engine.step()
         if turn == 0:
             errors = {

@@ -67,6 +67,7 @@ RULES = [
     ({"moe.dispatcher": "alltoall"}, "moe.dispatcher"),
     ({"parallel.tensor": 2, "moe.zero_memory": "level0"}, "moe.zero_memory"),
     ({"parallel.tensor": 2, "moe.grouped_matmul": True}, "moe.grouped_matmul"),
+    ({"parallel.expert": 2, "moe.grouped_matmul": False}, "moe.grouped_matmul"),
 ]
 ALLOWED = [
     {"parallel.tensor": 2, "parallel.sequence_parallel": True, "tensor_overlap": "fused"},

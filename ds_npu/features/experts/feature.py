@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_npu.config.moe import MoeSection
 from ds_npu.config.problems import ConfigError, Problem
+from ds_npu.config.sections import switched_on
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
@@ -24,7 +25,7 @@ from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
 from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.forward_wraps import replace_innermost_forward
-from ds_npu.parallel.placement import keep_expert_shard, placement_of
+from ds_npu.parallel.placement import has_experts, keep_expert_shard
 from ds_npu.parallel.tensor.direct_layers import USES_SINK
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.topology import Topology
@@ -41,7 +42,7 @@ def _asked(section: MoeSection, build: Build) -> str:
     if not _applies(section, build):
         return ""
     sizes = f"expert {build.topology.size('ep')}, expert_tensor {build.topology.size('etp')}"
-    return sizes + "".join(f", {key} {value}" for key, value in section.asked())
+    return sizes + "".join(f", {key} {value}" for key, value in switched_on(section))
 
 
 def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
@@ -59,8 +60,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
 
 def _is_placed(model: nn.Module) -> bool:
     """Whether the experts of ``model`` are on their ranks already; layers of a user's own may be."""
-    own = any(placement_of(parameter).is_expert for parameter in model.parameters())
-    return own or any(has_attribute(module, PLACED) for module in model.modules())
+    return has_experts(model) or any(has_attribute(module, PLACED) for module in model.modules())
 
 
 def _changes(
@@ -129,19 +129,19 @@ def _compute_here(module: nn.Module, name: str, layout: ExpertLayout, axis: Expe
 def _check(layouts: dict[str, ExpertLayout], topology: Topology) -> None:
     """Raise ConfigError that names every module whose experts cannot be placed so."""
     ep, etp = topology.size("ep"), topology.size("etp")
-    problems: dict[tuple[str, int, str], list[str]] = {}
+    problems = []
     for name, layout in layouts.items():
         if layout.count % ep:
             accepted = f"a divisor of the {layout.count} experts of {names.generic(name)}"
-            problems.setdefault(("ds_npu.parallel.expert", ep, accepted), []).append(name)
+            problems.append(Problem("ds_npu.parallel.expert", ep, accepted))
         if etp > 1 and layout.has_bias:
             accepted = f"1: the experts of {names.generic(name)} have biases; use ds_npu.parallel.expert"
-            problems.setdefault(("ds_npu.parallel.expert_tensor", etp, accepted), []).append(name)
+            problems.append(Problem("ds_npu.parallel.expert_tensor", etp, accepted))
         elif etp > layout.width:
             accepted = f"at most {layout.width}, the columns of an expert of {names.generic(name)}"
-            problems.setdefault(("ds_npu.parallel.expert_tensor", etp, accepted), []).append(name)
+            problems.append(Problem("ds_npu.parallel.expert_tensor", etp, accepted))
     if problems:
-        raise ConfigError([Problem(*each) for each in problems])
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _nowhere(model: nn.Module) -> str:

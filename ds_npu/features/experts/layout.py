@@ -16,7 +16,7 @@ from ds_npu.config.roles import Role
 from ds_npu.models import kinds
 from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.expert.weights import Activation, ExpertWeights
+from ds_npu.parallel.expert.weights import Activation, ExpertWeights, is_experts
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 
 OF_TRANSFORMERS = ("has_gate", "has_bias", "is_transposed")
@@ -81,7 +81,7 @@ def _gated(act_fn: Activation, gate_up: torch.Tensor) -> torch.Tensor:
 
 def is_of_transformers(module: nn.Module) -> bool:
     """Whether ``module`` holds experts and says how, as transformers' do."""
-    return all(has_attribute(module, each) for each in OF_TRANSFORMERS) and kinds.is_experts(module)
+    return all(has_attribute(module, each) for each in OF_TRANSFORMERS) and is_experts(module)
 
 
 def expert_layouts(model: nn.Module, plan: ModelPlan) -> dict[str, ExpertLayout]:

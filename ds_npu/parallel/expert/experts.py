@@ -96,11 +96,14 @@ class _Rows:
 
     counts: torch.Tensor
     """[E] int64: of each expert."""
-    experts: torch.Tensor
-    """[P] int64: the expert of each pair."""
     order: Order
     weights: torch.Tensor
     """[P]: the routing weight of each pair."""
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """[P] int64: the expert of each pair."""
+        return torch.repeat_interleave(self.counts, output_size=len(self.weights))
 
     def weighted(self, x: torch.Tensor) -> torch.Tensor:
         """x [P, ...], each row times its routing weight."""
@@ -118,10 +121,10 @@ def _received(rows_NH: torch.Tensor, routing_N2K: torch.Tensor, call: _Call) -> 
     count = len(call.experts)
     local_NK = local_ids(numbers_NK.to(torch.int64) - 1, call.first, count)
     permuted_PH, places = token_permute(rows_NH, local_NK, sum(call.dispatch.pairs_of_experts))
-    order = Order(inverse(places)[: len(permuted_PH)].long(), places.view_as(local_NK))
-    of_pairs = (each.flatten().index_select(0, order.source) for each in (local_NK, weights_NK))
-    experts, weights = of_pairs
-    return permuted_PH, _Rows(histogram(local_NK, count), experts, order, weights)
+    pairs = inverse(places)[: len(permuted_PH)].long()
+    order = Order(pairs // local_NK.shape[1], places.view_as(local_NK))
+    weights = weights_NK.flatten().index_select(0, pairs)
+    return permuted_PH, _Rows(histogram(local_NK, count), order, weights)
 
 
 class _ExpertsContext(Context):
@@ -181,9 +184,7 @@ class _Experts(torch.autograd.Function):
             product = product_of_linear(dy_PH, rows.weighted(activated_PI), rows.counts, experts.is_transposed)
             ddown = taken(gradient_sink(down), product)
         biases = (_sums(up_bias, dfirst_PF, rows), _sums(down_bias, rows.weighted(dy_PH), rows))
-        dweights_NK = torch.zeros_like(rows.order.places, dtype=dweights_P.dtype)
-        dweights_NK.view(-1).index_copy_(0, rows.order.source, dweights_P)
-        dweights_TK = call.dispatch.combine(dweights_NK).wait().to(weights_TK.dtype)
+        dweights_TK = call.dispatch.combine(rows.order.placed(dweights_P)).wait().to(weights_TK.dtype)
         return dx.wait(), dweights_TK, None, dup, ddown, *biases
 
 

@@ -18,11 +18,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.parallel.expert.weights import is_experts
 
 Result = torch.return_types.topk
-_WHOLE_SHAPE = TensorAttribute[torch.Size]("ds_shape")
-"""Of a parameter that ZeRO-3 has partitioned."""
 
 
 @dataclass
@@ -100,7 +98,7 @@ def _each_block(model: nn.Module, chosen: Callable[[str, torch.Tensor, Result], 
         running.pop().close()
 
     for name, module in model.named_modules():
-        if any(holds_stacked_weights(child) for child in module.children()):
+        if any(is_experts(child) for child in module.children()):
             handles += [
                 module.register_forward_pre_hook(partial(enter, name)),
                 module.register_forward_hook(leave, always_call=True),
@@ -112,9 +110,3 @@ def _each_block(model: nn.Module, chosen: Callable[[str, torch.Tensor, Result], 
     finally:
         for handle in handles:
             handle.remove()
-
-
-def holds_stacked_weights(module: nn.Module) -> bool:
-    """Whether ``module`` holds experts in parameters of three dims."""
-    own = [parameter for name, parameter in module.named_parameters(recurse=False) if name != "weight"]
-    return any(len(_WHOLE_SHAPE.get(parameter) or parameter.shape) == 3 for parameter in own)

@@ -15,25 +15,25 @@ import torch
 class Order:
     """Copies of rows in the order of their keys."""
 
-    source: torch.Tensor
-    """[P] int64: of which (row, choice) each copy is, row * K + choice."""
+    rows: torch.Tensor
+    """[P] int64: of which row each copy is."""
     places: torch.Tensor
     """[N, K] int32: where each copy went; those that are dropped have places behind all others."""
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """[P] int64: of which row each copy is."""
-        return self.source // self.places.shape[1]
 
     def permuted(self, x_NH: torch.Tensor) -> torch.Tensor:
         """The copies [P, H] of rows [N, H], in this order."""
         return x_NH.index_select(0, self.rows)
 
+    def placed(self, values_P: torch.Tensor) -> torch.Tensor:
+        """[N, K]: the value of each copy where it came from; 0 for those that are dropped."""
+        # One 0 behind all, for what is dropped.
+        return torch.cat([values_P, values_P.new_zeros(1)])[self.places.long().clamp(max=len(values_P))]
+
 
 def order_by(keys_NK: torch.Tensor, kept: int) -> Order:
     """Sort by key; copies of equal keys keep their order. The first ``kept`` are kept."""
     order = torch.argsort(keys_NK.reshape(-1), stable=True)
-    return Order(order[:kept], inverse(order).view_as(keys_NK))
+    return Order(order[:kept] // keys_NK.shape[1], inverse(order).view_as(keys_NK))
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from ds_npu.ops.grouped_matmul import grouped_outer, grouped_outer_accumulate_
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.weight_product import WIDE
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """From what ``up`` gives [P, F] to what ``down`` takes [P, I], row by row."""
+
+_WHOLE_SHAPE = TensorAttribute[torch.Size]("ds_shape")
+"""Of a parameter that ZeRO-3 has partitioned."""
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether ``module`` holds several experts in parameters of three dims, none of which is called weight."""
+    own = dict(module.named_parameters(recurse=False))
+    return "weight" not in own and any(len(_WHOLE_SHAPE.get(each) or each.shape) == 3 for each in own.values())
 
 
 @dataclass(frozen=True)

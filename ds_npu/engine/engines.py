@@ -33,13 +33,13 @@ from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.placements import equalise_copies, place_parameters
 from ds_npu.engine.quantized import check_not_quantized
 from ds_npu.engine.same_batch import agree_on_first_batch
+from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
-from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
 from ds_npu.models.attributes import set_attribute

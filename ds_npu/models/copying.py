@@ -18,6 +18,6 @@ def refuse_copies(model: nn.Module) -> None:
 
 def _no_copy(model: str, memory: dict[int, object]) -> NoReturn:
     raise RuntimeError(
-        f"{model} is sharded over tensor or context ranks and cannot be copied: copy it before "
+        f"{model} is sharded over ranks and cannot be copied: copy it before "
         "deepspeed.initialize, and give the copy to an engine of its own"
     )

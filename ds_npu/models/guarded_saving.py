@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
+from ds_npu.models.copying import refuse_copies
+from ds_npu.parallel.placement import placement_of
 
 SAVE = "save_pretrained"
 Check = Callable[[str, Mapping[str, torch.Tensor] | None, bool], None]
@@ -57,3 +60,29 @@ def check_before_saving(model: nn.Module, check: Check) -> None:
         set_attribute(model, SAVE, guarded)
     if check not in guarded.checks:
         guarded.checks.append(check)
+
+
+def refuse_saving_shards(model: nn.Module) -> None:
+    """Make ``copy.deepcopy(model)``, and ``model.save_pretrained`` of weight shards, raise RuntimeError."""
+    refuse_copies(model)
+    check_before_saving(model, functools.partial(_check_whole, model))
+
+
+def _check_whole(
+    model: nn.Module, folder: str, state_dict: Mapping[str, torch.Tensor] | None, is_main_process: bool
+) -> None:
+    given = dict(model.named_parameters()) if state_dict is None else state_dict
+    if not given and is_main_process:
+        raise RuntimeError(
+            f"save_pretrained({folder!r}) was given no weights: global rank 0 alone holds the whole ones. "
+            "What to do: save on global rank 0 only (is_main_process; for the Trainer, save_on_each_node=False)"
+        )
+    for name, parameter in model.named_parameters():
+        for sharding in placement_of(parameter).sharded.values():
+            if name in given and given[name].shape[sharding.dim] != sharding.size:
+                raise RuntimeError(
+                    f"save_pretrained({folder!r}) would write one rank's part of {name}, "
+                    f"{tuple(given[name].shape)} of {sharding.size} along dim {sharding.dim}, as if it were the whole. "
+                    "What to do: call engine.save_pretrained(folder), on every rank; with accelerate, pass "
+                    "state_dict=accelerator.get_state_dict(model), which every rank calls"
+                )

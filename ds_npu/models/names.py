@@ -40,6 +40,12 @@ def is_copy(name: str) -> bool:
     return name.endswith(f".{ORIGINAL}") or parent(name).endswith(f".{TRAINED_COPIES}")
 
 
+def is_adapted(name: str) -> bool:
+    """Whether ``name`` is of PEFT's adapter, or of what it is added to."""
+    parts = name.split(".")
+    return BASE_LAYER in parts or any(part.startswith("lora_") for part in parts)
+
+
 def ancestors(name: str) -> Iterable[str]:
     """The names of the modules around ``name``, innermost first, the model ("") last."""
     while name:

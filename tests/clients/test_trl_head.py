@@ -13,8 +13,8 @@ from sharded_models import agree, close
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
+from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
-from ds_npu.features.tensor_parallel.shard_protection import protect_shards
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.topology.degrees import Degrees

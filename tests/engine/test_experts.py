@@ -99,3 +99,11 @@ def test_adapters_of_shared_experts_are_refused():
 @pytest.mark.parametrize(("family", "level"), [("mixtral", "none"), ("qwen3_moe", "level1")])
 def test_weight_gradients_are_added_in_the_optimizers_buffers(family, level):
     run_on_ranks(2, sinks_take_products, family, {"zero_memory": level})
+
+
+def test_ranks_generate_together():
+    run_on_ranks(2, expert_lives.generates, {"expert": 2}, 0)
+
+
+def test_other_code_does_not_take_a_shard_for_all_experts(tmp_path):
+    run_on_ranks(2, expert_lives.guarded, str(tmp_path))

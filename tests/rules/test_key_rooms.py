@@ -65,7 +65,7 @@ def test_each_key_has_its_rooms_and_nobody_else_imports_them():
     assert all(list(imports_of_rooms(Source(path, text))) for path, text in planted.items())
     fine = {
         "ds_npu/features/driver.py": "from ds_npu.features.plan import PLAN",
-        "ds_npu/engine/a.py": "from ds_npu.features.tensor_parallel.shard_protection import protect_shards",
+        "ds_npu/engine/a.py": "from ds_npu.features.tensor_parallel.refusal import check_shardable",
         "ds_npu/features/tensor_parallel/a.py": "from ds_npu.features.tensor_parallel.refusal import SAVE",
         "ds_npu/cli/a.py": "from ds_npu.features.driver import FEATURES",
     }

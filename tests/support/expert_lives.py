@@ -97,3 +97,40 @@ def made_under_zero_init(family: str, parallel: dict, folder: str) -> None:
     model = kind.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager").train()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     assert losses(engine, range(3)) == expected and known
+
+
+def generates(parallel: dict, stage: int) -> None:
+    """Ranks whose sequences end at different lengths generate what one process does."""
+    torch.manual_seed(0)
+    plain = tiny_models.tiny("qwen3_moe", torch.float32).eval()
+    engine = engine_of("qwen3_moe", stage, parallel)
+    rank = engine.topology.rank("dp")
+    for length in (3, 9):
+        ids = torch.randint(3, 60, (1, 4), generator=torch.Generator().manual_seed(length + rank))
+        more = {"max_new_tokens": length if rank else 2, "do_sample": False, "pad_token_id": 0}
+        expected = plain.generate(ids, **more)
+        # As the Trainer calls it without ZeRO-3.
+        found = engine.module.eval().generate(ids, synced_gpus=False, **more)
+        assert torch.equal(found, expected), (rank, found, expected)
+
+
+def guarded(folder: str) -> None:
+    """Other code than ds_npu's, DeepSpeed's and optimizers' does not take this rank's experts for all of them."""
+    import copy
+
+    import pytest
+
+    from ds_npu.parallel.tensor.shard_access import ShardAccessError
+
+    engine = engine_of("mixtral", 1, {"expert": 2})
+    model = engine.module
+    experts = model.model.layers[0].mlp.experts
+    with pytest.raises(ShardAccessError, match=r"experts.gate_up_proj is sharded: dim 0 over ep .*expert_lives.py"):
+        experts.gate_up_proj.sum()
+    with pytest.raises(ShardAccessError, match="as if it were the whole"):
+        torch.save(model.state_dict(), f"{folder}/weights.pt")
+    with pytest.raises(RuntimeError, match=r"would write one rank's part of model\.layers\.0\.mlp\.experts"):
+        model.save_pretrained(folder)
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        copy.deepcopy(model)
+    losses(engine, range(1))

@@ -16,11 +16,13 @@ from ds_npu.config.sections import switched_on
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
+from ds_npu.features.experts.generation import GENERATE, generate_together
 from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
 from ds_npu.features.feature import Feature
 from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
+from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
 from ds_npu.parallel.expert.shares import compute_in_shares
@@ -75,12 +77,16 @@ def _changes(
         yield Change(
             "computes", name, _described(axis, options), partial(_compute_here, module, name, layout, axis, options)
         )
-    yield Change("sets", "", f"{PLACED}, compile", partial(_finish, build.model))
+    sets = ", ".join([PLACED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
+    yield Change("sets", "", sets, partial(_finish, build.model, axis))
 
 
-def _finish(model: nn.Module) -> None:
+def _finish(model: nn.Module, axis: ExpertAxis) -> None:
     set_attribute(model, PLACED, True)
+    if axis.size > 1:
+        generate_together(model)
     refuse_compiling(model, "expert")
+    refuse_saving_shards(model)
 
 
 def _shard(module_name: str, module: nn.Module, leaf: str, layout: ExpertLayout, topology: Topology) -> Change:

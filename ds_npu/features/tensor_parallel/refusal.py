@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from ds_npu.config.roles import PARENT, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, has_attribute
-from ds_npu.models.copying import refuse_copies
-from ds_npu.models.guarded_saving import check_before_saving
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.axis import TensorAxis
 
 SHARDED_IN_REGIONS = (
@@ -70,30 +64,4 @@ def _check_regions(model: nn.Module, plan: ModelPlan) -> None:
                 f"{plan.model}: {name} is given {min(biased)}, a bias of the scores of all heads (ALiBi), of which "
                 "each tensor rank would need that of its own heads. What to do: ds_npu.parallel.tensor = 1, or give "
                 f"{names.generic(name)} the role {Role.REPLICATED} in ds_npu.plan"
-            )
-
-
-def refuse_saving_shards(model: nn.Module) -> None:
-    """Make ``copy.deepcopy(model)``, and ``model.save_pretrained`` of weight shards, raise RuntimeError."""
-    refuse_copies(model)
-    check_before_saving(model, functools.partial(_check_whole, model))
-
-
-def _check_whole(
-    model: nn.Module, folder: str, state_dict: Mapping[str, torch.Tensor] | None, is_main_process: bool
-) -> None:
-    given = dict(model.named_parameters()) if state_dict is None else state_dict
-    if not given and is_main_process:
-        raise RuntimeError(
-            f"save_pretrained({folder!r}) was given no weights: global rank 0 alone holds the whole ones. "
-            "What to do: save on global rank 0 only (is_main_process; for the Trainer, save_on_each_node=False)"
-        )
-    for name, parameter in model.named_parameters():
-        sharding = sharding_of(parameter)
-        if sharding is not None and name in given and given[name].shape[sharding.dim] != sharding.size:
-            raise RuntimeError(
-                f"save_pretrained({folder!r}) would write one tensor rank's part of {name}, "
-                f"{tuple(given[name].shape)} of {sharding.size} along dim {sharding.dim}, as if it were the whole. "
-                "What to do: call engine.save_pretrained(folder), on every rank; with accelerate, pass "
-                "state_dict=accelerator.get_state_dict(model), which every rank calls"
             )

@@ -30,7 +30,7 @@ from ds_npu.features.tensor_parallel.adapters import (
 )
 from ds_npu.features.tensor_parallel.experts import enter_experts
 from ds_npu.features.tensor_parallel.latent import make_latent
-from ds_npu.features.tensor_parallel.refusal import check_shardable, refuse_saving_shards
+from ds_npu.features.tensor_parallel.refusal import check_shardable
 from ds_npu.features.tensor_parallel.regions import REGION_ROLES, Regions, wrap
 from ds_npu.features.tensor_parallel.role_shards import (
     ROW_ROLES,
@@ -43,6 +43,7 @@ from ds_npu.features.tensor_parallel.vocabulary import local_axis, may_keep_shar
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
+from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan

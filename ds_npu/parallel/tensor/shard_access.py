@@ -1,10 +1,11 @@
-"""Who may compute with one tensor rank's shard of a weight: ds_npu, DeepSpeed and optimizers, and nobody else.
+"""Who may compute with one rank's shard of a weight: ds_npu, DeepSpeed and optimizers, and nobody else.
 
 A shard looks like a weight. Code that knows nothing of tensor parallelism and multiplies by it (a fused loss that reads
 the head's weight, a penalty over all parameters) would silently compute something else than one process does. So the
-parameters of a sharded model are ``ShardedParameter``s. Everybody can read their metadata (shape, dtype, device, ...);
-a computation by other code raises ShardAccessError, which names the weight and the reader. Copies are ``ShardCopy``s,
-for which the same holds, so that shards can be kept and put back, but not written as a model's weights.
+parameters of a sharded model are ``ShardedParameter``s, and those of its experts on ranks ``GuardedParameter``s.
+Everybody can read their metadata (shape, dtype, device, ...); a computation by other code raises ShardAccessError,
+which names the weight and the reader. Copies are ``ShardCopy``s, for which the same holds, so that shards can be kept
+and put back, but not written as a model's weights.
 
 The attribute of a module that holds a sharded weight (``lm_head.weight``) reads as the whole one: ``whole_weight.py``.
 """
@@ -214,11 +215,11 @@ def _checked(func: Operation, args: Arguments, kwargs: Keywords | None) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if (_is_metadata(func) and func not in SERIALIZATION_READS) or is_internal():
             return func(*args, **kwargs)
-        held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ShardedParameter | ShardCopy)]
+        held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, GuardedParameter | ShardCopy)]
         return _for_others(func, args, kwargs, held)
 
 
-def _for_others(func: Operation, args: Arguments, kwargs: Keywords, held: list[ShardedParameter | ShardCopy]) -> Any:
+def _for_others(func: Operation, args: Arguments, kwargs: Keywords, held: list[GuardedParameter | ShardCopy]) -> Any:
     name, shard = _name(func), held[0].shard
     if name == "__repr__":
         return f"one rank's part ({shard.described}): {held[0].detach()!r}"
@@ -233,10 +234,10 @@ def _for_others(func: Operation, args: Arguments, kwargs: Keywords, held: list[S
     raise refusal(shard, f"its {name.rpartition(':')[2]}")
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter that holds this tensor rank's shard of a weight."""
+class GuardedParameter(nn.Parameter):
+    """A parameter that holds this rank's shard of a weight."""
 
-    shard: WeightShard
+    shard: Shard
 
     @classmethod
     def __torch_function__(
@@ -246,6 +247,12 @@ class ShardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, ShardCopy]) -> ShardCopy:
         return _deep_copy(self, memo)
+
+
+class ShardedParameter(GuardedParameter):
+    """One whose weight the tensor ranks can gather."""
+
+    shard: WeightShard
 
 
 class ShardCopy(torch.Tensor):
@@ -269,18 +276,19 @@ class ShardCopy(torch.Tensor):
         return _deep_copy(self, memo)
 
 
-def _deep_copy(held: ShardedParameter | ShardCopy, memo: dict[int, ShardCopy]) -> ShardCopy:
+def _deep_copy(held: GuardedParameter | ShardCopy, memo: dict[int, ShardCopy]) -> ShardCopy:
     if id(held) not in memo:
         memo[id(held)] = ShardCopy.of(local_shard(held).clone(), held.shard)
     return memo[id(held)]
 
 
-def protect(parameter: nn.Parameter, shard: WeightShard) -> None:
-    """Make ``parameter``, which stays the same object, a ShardedParameter."""
-    if isinstance(parameter, ShardedParameter):
+def protect(parameter: nn.Parameter, shard: Shard) -> None:
+    """Make ``parameter``, which stays the same object, a GuardedParameter; with a WeightShard a ShardedParameter."""
+    if isinstance(parameter, GuardedParameter):
         return  # Tied, and protected under its first name.
-    object.__setattr__(parameter, "__class__", ShardedParameter)
-    assert isinstance(parameter, ShardedParameter)
+    kind = ShardedParameter if isinstance(shard, WeightShard) else GuardedParameter
+    object.__setattr__(parameter, "__class__", kind)
+    assert isinstance(parameter, GuardedParameter)
     parameter.shard = shard
 
 

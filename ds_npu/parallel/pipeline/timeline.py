@@ -1,0 +1,92 @@
+"""When each action of a schedule runs, given what actions cost: makespan, bubble, and whether it ends at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one stage costs on one micro-batch, in any unit of time; stages are alike."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    transfer: float = 0.0
+    """From one rank to another; it runs beside computation."""
+
+    def of(self, kind: Kind) -> float:
+        if kind is Kind.BACKWARD:
+            return self.backward_input + self.backward_weight
+        if kind is Kind.BACKWARD_INPUT:
+            return self.backward_input
+        return self.backward_weight if kind is Kind.BACKWARD_WEIGHT else self.forward
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run of a schedule."""
+
+    schedule: Schedule
+    costs: Costs
+    start: Mapping[Action, float]
+
+    def end(self, action: Action) -> float:
+        return self.start[action] + self.costs.of(action.kind)
+
+    @property
+    def makespan(self) -> float:
+        """From the first action of any rank to the last one."""
+        return max((self.end(row[-1]) for row in self.schedule.rows if row), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The most that a rank waits between its first and its last action; optimizers that step alone see only this.
+
+        Source: Qi et al. 2024 (arXiv 2401.10241), whose formulas count it so.
+        """
+        return max((self._waits(rank) for rank in range(len(self.schedule.rows))), default=0.0)
+
+    def _waits(self, rank: int) -> float:
+        row = self.schedule.rows[rank]
+        return self.end(row[-1]) - self.start[row[0]] - sum(self.costs.of(each.kind) for each in row) if row else 0.0
+
+
+def timeline(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run ``schedule``: each action as soon as its rank is free and what it needs has arrived.
+
+    Raises ScheduleError where ranks would wait for each other for ever.
+    """
+    ends: dict[Action, float] = {}
+    start: dict[Action, float] = {}
+    done, free = [0] * len(schedule.rows), [0.0] * len(schedule.rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            while done[rank] < len(row):
+                action = row[done[rank]]
+                needed = list(schedule.needs(action))
+                if any(each not in ends for each in needed):
+                    break
+                arrivals = [ends[each] + costs.transfer * (schedule.rank_of[each.stage] != rank) for each in needed]
+                start[action] = max(free[rank], *arrivals) if arrivals else free[rank]
+                free[rank] = ends[action] = start[action] + costs.of(action.kind)
+                done[rank] += 1
+                moved = True
+    waiting = {rank: row[done[rank]] for rank, row in enumerate(schedule.rows) if done[rank] < len(row)}
+    if waiting:
+        raise ScheduleError(
+            "ranks wait for each other: " + "; ".join(_waits(schedule, ends, *w) for w in waiting.items())
+        )
+    return Timeline(schedule, costs, start)
+
+
+def _waits(schedule: Schedule, ends: Mapping[Action, float], rank: int, action: Action) -> str:
+    missing = next(each for each in schedule.needs(action) if each not in ends)
+    where = schedule.cells.get(missing)
+    found = f"cell {where[1]} of rank {where[0]}" if where else "in no cell"
+    return f"rank {rank} in cell {schedule.cells[action][1]} ({action}) for {missing} ({found})"

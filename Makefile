@@ -6,6 +6,7 @@
 #   make exhaustive   linters and every case of every test, hours, in environments of other clients, too (make clients-env);
 #                     with clones of DeepSpeed's repositories also theirs:
 #                     make exhaustive DEEPSPEED_CHECKOUT=../DeepSpeed DEEPSPEED_EXAMPLES=../DeepSpeedExamples
+#                     and with RUN_CLM=../transformers/examples/pytorch/language-modeling/run_clm.py Hugging Face's script
 #
 # PYTHON=python3.12 make env chooses the interpreter. Without NPUs in the machine, simulated ones take their place.
 
@@ -85,6 +86,7 @@ demo: $(STAMP) unlock
 check: lint fast
 
 exhaustive: export EXHAUSTIVE := 1
+exhaustive: export RUN_CLM := $(RUN_CLM)
 exhaustive: lint clients-env whole upstream
 
 test: lint whole
@@ -108,6 +110,7 @@ upstream: $(STAMP) unlock
 		else echo "NOT RUN: DeepSpeed's unit tests; name a clone: DEEPSPEED_CHECKOUT=..." >&2; fi
 	@if [ -n "$(DEEPSPEED_EXAMPLES)" ]; then python tests/support/deepspeed_examples.py "$(DEEPSPEED_EXAMPLES)"; \
 		else echo "NOT RUN: DeepSpeed's examples; name a clone: DEEPSPEED_EXAMPLES=..." >&2; fi
+	@if [ -z "$(RUN_CLM)" ]; then echo "NOT RUN: Hugging Face's run_clm.py; name it: RUN_CLM=..." >&2; fi
 
 bench: $(STAMP) unlock
 	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done

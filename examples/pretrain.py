@@ -109,6 +109,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.resume and not chosen.save:
         raise RunError("--resume needs --save DIR: the folder the checkpoints are in")
+    if not os.path.exists(chosen.deepspeed_config):
+        raise RunError(f"--deepspeed_config {chosen.deepspeed_config:.80}: No such file; base64 is not read here")
     return chosen
 
 

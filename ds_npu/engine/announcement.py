@@ -13,8 +13,10 @@ import sys
 from typing import Any
 
 from ds_npu.config.loading import load, load_text
+from ds_npu.config.problems import ConfigError, Problem
 
 SECTION = "ds_npu"
+VARIABLE = "DS_NPU_CONFIG"
 
 Config = str | os.PathLike[str] | dict[str, Any]
 
@@ -27,7 +29,7 @@ def with_section(config: Config | None) -> dict[str, Any] | None:
         name = os.fspath(config)
         if os.path.exists(name):
             config = load(name)
-        elif (text := _decoded(name)) is not None:
+        elif (text := _decoded(name)) is not None and SECTION in text:
             config = load_text(text, "the config in base64")
         else:
             return None
@@ -35,17 +37,25 @@ def with_section(config: Config | None) -> dict[str, Any] | None:
 
 
 def _decoded(config: str) -> str | None:
-    """The text of a config in base64, which DeepSpeed takes too, if it names the section."""
+    """The text of a config in base64, which DeepSpeed takes too; None if ``config`` is nothing of the kind."""
     try:
-        text = base64.urlsafe_b64decode(config).decode("utf-8")
+        return base64.urlsafe_b64decode(config).decode("utf-8")
     except ValueError:
         return None
-    return text if SECTION in text else None
 
 
 def announced() -> dict[str, Any] | None:
-    """The config that DS_NPU_CONFIG or the command line names, if it has the section: known before any API call."""
-    return with_section(os.environ.get("DS_NPU_CONFIG") or _from_command_line(sys.argv))
+    """The config that DS_NPU_CONFIG or the command line names, if it has the section: known before any API call.
+
+    Raises ConfigError where DS_NPU_CONFIG names no file: the script may never name another.
+    """
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return with_section(_from_command_line(sys.argv))
+    if not os.path.exists(named) and not (_decoded(named) or "").lstrip().startswith("{"):
+        wanted = f"the name of a file that is there (this process runs in {os.getcwd()}), or a config in base64"
+        raise ConfigError([Problem(VARIABLE, named, wanted)], "the environment")
+    return with_section(named)
 
 
 def _from_command_line(arguments: list[str]) -> str | None:

@@ -45,6 +45,8 @@ def cells(client: str, zero: dict[str, str], does: str, test: str) -> tuple[Cell
     return tuple(Cell(client, ranks[stage], stage, does, test) for stage in stages)
 
 
+CLM = {"tensor": "1, 3", "data, context": "2"}
+CLM |= dict.fromkeys(("context", "tensor, context", "expert", "expert, tensor"), "1")
 ONE = dict.fromkeys(EVERY_STAGE, "1")
 CELLS = (
     *cells("Trainer", EVERY_STAGE | SEQUENCES | DATA, ALL, f"{LIFE}test_a_whole_life"),
@@ -95,6 +97,13 @@ CELLS = (
         ONE,
         TRAINS,
         "npu/test_clients_npu.py::test_a_script_in_bf16",
+    ),
+    *cells("run_clm.py", CLM, ALL, "clients/test_run_clm.py::test_a_whole_run_is_that_of_one_process"),
+    *cells(
+        "run_clm.py: bf16, recomputed, on simulated NPUs",
+        ONE | {"expert": "1"},
+        ALL,
+        "npu/test_run_clm_npu.py::test_within_twice_the_error_of_one_process",
     ),
     *(
         Cell(client, "tensor; context", "1", TRAINS, f"clients/test_{file}.py::test_every_stage_is_that_of_one_process")

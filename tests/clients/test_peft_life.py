@@ -134,6 +134,38 @@ def test_adapters_are_not_merged_into_shards():
     run_on_ranks(2, merged_in_place)
 
 
+def merged_on_context_ranks(use_dora: bool) -> None:
+    """Context ranks hold whole weights: a model merges in place as in one process, and its engine goes on with it."""
+    import deepspeed
+
+    rule.without_extension()
+
+    def adapted() -> peft.PeftModel:
+        torch.manual_seed(4)
+        lora = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, use_dora=use_dora)
+        return peft.get_peft_model(tiny_models.tiny("llama", torch.float32), lora)
+
+    plain, model = adapted().merge_and_unload(), adapted()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    section = {"parallel": {"context": 2}, "context_parallel": {"algorithm": "ring"}}
+    config = rule.config(1, torch.float32, {}) | {"ds_npu": section}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+    merged = engine.module.merge_and_unload()
+    assert not isinstance(merged, peft.PeftModel)
+    for name, weight in plain.state_dict().items():
+        assert weight.equal(merged.state_dict()[name]), name
+    tokens = tiny_models.tokens(2, 9)
+    with torch.no_grad():
+        found, expected = (each.eval()(input_ids=tokens, labels=tokens) for each in (merged, plain))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=SINGLE, atol=0)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=SINGLE)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_are_merged_on_context_ranks(use_dora):
+    run_on_ranks(2, merged_on_context_ranks, use_dora)
+
+
 def test_what_is_more_than_two_factors_is_refused_on_tensor_ranks(start, tmp_path):
     run_on_ranks(2, refused_on_tensor_ranks, str(tmp_path), start("llama"), start("mixtral"))
 

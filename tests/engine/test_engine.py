@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from torch import nn
 
 from ds_npu.config.problems import ConfigError
 from ds_npu.engine import session
+from ds_npu.engine.announcement import announced
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -245,6 +247,19 @@ def test_an_announced_config_is_checked_before_the_scripts_own_process_group(mon
     with pytest.raises(ConfigError, match=r"ds_npu\.parallel\.tensor"):
         deepspeed.init_distributed()
     assert not dist.is_initialized()
+
+
+def test_a_variable_that_names_no_file_is_an_error(monkeypatch, tmp_path):
+    config = {"ds_npu": {"parallel": {"tensor": 2}}}
+    monkeypatch.setenv("DS_NPU_CONFIG", str(tmp_path / "moved.json"))
+    with pytest.raises(
+        ConfigError, match=r"1 mistake in the environment:\n  DS_NPU_CONFIG: found .*moved\.json.*a file"
+    ):
+        announced()
+    monkeypatch.setenv("DS_NPU_CONFIG", base64.urlsafe_b64encode(json.dumps(config).encode()).decode())
+    assert announced() == config
+    monkeypatch.setenv("DS_NPU_CONFIG", base64.urlsafe_b64encode(b'{"train_batch_size": 1}').decode())
+    assert announced() is None
 
 
 def test_an_mpu_of_the_users_own_is_refused():

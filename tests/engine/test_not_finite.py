@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
+import gradient_rule
 import pytest
 import torch
 from not_finite_steps import (
@@ -62,6 +64,43 @@ def test_it_stops_after_the_update_where_deepspeed_does_not_look():
     run_on_ranks(2, stops_after_the_update, UPDATING)
 
 
+def a_pipeline_names_the_stages_loss(stages: list[int]) -> None:
+    """Stage 0 has more parameters than the last one, whose gradients come first in backward all the same."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    gradient_rule.without_extension()
+    deepspeed.init_distributed()
+    for stage in stages:
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4), Exp()]
+        model = PipelineModule(layers, num_stages=2, loss_fn=lambda y, _: y.square().mean(), partition_method="uniform")
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": stage},
+            "ds_npu": {"parallel": {"pipeline": 2}, "watch": {"finite": True}},
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+        def batches(bad: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            return iter([(torch.full((2, 4), value), torch.zeros(2)) for value in (0.5, bad)])
+
+        engine.train_batch(batches(0.5))
+        with pytest.raises(FloatingPointError) as caught:
+            engine.train_batch(batches(1e5))
+        said = str(caught.value)
+        assert said.startswith("step 2: the loss is not finite\n  rank 1: loss ") and " in micro-batch 1\n" in said
+        assert " in the order of backward that is not finite: 2.bias, on rank 1" in said, said
+        assert ("the weights are those of step 1" in said) == (stage > 0), said
+
+
+@pytest.mark.slow
+def test_a_pipeline_names_the_stages_loss():
+    run_on_ranks(2, a_pipeline_names_the_stages_loss, [0, 1])
+
+
 class Scaler:
     """A loss scaler of ZeRO with the state that decides."""
 
@@ -93,7 +132,7 @@ def test_fp16_skips_until_its_scale_is_at_the_minimum(scaler, stops):
 
 
 def test_large_batches_and_those_with_a_graph_are_not_kept():
-    steps = Steps(SimpleNamespace(), runs_again=True)
+    steps = Steps(SimpleNamespace())
     module = nn.Linear(1, 1)
     steps.keep(module, (torch.ones(2),), {})
     steps.keep(module, (torch.ones(KEPT_BYTES // 4 + 1),), {})

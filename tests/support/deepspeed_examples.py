@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_unit_tests import KEPT, plain_python
+from deepspeed_unit_tests import KEPT, extensions_of, plain_python
 
 SUPPORT = Path(__file__).resolve().parent
 LAUNCHER = SUPPORT / "deepspeed_example.py"
@@ -104,6 +104,7 @@ def losses(run: Run, script: Path, python: Path) -> list[float]:
             *(LAUNCHER, record, run.section, script, *run.arguments),
         ]
         environment = os.environ | {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(run.ranks), "OMP_NUM_THREADS": "1"}
+        environment["TORCH_EXTENSIONS_DIR"] = extensions_of(python)
         done = subprocess.run(
             command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )

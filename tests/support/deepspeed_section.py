@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import hjson
 
 
 def with_section(config: Any, section: dict[str, Any]) -> Any:
     """``config``, a dict or a file, with ``section``."""
     if isinstance(config, str | Path) and Path(config).is_file():
-        config = json.loads(Path(config).read_text())
+        config = hjson.loads(Path(config).read_text())
     return config | {"ds_npu": section} if isinstance(config, dict) else config
 
 

@@ -42,6 +42,11 @@ Outcomes = dict[str, str]
 """By test, one of KINDS."""
 
 
+def extensions_of(python: Path) -> str:
+    """The folder of what DeepSpeed compiles: one for each environment, as the paths of headers differ."""
+    return str(KEPT / ("ours" if python == Path(sys.executable) else "plain"))
+
+
 def copy_tests(checkout: Path, to: Path) -> Path:
     """The folder ``tests`` of ``checkout``, a work tree or a git directory, copied into ``to``."""
     if (checkout / "tests" / "unit").is_dir():
@@ -85,8 +90,7 @@ def outcomes(python: Path, tests: Path, files: list[str], section: bool = False)
         "HF_HUB_OFFLINE": "1",
         "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
         "PYTHONPATH": str(SUPPORT) if section else "",
-        # DeepSpeed compiles operators for each environment, as the paths of headers differ.
-        "TORCH_EXTENSIONS_DIR": str(KEPT / ("ours" if python == Path(sys.executable) else "plain")),
+        "TORCH_EXTENSIONS_DIR": extensions_of(python),
         **({"DS_NPU_TEST_SECTION": "{}"} if section else {}),
     }
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]

@@ -194,6 +194,7 @@ MISTAKES = {
         'has no "optimizer" section',
     ),
     "no ds config": (lambda t: ["--deepspeed_config", str(t / "none")], "No such file"),
+    "ds config in base64": (lambda t: ["--deepspeed_config", "eyJv" * 1000], "base64 is not read here"),
     "resume from nowhere": (lambda t: ["--resume"], "--resume needs --save DIR"),
     "zero steps": (lambda t: ["--steps", "0"], "not a whole number above 0"),
     "unknown option": (lambda t: ["--sepps", "1"], "unrecognized arguments: --sepps 1"),

@@ -34,7 +34,7 @@ def test_a_standstill_is_said_once(seconds, limit):
     begun = 6 * seconds
     assert watch.look(begun + limit - 0.1, (6, 6), is_training=True) is None
     said = watch.look(begun + limit, (6, 6), is_training=True)
-    assert said.startswith(f"rank 1 of 4 stands still since {limit:.0f} s, after step 6 (the median step takes")
+    assert said.startswith(f"rank 1 of 4 has stood still for {limit:.0f} s, after step 6 (the median step takes")
     assert "test_a_standstill_is_said_once: said = watch.look(" in said
     assert watch.look(begun + 9 * limit, (6, 6), is_training=True) is None
     assert watch.look(begun + 9 * limit + 1, (6, 7), is_training=True).startswith("rank 1 of 4 goes on, after ")
@@ -63,6 +63,19 @@ def test_while_a_checkpoint_is_written_it_is_patient():
     assert "save_checkpoint: " in save_checkpoint(6.0 + PAUSE_SECONDS)
 
 
+def test_of_a_deep_stack_both_ends_are_shown():
+    watch = watch_after_steps(1.0)
+
+    def deeper(levels: int) -> str | None:
+        return deeper(levels - 1) if levels else watch.look(6.0 + LEAST_SECONDS, (6, 6), is_training=True)
+
+    said = deeper(40).splitlines()
+    begins, ends = said[1 : 1 + stalls.OUTERMOST_FRAMES], said[2 + stalls.OUTERMOST_FRAMES :]
+    assert not any(" in deeper: " in line for line in begins) and " more" in said[1 + stalls.OUTERMOST_FRAMES]
+    inner = stalls.MOST_FRAMES - stalls.OUTERMOST_FRAMES
+    assert all(" in deeper: " in line for line in ends[: inner - 1]) and " in look: " in ends[inner - 1]
+
+
 def test_it_speaks_three_times_at_most():
     watch, now, said = watch_after_steps(1.0), 6.0, []
     for step in range(7, 7 + 2 * MOST_REPORTS):
@@ -88,7 +101,9 @@ def test_the_thread_prints_the_stacks_of_all_threads_and_ends_with_the_engine(mo
     done.set()
     other.join()
     said = capfd.readouterr().err
-    assert said.count("[ds_npu] WARNING: rank 0 of 1 stands still") == 1 and "time.sleep(1.0)  # the standstill" in said
+    assert (
+        said.count("[ds_npu] WARNING: rank 0 of 1 has stood still") == 1 and "time.sleep(1.0)  # the standstill" in said
+    )
     assert "  thread a loader" in said
     del engine
     gc.collect()

@@ -26,7 +26,7 @@ def _parts(section: WatchSection, build: Build) -> Iterable[Change]:
         yield part("a look after steps", what, partial(_look_after_steps, section.stall_factor))
     yield part("events of the monitor", "step time and tokens per second", partial(_write_throughput, build))
     if section.finite:
-        stop = partial(stop_at_not_finite, runs_again=not build.is_pipeline)
+        stop = partial(stop_at_not_finite, is_pipeline=build.is_pipeline)
         yield part("an end at what is not finite", "step, rank and layer of a loss or gradient", stop)
 
 

@@ -38,8 +38,8 @@ class Finding:
     """Micro-batches whose loss is not finite, and the loss."""
     parameters: int
     """How many have a gradient, or value, that is not finite."""
-    last: tuple[int, str] | None
-    """The last of them in the model, which is the first in backward, and its number."""
+    last: tuple[int, int, str] | None
+    """The last of them in the model, which is the first in backward: its stage, its number there, its name."""
     kept: list[int]
     """Micro-batches that can run again."""
     module: tuple[int, str] | None = None
@@ -51,7 +51,8 @@ class Steps:
     """What is kept of the micro-batches of one optimizer step."""
 
     engine: Any
-    runs_again: bool
+    is_pipeline: bool = False
+    """Whether the engine runs a schedule of DeepSpeed's, by which no micro-batch can run again alone."""
     arguments: list[tuple[Any, Any] | None] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     late: LateReading | None = None
@@ -64,18 +65,24 @@ class Steps:
     def keep(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Keep the arguments of a forward that trains."""
         if module.training and torch.is_grad_enabled():
-            self.arguments.append((args, kwargs) if self.runs_again and _can_be_kept((args, kwargs)) else None)
+            self.arguments.append(None if self.is_pipeline or not _can_be_kept((args, kwargs)) else (args, kwargs))
 
     def clear(self) -> None:
         self.arguments.clear()
         self.losses.clear()
 
+    def all_losses(self) -> list[torch.Tensor]:
+        """Those of the step's micro-batches; a pipeline's last stage has them, and no other."""
+        if not self.is_pipeline:
+            return [*self.losses]
+        return [torch.stack([leaf.float() for leaf in tree_leaves(each)]).sum() for each in self.engine.fwd_outputs]
+
     def read_late(self) -> None:
         """Have the norm of the step that has ended, or its losses, copied to the host; a CPU's are read at once."""
-        norm, self.late_losses = self.engine.get_global_grad_norm(), [*self.losses]
+        norm, self.late_losses = self.engine.get_global_grad_norm(), self.all_losses()
         self.is_everyones = norm is not None
-        if norm is None and self.losses:
-            norm = torch.stack([loss.float() for loss in self.losses]).sum()
+        if norm is None and self.late_losses:
+            norm = torch.stack([loss.float() for loss in self.late_losses]).sum()
         self.late = LateReading(torch.as_tensor(norm)) if norm is not None else None
         if self.late is not None and self.late.is_there:
             self.check_late(self.engine.global_steps)
@@ -104,7 +111,7 @@ class Steps:
     def _finding(self, is_updated: bool) -> Finding:
         losses = [
             (index, loss.item())
-            for index, loss in enumerate(self.late_losses if is_updated else self.losses)
+            for index, loss in enumerate(self.late_losses if is_updated else self.all_losses())
             if not loss.isfinite().all()
         ]
         kept = [index for index, each in enumerate(self.arguments) if each is not None]
@@ -114,7 +121,7 @@ class Steps:
             wrong = {id(parameter) for parameter, tensor in self._tensors(is_updated) if not tensor.isfinite().all()}
         names = [name for name, _ in self.engine.module.named_parameters()]
         numbers = [number for number, each in enumerate(self.engine.module.parameters()) if id(each) in wrong]
-        last = (numbers[-1], names[numbers[-1]]) if numbers else None
+        last = (self.engine.topology.rank("pp"), numbers[-1], names[numbers[-1]]) if numbers else None
         return Finding(dist.get_rank(), losses, len(numbers), last, kept)
 
     def _tensors(self, is_updated: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -147,9 +154,9 @@ class Steps:
         return found[0] if found else None
 
 
-def stop_at_not_finite(engine: Any, *, runs_again: bool) -> None:
+def stop_at_not_finite(engine: Any, *, is_pipeline: bool) -> None:
     """Make ``engine``, a DeepSpeed engine, raise FloatingPointError in the step that is not finite."""
-    steps = Steps(engine, runs_again)
+    steps = Steps(engine, is_pipeline)
     is_asked = before_a_skip(engine.optimizer, lambda: steps.stop(engine.global_steps + 1))
     reads_late = not is_asked and engine.torch_autocast_z0_gradscaler is None
     backward, take_step = engine.backward, engine._take_model_step
@@ -205,7 +212,7 @@ def _said(step: int, found: list[Finding], *, is_updated: bool) -> str:
     named = [(*each.last, each) for each in found if each.last is not None]
     if named and not modules:
         what = "parameter" if is_updated else "gradient"
-        _, name, each = max(named, key=lambda item: item[0])
+        _, _, name, each = max(named, key=lambda item: item[:2])
         lines.append(
             f"first {what} in the order of backward that is not finite: {name}, on rank {each.rank}, where "
             f"{each.parameters} are not"

@@ -28,6 +28,8 @@ LOOK_EVERY_SECONDS = 1.0
 REMEMBERED_STEPS = 50
 KNOWN_AFTER_STEPS = 3
 MOST_FRAMES = 25
+OUTERMOST_FRAMES = 5
+"""Of these: the script's own lines."""
 MOST_THREADS = 6
 FRAMES_OF_OTHERS = 4
 
@@ -68,9 +70,9 @@ class StallWatch:
         median = f"the median step takes {self.median:.2g} s" if self.median else "no step has ended"
         last = "; says no more of this" if self.reports == MOST_REPORTS else ""
         head = (
-            f"{self.place} stands still since {silence:.0f} s, after step {counters[0]} ({median}){last}. It stands at"
+            f"{self.place} has stood still for {silence:.0f} s, after step {counters[0]} ({median}){last}. It stands at"
         )
-        return "\n".join([head, *_lines(stack, MOST_FRAMES), *_other_threads(frames)])
+        return "\n".join([head, *_lines(stack, MOST_FRAMES, OUTERMOST_FRAMES), *_other_threads(frames)])
 
     @property
     def median(self) -> float | None:
@@ -114,9 +116,11 @@ def watch_for_stalls(engine: Any, watch: StallWatch) -> threading.Thread:
     return thread
 
 
-def _lines(stack: traceback.StackSummary, most: int) -> list[str]:
-    left_out = [f"    ... {len(stack) - most} more outside of them"] if len(stack) > most else []
-    return left_out + [f"    {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in stack[-most:]]
+def _lines(stack: traceback.StackSummary, most: int, outermost: int = 0) -> list[str]:
+    """A line for each frame, the outermost first; of more than ``most`` those behind the ``outermost`` are left out."""
+    lines = [f"    {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in stack]
+    left_out = len(lines) - most
+    return lines if left_out <= 0 else [*lines[:outermost], f"    ... {left_out} more", *lines[outermost + left_out :]]
 
 
 def _other_threads(frames: dict[int, FrameType]) -> list[str]:

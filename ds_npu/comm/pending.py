@@ -1,4 +1,4 @@
-"""The result of a collective in flight."""
+"""The result of a collective in flight, and the message between two autograd nodes."""
 
 from __future__ import annotations
 
@@ -37,3 +37,22 @@ class Pending(Generic[T]):
             self._work = None
         self._value, self._finish = self._finish(self._value), identity
         return self._value
+
+
+class InFlight(Generic[T]):
+    """The one message between an autograd node that sends it and the node that waits for it, in either direction.
+
+    A message that was received is not kept.
+    """
+
+    def __init__(self) -> None:
+        self._pending: Pending[T] | None = None
+
+    def post(self, pending: Pending[T]) -> None:
+        self._pending = pending
+
+    def wait(self) -> T:
+        if self._pending is None:
+            raise RuntimeError("nothing is in flight: wait was called before, and is to be called once")
+        pending, self._pending = self._pending, None
+        return pending.wait()

@@ -12,11 +12,15 @@ import tensor_parallel_rule as dense
 import tiny_models
 import torch
 from ranks import run_on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.all import OPERATORS
 from ds_npu.parallel import RoutingRecord, record_routing, replay_routing
 from ds_npu.parallel.context.load_balance import shard_evenly
+from ds_npu.parallel.expert.axis import ExpertAxis
+from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -43,6 +47,52 @@ def layers(degrees: Degrees) -> None:
 @pytest.mark.parametrize("degrees", [Degrees(dp=2, ep=2), Degrees(tp=2, etp=2)], ids=str)
 def test_a_layer(degrees):
     run_on_ranks(2, layers, degrees, backend="hccl", sets_device=True)
+
+
+class HostWaits(TorchDispatchMode):
+    """The operations for which the host needs a device's numbers, while it is entered."""
+
+    NEED = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        from_device = any(each.device.type == "npu" for each in tensors)
+        to_host = isinstance(out, torch.Tensor) and out.device.type == "cpu" and not func._opname.startswith("empty")
+        if from_device and (to_host or func._opname in self.NEED):
+            self.found.append(func._opname)
+        return out
+
+
+def one_wait(dispatcher: str, level: str) -> None:
+    axis = ExpertAxis.of(Topology(Degrees(dp=2, ep=2)), tokens_are_sharded=False)
+    up, down = (torch.randn(4, *size, device="npu", requires_grad=True) for size in ((32, 16), (16, 16)))
+    x, weights = (torch.randn(8, size, device="npu", requires_grad=True) for size in (16, 2))
+    ids = torch.rand(8, 8, device="npu").argsort(1)[:, :2]
+    experts = ExpertWeights(up, down, lambda first: first.chunk(2, -1)[1])
+    options = expert_cases.ExpertOptions(dispatcher, level)
+    with HostWaits() as forward:
+        out = expert_cases.compute_experts(x, ids, weights, experts, axis, options)
+    assert forward.found == ["copy_"], (dispatcher, level, forward.found)
+    with HostWaits() as backward:
+        out.sum().backward()
+    assert backward.found == [], (dispatcher, level, backward.found)
+
+
+def waits_of_each() -> None:
+    for options in expert_cases.ALL_OPTIONS:
+        one_wait(options.dispatcher, options.zero_memory)
+    with HostWaits() as waits:
+        torch.ones(2, device="npu").sum().item()
+    assert waits.found, "the counter finds nothing"
+
+
+def test_the_host_waits_once_for_a_layer():
+    run_on_ranks(2, waits_of_each, backend="hccl", sets_device=True)
 
 
 def step(family: str, parallel: dict, moe: dict, stage: int, replays: bool) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from wire import Memory, Wire
 
+from ds_npu.comm.host_copy import HostCopy
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
 from ds_npu.parallel.expert.weights import ExpertWeights
@@ -82,6 +86,23 @@ def count_every_level() -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_token_is_sent_once_to_a_rank(ranks):
     run_on_ranks(ranks, count_every_level)
+
+
+def count_host_waits() -> None:
+    axis, waits, read = ExpertAxis.of(Topology(Degrees(dp=2, ep=2)), tokens_are_sharded=False), [], HostCopy.read
+    with mock.patch.object(HostCopy, "read", lambda copy: waits.append(copy) or read(copy)):
+        for dispatcher, level in itertools.product(("alltoall", "allgather"), ("none", "level0", "level1")):
+            options = ExpertOptions(dispatcher, level)
+            out = compute_experts(*inputs(dist.get_rank()), weights_of(EXPERTS // 2), axis, options)
+            assert len(waits) == 1, (options, len(waits))
+            out.sum().backward()
+            assert len(waits) == 1, (options, len(waits))
+            waits.clear()
+
+
+def test_the_host_waits_once_for_a_layer_and_never_in_backward():
+    """That nothing else waits is counted on NPUs (tests/npu/test_experts_npu.py)."""
+    run_on_ranks(2, count_host_waits)
 
 
 def kept_bytes(layer) -> int:

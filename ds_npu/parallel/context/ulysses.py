@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ds_npu.comm.pending import Pending
+from ds_npu.comm.pending import InFlight, Pending
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.precision import accumulation_dtype
 
@@ -121,29 +121,16 @@ class UlyssesAllToAll:
 Collective = Callable[[torch.Tensor], Pending[torch.Tensor]]
 
 
-class _InFlightBuffer:
-    """The one message between a post and its wait, in either direction; a message that was received is not kept."""
-
-    def __init__(self) -> None:
-        self._pending: Pending[torch.Tensor] | None = None
-
-    def post(self, pending: Pending[torch.Tensor]) -> None:
-        self._pending = pending
-
-    def wait(self) -> torch.Tensor:
-        if self._pending is None:
-            raise RuntimeError("nothing is in flight: wait was called before, and is to be called once")
-        pending, self._pending = self._pending, None
-        return pending.wait()
+Buffer = InFlight[torch.Tensor]
 
 
 class _PostContext(Context):
-    buffer: _InFlightBuffer
+    buffer: Buffer
 
 
 class _Post(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _PostContext, x: torch.Tensor, collective: Collective, buffer: _InFlightBuffer) -> torch.Tensor:
+    def forward(ctx: _PostContext, x: torch.Tensor, collective: Collective, buffer: Buffer) -> torch.Tensor:
         ctx.buffer = buffer
         buffer.post(collective(x))
         return x.new_empty(0)
@@ -161,7 +148,7 @@ class _WaitContext(_PostContext):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _WaitContext, posted: torch.Tensor, gradient_collective: Collective, buffer: _InFlightBuffer
+        ctx: _WaitContext, posted: torch.Tensor, gradient_collective: Collective, buffer: Buffer
     ) -> torch.Tensor:
         ctx.gradient_collective, ctx.buffer = gradient_collective, buffer
         return buffer.wait()
@@ -187,7 +174,7 @@ class PostedTensor:
     _posted: torch.Tensor
     """The tensor itself where nothing is sent, else an empty one that connects the two autograd nodes."""
     _gradient_collective: Collective
-    _buffer: _InFlightBuffer | None
+    _buffer: Buffer | None
 
     def wait(self) -> torch.Tensor:
         """The result. Every rank of the group calls it, once; on an NPU the stream waits, not the host.
@@ -214,5 +201,5 @@ def _posted(
 ) -> PostedTensor:
     if len(all_to_all.counts) == 1:
         return PostedTensor(x.detach(), x, gradient_collective, None)
-    buffer = _InFlightBuffer()
+    buffer: Buffer = InFlight()
     return PostedTensor(x.detach(), _post(x, collective, buffer), gradient_collective, buffer)

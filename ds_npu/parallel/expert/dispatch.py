@@ -2,18 +2,23 @@
 
 ``send`` copies tokens [T, ...] to rows [N, ...] on other ranks, ``combine`` sums rows back into tokens. Each is the
 gradient of the other. A token goes once to a rank, however many of its experts are there.
+
+The sizes of messages are known when the counts of all ranks have reached the host. All that does not need them, the
+``Plan`` of a dispatch, is computed while they are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ds_npu.comm.collectives import all_gather, exchange_rows, reduce_scatter
+from ds_npu.comm.host_copy import HostCopy
 from ds_npu.comm.pending import Pending
 from ds_npu.ops.token_permutation import token_unpermute
 from ds_npu.parallel.expert.axis import ExpertAxis
@@ -30,8 +35,28 @@ class Dispatch(Protocol):
     def send(self, x: torch.Tensor) -> Pending[torch.Tensor]:
         """Rows [N, ...] of this rank's experts from tokens [T, ...] of all ranks."""
 
+    def send_copies(self, copies: torch.Tensor) -> Pending[torch.Tensor]:
+        """As ``send``, of the ``Plan.copies`` of the tokens."""
+
     def combine(self, rows: torch.Tensor) -> Pending[torch.Tensor]:
         """The sum over ranks [T, ...] of the rows [N, ...] that each token was sent as."""
+
+
+class Plan(Protocol):
+    """What a rank knows of its dispatch before it knows the counts of the others."""
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """[C] int64: what the others need to know; of as many numbers on each."""
+
+    def prepare(self) -> None:
+        """Compute what is needed beside the counts of all ranks."""
+
+    def copies(self, x: torch.Tensor) -> torch.Tensor:
+        """The tokens [T, ...] as they are sent, and perhaps more behind them."""
+
+    def dispatch(self, counts_RC: list[list[int]]) -> Dispatch:
+        """The dispatch, by the counts of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +74,45 @@ class AllToAll:
     def send(self, x: torch.Tensor) -> Pending[torch.Tensor]:
         return exchange_rows(self.order.permuted(x), self.sent, self.received, self.group)
 
+    def send_copies(self, copies: torch.Tensor) -> Pending[torch.Tensor]:
+        return exchange_rows(copies[: sum(self.sent)], self.sent, self.received, self.group)
+
     def combine(self, rows: torch.Tensor) -> Pending[torch.Tensor]:
         back = exchange_rows(rows, self.received, self.sent, self.group)
         return Pending(rows, back, lambda _: token_unpermute(back.wait(), self.order.places))
+
+
+@dataclass(frozen=True)
+class AllToAllPlan:
+    """Of ``AllToAll``."""
+
+    axis: ExpertAxis
+    to_ranks: torch.Tensor
+    """[T, D] int64: the ranks that each token goes to."""
+    counts: torch.Tensor
+    """Rows to each rank, then pairs of each expert."""
+
+    @cached_property
+    def order(self) -> Order:
+        """The rows by rank, those for no rank behind all others."""
+        return order_by(self.to_ranks, self.to_ranks.numel())
+
+    def prepare(self) -> None:
+        self.order  # noqa: B018
+
+    def copies(self, x: torch.Tensor) -> torch.Tensor:
+        return self.order.permuted(x)
+
+    def dispatch(self, counts_RC: list[list[int]]) -> AllToAll:
+        rank, size = self.axis.rank, self.axis.size
+        sent = counts_RC[rank][:size]
+        return AllToAll(
+            self.axis.group,
+            Order(self.order.rows[: sum(sent)], self.order.places),
+            tuple(sent),
+            tuple(each[rank] for each in counts_RC),
+            _of_this_rank([each[size:] for each in counts_RC], self.axis),
+        )
 
 
 @dataclass(frozen=True)
@@ -66,52 +127,81 @@ class AllGather:
     pairs_of_experts: tuple[int, ...]
 
     def send(self, x: torch.Tensor) -> Pending[torch.Tensor]:
-        return all_gather(self._padded(x), 0, self.group)
+        missing = self.most_tokens - self.tokens
+        padded = torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+        gathered = all_gather(padded, 0, self.group)
+        # Autograd adds to a gradient in place when nobody else holds it: it is held until it has been sent.
+        return Pending(padded, gathered, lambda _: gathered.wait())
+
+    send_copies = send
 
     def combine(self, rows: torch.Tensor) -> Pending[torch.Tensor]:
         summed = reduce_scatter(rows, 0, self.group)
         return Pending(rows, summed, lambda _: summed.wait()[: self.tokens])
 
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        missing = self.most_tokens - self.tokens
-        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+@dataclass(frozen=True)
+class AllGatherPlan:
+    """Of ``AllGather``: every token goes everywhere."""
+
+    axis: ExpertAxis
+    tokens: int
+    counts: torch.Tensor
+    """The tokens, then pairs of each expert."""
+
+    def prepare(self) -> None:
+        return
+
+    def copies(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def dispatch(self, counts_RC: list[list[int]]) -> AllGather:
+        most = max(each[0] for each in counts_RC)
+        pairs = _of_this_rank([each[1:] for each in counts_RC], self.axis)
+        return AllGather(self.axis.group, self.tokens, most, pairs)
 
 
-def all_to_all(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllToAll:
-    """Agree with the other ranks of ``axis`` on what is sent; the host waits once, for all counts.
+def all_to_all(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllToAllPlan:
+    """The plan by which each token goes to the ranks of its experts.
 
     ids: [T, K] int64, the experts of each token; -1 for none.
     """
     to_TD = destinations(ids_TK, experts, axis.ep, axis.etp)
-    mine = torch.cat([histogram(to_TD, axis.size), _pairs(ids_TK, experts)])
-    counts = _of_all_ranks(mine, axis)
-    sent = counts[axis.rank][: axis.size]
-    return AllToAll(
-        axis.group,
-        order_by(to_TD, sum(sent)),
-        tuple(sent),
-        tuple(each[axis.rank] for each in counts),
-        _of_this_rank([each[axis.size :] for each in counts], axis),
-    )
+    counts = torch.cat([histogram(to_TD, axis.size), _pairs(ids_TK, experts)])
+    return AllToAllPlan(axis, to_TD, counts)
 
 
-def all_gathered(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllGather:
+def all_gathered(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllGatherPlan:
     """As ``all_to_all``, for the dispatcher that sends every token to every rank."""
-    mine = torch.cat([ids_TK.new_tensor([len(ids_TK)]), _pairs(ids_TK, experts)])
-    counts = _of_all_ranks(mine, axis)
-    most = max(each[0] for each in counts)
-    return AllGather(axis.group, len(ids_TK), most, _of_this_rank([each[1:] for each in counts], axis))
+    counts = torch.cat([ids_TK.new_tensor([len(ids_TK)]), _pairs(ids_TK, experts)])
+    return AllGatherPlan(axis, len(ids_TK), counts)
+
+
+class Agreement:
+    """The dispatches by ``plans``, on which the ranks of ``axis`` agree: one message of counts, one wait of the host.
+
+    Every rank of the axis makes it at the same time, of as many plans. The host waits at the first ``dispatch``.
+    """
+
+    def __init__(self, plans: Sequence[Plan], axis: ExpertAxis) -> None:
+        self.plans = plans
+        counts = all_gather(torch.stack([plan.counts for plan in plans]), 0, axis.group)
+        for plan in plans:
+            plan.prepare()
+        self._counts = HostCopy(counts.wait().view(axis.size, len(plans), -1))
+        self._dispatches: list[Dispatch] = []
+
+    def dispatch(self, index: int) -> Dispatch:
+        """The dispatch by ``plans[index]``."""
+        if not self._dispatches:
+            # The host needs them: they are the sizes of messages and tensors.
+            counts_PRC: list[list[list[int]]] = self._counts.read().transpose(0, 1).tolist()
+            self._dispatches = [plan.dispatch(each) for plan, each in zip(self.plans, counts_PRC, strict=True)]
+        return self._dispatches[index]
 
 
 def _pairs(ids_TK: torch.Tensor, experts: int) -> torch.Tensor:
     return histogram(torch.where(ids_TK < 0, experts, ids_TK), experts)
-
-
-def _of_all_ranks(mine: torch.Tensor, axis: ExpertAxis) -> list[list[int]]:
-    # The host needs them: they are the sizes of messages and tensors.
-    gathered = all_gather(mine, 0, axis.group).wait()
-    found: list[list[int]] = gathered.view(axis.size, -1).tolist()
-    return found
 
 
 def _of_this_rank(pairs_RE: list[list[int]], axis: ExpertAxis) -> tuple[int, ...]:
@@ -121,7 +211,7 @@ def _of_this_rank(pairs_RE: list[list[int]], axis: ExpertAxis) -> tuple[int, ...
     return tuple(map(sum, zip(*(each[first : first + local] for each in pairs_RE), strict=True)))
 
 
-DISPATCHERS: dict[str, Callable[[torch.Tensor, int, ExpertAxis], Dispatch]] = {
+DISPATCHERS: dict[str, Callable[[torch.Tensor, int, ExpertAxis], Plan]] = {
     "alltoall": all_to_all,
     "allgather": all_gathered,
 }

@@ -1,7 +1,8 @@
 """The experts of a mixture-of-experts layer over the ranks of an expert axis: dispatch, compute, combine.
 
-One autograd function, so that backward chooses its order: the gradient of the tokens leaves this rank before the
-weight gradients of the first product are computed. What it keeps for backward is the ``zero_memory`` level's:
+Three autograd nodes, of which the one in the middle computes and the others send or wait. What is computed between
+them runs beside the messages, in forward and backward. In backward the gradients of tokens and routing weights leave
+this rank before weight gradients are computed. What is kept for backward is the ``zero_memory`` level's:
 
     none     the received tokens, and what the first product gives
     level0   what the first product gives; tokens are sent again
@@ -16,17 +17,19 @@ Shape letters as in ``routing``; H hidden, F outputs of the first product, I inp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ds_npu.comm.pending import InFlight
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.grouped_matmul import grouped_matmul
 from ds_npu.ops.token_permutation import token_permute, token_unpermute
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.dispatch import DISPATCHERS, Dispatch
+from ds_npu.parallel.expert.dispatch import DISPATCHERS, Agreement, Dispatch, Plan
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
 from ds_npu.parallel.expert.weights import ExpertWeights, product_of_linear
 from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
@@ -57,23 +60,79 @@ def compute_experts(
     ranks, -1 for none; weights: [T, K] floating. Every rank of the axis calls it at the same time, with any T. Has no
     gradients of gradients.
     """
-    dispatch = DISPATCHERS[options.dispatcher](ids_TK, len(experts) * axis.ep, axis)
-    call = _Call(dispatch, ids_TK, experts, axis.ep_rank * len(experts), options.zero_memory)
-    # Of the ranks that share an expert the first adds the bias of its output.
-    biases = experts.up_bias, experts.down_bias if axis.etp_rank == 0 else None
-    return _experts(x_TH, weights_TK, call, experts.up, experts.down, *biases)
+    (routed,) = send_to_experts([(x_TH, ids_TK, weights_TK)], experts, axis, options)
+    routed.compute()
+    return routed.finish()
+
+
+class RoutedTokens:
+    """Tokens on their way to their experts and back.
+
+    What is computed between two calls runs beside their messages, and its backward beside those of backward: autograd
+    runs the youngest of the nodes that are ready. Every rank of the axis calls each method once, in the same order.
+    """
+
+    def __init__(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, call: _Call) -> None:
+        self._call, self._x = call, x_TH.detach()
+        self._link = _send(x_TH, weights_TK, call)
+
+    def compute(self) -> None:
+        """Wait for the tokens, compute, and send the sums back."""
+        call, of = self._call, self._call.experts
+        # Of the ranks that share an expert the first adds the bias of its output.
+        self._link = _compute(self._link, call, of.up, of.down, of.up_bias, of.down_bias if call.adds_bias else None)
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the sums [T, H]."""
+        return _finish(self._link, None if self._call.zero_memory == "none" else self._x, self._call)
+
+
+Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""x, ids and weights of ``compute_experts``."""
+
+
+def send_to_experts(
+    pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
+) -> list[RoutedTokens]:
+    """Send the tokens of each piece to their experts; as many pieces on each rank, for which the host waits once."""
+    plans = [DISPATCHERS[options.dispatcher](ids, len(experts) * axis.ep, axis) for _, ids, _ in pieces]
+    agreement = Agreement(plans, axis)
+    return [
+        RoutedTokens(x, weights, _Call(agreement, index, ids, experts, axis, options.zero_memory))
+        for index, (x, ids, weights) in enumerate(pieces)
+    ]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer: what its forward and its backward share."""
+    """One call of a layer: what the nodes of its forward and its backward share."""
 
-    dispatch: Dispatch
+    agreement: Agreement
+    index: int
     ids: torch.Tensor
     experts: ExpertWeights
-    first: int
-    """The first expert of this rank."""
+    axis: ExpertAxis
     zero_memory: ZeroMemory
+    tokens: InFlight[torch.Tensor] = field(default_factory=InFlight)
+    """On their way to their experts; in backward the gradients of their sums."""
+    beside: InFlight[torch.Tensor] = field(default_factory=InFlight)
+    """With them: routing; in backward the tokens again, if they were not kept."""
+    sums: InFlight[torch.Tensor] = field(default_factory=InFlight)
+    """On their way back; in backward the gradients of the tokens."""
+    weights: InFlight[torch.Tensor] = field(default_factory=InFlight)
+    """The gradients of routing weights."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.agreement.plans[self.index]
+
+    @property
+    def dispatch(self) -> Dispatch:
+        return self.agreement.dispatch(self.index)
+
+    @property
+    def adds_bias(self) -> bool:
+        return self.axis.etp_rank == 0
 
     def routing(self, weights_TK: torch.Tensor) -> torch.Tensor:
         """[T, 2 K]: weights and experts as one message; 0 is no expert, as in rows that only fill up."""
@@ -119,7 +178,7 @@ def _received(rows_NH: torch.Tensor, routing_N2K: torch.Tensor, call: _Call) -> 
     """The rows [P, H] of every expert, one behind the other, and what they are."""
     weights_NK, numbers_NK = routing_N2K.chunk(2, dim=1)
     count = len(call.experts)
-    local_NK = local_ids(numbers_NK.to(torch.int64) - 1, call.first, count)
+    local_NK = local_ids(numbers_NK.to(torch.int64) - 1, call.axis.ep_rank * count, count)
     permuted_PH, places = token_permute(rows_NH, local_NK, sum(call.dispatch.pairs_of_experts))
     pairs = inverse(places)[: len(permuted_PH)].long()
     order = Order(pairs // local_NK.shape[1], places.view_as(local_NK))
@@ -127,42 +186,56 @@ def _received(rows_NH: torch.Tensor, routing_N2K: torch.Tensor, call: _Call) -> 
     return permuted_PH, _Rows(histogram(local_NK, count), order, weights)
 
 
-class _ExpertsContext(Context):
+class _CallContext(Context):
     call: _Call
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _CallContext, x_TH: torch.Tensor, weights_TK: torch.Tensor, call: _Call) -> torch.Tensor:
+        ctx.call = call
+        copies, routing = call.plan.copies(x_TH), call.plan.copies(call.routing(weights_TK))
+        call.tokens.post(call.dispatch.send_copies(copies))
+        call.beside.post(call.dispatch.send_copies(routing))
+        return x_TH.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _CallContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
+        # Autograd casts the latter to the dtype of the weights.
+        return ctx.call.sums.wait(), ctx.call.weights.wait(), None
+
+
+class _ComputeContext(_CallContext):
     rows: _Rows
 
 
-class _Experts(torch.autograd.Function):
+class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: _ExpertsContext, x_TH: torch.Tensor, weights_TK: torch.Tensor, call: _Call, *parameters: Optional
-    ) -> torch.Tensor:
+    def forward(ctx: _ComputeContext, link: torch.Tensor, call: _Call, *parameters: Optional) -> torch.Tensor:
         up, down, up_bias, down_bias = parameters
         assert up is not None and down is not None
-        sent = call.dispatch.send(x_TH)
-        routing_N2K = call.dispatch.send(call.routing(weights_TK)).wait()
-        rows_NH = sent.wait()
+        routing_N2K = call.beside.wait()
+        rows_NH = call.tokens.wait()
         permuted_PH, rows = _received(rows_NH, routing_N2K, call)
         first_PF = call.first_product(permuted_PH, rows, up, up_bias)
         weighted_PI = rows.weighted(call.experts.activation(first_PF))
         y_PH = call.second_product(weighted_PI, rows, down, down_bias)
-        out_TH = call.dispatch.combine(token_unpermute(y_PH, rows.order.places)).wait()
+        call.sums.post(call.dispatch.combine(token_unpermute(y_PH, rows.order.places)))
         ctx.call, ctx.rows = call, rows
         level = call.zero_memory
-        kept = rows_NH if level == "none" else x_TH
-        ctx.save_for_backward(kept, None if level == "level1" else first_PF, *parameters, weights_TK)
-        return out_TH
+        kept = rows_NH if level == "none" else None
+        ctx.save_for_backward(kept, None if level == "level1" else first_PF, *parameters)
+        return link.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _ExpertsContext, dout_TH: torch.Tensor) -> tuple[Optional, ...]:
+    def backward(ctx: _ComputeContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
         call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
-        kept, first_PF, up, down, up_bias, down_bias, weights_TK = ctx.saved_tensors
-        sent = call.dispatch.send(dout_TH)
-        again = None if call.zero_memory == "none" else call.dispatch.send(kept)
-        dy_PH = rows.order.permuted(sent.wait())
+        rows_NH, first_PF, up, down, up_bias, down_bias = ctx.saved_tensors
+        dy_PH = rows.order.permuted(call.tokens.wait())
         dweighted_PI = grouped_matmul(dy_PH, down.transpose(1, 2) if experts.is_transposed else down, rows.counts)
-        permuted_PH = rows.order.permuted(kept if again is None else again.wait())
+        permuted_PH = rows.order.permuted(call.beside.wait() if rows_NH is None else rows_NH)
         if first_PF is None:
             first_PF = call.first_product(permuted_PH, rows, up, up_bias)
         with torch.enable_grad():
@@ -170,22 +243,40 @@ class _Experts(torch.autograd.Function):
             activated_PI = experts.activation(first_PF)
         (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, rows.weighted(dweighted_PI))
         activated_PI = activated_PI.detach()
-        dpermuted_PH = grouped_matmul(dfirst_PF, up.transpose(1, 2) if experts.is_transposed else up, rows.counts)
-        dx = call.dispatch.combine(token_unpermute(dpermuted_PH, rows.order.places))
-        # While the gradient of the tokens travels:
-        dweights_P = rows.products(activated_PI, dweighted_PI)
-        if down_bias is not None:
-            dweights_P += rows.products(down_bias.index_select(0, rows.experts), dy_PH)
+        if ctx.needs_input_grad[0]:
+            dpermuted_PH = grouped_matmul(dfirst_PF, up.transpose(1, 2) if experts.is_transposed else up, rows.counts)
+            call.sums.post(call.dispatch.combine(token_unpermute(dpermuted_PH, rows.order.places)))
+            dweights_P = rows.products(activated_PI, dweighted_PI)
+            if down_bias is not None:
+                dweights_P += rows.products(down_bias.index_select(0, rows.experts), dy_PH)
+            call.weights.post(call.dispatch.combine(rows.order.placed(dweights_P)))
+        # While the gradients of tokens and routing weights travel:
         dup = ddown = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[2]:
             product = product_of_linear(dfirst_PF, permuted_PH, rows.counts, experts.is_transposed)
             dup = taken(gradient_sink(up), product)
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[3]:
             product = product_of_linear(dy_PH, rows.weighted(activated_PI), rows.counts, experts.is_transposed)
             ddown = taken(gradient_sink(down), product)
         biases = (_sums(up_bias, dfirst_PF, rows), _sums(down_bias, rows.weighted(dy_PH), rows))
-        dweights_TK = call.dispatch.combine(rows.order.placed(dweights_P)).wait().to(weights_TK.dtype)
-        return dx.wait(), dweights_TK, None, dup, ddown, *biases
+        return dlink, None, dup, ddown, *biases
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _CallContext, link: torch.Tensor, again_TH: Optional, call: _Call) -> torch.Tensor:
+        ctx.call = call
+        ctx.save_for_backward(again_TH)
+        return call.sums.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _CallContext, dout_TH: torch.Tensor) -> tuple[Optional, ...]:
+        call, (again_TH,) = ctx.call, ctx.saved_tensors
+        call.tokens.post(call.dispatch.send(dout_TH))
+        if again_TH is not None:
+            call.beside.post(call.dispatch.send(again_TH))
+        return dout_TH.new_empty(0), None, None
 
 
 def _sums(bias: Optional, dy: torch.Tensor, rows: _Rows) -> Optional:
@@ -193,4 +284,6 @@ def _sums(bias: Optional, dy: torch.Tensor, rows: _Rows) -> Optional:
     return None if bias is None else torch.zeros_like(bias).index_add_(0, rows.experts, dy)
 
 
-_experts = applied(_Experts, _Experts.forward)
+_send = applied(_Send, _Send.forward)
+_compute = applied(_Compute, _Compute.forward)
+_finish = applied(_Finish, _Finish.forward)

@@ -1,0 +1,26 @@
+"""Numbers of a device tensor on their way to the host."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HostCopy:
+    """A copy of ``x`` to pinned memory: the host waits for it only, and only when it reads the numbers.
+
+    Kernels that are queued behind it on the current stream run while the host reads. CPU tensors are not copied.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._host, self._event = x, None
+        if x.device.type != "cpu":
+            self._host = torch.empty_like(x, device="cpu", pin_memory=True)
+            self._host.copy_(x, non_blocking=True)
+            self._event = torch.Event(x.device)
+            self._event.record()
+
+    def read(self) -> torch.Tensor:
+        """The tensor on the host, which waits until it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

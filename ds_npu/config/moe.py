@@ -17,7 +17,7 @@ class MoeSection(Section):
     grouped_matmul: bool | None = None
     """Multiply all experts' tokens in one kernel."""
     overlap: bool = False
-    """Run dispatch communication beside computation."""
+    """Send tokens while shared experts compute; in layers without, half of them while the other half's experts do."""
     zero_memory: Literal["none", "level0", "level1"] = "none"
     """Recompute, in backward, nothing, the experts' inputs and activations (level0), or all they compute (level1)."""
     placement_interval: AtLeastZero = 0

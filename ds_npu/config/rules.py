@@ -94,6 +94,8 @@ def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
     accepted = "only with ds_npu.parallel.expert or expert_tensor > 1"
     if moe.dispatcher is not None:
         yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, accepted)
+    if moe.overlap:
+        yield Problem("ds_npu.moe.overlap", True, accepted)
     if moe.computes and parallel.tensor > 1:
         key = "grouped_matmul" if moe.grouped_matmul else "zero_memory"
         yield Problem(f"ds_npu.moe.{key}", dict(moe)[key], f"{accepted}, where ds_npu.parallel.tensor is > 1")

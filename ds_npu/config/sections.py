@@ -22,7 +22,6 @@ from ds_npu.config.watch import WatchSection
 
 PLANNED = (
     "pipeline",
-    "moe.overlap",
     "moe.placement_interval",
     "recompute",
     "swap",

@@ -43,15 +43,17 @@ class Level(IntEnum):
 
     MODEL = 0
     """Holds for the whole forward of the model: how its weights may be read."""
-    SWAP = 1
+    OVERLAP = 1
+    """Outside of all that a module computes: its result may be there already."""
+    SWAP = 2
     """Outside of RECOMPUTE: only the innermost hooks on saved tensors apply, and a swap within a recomputation would
     keep all that the recomputation frees."""
-    RECOMPUTE = 2
-    SEQUENCE = 3
+    RECOMPUTE = 3
+    SEQUENCE = 4
     """Shards the sequences of a batch over context ranks."""
-    REGION = 4
+    REGION = 5
     """Tensor-parallel regions, the blocks around them, and layers whose weights are sharded."""
-    OPERATOR = 5
+    OPERATOR = 6
     """The computation itself, in an operator of ours."""
 
 

@@ -31,12 +31,13 @@ OPTIONS = [
     {"dispatcher": dispatcher, "zero_memory": level}
     for dispatcher in ("alltoall", "allgather")
     for level in ("none", "level0", "level1")
-]
+] + [{"overlap": True, "zero_memory": "level0"}, {"overlap": True, "dispatcher": "allgather"}]
 CASES = [(f, *w, o) for f, w, o in itertools.product(FAMILIES, WORLDS, OPTIONS)]
 CORNERS = [
     ("mixtral", *WORLDS[4], OPTIONS[2]),
     ("deepseek_v3", *WORLDS[2], OPTIONS[0]),
     ("qwen3_moe", *WORLDS[5], OPTIONS[4]),
+    ("deepseek_v3", *WORLDS[4], OPTIONS[6]),
 ]
 
 

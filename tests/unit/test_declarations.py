@@ -164,6 +164,16 @@ def test_a_llama_is_changed_as_it_should(name):
     assert {act: found[act] for act in expected[name]} == expected[name]
 
 
+@pytest.mark.parametrize(("family", "wraps"), [("deepseek_v3", 4), ("qwen3_moe", 0)])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_experts_that_overlap_are_declared(family, wraps, tensor):
+    section = {"parallel": {"expert": 2, "tensor": tensor, "probe": False}, "moe": {"overlap": True}}
+    found = changed(tiny_models.tiny(family, torch.float32), section, Degrees(dp=2 // tensor, tp=tensor, ep=2))
+    assert len([each for each in declared(found, "wraps") if "tokens travel" in each.what]) == wraps // 2
+    beside = "beside shared_experts" if wraps else "in two halves"
+    assert [each for each in declared(found, "computes") if each.what.endswith(beside)]
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     ("family", "targets"), [("llama", ATTENTION + MLP), ("gpt2", ["c_attn", "c_fc"]), ("deepseek_v3", LATENT)]

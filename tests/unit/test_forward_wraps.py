@@ -33,7 +33,7 @@ def test_the_order_of_wrapping_means_nothing(levels, replaced_after):
     if replaced_after == len(levels):
         replace_innermost_forward(module, operator)
     assert torch.equal(module(torch.ones(2)), -torch.ones(2))
-    assert called == ["MODEL", "SWAP", "RECOMPUTE", "SEQUENCE", "REGION", "OPERATOR", "the forward itself"]
+    assert called == ["MODEL", "OVERLAP", "SWAP", "RECOMPUTE", "SEQUENCE", "REGION", "OPERATOR", "the forward itself"]
 
 
 def test_of_one_level_the_later_wrap_is_outside():

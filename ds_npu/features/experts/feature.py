@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,17 @@ from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
 from ds_npu.features.experts.generation import GENERATE, generate_together
 from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
+from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.feature import Feature
 from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
+from ds_npu.parallel.expert.experts import ExpertOptions, Piece, compute_experts
+from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside, compute_experts_in_halves
 from ds_npu.parallel.expert.shares import compute_in_shares
+from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.placement import has_experts, keep_expert_shard
 from ds_npu.parallel.tensor.direct_layers import USES_SINK
@@ -34,6 +37,10 @@ from ds_npu.topology.topology import Topology
 
 PLACED = "ds_npu_experts"
 """The attribute of a model whose experts are placed."""
+
+
+Run = Callable[[Piece, ExpertWeights], torch.Tensor]
+"""From tokens, their experts and routing weights to the sums of their experts' outputs."""
 
 
 def _applies(section: MoeSection, build: Build) -> bool:
@@ -57,7 +64,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
     _check(layouts, build.topology)
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
     options = ExpertOptions(section.dispatcher or "alltoall", section.zero_memory)
-    return list(_changes(build, layouts, axis, options))
+    return list(_changes(build, layouts, axis, options, section.overlap))
 
 
 def _is_placed(model: nn.Module) -> bool:
@@ -66,7 +73,7 @@ def _is_placed(model: nn.Module) -> bool:
 
 
 def _changes(
-    build: Build, layouts: dict[str, ExpertLayout], axis: ExpertAxis, options: ExpertOptions
+    build: Build, layouts: dict[str, ExpertLayout], axis: ExpertAxis, options: ExpertOptions, overlap: bool
 ) -> Iterator[Change]:
     for name, layout in layouts.items():
         module = build.model.get_submodule(name)
@@ -74,9 +81,16 @@ def _changes(
             for leaf in layout.names:
                 yield _shard(name, module, leaf, layout, build.topology)
             yield from adapter_changes(build.model, name, layout.count, build.topology)
-        yield Change(
-            "computes", name, _described(axis, options), partial(_compute_here, module, name, layout, axis, options)
-        )
+        run, how = _at_once, ""
+        if overlap and (call := shared_call(build.model, name)) is not None:
+            find = partial(build.model.get_submodule, call.shared)
+            beside = SharedExperts(call.shared, call.of_block_input, find)
+            yield from shared_changes(build.model, call, beside)
+            run, how = partial(compute_experts_beside, beside=beside), f", beside {call.shared.rpartition('.')[2]}"
+        elif overlap:
+            run, how = compute_experts_in_halves, ", in two halves"
+        make = partial(_compute_here, module, layout, axis, partial(run, axis=axis, options=options))
+        yield Change("computes", name, _described(axis, options) + how, make)
     sets = ", ".join([PLACED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
     yield Change("sets", "", sets, partial(_finish, build.model, axis))
 
@@ -107,8 +121,12 @@ def _described(axis: ExpertAxis, options: ExpertOptions) -> str:
     return f"{where}, grouped" + ("" if options.zero_memory == "none" else f", zero memory {options.zero_memory}")
 
 
-def _compute_here(module: nn.Module, name: str, layout: ExpertLayout, axis: ExpertAxis, options: ExpertOptions) -> None:
-    """Make the forward of ``module`` (tokens [T, H], experts [T, K], routing weights [T, K]) run over ``axis``."""
+def _at_once(piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions) -> torch.Tensor:
+    return compute_experts(*piece, experts, axis, options)
+
+
+def _compute_here(module: nn.Module, layout: ExpertLayout, axis: ExpertAxis, run: Run) -> None:
+    """Make the forward of ``module`` (tokens [T, H], experts [T, K], routing weights [T, K]) ``run`` over ``axis``."""
     parameters = list(inspect.signature(module.forward).parameters)[:3]
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
@@ -119,7 +137,7 @@ def _compute_here(module: nn.Module, name: str, layout: ExpertLayout, axis: Expe
         x_TH, experts = x.flatten(0, -2).to(dtype), experts.to(dtype)
 
         def compute(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-            return compute_experts(x_TH, ids_TK, weights_TK, experts, axis, options)
+            return run((x_TH, ids_TK, weights_TK), experts)
 
         if axis.same_tokens is None:
             out = compute(x_TH, ids, weights)

@@ -1,0 +1,135 @@
+"""Which module of a block computes shared experts after its routed ones, read from the source of the block's forward.
+
+Most blocks of transformers are written so:
+
+    hidden_states = self.experts(hidden_states, topk_indices, topk_weights)
+    hidden_states = hidden_states + self.shared_experts(residuals)
+
+where ``residuals`` is what the block was given, or what its experts were. Nothing is concluded from names but that; a
+block that computes shared experts first (Qwen2-MoE), or of another tensor, has none. What the source says is checked
+again in every forward, where only the same tensor takes the result (``ds_npu.parallel.expert.overlap``).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from ds_npu.features.declaration import Change
+from ds_npu.models import names
+from ds_npu.parallel.expert.overlap import SharedExperts
+from ds_npu.parallel.forward_wraps import Level, Wrapper, innermost_forward, wrap_forward
+
+LAST = "down_proj"
+"""What shared experts compute last, in all models of transformers."""
+
+
+@dataclass(frozen=True)
+class SharedCall:
+    """A call of a block's shared experts after its routed ones; names of modules in the model."""
+
+    block: str
+    experts: str
+    shared: str
+    last: str | None
+    of_block_input: bool
+    """Whether shared experts take what the block is given; else what its routed experts are."""
+
+
+def shared_call(model: nn.Module, experts: str) -> SharedCall | None:
+    """The call in the block that holds the module ``experts``, as PEFT may have wrapped it; None if there is none."""
+    block_name = names.owner(experts)
+    block = model.get_submodule(block_name)
+    leaf = names.plain(experts).rpartition(".")[2]
+    try:
+        source = inspect.getsource(innermost_forward(block))
+    except (OSError, TypeError):  # Code that has no source.
+        return None
+    for name, of_block_input in _calls_after(ast.parse(textwrap.dedent(source)), leaf):
+        child = dict(block.named_children()).get(name)
+        # A gate is a layer, and not experts. ZeRO 3 gathers parameters of the module itself by its hooks only.
+        if child is None or not list(child.children()) or list(child.parameters(recurse=False)):
+            continue
+        prefix = f"{block_name}." if block_name else ""
+        shared = f"{prefix}{name}"
+        last = f"{shared}.{LAST}" if LAST in dict(child.named_children()) else None
+        return SharedCall(block_name, f"{prefix}{leaf}", shared, last, of_block_input)
+    return None
+
+
+def shared_changes(model: nn.Module, call: SharedCall, beside: SharedExperts) -> Iterator[Change]:
+    """Wrap the forwards that ``beside`` has to see."""
+
+    def wrap(name: str, wrapper: Wrapper, level: Level) -> None:
+        # Looked up when it is made: other features replace layers.
+        wrap_forward(model.get_submodule(name), wrapper, level)
+
+    leaf = names.plain(call.shared).rpartition(".")[2]
+    wraps: list[tuple[str, Wrapper, Level, str]] = [
+        (call.block, beside.in_block, Level.OPERATOR, f"{leaf} run while tokens travel"),
+        (call.experts, beside.in_experts, Level.OVERLAP, f"call {leaf} while tokens travel"),
+        (call.shared, beside.in_shared, Level.OVERLAP, "called by the routed experts, whose block takes the result"),
+    ]
+    if call.last is not None:
+        wraps.append((call.last, beside.in_last, Level.OVERLAP, "runs while sums travel"))
+    for name, wrapper, level, what in wraps:
+        yield Change("wraps", name, what, partial(wrap, name, wrapper, level), level)
+
+
+def _calls_after(tree: ast.Module, experts: str) -> Iterator[tuple[str, bool]]:
+    """The attributes of self that are called after ``experts``, with one tensor: what the block or experts were given.
+
+    With each, whether it is what the block was given.
+    """
+    function = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    given = object()
+    values: dict[str, object] = dict.fromkeys([each.arg for each in function.args.args[1:2]], given)
+    of_experts: object = None
+    for statement in _statements(function.body):
+        for name, call in _calls_of_self(statement):
+            first = call.args[0] if call.args else None
+            value = values.get(first.id, first) if isinstance(first, ast.Name) else first
+            if name == experts:
+                of_experts = value
+            elif of_experts is not None and len(call.args) + len(call.keywords) == 1 and value in (given, of_experts):
+                yield name, value is given
+        _assign(statement, values)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt | ast.expr]:
+    """All statements in the order of the source, of those with a body their heads."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            yield statement.test
+            yield from _statements([*statement.body, *statement.orelse])
+        elif isinstance(statement, ast.With):
+            yield from (item.context_expr for item in statement.items)
+            yield from _statements(statement.body)
+        else:
+            yield statement
+
+
+def _calls_of_self(node: ast.AST) -> list[tuple[str, ast.Call]]:
+    """Calls of attributes of self in ``node``, from left to right."""
+    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+    found = [(each.func, each) for each in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]
+    return [
+        (method.attr, call)
+        for method, call in found
+        if isinstance(method, ast.Attribute) and isinstance(method.value, ast.Name) and method.value.id == "self"
+    ]
+
+
+def _assign(node: ast.AST, values: dict[str, object]) -> None:
+    """Keep in ``values`` what each name stands for after the statement ``node``."""
+    stored = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    of: Mapping[str, object] = dict(values)
+    values.update({name: object() for name in stored})
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
+        values.update(dict.fromkeys(stored, of.get(node.value.id, object())))

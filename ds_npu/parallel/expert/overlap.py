@@ -1,0 +1,138 @@
+"""What runs while a layer's tokens travel: its shared experts, or the other half of the tokens.
+
+A block that computes shared experts after the routed ones, of an input that is known when those are called:
+
+    tokens sent -> shared up -> tokens received, experts compute, sums sent -> shared down -> sums received
+
+The shared experts' module is called by the routed experts; when the block calls it, its result is there. Autograd runs
+the youngest of the nodes that are ready, so that backward has the same order from the other end. Sources: MindSpeed
+(moe-alltoall-overlap-comm), Megatron-LM (moe-shared-expert-overlap); for two halves DeepSeek-V3 (arXiv:2412.19437).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.parallel.expert.axis import ExpertAxis
+from ds_npu.parallel.expert.experts import ExpertOptions, Piece, send_to_experts
+from ds_npu.parallel.expert.weights import ExpertWeights
+from ds_npu.parallel.forward_wraps import Forward
+
+Compute = Callable[[], None]
+
+
+def compute_experts_beside(
+    piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions, beside: SharedExperts
+) -> torch.Tensor:
+    """``compute_experts`` of x, ids and weights, while ``beside`` computes."""
+    (routed,) = send_to_experts([piece], experts, axis, options)
+    beside.run(routed.compute)
+    return routed.finish()
+
+
+def compute_experts_in_halves(
+    piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
+) -> torch.Tensor:
+    """``compute_experts`` of x, ids and weights, half the tokens after the other.
+
+    The second half's tokens travel while the first half's experts compute, and the sums of the first half while the
+    second half's do; in backward likewise. Weight gradients are sums of two, and so differ by rounding.
+    """
+    halves = zip(*(each.tensor_split(2) for each in piece), strict=True)
+    first, second = send_to_experts(list(halves), experts, axis, options)
+    first.compute()
+    second.compute()
+    return torch.cat([first.finish(), second.finish()])
+
+
+@dataclass
+class _Block:
+    """One forward of a block."""
+
+    x: torch.Tensor | None = None
+    """What the shared experts are to compute of."""
+    state: tuple[object, ...] = ()
+    """What their result depends on."""
+    result: object = None
+    compute: Compute | None = None
+    """Of the routed experts, until it is called."""
+
+    def compute_now(self) -> None:
+        if self.compute is not None:
+            compute, self.compute = self.compute, None
+            compute()
+
+    def matches(self, x: object) -> bool:
+        return self.result is not None and isinstance(x, torch.Tensor) and self.state == _state_of(x)
+
+
+def _state_of(x: torch.Tensor) -> tuple[object, ...]:
+    """What a result of ``x`` depends on. Hooks of ZeRO 3 hand a module an alias of what it was called with."""
+    kind = x.device.type
+    memory = x.data_ptr(), x.shape, x.stride(), x.dtype, None if x.is_inference() else x._version
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return *memory, x.requires_grad, torch.is_grad_enabled(), autocast
+
+
+class SharedExperts:
+    """The shared experts of one block, computed while tokens travel.
+
+    Its methods named ``in_...`` wrap forwards: of the block, inside of all other wraps; of the module that the block
+    calls for its routed experts, of its shared experts, and of what these compute last, outside of all other wraps.
+    """
+
+    def __init__(self, name: str, of_block_input: bool, find: Callable[[], nn.Module]) -> None:
+        """``find`` the module; ``of_block_input``: whether it takes what the block is given, else what experts are."""
+        self._name, self._of_block_input, self._find = name, of_block_input, find
+        self._block: _Block | None = None
+
+    def in_block(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        outer, self._block = self._block, _Block(_first(args, kwargs) if self._of_block_input else None)
+        try:
+            out = forward(*args, **kwargs)
+            if self._block.result is not None:
+                raise RuntimeError(
+                    f"ds_npu.moe.overlap: {self._name} was computed while tokens travelled to their experts, and its "
+                    "block then did not call it with the same tensor. What to do: moe.overlap false"
+                )
+            return out
+        finally:
+            self._block = outer
+
+    def in_experts(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if self._block is not None and not self._of_block_input:
+            self._block.x = _first(args, kwargs)
+        return forward(*args, **kwargs)
+
+    def in_shared(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        block = self._block
+        if block is not None and block.matches(args[0] if len(args) == 1 and not kwargs else None):
+            result, block.result = block.result, None
+            return result
+        return forward(*args, **kwargs)
+
+    def in_last(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if self._block is not None:
+            self._block.compute_now()
+        return forward(*args, **kwargs)
+
+    def run(self, compute: Compute) -> None:
+        """Compute shared experts, and call ``compute`` within, before what they compute last."""
+        block = self._block
+        if block is None or block.x is None:
+            compute()
+            return
+        block.state, block.compute = _state_of(block.x), compute
+        # Not by a call of the module: its hooks are for the block's own call, which comes.
+        block.result = self._find().forward(block.x)
+        block.compute_now()
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    found = next(iter((*args, *kwargs.values())), None)
+    return found if isinstance(found, torch.Tensor) else None

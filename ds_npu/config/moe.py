@@ -21,7 +21,7 @@ class MoeSection(Section):
     zero_memory: Literal["none", "level0", "level1"] = "none"
     """Recompute, in backward, nothing, the experts' inputs and activations (level0), or all they compute (level1)."""
     placement_interval: AtLeastZero = 0
-    """Steps between two rearrangements of experts by their load; 0 never rearranges."""
+    """Optimizer steps after which experts move between ranks, where that makes their load more even; 0 never."""
 
     @property
     def computes(self) -> bool:

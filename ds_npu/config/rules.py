@@ -45,12 +45,12 @@ def broken_rules(config: DsNpuConfig, doubtful: frozenset[str]) -> Iterator[Prob
 
 def _axis_rule(key: str, axis: str) -> Rule:
     def problems(config: DsNpuConfig) -> Iterator[Problem]:
-        if dict(config.parallel)[axis] == 1:
+        if dict(config.axes)[axis] == 1:
             for path, value in switched_on(config):
                 if path == key or path.startswith(f"{key}."):
                     yield Problem(f"ds_npu.{path}", value, f"only with ds_npu.parallel.{axis} > 1")
 
-    return Rule((f"parallel.{axis}",), problems)
+    return Rule((f"parallel.{axis}", *(("parallel.tensor", "moe") if axis == "expert" else ())), problems)
 
 
 def _context(config: DsNpuConfig) -> Iterator[Problem]:
@@ -101,6 +101,12 @@ def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem(f"ds_npu.moe.{key}", dict(moe)[key], f"{accepted}, where ds_npu.parallel.tensor is > 1")
 
 
+def _relocation(config: DsNpuConfig) -> Iterator[Problem]:
+    if (interval := config.moe.placement_interval) and config.parallel.pipeline > 1:
+        accepted = f"0 with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not relocate together"
+        yield Problem("ds_npu.moe.placement_interval", interval, accepted)
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -112,4 +118,5 @@ RULES = (
     Rule(("pipeline.schedule", "pipeline.virtual_stages"), _virtual_stages),
     Rule(("parallel.expert_tensor", "moe.tp_extends_ep"), _whole_experts),
     Rule(("parallel.tensor", "parallel.expert", "parallel.expert_tensor", "moe"), _computed_experts),
+    Rule(("parallel.pipeline", "moe.placement_interval"), _relocation),
 )

@@ -22,7 +22,6 @@ from ds_npu.config.watch import WatchSection
 
 PLANNED = (
     "pipeline",
-    "moe.placement_interval",
     "recompute",
     "swap",
     "optimizer_memory",

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
@@ -35,6 +36,8 @@ class ExpertCheckpoints:
     topology: Topology
     has_moe_layers: bool
     checkpoint_engine: Any
+    places: State
+    """Where experts are, as a checkpoint that is being written says."""
     zero_optimization_partition_weights: Callable[[], bool]
     load_universal_checkpoint: Callable[[], bool]
 
@@ -46,6 +49,7 @@ class ExpertCheckpoints:
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, and the files of experts."""
         upstream: Any = super()
+        self.places = state_of_places(self.module, self.topology)
         with self._without_moe_of_deepspeed():
             return bool(upstream.save_checkpoint(*args, **kwargs))
 
@@ -79,6 +83,7 @@ class ExpertCheckpoints:
         state: State = upstream._common_checkpoint_state(module_state_dict, *args)
         if self.has_experts:
             state[LAYOUT] = self.layout
+            state[PLACES] = self.places
             if not self.zero_optimization_partition_weights():
                 names = self._names_of_experts()
                 state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
@@ -106,6 +111,7 @@ class ExpertCheckpoints:
                 f"expert {self.layout['ep']}, expert_tensor {self.layout['etp']}. What to do: the same sizes, or "
                 "weights only: engine.save_pretrained in the former run, from_pretrained in this one"
             )
+        restore_places(self.module, dense.get(PLACES), self.topology)
         if self.zero_optimization_partition_weights():
             return dense
         experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")

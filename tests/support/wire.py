@@ -49,7 +49,7 @@ def _to_ranks(name: str, args: tuple) -> tuple[str, dict[int, int]]:
     if name == "send":
         return f"{KINDS[name]} {args[3]}", {ranks[args[2]]: whole}
     if name == "alltoall_base_" and args[4]:
-        row = whole // tensors[0].shape[0]
+        row = whole // max(tensors[0].shape[0], 1)
         return KINDS[name], {to: row * rows for to, rows in zip(ranks, args[4], strict=True)}
     return KINDS[name], dict.fromkeys(ranks, whole if name == "_allgather_base_" else whole // len(ranks))
 

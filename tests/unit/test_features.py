@@ -26,6 +26,7 @@ RULES = [
     ({"pipeline.schedule": "gpipe"}, "pipeline.schedule"),
     ({"pipeline.split": [1, 2]}, "pipeline.split"),
     ({"moe.placement_interval": 10}, "moe.placement_interval"),
+    ({"parallel.expert": 2, "parallel.pipeline": 2, "moe.placement_interval": 10}, "moe.placement_interval"),
     ({"parallel.context": 4, "context_parallel.ulysses": 3}, "context_parallel.ulysses"),
     ({"parallel.context": 4, "context_parallel.algorithm": "hybrid"}, "context_parallel.ulysses"),
     (
@@ -83,6 +84,7 @@ ALLOWED = [
     {"parallel.pipeline": 4, "pipeline.schedule": "dualpipe_v", "pipeline.virtual_stages": 2},
     {"parallel.expert": 2, "moe.tp_extends_ep": True, "moe.placement_interval": 10},
     {"parallel.tensor": 2, "moe.tp_extends_ep": True, "moe.dispatcher": "allgather", "moe.zero_memory": "level1"},
+    {"parallel.tensor": 2, "moe.tp_extends_ep": True, "moe.placement_interval": 10},
     {"moe.zero_memory": "level0", "moe.grouped_matmul": True},
 ]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from ds_npu.config.moe import MoeSection
@@ -17,7 +15,9 @@ from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
 from ds_npu.features.experts.generation import GENERATE, generate_together
+from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
 from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
+from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.feature import Feature
 from ds_npu.models import names
@@ -25,22 +25,16 @@ from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.experts import ExpertOptions, Piece, compute_experts
+from ds_npu.parallel.expert.experts import ExpertOptions
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside, compute_experts_in_halves
-from ds_npu.parallel.expert.shares import compute_in_shares
-from ds_npu.parallel.expert.weights import ExpertWeights
-from ds_npu.parallel.forward_wraps import replace_innermost_forward
+from ds_npu.parallel.expert.places import plain_places
+from ds_npu.parallel.expert.relocation import PlacedExperts
 from ds_npu.parallel.placement import has_experts, keep_expert_shard
-from ds_npu.parallel.tensor.direct_layers import USES_SINK
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.topology import Topology
 
 PLACED = "ds_npu_experts"
 """The attribute of a model whose experts are placed."""
-
-
-Run = Callable[[Piece, ExpertWeights], torch.Tensor]
-"""From tokens, their experts and routing weights to the sums of their experts' outputs."""
 
 
 def _applies(section: MoeSection, build: Build) -> bool:
@@ -63,8 +57,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
         raise ValueError(_nowhere(build.model))
     _check(layouts, build.topology)
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
-    options = ExpertOptions(section.dispatcher or "alltoall", section.zero_memory)
-    return list(_changes(build, layouts, axis, options, section.overlap))
+    return list(_changes(section, build, layouts, axis))
 
 
 def _is_placed(model: nn.Module) -> bool:
@@ -72,25 +65,30 @@ def _is_placed(model: nn.Module) -> bool:
     return has_experts(model) or any(has_attribute(module, PLACED) for module in model.modules())
 
 
-def _changes(
-    build: Build, layouts: dict[str, ExpertLayout], axis: ExpertAxis, options: ExpertOptions, overlap: bool
-) -> Iterator[Change]:
+def _changes(section: MoeSection, build: Build, layouts: dict[str, ExpertLayout], axis: ExpertAxis) -> Iterator[Change]:
+    options = ExpertOptions(section.dispatcher or "alltoall", section.zero_memory)
     for name, layout in layouts.items():
         module = build.model.get_submodule(name)
+        places = PlacedExperts(plain_places(layout.count, axis.ep)) if section.placement_interval else None
         if axis.size > 1:
             for leaf in layout.names:
                 yield _shard(name, module, leaf, layout, build.topology)
-            yield from adapter_changes(build.model, name, layout.count, build.topology)
-        run, how = _at_once, ""
-        if overlap and (call := shared_call(build.model, name)) is not None:
+            adapters = list(adapter_changes(build.model, name, layout.count, build.topology))
+            if adapters and places is not None:
+                raise ValueError(f"{KEY}: {name} has an adapter, whose factors do not move. What to do: {KEY} 0")
+            yield from adapters
+        if places is not None:
+            yield Change("sets", name, PLACES, partial(set_attribute, module, PLACES, places))
+        run, how = compute_experts_at_once, ""
+        if section.overlap and (call := shared_call(build.model, name)) is not None:
             find = partial(build.model.get_submodule, call.shared)
             beside = SharedExperts(call.shared, call.of_block_input, find)
             yield from shared_changes(build.model, call, beside)
             run, how = partial(compute_experts_beside, beside=beside), f", beside {call.shared.rpartition('.')[2]}"
-        elif overlap:
+        elif section.overlap:
             run, how = compute_experts_in_halves, ", in two halves"
-        make = partial(_compute_here, module, layout, axis, partial(run, axis=axis, options=options))
-        yield Change("computes", name, _described(axis, options) + how, make)
+        layer = ExpertLayer(layout, axis, partial(run, axis=axis, options=options), places)
+        yield Change("computes", name, _described(axis, options) + how, partial(layer.compute_in, module))
     sets = ", ".join([PLACED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
     yield Change("sets", "", sets, partial(_finish, build.model, axis))
 
@@ -121,35 +119,6 @@ def _described(axis: ExpertAxis, options: ExpertOptions) -> str:
     return f"{where}, grouped" + ("" if options.zero_memory == "none" else f", zero memory {options.zero_memory}")
 
 
-def _at_once(piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions) -> torch.Tensor:
-    return compute_experts(*piece, experts, axis, options)
-
-
-def _compute_here(module: nn.Module, layout: ExpertLayout, axis: ExpertAxis, run: Run) -> None:
-    """Make the forward of ``module`` (tokens [T, H], experts [T, K], routing weights [T, K]) ``run`` over ``axis``."""
-    parameters = list(inspect.signature(module.forward).parameters)[:3]
-
-    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        x, ids, weights = (given[each] for each in parameters)
-        experts, kind = layout.weights(module), x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.up.dtype
-        x_TH, experts = x.flatten(0, -2).to(dtype), experts.to(dtype)
-
-        def compute(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-            return run((x_TH, ids_TK, weights_TK), experts)
-
-        if axis.same_tokens is None:
-            out = compute(x_TH, ids, weights)
-        else:
-            out = compute_in_shares(compute, x_TH, ids, weights, axis.same_tokens)
-        return out.view_as(x).to(x.dtype)
-
-    replace_innermost_forward(module, forward)
-    for leaf in (layout.up, "down_proj"):
-        USES_SINK.set(module.get_parameter(leaf), True)
-
-
 def _check(layouts: dict[str, ExpertLayout], topology: Topology) -> None:
     """Raise ConfigError that names every module whose experts cannot be placed so."""
     ep, etp = topology.size("ep"), topology.size("etp")
@@ -176,6 +145,12 @@ def _nowhere(model: nn.Module) -> str:
     )
 
 
+def _parts(section: MoeSection, build: Build) -> Iterable[Change]:
+    if interval := section.placement_interval:
+        make = partial(build.when_built.append, partial(install_relocation, interval))
+        yield Change("provides", "relocation", f"experts move by their load every {interval} steps", make)
+
+
 def _without_plan(build: Build) -> str:
     try:
         known = bool(expert_layouts(build.model, build.partial_plan))
@@ -184,4 +159,6 @@ def _without_plan(build: Build) -> str:
     return "expert parallelism works" if known else ""
 
 
-MOE: Feature[MoeSection] = Feature("moe", Phase.SHARDS, declare=_declare, asked=_asked, without_plan=_without_plan)
+MOE: Feature[MoeSection] = Feature(
+    "moe", Phase.SHARDS, declare=_declare, parts=_parts, asked=_asked, without_plan=_without_plan
+)

@@ -1,0 +1,68 @@
+"""The forward of one module of experts, from the tokens it is given to the sums of their experts' outputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ds_npu.features.experts.layout import ExpertLayout
+from ds_npu.parallel.expert.axis import ExpertAxis
+from ds_npu.parallel.expert.experts import ExpertOptions, Piece, compute_experts
+from ds_npu.parallel.expert.relocation import PlacedExperts
+from ds_npu.parallel.expert.shares import compute_in_shares
+from ds_npu.parallel.expert.weights import ExpertWeights
+from ds_npu.parallel.forward_wraps import replace_innermost_forward
+from ds_npu.parallel.tensor.direct_layers import USES_SINK
+
+Run = Callable[[Piece, ExpertWeights], torch.Tensor]
+"""From tokens, their experts and routing weights to the sums of their experts' outputs."""
+
+
+def compute_experts_at_once(
+    piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
+) -> torch.Tensor:
+    """``compute_experts`` of x, ids and weights."""
+    return compute_experts(*piece, experts, axis, options)
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """How the experts of one layer compute over ``axis``."""
+
+    layout: ExpertLayout
+    axis: ExpertAxis
+    run: Run
+    places: PlacedExperts | None = None
+    """Where experts are that move."""
+
+    def compute_in(self, module: nn.Module) -> None:
+        """Make the forward of ``module`` (tokens [T, H], experts [T, K], routing weights [T, K]) compute so."""
+        parameters = list(inspect.signature(module.forward).parameters)[:3]
+
+        def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            x, ids, weights = (given[each] for each in parameters)
+            experts, kind = self.layout.weights(module), x.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.up.dtype
+            out = self._computed((x.flatten(0, -2).to(dtype), ids, weights), experts.to(dtype), module.training)
+            return out.view_as(x).to(x.dtype)
+
+        replace_innermost_forward(module, forward)
+        for leaf in (self.layout.up, "down_proj"):
+            USES_SINK.set(module.get_parameter(leaf), True)
+
+    def _computed(self, piece: Piece, experts: ExpertWeights, is_training: bool) -> torch.Tensor:
+        def compute(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+            if self.places is not None:
+                if is_training:
+                    self.places.count(ids_TK)
+                ids_TK = self.places.slots(ids_TK)
+            return self.run((x_TH, ids_TK, weights_TK), experts)
+
+        if self.axis.same_tokens is None:
+            return compute(*piece)
+        return compute_in_shares(compute, *piece, self.axis.same_tokens)

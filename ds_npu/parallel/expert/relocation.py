@@ -1,0 +1,98 @@
+"""Experts that move between ranks: the map from experts to places, their loads, and the exchange of what moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ds_npu.comm.collectives import exchange_rows
+from ds_npu.parallel.expert.places import Elements, Move, Places, slots_of
+from ds_npu.parallel.expert.routing import histogram
+
+
+class PlacedExperts:
+    """Where the experts of one layer are, and how often each was chosen by this rank's tokens since they moved last.
+
+    A router numbers experts as the plain model does; ranks hold them by place, in the order of ``places``.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._slots: torch.Tensor | None = None
+        self._loads: torch.Tensor | None = None
+
+    @property
+    def experts(self) -> int:
+        return sum(map(len, self._places))
+
+    @property
+    def places(self) -> Places:
+        return self._places
+
+    def start_again(self, places: Places, loads: Sequence[int] = ()) -> None:
+        """From here on experts are at ``places``, and were chosen as often as ``loads`` says; left out: never."""
+        self._places, self._slots = places, None
+        self._loads = torch.tensor(loads, dtype=torch.int64) if loads else None
+
+    def slots(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """The place of each expert of ``ids`` [T, K] int64 in the row of all ranks' experts; -1 for no expert."""
+        if self._slots is None or self._slots.device != ids_TK.device:
+            # Made once after each relocation. What is no expert is -1 or the number of experts, and stays none.
+            self._slots = torch.tensor([-1, *slots_of(self._places), -1], device=ids_TK.device)
+        known = (ids_TK + 1).clamp(0, self.experts + 1)
+        return self._slots.index_select(0, known.flatten()).view_as(ids_TK)
+
+    def count(self, ids_TK: torch.Tensor) -> None:
+        """Add the experts ``ids`` of this rank's tokens, on their device: the host waits for nothing."""
+        mine = histogram(torch.where(ids_TK < 0, self.experts, ids_TK), self.experts)
+        self._loads = mine if self._loads is None else self._loads.to(mine.device).add_(mine)
+
+    def loads(self, device: torch.device) -> torch.Tensor:
+        """[E] int64 on ``device``: how often each expert was chosen by tokens of this rank."""
+        if self._loads is None:
+            return torch.zeros(self.experts, dtype=torch.int64, device=device)
+        return self._loads.to(device)
+
+
+@dataclass(frozen=True)
+class HeldElements:
+    """What this rank holds of one tensor of its experts: the weight, its float32 copy, or a moment."""
+
+    values: torch.Tensor
+    """Flat, in the order of the tensor [experts of the rank, ...]; they are replaced in place."""
+    of_ranks: Sequence[Elements | None]
+    """What each rank of the exchange has of it, or gives and takes of it; None for ranks that have nothing to do."""
+
+
+def exchange_experts(held: HeldElements, size: int, moves: Sequence[Move], group: dist.ProcessGroup) -> int:
+    """Bring each of ``moves`` to its place: one exchange, of what moves and nothing else.
+
+    ``size``: the elements of one expert. Every rank of ``group`` calls it with the same moves. Returns the bytes that
+    this rank sent to others.
+    """
+    rank, values = dist.get_rank(group), held.values
+    mine = held.of_ranks[rank]
+    assert mine is not None
+    sent = [_pieces(moves, size, mine, other) for other in held.of_ranks]
+    received = [_pieces(moves, size, other, mine) for other in held.of_ranks]
+    # Copies: what is sent is overwritten.
+    parts = [values.narrow(0, source, length) for pieces in sent for source, _, length in pieces]
+    outgoing = torch.cat(parts) if parts else values.new_empty(0)
+    counts, expected = ([sum(length for *_, length in each) for each in pieces] for pieces in (sent, received))
+    arrived = exchange_rows(outgoing, counts, expected, group).wait()
+    begin = 0
+    for _, target, length in (piece for pieces in received for piece in pieces):
+        values.narrow(0, target, length).copy_(arrived.narrow(0, begin, length))
+        begin += length
+    return (sum(counts) - counts[rank]) * values.element_size()
+
+
+def _pieces(
+    moves: Sequence[Move], size: int, sender: Elements | None, receiver: Elements | None
+) -> list[tuple[int, int, int]]:
+    if sender is None or receiver is None:
+        return []
+    return [piece for move in moves if (piece := move.pieces(size, sender, receiver)) is not None]

@@ -1,0 +1,160 @@
+"""Where an engine keeps the weights of experts and their optimizer's state: every tensor of them, and whose part it is.
+
+Read from DeepSpeed 0.19.8, runtime: without ZeRO each rank has the whole weight and the optimizer's state of it. In
+ZeRO 1 and 2 it has the whole weight, and of the float32 copy and the state its part of the group of weights
+(zero/stage_1_and_2.py, utils/tensor_fragment.py). In ZeRO 3 it has the same part of all three (zero/stage3.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.lion import FusedLion
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn, optim
+
+from ds_npu.parallel.expert.places import Elements
+from ds_npu.parallel.expert.relocation import HeldElements
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.topology.topology import Topology
+
+ELEMENTWISE = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad),
+    *(optim.Adadelta, FusedAdam, FusedLion),
+)
+"""Optimizers that step each element by itself: an expert's state moves with it."""
+Range = tuple[int, int]
+PART, WHOLE_SIZE = TensorAttribute[Any]("ds_tensor"), TensorAttribute[int]("ds_numel")
+"""Of a parameter that ZeRO 3 has partitioned: this rank's part, and the elements of the whole."""
+
+
+def why_not_moved(engine: Any) -> str | None:
+    """Why experts of ``engine`` cannot be moved between ranks, in words; None where they can."""
+    zero, optimizer = engine._config.zero_config, engine.optimizer
+    for key in ("offload_optimizer", "offload_param"):
+        setting = dict(zero)[key]
+        if setting is not None and setting.device != "none":
+            return (
+                f"zero_optimization.{key}.device is {setting.device}, and only what is on devices moves; leave it out"
+            )
+    for key in ("zero_quantized_weights", "zenflow"):
+        if dict(zero).get(key):
+            return f"zero_optimization.{key} keeps weights in a form of its own; leave it out"
+    if zero.zero_hpz_partition_size > 1:
+        return (
+            f"zero_optimization.zero_hpz_partition_size is {zero.zero_hpz_partition_size}: a second copy; leave it out"
+        )
+    if isinstance(optimizer, ZeROOptimizer):
+        if type(optimizer) not in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+            return f"it is not known where {type(optimizer).__name__} keeps weights; zero_optimization.stage 0 to 3"
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, ELEMENTWISE):
+        known = ", ".join(each.__name__ for each in ELEMENTWISE)
+        return f"{type(optimizer).__name__} is none of the optimizers whose state is known to move: {known}"
+    return None
+
+
+class ExpertElements:
+    """The tensors of an engine's ``parameters`` of experts, by what each rank of the expert view has of them.
+
+    Every rank makes it at the same time, when its engine is complete.
+    """
+
+    def __init__(self, engine: Any, parameters: Sequence[nn.Parameter], topology: Topology) -> None:
+        self._optimizer, self._topology = engine.optimizer, topology
+        self._groups: dict[int, int] = {}
+        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+            for index, group in enumerate(engine.optimizer.bit16_groups):
+                self._groups.update(dict.fromkeys(map(id, group), index))
+        own = [self._own_range(each) for each in parameters]
+        everyones = [own] * topology.size("edp")
+        if topology.size("edp") > 1:
+            dist.all_gather_object(everyones, own, group=topology.group("edp"))
+        self._ranges = {id(each): [ranges[index] for ranges in everyones] for index, each in enumerate(parameters)}
+
+    def of(self, parameter: nn.Parameter) -> Iterator[HeldElements]:
+        """The weight, then the float32 copy and the state; tensors of as many kinds, in one order, on every rank."""
+        whole, part = self._of_ranks(parameter, as_whole=True), self._of_ranks(parameter, as_whole=False)
+        shard = PART.get(parameter)
+        start, stop = self._own_range(parameter)
+        if shard is None:
+            yield HeldElements(parameter.data.view(-1), whole)
+        else:
+            yield HeldElements(shard.data.view(-1)[: stop - start], part)
+        is_zero = isinstance(self._optimizer, ZeROOptimizer)
+        for tensor in self._tensors(parameter):
+            yield HeldElements(tensor, part if is_zero else whole)
+
+    def gather_again(self) -> None:
+        """Give weights that ZeRO 3 keeps gathered (small ones) the values that their parts have now."""
+        if isinstance(self._optimizer, DeepSpeedZeroOptimizer_Stage3) and self._optimizer.persistent_parameters:
+            persistent: Sequence[Any] = self._optimizer.persistent_parameters
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+
+    def _own_range(self, parameter: Any) -> Range:
+        """The elements of the rank's experts, flat, that this rank along edp has a part of."""
+        total, shard = _elements(parameter), PART.get(parameter)
+        if shard is not None:
+            size = shard.ds_numel
+            start = min(size * self._topology.rank("edp"), total)
+            return start, min(start + size, total)
+        if id(parameter) not in self._groups:
+            return 0, total
+        address = _address(parameter)
+        return (0, 0) if address is None else (address.start, address.start + address.numel)
+
+    def _of_ranks(self, parameter: nn.Parameter, as_whole: bool) -> list[Elements | None]:
+        """By rank of the expert view. Those with other columns have no part in it; nor other copies, of the whole."""
+        topology, found = self._topology, list[Elements | None]()
+        total = _elements(parameter)
+        for copy in range(topology.size("edp")):
+            start, stop = (0, total) if as_whole else self._ranges[id(parameter)][copy]
+            for ep_rank in range(topology.size("ep")):
+                for etp_rank in range(topology.size("etp")):
+                    is_alike = etp_rank == topology.rank("etp") and (not as_whole or copy == topology.rank("edp"))
+                    found.append(Elements(ep_rank, start, stop) if is_alike else None)
+        return found
+
+    def _tensors(self, parameter: Any) -> Iterable[torch.Tensor]:
+        """What the optimizer has of this rank's part: the float32 copy with ZeRO, and the state by key."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, ZeROOptimizer):
+            return [each.view(-1) for each in _states(optimizer, parameter)]
+        if not parameter.requires_grad:
+            return []
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            group, first, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+        else:
+            flat = optimizer.single_partition_of_fp32_groups[self._groups[id(parameter)]]
+            address = _address(parameter, of_copy=True)
+            first = 0 if address is None else address.start
+        start, stop = self._own_range(parameter)
+        return [each.data.narrow(0, first, stop - start) for each in (flat, *_states(optimizer.optimizer, flat))]
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Of the experts of this rank."""
+    return WHOLE_SIZE.get(parameter) or parameter.numel()
+
+
+def _address(parameter: Any, of_copy: bool = False) -> Any:
+    """Of this rank's part of ``parameter``: its address in the weight, or in the float32 copy of the rank's part."""
+    found = parameter._hp_mapping
+    if found is None:
+        return None
+    return found.hp_fragment_address if of_copy else found.lp_fragment_address
+
+
+def _states(optimizer: optim.Optimizer, stepped: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of the optimizer's state that have an element for each one of ``stepped``, by key."""
+    state = optimizer.state.get(stepped, {})
+    found = [state[key] for key in sorted(state)]
+    return [each for each in found if isinstance(each, torch.Tensor) and each.shape == stepped.shape]

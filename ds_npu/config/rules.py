@@ -97,7 +97,8 @@ def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
     if moe.overlap:
         yield Problem("ds_npu.moe.overlap", True, accepted)
     if moe.computes and parallel.tensor > 1:
-        key = "grouped_matmul" if moe.grouped_matmul else "zero_memory"
+        asked = {path.removeprefix("moe."): value for path, value in switched_on(config) if path.startswith("moe.")}
+        key = next(each for each in ("grouped_matmul", "zero_memory", "capacity_factor") if each in asked)
         yield Problem(f"ds_npu.moe.{key}", dict(moe)[key], f"{accepted}, where ds_npu.parallel.tensor is > 1")
 
 
@@ -105,6 +106,17 @@ def _relocation(config: DsNpuConfig) -> Iterator[Problem]:
     if (interval := config.moe.placement_interval) and config.parallel.pipeline > 1:
         accepted = f"0 with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not relocate together"
         yield Problem("ds_npu.moe.placement_interval", interval, accepted)
+
+
+def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
+    moe = config.moe
+    if moe.capacity_factor is None:
+        for key, value in (("capacity_policy", moe.capacity_policy), ("pad_to_capacity", moe.pad_to_capacity)):
+            if value not in ("probs", False):
+                yield Problem(f"ds_npu.moe.{key}", value, "only with ds_npu.moe.capacity_factor")
+    elif moe.pad_to_capacity and moe.dispatcher == "allgather":
+        accepted = "'alltoall' or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks only"
+        yield Problem("ds_npu.moe.dispatcher", "allgather", accepted)
 
 
 RULES = (
@@ -119,4 +131,5 @@ RULES = (
     Rule(("parallel.expert_tensor", "moe.tp_extends_ep"), _whole_experts),
     Rule(("parallel.tensor", "parallel.expert", "parallel.expert_tensor", "moe"), _computed_experts),
     Rule(("parallel.pipeline", "moe.placement_interval"), _relocation),
+    Rule(("moe",), _capacity),
 )

@@ -15,6 +15,7 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 ContextRanks = Annotated[int, Field(ge=1, le=MOST_CONTEXT_RANKS)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
+AboveZero = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):

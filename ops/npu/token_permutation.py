@@ -22,6 +22,11 @@ def token_unpermute(rows_PH: torch.Tensor, places_NK: torch.Tensor) -> torch.Ten
     """``ds_npu.ops.token_unpermute``; the kernel sums several rows of a token only with a factor for each."""
     if places_NK.numel() == 0 or len(rows_PH) == 0:
         return rows_PH.new_zeros(len(places_NK), rows_PH.shape[1])
-    ones = torch.ones_like(places_NK, dtype=rows_PH.dtype)
-    y: torch.Tensor = torch_npu.npu_moe_token_unpermute(rows_PH, places_NK.reshape(-1), ones)
+    if len(rows_PH) < places_NK.numel():
+        factors = torch.ones_like(places_NK, dtype=rows_PH.dtype)
+    else:
+        # The kernel leaves out places behind the last row only where rows are fewer than places.
+        factors = (places_NK < len(rows_PH)).to(rows_PH.dtype)
+        places_NK = places_NK.clamp(max=len(rows_PH) - 1)
+    y: torch.Tensor = torch_npu.npu_moe_token_unpermute(rows_PH, places_NK.reshape(-1), factors)
     return y

@@ -166,6 +166,8 @@ OVER = [
     ({"expert": 2}, {"zero_memory": "level0"}),
     ({"expert": 2, "tensor": 2, "sequence_parallel": True}, {"dispatcher": "allgather"}),
     ({"expert_tensor": 2, "context": 2}, {"zero_memory": "level1"}),
+    # So many slots that nothing is dropped.
+    ({"expert": 2}, {"capacity_factor": 4.0, "pad_to_capacity": True}),
 ]
 
 

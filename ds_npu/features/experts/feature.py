@@ -14,6 +14,7 @@ from ds_npu.config.sections import switched_on
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
+from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
 from ds_npu.features.experts.generation import GENERATE, generate_together
 from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
 from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
@@ -66,7 +67,8 @@ def _is_placed(model: nn.Module) -> bool:
 
 
 def _changes(section: MoeSection, build: Build, layouts: dict[str, ExpertLayout], axis: ExpertAxis) -> Iterator[Change]:
-    options = ExpertOptions(section.dispatcher or "alltoall", section.zero_memory)
+    dispatcher = "evenly" if section.pad_to_capacity else section.dispatcher or "alltoall"
+    options = ExpertOptions(dispatcher, section.zero_memory)
     for name, layout in layouts.items():
         module = build.model.get_submodule(name)
         places = PlacedExperts(plain_places(layout.count, axis.ep)) if section.placement_interval else None
@@ -87,8 +89,12 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, ExpertLayout]
             run, how = partial(compute_experts_beside, beside=beside), f", beside {call.shared.rpartition('.')[2]}"
         elif section.overlap:
             run, how = compute_experts_in_halves, ", in two halves"
-        layer = ExpertLayer(layout, axis, partial(run, axis=axis, options=options), places)
-        yield Change("computes", name, _described(axis, options) + how, partial(layer.compute_in, module))
+        capacity = CapacityLimit.of(section, layout.count, name)
+        said = _described(axis, options) + how + ("" if capacity is None else f", {capacity}")
+        layer = ExpertLayer(layout, axis, partial(run, axis=axis, options=options), places, capacity)
+        yield Change("computes", name, said, partial(layer.compute_in, module))
+    if section.pad_to_capacity and axis.size > 1:
+        yield agrees_on_tokens(build.model)
     sets = ", ".join([PLACED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
     yield Change("sets", "", sets, partial(_finish, build.model, axis))
 

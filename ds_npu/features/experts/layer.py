@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ds_npu.features.experts.capacity import CapacityLimit
 from ds_npu.features.experts.layout import ExpertLayout
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, Piece, compute_experts
@@ -38,6 +39,7 @@ class ExpertLayer:
     run: Run
     places: PlacedExperts | None = None
     """Where experts are that move."""
+    capacity: CapacityLimit | None = None
 
     def compute_in(self, module: nn.Module) -> None:
         """Make the forward of ``module`` (tokens [T, H], experts [T, K], routing weights [T, K]) compute so."""
@@ -58,11 +60,19 @@ class ExpertLayer:
     def _computed(self, piece: Piece, experts: ExpertWeights, is_training: bool) -> torch.Tensor:
         def compute(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
             if self.places is not None:
-                if is_training:
-                    self.places.count(ids_TK)
                 ids_TK = self.places.slots(ids_TK)
             return self.run((x_TH, ids_TK, weights_TK), experts)
 
-        if self.axis.same_tokens is None:
-            return compute(*piece)
-        return compute_in_shares(compute, *piece, self.axis.same_tokens)
+        def compute_all(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+            if self.axis.same_tokens is None:
+                return compute(x_TH, ids_TK, weights_TK)
+            return compute_in_shares(compute, x_TH, ids_TK, weights_TK, self.axis.same_tokens)
+
+        x_TH, ids_TK, weights_TK = piece
+        if self.capacity is not None:
+            ids_TK = self.capacity.within(ids_TK, weights_TK)
+        if self.places is not None and is_training:
+            self.places.count(ids_TK)
+        if self.capacity is None:
+            return compute_all(x_TH, ids_TK, weights_TK)
+        return self.capacity.compute(compute_all, x_TH, ids_TK, weights_TK, self.axis)

@@ -46,8 +46,8 @@ class Plan(Protocol):
     """What a rank knows of its dispatch before it knows the counts of the others."""
 
     @property
-    def counts(self) -> torch.Tensor:
-        """[C] int64: what the others need to know; of as many numbers on each."""
+    def counts(self) -> torch.Tensor | None:
+        """[C] int64: what the others need to know; of as many numbers on each. None where all sizes are known."""
 
     def prepare(self) -> None:
         """Compute what is needed beside the counts of all ranks."""
@@ -177,25 +177,69 @@ def all_gathered(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllGat
     return AllGatherPlan(axis, len(ids_TK), counts)
 
 
+@dataclass(frozen=True)
+class EvenPlan:
+    """Of ``AllToAll`` where every rank has equally many rows, and as many for each expert: all sizes are known."""
+
+    axis: ExpertAxis
+    to_ranks: torch.Tensor
+    """[T, D] int64: the ranks that each row goes to."""
+    each: int
+    """Rows of this rank for each expert."""
+    local: int
+    """Experts of a rank along ep."""
+    counts: None = None
+
+    @cached_property
+    def order(self) -> Order:
+        """The rows by rank."""
+        return order_by(self.to_ranks, self.each * self.local * self.axis.size)
+
+    def prepare(self) -> None:
+        return
+
+    def copies(self, x: torch.Tensor) -> torch.Tensor:
+        return self.order.permuted(x)
+
+    def dispatch(self, counts_RC: list[list[int]]) -> AllToAll:
+        rows = (self.local * self.each,) * self.axis.size
+        return AllToAll(self.axis.group, self.order, rows, rows, (self.axis.size * self.each,) * self.local)
+
+
+def evenly(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> EvenPlan:
+    """As ``all_to_all``, for rows [T, 1] of which every rank of ``axis`` has equally many for each expert.
+
+    The ranks agree on nothing, and the host waits for nothing.
+    """
+    to_TD = destinations(ids_TK, experts, axis.ep, axis.etp)
+    return EvenPlan(axis, to_TD, len(ids_TK) // experts, experts // axis.ep)
+
+
 class Agreement:
     """The dispatches by ``plans``, on which the ranks of ``axis`` agree: one message of counts, one wait of the host.
 
-    Every rank of the axis makes it at the same time, of as many plans. The host waits at the first ``dispatch``.
+    Where sizes are known there is neither. Every rank of the axis makes it at the same time, of as many plans. The host
+    waits at the first ``dispatch``.
     """
 
     def __init__(self, plans: Sequence[Plan], axis: ExpertAxis) -> None:
         self.plans = plans
-        counts = all_gather(torch.stack([plan.counts for plan in plans]), 0, axis.group)
+        self._counts: HostCopy | None = None
+        self._dispatches: list[Dispatch] = []
+        mine = [plan.counts for plan in plans if plan.counts is not None]
+        counts = all_gather(torch.stack(mine), 0, axis.group) if mine else None
         for plan in plans:
             plan.prepare()
-        self._counts = HostCopy(counts.wait().view(axis.size, len(plans), -1))
-        self._dispatches: list[Dispatch] = []
+        if counts is not None:
+            self._counts = HostCopy(counts.wait().view(axis.size, len(plans), -1))
 
     def dispatch(self, index: int) -> Dispatch:
         """The dispatch by ``plans[index]``."""
         if not self._dispatches:
-            # The host needs them: they are the sizes of messages and tensors.
-            counts_PRC: list[list[list[int]]] = self._counts.read().transpose(0, 1).tolist()
+            counts_PRC: list[list[list[int]]] = [[] for _ in self.plans]
+            if self._counts is not None:
+                # The host needs them: they are the sizes of messages and tensors.
+                counts_PRC = self._counts.read().transpose(0, 1).tolist()
             self._dispatches = [plan.dispatch(each) for plan, each in zip(self.plans, counts_PRC, strict=True)]
         return self._dispatches[index]
 
@@ -214,5 +258,6 @@ def _of_this_rank(pairs_RE: list[list[int]], axis: ExpertAxis) -> tuple[int, ...
 DISPATCHERS: dict[str, Callable[[torch.Tensor, int, ExpertAxis], Plan]] = {
     "alltoall": all_to_all,
     "allgather": all_gathered,
+    "evenly": evenly,
 }
-"""By the values of ``ds_npu.moe.dispatcher``."""
+"""By the values of ``ds_npu.moe.dispatcher``, and "evenly", for ``pad_to_capacity``."""

@@ -42,7 +42,7 @@ Optional = torch.Tensor | None
 class ExpertOptions:
     """How tokens reach their experts, and what backward computes again."""
 
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    dispatcher: Literal["alltoall", "allgather", "evenly"] = "alltoall"
     zero_memory: ZeroMemory = "none"
 
 

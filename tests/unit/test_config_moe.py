@@ -1,0 +1,38 @@
+"""Mistakes in ``ds_npu.moe``: where, what was found, and what would do."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_npu.config.check import check
+from ds_npu.config.problems import ConfigError
+
+ONLY = "only with ds_npu.moe.capacity_factor"
+MISTAKES = [
+    ({}, {"capacity_factor": 0}, "capacity_factor", "a number > 0"),
+    ({}, {"capacity_factor": -1.5}, "capacity_factor", "a number > 0"),
+    ({}, {"capacity_factor": 1e400}, "capacity_factor", "a number > 0"),
+    ({}, {"pad_to_capacity": True}, "pad_to_capacity", ONLY),
+    ({}, {"capacity_policy": "position"}, "capacity_policy", ONLY),
+    ({"tensor": 2}, {"capacity_factor": 1}, "capacity_factor", "only with ds_npu.parallel.expert or expert_tensor > 1"),
+    (
+        {"expert": 2},
+        {"capacity_factor": 1, "pad_to_capacity": True, "dispatcher": "allgather"},
+        "dispatcher",
+        "'alltoall' or left out with ds_npu.moe.pad_to_capacity",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parallel", "moe", "key", "accepted"), MISTAKES)
+def test_a_mistake_says_where_what_and_what_would_do(parallel, moe, key, accepted):
+    config = {"train_micro_batch_size_per_gpu": 1, "ds_npu": {"parallel": parallel, "moe": moe}}
+    with pytest.raises(ConfigError) as caught:
+        check(config, 8)
+    mine = [each for each in caught.value.problems if each.path == f"ds_npu.moe.{key}"]
+    assert len(mine) == 1 and accepted in mine[0].accepted and mine[0].found == moe[key], caught.value
+
+
+def test_capacity_with_expert_ranks_is_accepted():
+    moe = {"capacity_factor": 1, "pad_to_capacity": True, "capacity_policy": "position"}
+    check({"train_micro_batch_size_per_gpu": 1, "ds_npu": {"parallel": {"expert": 2, "tensor": 2}, "moe": moe}}, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections import Counter
 
@@ -19,6 +20,7 @@ from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.capacity import capacity_of
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
+from ds_npu.parallel.expert.overlap import compute_experts_in_halves
 from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.topology.degrees import Degrees
@@ -64,7 +66,7 @@ class Layers(nn.Module):
         return [layer(*args) for layer in self.layers]
 
 
-def check(degrees: Degrees, routing: str, shared: bool) -> None:
+def check(degrees: Degrees, routing: str, shared: bool, halves: bool) -> None:
     topology = Topology(degrees)
     axis = ExpertAxis.of(topology, tokens_are_sharded=not shared)
     source = topology.ranks("tp")[0] if shared else topology.global_rank
@@ -74,13 +76,15 @@ def check(degrees: Degrees, routing: str, shared: bool) -> None:
     experts = ExpertWeights(of["up"], of["down"], layout.activation, layout.is_transposed, *biases)
 
     def compute(x, ids, weights):
+        if halves:
+            return compute_experts_in_halves((x, ids, weights), experts, axis, ExpertOptions("evenly"))
         return compute_experts(x, ids, weights, experts, axis, ExpertOptions("evenly"))
 
     def all_tokens(x, ids, weights):
         return compute_in_shares(compute, x, ids, weights, axis.same_tokens) if shared else compute(x, ids, weights)
 
     def layer(x, ids, weights):
-        own = CapacityLimit(FACTOR, "probs", True, E, "layers.*")
+        own = CapacityLimit(FACTOR, "probs", True, 2 if halves else 1, E, "layers.*")
         return own.compute(all_tokens, x, own.within(ids, weights), weights, axis)
 
     model = Layers([layer] * LAYERS)
@@ -99,14 +103,14 @@ def check(degrees: Degrees, routing: str, shared: bool) -> None:
     (LAYERS * right * expert_cases.coefficients(source, right)).sum().backward()
     errors = [off(out.detach(), right.detach()) for out in outs]
     errors += [off(each.grad, theirs.grad) for each, theirs in zip(mine, (x, weights), strict=True)]
-    assert max(errors) <= expert_cases.EXACT, (degrees, routing, shared, errors)
+    assert max(errors) <= expert_cases.EXACT, (degrees, routing, shared, halves, errors)
     dist.barrier()
 
 
 def every_case(degrees: Degrees) -> None:
     for routing in ("any", "some nowhere", "none here"):
-        for shared in {False, degrees.tp > 1}:
-            check(degrees, routing, shared)
+        for shared, halves in itertools.product({False, degrees.tp > 1}, (False, True)):
+            check(degrees, routing, shared, halves)
 
 
 @pytest.mark.matrix(corners=2, drawn=1)

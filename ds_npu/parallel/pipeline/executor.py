@@ -1,0 +1,113 @@
+"""Runs the actions of one rank of a pipeline schedule: whatever the schedule, one loop over its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
+from ds_npu.parallel.pipeline.transfers import PipelineLinks
+
+
+class WeightPart(Protocol):
+    """Weight gradients that a backward has left for later."""
+
+    def compute(self) -> None:
+        """Compute them and add them to the others."""
+
+
+class StageWork(Protocol):
+    """One stage of a model on this rank."""
+
+    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states for the next stage from those of the stage before (None in the first); last: the loss."""
+
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> WeightPart:
+        """The backward of one forward's ``output`` (without ``gradient``: of the loss), weight gradients apart."""
+
+
+@dataclass
+class _Kept:
+    """What one forward leaves for its backward."""
+
+    arrived: torch.Tensor | None
+    output: torch.Tensor
+
+
+class PipelineError(RuntimeError):
+    """A pipeline that stopped; the text names the rank, the cell and what it waited for."""
+
+
+class PipelineRun:
+    """One run of ``schedule`` on one rank: every micro-batch forwards and backwards once."""
+
+    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageWork], links: PipelineLinks) -> None:
+        self._schedule, self._rank, self._stages, self._links = schedule, rank, stages, links
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._handed: dict[Action, torch.Tensor] = {}
+        """Results that another stage of this rank is to take."""
+        self._weights: dict[tuple[int, int], WeightPart] = {}
+        self.losses: dict[int, torch.Tensor] = {}
+        """By micro-batch, on the rank of the last stage, without graphs."""
+
+    def run(self) -> None:
+        """Run all actions of the rank. Raises PipelineError where another rank has failed or does not answer."""
+        for index, action in enumerate(self._schedule.rows[self._rank]):
+            if action.kind is Kind.FORWARD:
+                self._forward(action, index)
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                self._weights.pop((action.stage, action.micro_batch)).compute()
+            else:
+                self._backward(action, index)
+        self._links.finish()
+
+    def _forward(self, action: Action, index: int) -> None:
+        arrived = None
+        if action.stage > 0:
+            arrived = self._taken(Action(action.stage - 1, Kind.FORWARD, action.micro_batch), action, index)
+            arrived.requires_grad_()
+        output = self._stages[action.stage].forward(action.micro_batch, arrived)
+        self._kept[action.stage, action.micro_batch] = _Kept(arrived, output)
+        if action.stage == self._schedule.stages - 1:
+            self.losses[action.micro_batch] = output.detach()
+        else:
+            self._given(action, output.detach())
+
+    def _backward(self, action: Action, index: int) -> None:
+        kept = self._kept.pop((action.stage, action.micro_batch))
+        gradient = None
+        if action.stage < self._schedule.stages - 1:
+            needed = next(each for each in self._schedule.needs(action) if each.stage > action.stage)
+            gradient = self._taken(needed, action, index)
+        weights = self._stages[action.stage].backward(kept.output, gradient)
+        if kept.arrived is not None:
+            assert kept.arrived.grad is not None, "hidden states that arrive have a gradient"
+            self._given(action, kept.arrived.grad)
+        if action.kind is Kind.BACKWARD:
+            weights.compute()
+        else:
+            self._weights[action.stage, action.micro_batch] = weights
+
+    def _given(self, action: Action, values: torch.Tensor) -> None:
+        """Hand the result of ``action`` to the stage that needs it."""
+        stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+        if self._schedule.rank_of[stage] == self._rank:
+            self._handed[action] = values
+        else:
+            self._links.send(action, values)
+
+    def _taken(self, needed: Action, action: Action, index: int) -> torch.Tensor:
+        """The result of ``needed``, for ``action`` in cell ``index``."""
+        source = self._schedule.rank_of[needed.stage]
+        if source == self._rank:
+            return self._handed.pop(needed)
+        try:
+            return self._links.receive(needed)
+        except RuntimeError as error:
+            raise PipelineError(
+                f"ds_npu.parallel.pipeline: rank {self._rank} waited in cell {index} ({action}) for {needed} of rank "
+                f"{source}, which failed or did not answer in time: {error}"
+            ) from error

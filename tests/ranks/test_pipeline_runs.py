@@ -1,0 +1,44 @@
+"""The executor of pipelines: every schedule on ranks against one process in float64, and ranks that fail."""
+
+from __future__ import annotations
+
+import itertools
+
+import pipelines
+import pytest
+import scheduled_engines
+from ranks import run_on_ranks
+
+from ds_npu.parallel.pipeline.schedules import SCHEDULES
+
+
+def schedules(ranks: int, micro_batches: int):
+    """Every schedule; the interleaved one with two and three stages of each rank."""
+    for name, each in SCHEDULES.items():
+        for chunks in (each.chunks,) if each.chunks else (2, 3):
+            yield each.make(ranks, max(micro_batches, each.fewest_micro_batches(ranks)), chunks), name
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, 3), pytest.param(4, 6, marks=pytest.mark.slow)])
+def test_every_schedule_computes_what_one_process_does(ranks, more):
+    """To the bit: each adds up the gradients of micro-batches in their order."""
+    cases = [schedule for schedule, _ in itertools.chain(schedules(ranks, 1), schedules(ranks, more))]
+    run_on_ranks(ranks, pipelines.run_all, *cases)
+
+
+def test_a_rank_that_waits_for_a_dead_one_says_for_what():
+    run_on_ranks(2, pipelines.dying, SCHEDULES["zb_h1"].make(2, 4, 1))
+
+
+ONE_STAGE = [name for name, each in SCHEDULES.items() if each.chunks == 1]
+CASES = [(name, family, zero) for name in ONE_STAGE for family in ("llama", "gpt2") for zero in (0, 1, 2)]
+
+
+def test_engines_run_schedules():
+    """Zero-bubble schedules queue weight gradients; ZeRO reduces them once."""
+    run_on_ranks(2, scheduled_engines.steps, [("1f1b", "llama", 1), ("zb_h1", "gpt2", 2), ("zb_h2", "llama", 0)])
+
+
+@pytest.mark.slow
+def test_engines_run_every_schedule():
+    run_on_ranks(2, scheduled_engines.steps, CASES, deadline_s=600.0)

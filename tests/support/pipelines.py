@@ -1,0 +1,135 @@
+"""Toy models in stages over ranks, run by any schedule, against one process in float64."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_npu.parallel.pipeline.executor import PipelineError, PipelineRun
+from ds_npu.parallel.pipeline.schedule import Schedule
+from ds_npu.parallel.pipeline.transfers import HiddenStates, PipelineLinks, messages_of
+
+H = 5
+
+
+class Layers(nn.Module):
+    """The layers of one stage; their weights depend on the numbers of the layers."""
+
+    def __init__(self, numbers: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for number in numbers:
+            torch.manual_seed(number)
+            self.layers.append(nn.Sequential(nn.Linear(H, H), nn.Tanh()))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sample(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets; micro-batches have other lengths each."""
+    torch.manual_seed(1000 + micro_batch)
+    return torch.randn(2, 3 + micro_batch % 3, H).double(), torch.randn(2, 3 + micro_batch % 3, H).double()
+
+
+def loss_of(output: torch.Tensor, micro_batch: int) -> torch.Tensor:
+    return (output - sample(micro_batch)[1]).square().mean()
+
+
+class ToyStage:
+    """A stage of ``Layers`` whose weight gradients are computed apart, by autograd, from a graph that is kept."""
+
+    def __init__(self, index: int, count: int, layers: int) -> None:
+        self.index, self.count = index, count
+        self.module = Layers(range(index * layers, (index + 1) * layers))
+
+    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+        out = self.module(sample(micro_batch)[0] if arrived is None else arrived)
+        return loss_of(out, micro_batch) if self.index == self.count - 1 else out
+
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None):
+        weights = list(self.module.parameters())
+        leaves = [each for each in _leaves(output) if all(each is not weight for weight in weights)]
+        if leaves:
+            torch.autograd.backward(output, gradient, inputs=leaves, retain_graph=True)
+        return Later(output, gradient, weights)
+
+
+class Later:
+    def __init__(self, output, gradient, weights) -> None:
+        self.call = output, gradient, weights
+
+    def compute(self) -> None:
+        output, gradient, weights = self.call
+        torch.autograd.backward(output, gradient, inputs=weights)
+
+
+def _leaves(output: torch.Tensor) -> list[torch.Tensor]:
+    found, seen, todo = [], set(), [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [each for each, _ in node.next_functions]
+    return found
+
+
+def run(schedule: Schedule, layers: int = 2) -> None:
+    """One run on this world against one process: losses and every gradient."""
+    rank, hidden = dist.get_rank(), []
+    for index in range(schedule.micro_batches):
+        hidden.append(HiddenStates(tuple(sample(index)[0].shape), torch.float64, torch.device("cpu")))
+    own = {stage for stage, owner in schedule.rank_of.items() if owner == rank}
+    stages = {stage: ToyStage(stage, schedule.stages, layers) for stage in own}
+    groups = dist.new_group(), dist.new_group()
+    done = PipelineRun(schedule, rank, stages, PipelineLinks(messages_of(schedule, rank), hidden, groups))
+    done.run()
+    whole = Layers(range(schedule.stages * layers))
+    losses = []
+    # In the order in which the last stage's micro-batches go backwards: sums are then the same to the bit.
+    for index in range(schedule.micro_batches):
+        loss = loss_of(whole(sample(index)[0]), index)
+        loss.backward()
+        losses.append(loss.detach())
+    if schedule.stages - 1 in own:
+        assert [float(done.losses[index] - each) for index, each in enumerate(losses)] == [0.0] * len(losses)
+    for stage, number in itertools.product(own, range(layers)):
+        expected = whole.layers[stage * layers + number][0].weight.grad
+        found = stages[stage].module.layers[number][0].weight.grad
+        assert torch.equal(found, expected), (stage, number, (found - expected).abs().max())
+
+
+def dying(schedule: Schedule) -> None:
+    """Rank 1 dies in its third forward; rank 0 says what it waited for."""
+    stages = {dist.get_rank(): ToyStage(dist.get_rank(), 2, 1)}
+    if dist.get_rank() == 1:
+        forward = stages[1].forward
+
+        def die(micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+            if micro_batch == 2:
+                os._exit(0)
+            return forward(micro_batch, arrived)
+
+        stages[1].forward = die
+    hidden = [HiddenStates((2, 3 + index % 3, H), torch.float64, torch.device("cpu")) for index in range(4)]
+    links = PipelineLinks(messages_of(schedule, dist.get_rank()), hidden, (dist.new_group(), dist.new_group()))
+    with pytest.raises(PipelineError, match=r"rank 0 waited in cell \d \(0I[12]\) for 1I[12] of rank 1, which failed"):
+        PipelineRun(schedule, dist.get_rank(), stages, links).run()
+    # There is nobody left to meet at the harness's barrier.
+    os._exit(0)
+
+
+def run_all(*schedules: Schedule) -> None:
+    for schedule in schedules:
+        run(schedule)

@@ -93,7 +93,7 @@ CELLS = (
     Cell(
         "PEFT: LoRA, merged in place",
         "tensor",
-        "0-3",
+        "1",
         "refused",
         f"{PEFT_LIFE}test_adapters_are_not_merged_into_shards",
     ),

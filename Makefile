@@ -106,7 +106,9 @@ whole: $(STAMP) unlock
 
 # DeepSpeed's own unit tests and examples. They are not part of this repository: what is not named is not run, and said.
 upstream: $(STAMP) unlock
-	@if [ -n "$(DEEPSPEED_CHECKOUT)" ]; then python tests/support/deepspeed_unit_tests.py "$(DEEPSPEED_CHECKOUT)"; \
+	@if [ -n "$(DEEPSPEED_CHECKOUT)" ]; then \
+			python tests/support/deepspeed_unit_tests.py "$(DEEPSPEED_CHECKOUT)"; \
+			python tests/support/deepspeed_unit_tests.py --section "$(DEEPSPEED_CHECKOUT)"; \
 		else echo "NOT RUN: DeepSpeed's unit tests; name a clone: DEEPSPEED_CHECKOUT=..." >&2; fi
 	@if [ -n "$(DEEPSPEED_EXAMPLES)" ]; then python tests/support/deepspeed_examples.py "$(DEEPSPEED_EXAMPLES)"; \
 		else echo "NOT RUN: DeepSpeed's examples; name a clone: DEEPSPEED_EXAMPLES=..." >&2; fi

@@ -36,6 +36,8 @@ BUFFER_MIB = 200
 """Of a communicator where HCCL_BUFFSIZE is not set, by CANN's HCCL user guide."""
 MOST_RANKS = 32
 """Up to so many ranks the sums are exact in bf16."""
+SMALL_RANKS = 4
+"""Of the small cases: on the simulator starting ranks takes longer than what they do."""
 
 REDUCED = (torch.float32, torch.bfloat16, torch.float16)
 MOVED = (*REDUCED, torch.int64, torch.int32, torch.uint8)
@@ -62,8 +64,9 @@ class CollectiveCase(Case):
 def collective_cases(scope: Scope) -> list[CollectiveCase]:
     """For all NPUs and, where there are more, for two; nothing for one NPU."""
     found = []
-    for ranks in sorted({2, min(scope.npus, MOST_RANKS)} if scope.npus > 1 else ()):
-        whole = ranks == min(scope.npus, MOST_RANKS)
+    most = min(scope.npus, SMALL_RANKS if scope.small else MOST_RANKS)
+    for ranks in sorted({2, most} if scope.npus > 1 else ()):
+        whole = ranks == most
         for kind in KINDS:
             found += _of_kind(kind, ranks, scope.small, whole)
         found.append(CollectiveCase(f"objects, {ranks} ranks", ranks, kind=OBJECTS))

@@ -13,11 +13,12 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.acceptance.training_cases import STEPS, ModelSizes, TrainingRecipe
+from ds_npu.acceptance.training_cases import STEPS, Model, ModelSizes, TrainingRecipe
 
 CLIP = 0.8
 LEARNING_RATES = {"SGD": 0.1, "AdamW": 1e-3}
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.01
+EXPERTS = 4
 BATCHES = 2
 """Different batches, in turn: losses fall within the steps."""
 PIECES = 2
@@ -76,21 +77,26 @@ def token_loss(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tenso
     return functional.cross_entropy(wide.flatten(0, 1), labels_BS.flatten())
 
 
-def decoder(sizes: ModelSizes) -> nn.Module:
-    """A Llama in training mode, with the same weights at every call."""
+def decoder(sizes: ModelSizes, kind: Model) -> nn.Module:
+    """A Llama, or a Mixtral with EXPERTS experts, in training mode, with the same weights at every call."""
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.key_heads,
-        max_position_embeddings=sizes.length,
-        use_cache=False,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config).train()
-    return model
+    values: dict[str, int | str | bool] = {
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.key_heads,
+        "max_position_embeddings": sizes.length,
+        "use_cache": False,
+    }
+    if kind == "decoder":
+        model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    else:
+        # Its own grouped products take no float64.
+        values |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**values))
+    return model.train()
 
 
 def batch(sizes: ModelSizes, step: int) -> torch.Tensor:
@@ -109,15 +115,15 @@ def decoder_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def loss_of(recipe: TrainingRecipe, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The loss of ``recipe``'s model, on one device."""
-    if recipe.model == "decoder":
-        return decoder_loss(model, tokens)
-    return token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+    if recipe.model == "layers":
+        return token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+    return decoder_loss(model, tokens)
 
 
 def model_of(recipe: TrainingRecipe) -> nn.Module:
     """The whole model in float32, its weights rounded to the recipe's dtype."""
     sizes = recipe.sizes
-    model = decoder(sizes) if recipe.model == "decoder" else nn.Sequential(*pipeline_layers(sizes))
+    model = nn.Sequential(*pipeline_layers(sizes)) if recipe.model == "layers" else decoder(sizes, recipe.model)
     return model.to(dtype_of(recipe)).float()
 
 

@@ -13,8 +13,8 @@ STEPS = 20
 SMALL_S, LARGE_S = 300.0, 420.0
 """Seconds that a case may take; the large ones compute their references first."""
 
-Model = Literal["decoder", "layers"]
-"""A Llama of transformers, which ds_npu shards, or a list of layers for a DeepSpeed pipeline."""
+Model = Literal["decoder", "experts", "layers"]
+"""A Llama or a Mixtral of transformers, which ds_npu shards, or a list of layers for a DeepSpeed pipeline."""
 
 TOLERANCE = (
     "The reference is one process on the CPU in float64, from the same weights, with the whole batch. Relative to it, "
@@ -94,6 +94,7 @@ def _small() -> Iterator[TrainingCase]:
         ("tensor 2 with sequence parallelism", _tensor(2, True), 1, "decoder"),
         ("context 2 by ring", _context(2, "ring"), 3, "decoder"),
         ("context 2 by ulysses", _context(2, "ulysses"), 2, "decoder"),
+        ("expert 2", {"parallel": {"expert": 2}}, 2, "experts"),
         ("pipeline 2", {"parallel": {"pipeline": 2}}, 1, "layers"),
     )
     for name, section, stage, model in cases:
@@ -153,6 +154,8 @@ def _two_npus() -> Iterator[TrainingCase]:
         yield _case(f"tensor 2, overlap {overlap}", 2, _tensor(2, True) | {"tensor_overlap": overlap}, 1, "bfloat16")
     for algorithm in ("ring", "ulysses", "allgather"):
         yield _case(f"context 2 by {algorithm}", 2, _context(2, algorithm), 1, "float32")
+    # In bf16 some tokens have other experts than in float64.
+    yield _case("expert 2", 2, {"parallel": {"expert": 2}}, 1, "float32", model="experts")
     yield _case("pipeline 2", 2, {"parallel": {"pipeline": 2}}, 0, "float32", model="layers")
     yield _case("pipeline 2", 2, {"parallel": {"pipeline": 2}}, 1, "bfloat16", model="layers")
 
@@ -165,6 +168,8 @@ def _four_npus(npus: int) -> Iterator[TrainingCase]:
     ranks = 8 if npus >= 8 else 4
     yield _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 3, "float32")
     yield _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 1, "bfloat16")
+    experts = {"parallel": {"expert": 2, "tensor": 2}}
+    yield _case(f"expert 2, tensor 2, data {ranks // 2}", ranks, experts, 2, "float32", model="experts")
     yield _case("pipeline 2, data 2", 4, {"parallel": {"pipeline": 2}}, 1, "float32", model="layers")
 
 

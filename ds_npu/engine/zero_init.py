@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.models.attributes import copy_attributes
-from ds_npu.models.zero3 import forget_partition, is_partitioned, unpartitioned_shape
+from ds_npu.models.zero3 import forget_partition, is_on_nvme, is_partitioned, unpartitioned_shape
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
@@ -35,10 +35,11 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
     In the block the weights are marked as sharded over ranks. After it they are gathered, one at a time, over
     the ranks among which zero.Init has partitioned them, and each rank keeps its shard; every rank takes part.
     Parameters stay the same objects. Where the block raises, they are left as they were. Models that are sharded
-    already, and all models without tensor and expert ranks, are left alone.
+    already, and all models without tensor and expert ranks, are left alone. Raises ValueError for weights on NVMe.
     """
     partitions: dict[nn.Parameter, nn.Parameter] = {}
     if _is_to_be_sharded(model, topology):
+        _check_in_memory(model)
         partitions = {each: _moved_partition(each) for each in model.parameters() if is_partitioned(each)}
     try:
         yield
@@ -55,6 +56,16 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
 def _is_to_be_sharded(model: nn.Module, topology: Topology) -> bool:
     by_tensor = topology.size("tp") > 1 and sharded_model_of(model) is None
     return by_tensor or (topology.size("ep", "etp") > 1 and not has_experts(model))
+
+
+def _check_in_memory(model: nn.Module) -> None:
+    on_disk = next((name for name, each in model.named_parameters() if is_on_nvme(each)), None)
+    if on_disk is not None:
+        raise ValueError(
+            f'zero_optimization.offload_param.device "nvme": zero.Init has given {on_disk} and others to an NVMe disk, '
+            "from which ds_npu.parallel.tensor and expert cannot shard them. What to do: offload_param.device "
+            '"cpu", or, where memory allows, a model that is not made under zero.Init'
+        )
 
 
 def _moved_partition(parameter: nn.Parameter) -> nn.Parameter:

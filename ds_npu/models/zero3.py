@@ -43,6 +43,11 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return has_attribute(parameter, "ds_tensor")
 
 
+def is_on_nvme(parameter: torch.Tensor) -> bool:
+    """Whether ``deepspeed.zero.Init`` has written ``parameter`` to an NVMe disk, or may."""
+    return attribute(parameter, "nvme_swapper", object) is not None
+
+
 def forget_partition(parameter: torch.Tensor) -> None:
     """Remove all that ZeRO-3 has written on ``parameter``, which is then a plain one without elements."""
     remove_attributes(parameter, _is_deepspeeds)

@@ -83,6 +83,20 @@ CELLS = (
         TRAINS,
         f"{PEFT_LIFE}test_adapters_of_experts_over_context_ranks",
     ),
+    Cell(
+        "PEFT: LoRA, DoRA, merged in place",
+        "context",
+        "1",
+        "train save",
+        f"{PEFT_LIFE}test_adapters_are_merged_on_context_ranks",
+    ),
+    Cell(
+        "PEFT: LoRA, merged in place",
+        "tensor",
+        "1",
+        "refused",
+        f"{PEFT_LIFE}test_adapters_are_not_merged_into_shards",
+    ),
     Cell("PEFT: QLoRA", "tensor; context", "0-3", "refused", f"{PEFT_LIFE}test_qlora_is_refused"),
     *(
         each
@@ -120,6 +134,13 @@ CELLS = (
         "3",
         "refused",
         "unit/test_config.py::test_a_mistake_says_where_what_and_what_would_do",
+    ),
+    Cell(
+        "DeepSpeed: weights on NVMe under zero.Init",
+        "tensor; expert",
+        "3",
+        "refused",
+        "engine/test_zero_init.py::test_weights_on_nvme_are_refused",
     ),
 )
 

@@ -171,6 +171,23 @@ def refused() -> None:
     assert {name for name in vars(parameter) if not name.startswith(("_", "ds_npu"))} == set()
 
 
+def refused_on_nvme() -> None:
+    """DeepSpeed's swapper needs libaio; it stands in each parameter."""
+    import deepspeed
+
+    rule.without_extension()
+    with zero_init_by_transformers():
+        model = transformers.AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+    assert all(each.nvme_swapper is None for each in model.parameters())
+    model.lm_head.weight.nvme_swapper = object()
+    with pytest.raises(ValueError, match=r'offload_param\.device "nvme": zero\.Init has given lm_head\.weight'):
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
+
+
+def test_weights_on_nvme_are_refused():
+    run_on_ranks(2, refused_on_nvme)
+
+
 def test_a_model_that_cannot_be_sharded_is_left_alone():
     run_on_ranks(2, refused)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,21 @@ BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accum
 COMPARED = ("loss", "eval_loss", "grad_norm", "logps/chosen", "logps/rejected", "token_acc")
 ALONE = "one_process"
 """Also a folder: LLaMA-Factory splits its command line at spaces."""
+TRAINING: dict[str, object] = {
+    "dataloader_num_workers": 0,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.001,
+    "lr_scheduler_type": "linear",
+    "max_steps": 4,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "report_to": "none",
+}
+"""Options that these clients hand to the Trainer."""
 PARALLEL: dict[str, dict[str, int] | None] = {ALONE: None, "tensor": {"tensor": 2}, "context": {"context": 2}}
 
 
@@ -87,6 +102,16 @@ def assert_same_weights(found: Path, alone: Path, *, adapter: bool) -> None:
     assert mine.keys() == theirs.keys()
     for key, weight in theirs.items():
         torch.testing.assert_close(mine[key], weight, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def as_one_process(train: Callable[[str, Mapping[str, int] | None], Path], *, adapter: bool = False) -> list[Path]:
+    """Run ``train(name, parallel)``, which returns where it wrote, for each of PARALLEL, and compare with ALONE."""
+    outs = {name: train(name, parallel) for name, parallel in PARALLEL.items()}
+    alone = outs.pop(ALONE)
+    for out in outs.values():
+        assert_same_run(logged(out), logged(alone))
+        assert_same_weights(out, alone, adapter=adapter)
+    return [*outs.values()]
 
 
 def loads_in_plain_transformers(name: str, model: Path, adapter: Path | None = None) -> None:

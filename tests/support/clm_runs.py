@@ -17,30 +17,20 @@ from typing import NamedTuple
 import pytest
 import tiny_models
 import torch
-from client_runs import STAND_INS
+from client_runs import BATCHES, STAND_INS, TRAINING
 from safetensors.torch import load_file
 from trl_script import tokenizer
 
-SAVED_STEP, STEPS = 2, 4
-USUAL: dict[str, object] = {
+SAVED_STEP = TRAINING["save_steps"]
+USUAL: dict[str, object] = TRAINING | {
     "do_train": "true",
     "do_eval": "true",
     "block_size": 16,
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 2,
-    "gradient_accumulation_steps": 2,
     "max_grad_norm": 0.5,
     # With the usual epsilon Adam makes a full step of a gradient that is rounding only.
     "learning_rate": 0.01,
     "adam_epsilon": 1e-4,
-    "max_steps": STEPS,
-    "logging_steps": 1,
-    "save_steps": SAVED_STEP,
-    "eval_strategy": "steps",
-    "eval_steps": SAVED_STEP,
-    "report_to": "none",
 }
-BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
 
 class Layout(NamedTuple):

@@ -65,6 +65,8 @@ def main() -> None:
         deepspeed_section.install(json.loads(section))
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
+    # cifar10_deepspeed.py begins at other weights in every run.
+    torch.manual_seed(0)
     runpy.run_path(script, run_name="__main__")
     Path(record, f"rank{os.environ['RANK']}.json").write_text(json.dumps(losses))
 

@@ -73,7 +73,7 @@ def cases() -> dict[str, Case]:
         found[f"cifar, ZeRO {stage}"] = Case(run, with_sections(run, (1, "{}"), (2, "{}"), (2, REPLICAS)))
     run = cifar("--dtype", "bf16", "--stage", "2")
     found["cifar, bf16"] = Case(run, with_sections(run, (1, "{}"), (2, "{}")), BF16)
-    moe = ("--dtype", "fp32", "--moe", "--num-experts", "2", "--top-k", "1", "--min-capacity", "64")
+    moe = ("--dtype", "fp32", "--moe", "--num-experts", "2", "--top-k", "1")
     for stage, more in (("0", ()), ("2", ("--moe-param-group",))):
         for ep in ("1", "2"):
             run = cifar(*moe, *more, "--stage", stage, "--ep-world-size", ep, ranks=2)

@@ -12,9 +12,11 @@ outcome differs and the list does not say why.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ KEPT = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "
 RANKS = 2
 """Tests for more ranks are skipped by DeepSpeed: it takes this number for that of devices."""
 DEADLINE_S = 1800
+"""Of a file."""
 SECTION, DIFFER = "section", "differ"
 """Keys of a file's entry: tests whose outcomes may differ with a section, or without one, and why."""
 TOGETHER = 40
@@ -93,16 +96,26 @@ def outcomes(python: Path, tests: Path, files: list[str], section: bool = False)
         "TORCH_EXTENSIONS_DIR": extensions_of(python),
         **({"DS_NPU_TEST_SECTION": "{}"} if section else {}),
     }
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tests}", f"--junitxml={report}"]
     command += ["--continue-on-collection-errors", *files]
+    process = subprocess.Popen(
+        command,
+        cwd=tests,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        subprocess.run(
-            command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            timeout=DEADLINE_S, check=False,
-        )  # fmt: skip
+        process.wait(DEADLINE_S * len(files))
         cases = [*ElementTree.parse(report).getroot().iter("testcase")]
     except (subprocess.TimeoutExpired, OSError, ElementTree.ParseError):
         cases = []
+    finally:
+        # The ranks of its tests, too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     found: dict[str, Outcomes] = {file: {} for file in files}
     modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
     for case in cases:

@@ -141,6 +141,7 @@ def test_rows_without_a_key_may_be_minus_infinity():
 
 RECIPE = TrainingRecipe("decoder", SMALL_SIZES, "float32")
 LAYERS = TrainingRecipe("layers", SMALL_SIZES, "bfloat16")
+EXPERTS = TrainingRecipe("experts", SMALL_SIZES, "float32")
 
 
 def checks_of(recipe, found, exact, own):
@@ -171,7 +172,7 @@ def with_mistake(mistake):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [RECIPE, LAYERS, dataclasses.replace(RECIPE, optimizer="AdamW")], ids=str)
+@pytest.mark.parametrize("recipe", [RECIPE, LAYERS, EXPERTS, dataclasses.replace(RECIPE, optimizer="AdamW")], ids=str)
 def test_one_process_passes_and_a_wrong_gradient_does_not(recipe, monkeypatch):
     exact = one_process.trained(recipe, torch.float64)
     assert len(exact.losses) == STEPS and exact.losses[-1] < (1 - training.FALL) * exact.losses[0]

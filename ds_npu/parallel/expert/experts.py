@@ -233,14 +233,16 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: _ComputeContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
         call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
         rows_NH, first_PF, up, down, up_bias, down_bias = ctx.saved_tensors
-        dy_PH = rows.order.permuted(call.tokens.wait())
-        dweighted_PI = grouped_matmul(dy_PH, down.transpose(1, 2) if experts.is_transposed else down, rows.counts)
-        permuted_PH = rows.order.permuted(call.beside.wait() if rows_NH is None else rows_NH)
-        if first_PF is None:
+        # While the gradients of the sums travel, what does not need them:
+        permuted_PH = None if rows_NH is None else rows.order.permuted(rows_NH)
+        if call.zero_memory == "level1":
+            permuted_PH = rows.order.permuted(call.beside.wait())
             first_PF = call.first_product(permuted_PH, rows, up, up_bias)
         with torch.enable_grad():
             first_PF = first_PF.detach().requires_grad_()
             activated_PI = experts.activation(first_PF)
+        dy_PH = rows.order.permuted(call.tokens.wait())
+        dweighted_PI = grouped_matmul(dy_PH, down.transpose(1, 2) if experts.is_transposed else down, rows.counts)
         (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, rows.weighted(dweighted_PI))
         activated_PI = activated_PI.detach()
         if ctx.needs_input_grad[0]:
@@ -252,6 +254,8 @@ class _Compute(torch.autograd.Function):
             call.weights.post(call.dispatch.combine(rows.order.placed(dweights_P)))
         # While the gradients of tokens and routing weights travel:
         dup = ddown = None
+        if permuted_PH is None:
+            permuted_PH = rows.order.permuted(call.beside.wait())
         if ctx.needs_input_grad[2]:
             product = product_of_linear(dfirst_PF, permuted_PH, rows.counts, experts.is_transposed)
             dup = taken(gradient_sink(up), product)
@@ -273,8 +277,11 @@ class _Finish(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _CallContext, dout_TH: torch.Tensor) -> tuple[Optional, ...]:
         call, (again_TH,) = ctx.call, ctx.saved_tensors
+        # Level 1 computes the first product again while the gradients travel; level 0 needs the tokens last.
+        if call.zero_memory == "level1":
+            call.beside.post(call.dispatch.send(again_TH))
         call.tokens.post(call.dispatch.send(dout_TH))
-        if again_TH is not None:
+        if call.zero_memory == "level0":
             call.beside.post(call.dispatch.send(again_TH))
         return dout_TH.new_empty(0), None, None
 

@@ -164,6 +164,7 @@ def own_part(choices: list[torch.Tensor], topology: Topology, parallel: dict) ->
 
 OVER = [
     ({"expert": 2}, {"zero_memory": "level0"}),
+    ({"expert": 2}, {"overlap": True}),
     ({"expert": 2, "tensor": 2, "sequence_parallel": True}, {"dispatcher": "allgather"}),
     ({"expert_tensor": 2, "context": 2}, {"zero_memory": "level1"}),
     # So many slots that nothing is dropped.

@@ -66,6 +66,7 @@ RULES = [
     ),
     ({"parallel.expert_tensor": 2, "moe.tp_extends_ep": True}, "moe.tp_extends_ep"),
     ({"moe.dispatcher": "alltoall"}, "moe.dispatcher"),
+    ({"moe.overlap": True}, "moe.overlap"),
     ({"parallel.tensor": 2, "moe.zero_memory": "level0"}, "moe.zero_memory"),
     ({"parallel.tensor": 2, "moe.grouped_matmul": True}, "moe.grouped_matmul"),
     ({"parallel.expert": 2, "moe.grouped_matmul": False}, "moe.grouped_matmul"),
@@ -86,6 +87,7 @@ ALLOWED = [
     {"parallel.tensor": 2, "moe.tp_extends_ep": True, "moe.dispatcher": "allgather", "moe.zero_memory": "level1"},
     {"parallel.tensor": 2, "moe.tp_extends_ep": True, "moe.placement_interval": 10},
     {"moe.zero_memory": "level0", "moe.grouped_matmul": True},
+    {"parallel.expert": 2, "moe.overlap": True},
 ]
 
 

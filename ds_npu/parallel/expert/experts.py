@@ -219,8 +219,10 @@ class _Compute(torch.autograd.Function):
         rows_NH = call.tokens.wait()
         permuted_PH, rows = _received(rows_NH, routing_N2K, call)
         first_PF = call.first_product(permuted_PH, rows, up, up_bias)
+        del permuted_PH  # The outputs take its memory.
         weighted_PI = rows.weighted(call.experts.activation(first_PF))
         y_PH = call.second_product(weighted_PI, rows, down, down_bias)
+        del weighted_PI
         call.sums.post(call.dispatch.combine(token_unpermute(y_PH, rows.order.places)))
         ctx.call, ctx.rows = call, rows
         level = call.zero_memory
@@ -233,28 +235,33 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: _ComputeContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
         call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
         rows_NH, first_PF, up, down, up_bias, down_bias = ctx.saved_tensors
-        dy_PH = rows.order.permuted(call.tokens.wait())
-        dweighted_PI = grouped_matmul(dy_PH, down.transpose(1, 2) if experts.is_transposed else down, rows.counts)
-        permuted_PH = rows.order.permuted(call.beside.wait() if rows_NH is None else rows_NH)
+        # While the gradients of the sums travel, what does not need them:
         if first_PF is None:
-            first_PF = call.first_product(permuted_PH, rows, up, up_bias)
+            rows_NH = call.beside.wait()
+            first_PF = call.first_product(rows.order.permuted(rows_NH), rows, up, up_bias)
         with torch.enable_grad():
             first_PF = first_PF.detach().requires_grad_()
             activated_PI = experts.activation(first_PF)
+        dy_PH = rows.order.permuted(call.tokens.wait())
+        dweighted_PI = grouped_matmul(dy_PH, down.transpose(1, 2) if experts.is_transposed else down, rows.counts)
         (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, rows.weighted(dweighted_PI))
         activated_PI = activated_PI.detach()
         if ctx.needs_input_grad[0]:
             dpermuted_PH = grouped_matmul(dfirst_PF, up.transpose(1, 2) if experts.is_transposed else up, rows.counts)
             call.sums.post(call.dispatch.combine(token_unpermute(dpermuted_PH, rows.order.places)))
+            del dpermuted_PH  # The tokens take its memory.
             dweights_P = rows.products(activated_PI, dweighted_PI)
             if down_bias is not None:
                 dweights_P += rows.products(down_bias.index_select(0, rows.experts), dy_PH)
             call.weights.post(call.dispatch.combine(rows.order.placed(dweights_P)))
         # While the gradients of tokens and routing weights travel:
         dup = ddown = None
+        rows_NH = call.beside.wait() if rows_NH is None else rows_NH
         if ctx.needs_input_grad[2]:
+            permuted_PH = rows.order.permuted(rows_NH)
             product = product_of_linear(dfirst_PF, permuted_PH, rows.counts, experts.is_transposed)
             dup = taken(gradient_sink(up), product)
+            del permuted_PH, product
         if ctx.needs_input_grad[3]:
             product = product_of_linear(dy_PH, rows.weighted(activated_PI), rows.counts, experts.is_transposed)
             ddown = taken(gradient_sink(down), product)
@@ -273,8 +280,11 @@ class _Finish(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _CallContext, dout_TH: torch.Tensor) -> tuple[Optional, ...]:
         call, (again_TH,) = ctx.call, ctx.saved_tensors
+        # Level 1 computes the first product again while the gradients travel; level 0 needs the tokens last.
+        if call.zero_memory == "level1":
+            call.beside.post(call.dispatch.send(again_TH))
         call.tokens.post(call.dispatch.send(dout_TH))
-        if again_TH is not None:
+        if call.zero_memory == "level0":
             call.beside.post(call.dispatch.send(again_TH))
         return dout_TH.new_empty(0), None, None
 

@@ -32,8 +32,13 @@ class Order:
 
 def order_by(keys_NK: torch.Tensor, kept: int) -> Order:
     """Sort by key; copies of equal keys keep their order. The first ``kept`` are kept."""
-    order = torch.argsort(keys_NK.reshape(-1), stable=True)
+    order = torch.argsort(_sortable(keys_NK.reshape(-1)), stable=True)
     return Order(order[:kept] // keys_NK.shape[1], inverse(order).view_as(keys_NK))
+
+
+def _sortable(keys: torch.Tensor) -> torch.Tensor:
+    """The same numbers, all below 2**24: NPUs sort integers on their few scalar cores (AiCPU), as torch_npu warns."""
+    return keys if keys.device.type == "cpu" else keys.to(torch.float32)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
@@ -50,10 +55,10 @@ def destinations(ids_TK: torch.Tensor, experts: int, ep: int, etp: int = 1) -> t
     (experts / ep) and the following; all etp ranks of a place along ep get its tokens.
     """
     is_expert = (ids_TK >= 0) & (ids_TK < experts)
-    place_TK = torch.where(is_expert, ids_TK // (experts // ep), ep).sort(1).values
+    place_TK = _sortable(torch.where(is_expert, ids_TK // (experts // ep), ep)).sort(1).values
     again = torch.zeros_like(place_TK, dtype=torch.bool)
     again[:, 1:] = place_TK[:, 1:] == place_TK[:, :-1]
-    place_TD = place_TK.masked_fill(again, ep).sort(1).values[:, : min(ids_TK.shape[1], ep)]
+    place_TD = place_TK.masked_fill(again, ep).sort(1).values[:, : min(ids_TK.shape[1], ep)].to(torch.int64)
     if etp == 1:
         return place_TD
     ranks = place_TD.unsqueeze(2) * etp + torch.arange(etp, device=ids_TK.device)

@@ -19,7 +19,7 @@ WORLDS = [
 OPTIONS = [
     {"zero_memory": "level1"},
     {"dispatcher": "allgather"},
-    {"placement_interval": 1, "overlap": True},
+    {"overlap": True},
 ]
 CASES = [(f, *w, o) for f, w, o in itertools.product(("mixtral", "deepseek_v3"), WORLDS, OPTIONS)]
 

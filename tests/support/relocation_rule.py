@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import deepspeed
+import expert_adapters
 import gradient_rule as rule
 import pytest
 import tensor_parallel_rule as dense
@@ -186,8 +187,10 @@ def refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             engine_of("mixtral", stage, torch.float32, {"expert": 2}, {"placement_interval": 5}, **change)
-    model = model_of("mixtral", torch.float32)
     config = dense.config(0, torch.float32, {"parallel": {"expert": 2}, "moe": {"placement_interval": 5}})
+    with pytest.raises(ValueError, match="has an adapter, whose factors do not move"):
+        deepspeed.initialize(model=expert_adapters.adapted("mixtral", torch.float32), config=config)
+    model = model_of("mixtral", torch.float32)
     own = torch.optim.Adafactor(model.parameters())
     del config["optimizer"]
     with pytest.raises(ValueError, match="placement_interval: found 5, but Adafactor is none of the optimizers"):

@@ -127,12 +127,14 @@ class ExpertElements:
         optimizer = self._optimizer
         if not isinstance(optimizer, ZeROOptimizer):
             return [each.view(-1) for each in _states(optimizer, parameter)]
-        if not parameter.requires_grad:
-            return []
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-            group, first, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            if (known := optimizer.get_param_id(parameter)) not in optimizer.grad_position:
+                return []  # It is not trained.
+            group, first, _ = optimizer.grad_position[known]
             flat = optimizer.fp32_partitioned_groups_flat[group]
         else:
+            if id(parameter) not in self._groups:
+                return []
             flat = optimizer.single_partition_of_fp32_groups[self._groups[id(parameter)]]
             address = _address(parameter, of_copy=True)
             first = 0 if address is None else address.start

@@ -28,6 +28,8 @@ class MoeSection(Section):
     """Fill every expert up to its capacity, so that no layer waits for the host."""
     placement_interval: AtLeastZero = 0
     """Optimizer steps after which experts move between ranks, where that makes their load more even; 0 never."""
+    replica_rows: AtLeastZero = 0
+    """Ranks with few rows compute experts of ranks with many, where each takes so many rows or more; 0: never."""
 
     @property
     def computes(self) -> bool:

@@ -16,6 +16,7 @@ NEEDS_RANKS = {
     "context_parallel": "context",
     "pipeline": "pipeline",
     "moe.placement_interval": "expert",
+    "moe.replica_rows": "expert",
 }
 """Keys (or whole sections) that mean something only where an axis of ``parallel`` has more than one rank."""
 
@@ -119,6 +120,12 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.moe.dispatcher", "allgather", accepted)
 
 
+def _replicas(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.moe.replica_rows and config.moe.pad_to_capacity:
+        accepted = "0 with ds_npu.moe.pad_to_capacity: all experts have equally many rows"
+        yield Problem("ds_npu.moe.replica_rows", config.moe.replica_rows, accepted)
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -132,4 +139,5 @@ RULES = (
     Rule(("parallel.tensor", "parallel.expert", "parallel.expert_tensor", "moe"), _computed_experts),
     Rule(("parallel.pipeline", "moe.placement_interval"), _relocation),
     Rule(("moe",), _capacity),
+    Rule(("moe",), _replicas),
 )

@@ -22,10 +22,11 @@ OPTIONS = [
     ({}, {}),
     ({"dispatcher": "allgather"}, {"stage3_param_persistence_threshold": 100000}),
     ({"zero_memory": "level1"}, {"round_robin_gradients": True}),
+    ({"replica_rows": 1, "overlap": True}, {}),
 ]
 """Of "moe", and of DeepSpeed's "zero_optimization"."""
 CASES = [(f, *w, *o) for f, w, o in itertools.product(rule.COUNTS, WORLDS, OPTIONS)]
-CORNERS = [("qwen3_moe", *WORLDS[1], *OPTIONS[1]), ("mixtral", *WORLDS[2], *OPTIONS[0])]
+CORNERS = [("qwen3_moe", *WORLDS[1], *OPTIONS[1]), ("deepseek_v3", *WORLDS[0], *OPTIONS[3])]
 
 
 def test_two_expert_ranks():

@@ -18,6 +18,8 @@ from wire import Memory, Wire
 from ds_npu.comm.host_copy import HostCopy
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
+from ds_npu.parallel.expert.replicas import Replicas, gathered_gradients
+from ds_npu.parallel.expert.sharing import SharedRows
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -103,6 +105,27 @@ def count_host_waits() -> None:
 def test_the_host_waits_once_for_a_layer_and_never_in_backward():
     """That nothing else waits is counted on NPUs (tests/npu/test_experts_npu.py)."""
     run_on_ranks(2, count_host_waits)
+
+
+def count_replicas() -> None:
+    """The first expert of rank 0 is computed on rank 1, too: its weights go there, and their gradient back."""
+    topology, me = Topology(Degrees(dp=2, ep=2)), dist.get_rank()
+    plan = SharedRows(2, (((0, 5), (1, 5)), ((0, 3),), ((1, 2),), ((1, 2),)), spare=1)
+    replicas = Replicas(plan, ExpertAxis.of(topology, tokens_are_sharded=False))
+    weights = [torch.full((2, *shape), 1.0 + me) for shape in ((2 * COLUMNS, H), (H, COLUMNS))]
+    one = sum(each[0].nbytes for each in weights)
+    with Wire() as there:
+        fetched = replicas.fetch(weights).wait()
+    assert sum(there.leaving.values()) == (one if me == 0 else 0)
+    assert [[float(row.mean()) for row in each] for each in fetched] == [[1.0, 1.0, 0.0] if me == 0 else [2, 2, 1]] * 2
+    with Wire() as back:
+        gradients = gathered_gradients(replicas, [torch.full_like(each, 10.0 + me) for each in fetched])
+    assert sum(back.leaving.values()) == (one if me == 1 else 0)
+    assert [[float(row.mean()) for row in each] for each in gradients] == [[21, 10] if me == 0 else [11, 11]] * 2
+
+
+def test_replicas_send_an_experts_weights_and_gradient_once():
+    run_on_ranks(2, count_replicas)
 
 
 def kept_bytes(layer) -> int:

@@ -41,6 +41,7 @@ KEYS = {
     "moe.capacity_policy": "probs position",
     "moe.pad_to_capacity": "boolean",
     "moe.placement_interval": "integer >= 0",
+    "moe.replica_rows": "integer >= 0",
     "recompute.layers": "none all or integer >= 1",
     "recompute.method": "uniform block",
     "recompute.modules": "list of globs",

@@ -26,10 +26,10 @@ def adapted(family: str, dtype: torch.dtype = torch.float64) -> peft.PeftModel:
     return model.to(dtype)
 
 
-def step(family: str, parallel: dict, stages: tuple[int, ...], folder: str) -> None:
+def step(family: str, section: dict, stages: tuple[int, ...], folder: str) -> None:
     """Gradients of the factors, and the whole model that comes of a step."""
     rule.without_extension()
-    dp = dist.get_world_size() // parallel.get("tensor", 1)
+    dp = dist.get_world_size() // section["parallel"].get("tensor", 1)
     tokens = dense.batches(rule.MICRO * rule.ACCUMULATION * dp)
     plain = adapted(family)
     for micro in tokens.split(rule.MICRO):
@@ -40,7 +40,7 @@ def step(family: str, parallel: dict, stages: tuple[int, ...], folder: str) -> N
     for stage in stages:
         model = adapted(family)
         own = [each for each in model.parameters() if each.requires_grad]
-        config = dense.config(stage, torch.float64, {"parallel": parallel})
+        config = dense.config(stage, torch.float64, section)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=own, config=config)
         mine = tokens.view(rule.ACCUMULATION, dp, rule.MICRO, -1)[:, engine.topology.rank("dp")]
         for index, micro in enumerate(mine):
@@ -52,7 +52,7 @@ def step(family: str, parallel: dict, stages: tuple[int, ...], folder: str) -> N
         whole = {name: dense.assembled(engine.topology, named[name], each) for name, each in gradients.items()}
         assert whole.keys() == expected.keys()
         error = rule.relative(whole, expected)
-        assert error <= dense.EXACT, (family, parallel, stage, error)
+        assert error <= dense.EXACT, (family, section, stage, error)
         save_and_load(engine, model, family, f"{folder}/{stage}")
 
 

@@ -7,6 +7,7 @@ import tensor_parallel_rule as dense
 import torch
 import torch.distributed as dist
 
+from ds_npu.parallel.expert import replicas, sharing
 from ds_npu.parallel.expert.weights import GroupedProduct
 
 
@@ -41,3 +42,21 @@ def sinks_take_products(family: str, moe: dict) -> None:
     # From the second micro-batch of a step on: the first one's gradients become the buffers.
     layers = {"mixtral": 2, "qwen3_moe": 1}[family]
     assert taken == ["torch.float64"] * (2 * layers * (rule.ACCUMULATION - 1) * 2), len(taken)
+
+
+def replicas_are_made(family: str, parallel: dict) -> None:
+    """With and without the optimizer's buffers; every rank computes the same number of rows, but for one."""
+    seen: list[list[int]] = []
+    original = sharing.shared_rows
+
+    def shared_rows(pairs_RE: sharing.Pairs, ranks: int, least: int) -> sharing.SharedRows:
+        plan = original(pairs_RE, ranks, least)
+        if plan.spare:
+            seen.append([sum(rows for each in plan.rows for at, rows in each if at == rank) for rank in range(ranks)])
+        return plan
+
+    replicas.shared_rows = shared_rows
+    moe = {"replica_rows": 1}
+    hold_to_one_process(family, parallel, moe, (0, 1), {"fused_ops": {"matmul_accumulate": True}})
+    hold_to_one_process(family, parallel, moe, (2, 3), {})
+    assert seen and all(max(rows) - min(rows) <= 1 for rows in seen), seen

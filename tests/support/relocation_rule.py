@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import deepspeed
+import expert_adapters
 import gradient_rule as rule
 import pytest
 import tensor_parallel_rule as dense
@@ -64,7 +65,7 @@ def train(engine, steps: range, dtype: torch.dtype = torch.float64) -> Run:
     for step in steps:
         share = 0.0
         for micro in tokens(step, topology.size("dp"))[:, topology.rank("dp")]:
-            loss = dense.loss_of(engine, micro, dtype)
+            loss = dense.loss_of(engine, micro.to(engine.device), dtype)
             share += loss.item() / ACCUMULATION
             engine.backward(loss)
             engine.step()
@@ -122,17 +123,17 @@ def hold_to_a_run_without(family: str, parallel: dict, moe: dict, stages: tuple[
 def resume(family: str, parallel: dict, stages: tuple[int, ...], folder: str) -> None:
     """A run that is saved within an interval, when experts have moved, goes on as the uninterrupted one, to the bit."""
     for stage in stages:
-        moe = {"placement_interval": 3}
+        moe = {"placement_interval": 2}
         first = engine_of(family, stage, torch.float32, parallel, moe)
-        written = train(first, range(4), torch.float32)
+        written = train(first, range(3), torch.float32)
         assert first.save_checkpoint(f"{folder}/{stage}")
-        uninterrupted = train(first, range(4, 8), torch.float32)
+        uninterrupted = train(first, range(3, 8), torch.float32)
         assert written.relocations and uninterrupted.relocations, (family, parallel, stage)
         second = engine_of(family, stage, torch.float32, parallel, moe)
         # Its experts have moved elsewhere by then.
-        assert train(second, range(10, 14), torch.float32).places[-1] != written.places[-1]
+        assert train(second, range(10, 15), torch.float32).places[-1] != written.places[-1]
         second.load_checkpoint(f"{folder}/{stage}")
-        resumed = train(second, range(4, 8), torch.float32)
+        resumed = train(second, range(3, 8), torch.float32)
         assert resumed.places == uninterrupted.places, (family, parallel, stage)
         assert (resumed.losses, resumed.norms) == (uninterrupted.losses, uninterrupted.norms), (family, parallel, stage)
         assert all(torch.equal(each, resumed.weights[name]) for name, each in uninterrupted.weights.items())
@@ -186,8 +187,10 @@ def refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             engine_of("mixtral", stage, torch.float32, {"expert": 2}, {"placement_interval": 5}, **change)
-    model = model_of("mixtral", torch.float32)
     config = dense.config(0, torch.float32, {"parallel": {"expert": 2}, "moe": {"placement_interval": 5}})
+    with pytest.raises(ValueError, match="has an adapter, whose factors do not move"):
+        deepspeed.initialize(model=expert_adapters.adapted("mixtral", torch.float32), config=config)
+    model = model_of("mixtral", torch.float32)
     own = torch.optim.Adafactor(model.parameters())
     del config["optimizer"]
     with pytest.raises(ValueError, match="placement_interval: found 5, but Adafactor is none of the optimizers"):

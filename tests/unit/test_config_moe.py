@@ -21,6 +21,12 @@ MISTAKES = [
         "dispatcher",
         "'alltoall' or left out with ds_npu.moe.pad_to_capacity",
     ),
+    (
+        {"expert": 2},
+        {"capacity_factor": 1, "pad_to_capacity": True, "replica_rows": 100},
+        "replica_rows",
+        "0 with ds_npu.moe.pad_to_capacity",
+    ),
 ]
 
 

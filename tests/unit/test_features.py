@@ -26,6 +26,7 @@ RULES = [
     ({"pipeline.schedule": "gpipe"}, "pipeline.schedule"),
     ({"pipeline.split": [1, 2]}, "pipeline.split"),
     ({"moe.placement_interval": 10}, "moe.placement_interval"),
+    ({"moe.replica_rows": 4000}, "moe.replica_rows"),
     ({"parallel.expert": 2, "parallel.pipeline": 2, "moe.placement_interval": 10}, "moe.placement_interval"),
     ({"parallel.context": 4, "context_parallel.ulysses": 3}, "context_parallel.ulysses"),
     ({"parallel.context": 4, "context_parallel.algorithm": "hybrid"}, "context_parallel.ulysses"),

@@ -68,7 +68,7 @@ def _is_placed(model: nn.Module) -> bool:
 
 def _changes(section: MoeSection, build: Build, layouts: dict[str, ExpertLayout], axis: ExpertAxis) -> Iterator[Change]:
     dispatcher = "evenly" if section.pad_to_capacity else section.dispatcher or "alltoall"
-    options = ExpertOptions(dispatcher, section.zero_memory)
+    options = ExpertOptions(dispatcher, section.zero_memory, section.replica_rows)
     for name, layout in layouts.items():
         module = build.model.get_submodule(name)
         places = PlacedExperts(plain_places(layout.count, axis.ep)) if section.placement_interval else None
@@ -122,7 +122,9 @@ def _shard(module_name: str, module: nn.Module, leaf: str, layout: ExpertLayout,
 
 def _described(axis: ExpertAxis, options: ExpertOptions) -> str:
     where = f"experts over {axis.size} ranks by {options.dispatcher}" if axis.size > 1 else "experts"
-    return f"{where}, grouped" + ("" if options.zero_memory == "none" else f", zero memory {options.zero_memory}")
+    level = "" if options.zero_memory == "none" else f", zero memory {options.zero_memory}"
+    shared = f", replicas for {options.replica_rows} rows or more" if options.replica_rows else ""
+    return f"{where}, grouped{level}{shared}"
 
 
 def _check(layouts: dict[str, ExpertLayout], topology: Topology) -> None:

@@ -167,13 +167,13 @@ def all_to_all(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllToAll
     ids: [T, K] int64, the experts of each token; -1 for none.
     """
     to_TD = destinations(ids_TK, experts, axis.ep, axis.etp)
-    counts = torch.cat([histogram(to_TD, axis.size), _pairs(ids_TK, experts)])
+    counts = torch.cat([histogram(to_TD, axis.size), pairs_of(ids_TK, experts)])
     return AllToAllPlan(axis, to_TD, counts)
 
 
 def all_gathered(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllGatherPlan:
     """As ``all_to_all``, for the dispatcher that sends every token to every rank."""
-    counts = torch.cat([ids_TK.new_tensor([len(ids_TK)]), _pairs(ids_TK, experts)])
+    counts = torch.cat([ids_TK.new_tensor([len(ids_TK)]), pairs_of(ids_TK, experts)])
     return AllGatherPlan(axis, len(ids_TK), counts)
 
 
@@ -244,7 +244,8 @@ class Agreement:
         return self._dispatches[index]
 
 
-def _pairs(ids_TK: torch.Tensor, experts: int) -> torch.Tensor:
+def pairs_of(ids_TK: torch.Tensor, experts: int) -> torch.Tensor:
+    """[E] int64: how many of this rank's tokens chose each expert."""
     return histogram(torch.where(ids_TK < 0, experts, ids_TK), experts)
 
 

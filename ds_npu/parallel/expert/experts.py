@@ -30,12 +30,12 @@ from ds_npu.ops.grouped_matmul import grouped_matmul
 from ds_npu.ops.token_permutation import token_permute, token_unpermute
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import DISPATCHERS, Agreement, Dispatch, Plan
+from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
 from ds_npu.parallel.expert.weights import ExpertWeights, product_of_linear
 from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
 
 ZeroMemory = Literal["none", "level0", "level1"]
-Optional = torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class ExpertOptions:
 
     dispatcher: Literal["alltoall", "allgather", "evenly"] = "alltoall"
     zero_memory: ZeroMemory = "none"
+    replica_rows: int = 0
+    """The rows for which an expert is computed on another rank, too (``sharing``); 0: never."""
 
 
 def compute_experts(
@@ -78,9 +80,7 @@ class RoutedTokens:
 
     def compute(self) -> None:
         """Wait for the tokens, compute, and send the sums back."""
-        call, of = self._call, self._call.experts
-        # Of the ranks that share an expert the first adds the bias of its output.
-        self._link = _compute(self._link, call, of.up, of.down, of.up_bias, of.down_bias if call.adds_bias else None)
+        self._link = _compute(self._link, self._call, *self._call.parameters)
 
     def finish(self) -> torch.Tensor:
         """Wait for the sums [T, H]."""
@@ -95,11 +95,16 @@ def send_to_experts(
     pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
 ) -> list[RoutedTokens]:
     """Send the tokens of each piece to their experts; as many pieces on each rank, for which the host waits once."""
-    plans = [DISPATCHERS[options.dispatcher](ids, len(experts) * axis.ep, axis) for _, ids, _ in pieces]
+    all_ids, count = [ids for _, ids, _ in pieces], len(experts)
+    replicas: Sequence[Replicas | None] = [None] * len(pieces)
+    if options.replica_rows:
+        all_ids, replicas = shared_over_ranks(all_ids, count * axis.ep, axis, options.replica_rows)
+        count = max(count if each is None else each.plan.slots for each in replicas)
+    plans = [DISPATCHERS[options.dispatcher](ids, count * axis.ep, axis) for ids in all_ids]
     agreement = Agreement(plans, axis)
     return [
-        RoutedTokens(x, weights, _Call(agreement, index, ids, experts, axis, options.zero_memory))
-        for index, (x, ids, weights) in enumerate(pieces)
+        RoutedTokens(x, weights, _Call(agreement, index, ids, experts, axis, options.zero_memory, each))
+        for index, ((x, _, weights), ids, each) in enumerate(zip(pieces, all_ids, replicas, strict=True))
     ]
 
 
@@ -113,6 +118,8 @@ class _Call:
     experts: ExpertWeights
     axis: ExpertAxis
     zero_memory: ZeroMemory
+    replicas: Replicas | None
+    """Of other ranks' experts."""
     tokens: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """On their way to their experts; in backward the gradients of their sums."""
     beside: InFlight[torch.Tensor] = field(default_factory=InFlight)
@@ -121,6 +128,29 @@ class _Call:
     """On their way back; in backward the gradients of the tokens."""
     weights: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The gradients of routing weights."""
+    fetched: InFlight[Parameters] = field(default_factory=InFlight)
+    """The weights of replicas, behind those of this rank's experts."""
+
+    @property
+    def count(self) -> int:
+        """The experts of this rank, with places for replicas."""
+        return len(self.experts) if self.replicas is None else self.replicas.plan.slots
+
+    @property
+    def parameters(self) -> Parameters:
+        """Of this rank's experts: up, down and their biases."""
+        of = self.experts
+        # Of the ranks that share an expert the first adds the bias of its output.
+        return of.up, of.down, of.up_bias, of.down_bias if self.axis.etp_rank == 0 else None
+
+    def fetch(self) -> None:
+        """Begin to send the weights of replicas."""
+        if self.replicas is not None:
+            self.fetched.post(self.replicas.fetch(self.parameters))
+
+    def with_replicas(self, parameters: Parameters) -> Parameters:
+        """``parameters``, of this rank's experts, or what was fetched."""
+        return parameters if self.replicas is None else self.fetched.wait()
 
     @property
     def plan(self) -> Plan:
@@ -129,10 +159,6 @@ class _Call:
     @property
     def dispatch(self) -> Dispatch:
         return self.agreement.dispatch(self.index)
-
-    @property
-    def adds_bias(self) -> bool:
-        return self.axis.etp_rank == 0
 
     def routing(self, weights_TK: torch.Tensor) -> torch.Tensor:
         """[T, 2 K]: weights and experts as one message; 0 is no expert, as in rows that only fill up."""
@@ -177,7 +203,7 @@ class _Rows:
 def _received(rows_NH: torch.Tensor, routing_N2K: torch.Tensor, call: _Call) -> tuple[torch.Tensor, _Rows]:
     """The rows [P, H] of every expert, one behind the other, and what they are."""
     weights_NK, numbers_NK = routing_N2K.chunk(2, dim=1)
-    count = len(call.experts)
+    count = call.count
     local_NK = local_ids(numbers_NK.to(torch.int64) - 1, call.axis.ep_rank * count, count)
     permuted_PH, places = token_permute(rows_NH, local_NK, sum(call.dispatch.pairs_of_experts))
     pairs = inverse(places)[: len(permuted_PH)].long()
@@ -197,6 +223,7 @@ class _Send(torch.autograd.Function):
         copies, routing = call.plan.copies(x_TH), call.plan.copies(call.routing(weights_TK))
         call.tokens.post(call.dispatch.send_copies(copies))
         call.beside.post(call.dispatch.send_copies(routing))
+        call.fetch()
         return x_TH.new_empty(0)
 
     @staticmethod
@@ -213,11 +240,11 @@ class _ComputeContext(_CallContext):
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _ComputeContext, link: torch.Tensor, call: _Call, *parameters: Optional) -> torch.Tensor:
-        up, down, up_bias, down_bias = parameters
-        assert up is not None and down is not None
         routing_N2K = call.beside.wait()
         rows_NH = call.tokens.wait()
         permuted_PH, rows = _received(rows_NH, routing_N2K, call)
+        up, down, up_bias, down_bias = call.with_replicas(parameters)
+        assert up is not None and down is not None
         first_PF = call.first_product(permuted_PH, rows, up, up_bias)
         del permuted_PH  # The outputs take its memory.
         weighted_PI = rows.weighted(call.experts.activation(first_PF))
@@ -234,8 +261,10 @@ class _Compute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _ComputeContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
         call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
-        rows_NH, first_PF, up, down, up_bias, down_bias = ctx.saved_tensors
+        rows_NH, first_PF, *parameters = ctx.saved_tensors
         # While the gradients of the sums travel, what does not need them:
+        up, down, up_bias, down_bias = call.with_replicas(parameters)
+        assert up is not None and down is not None
         if first_PF is None:
             rows_NH = call.beside.wait()
             first_PF = call.first_product(rows.order.permuted(rows_NH), rows, up, up_bias)
@@ -266,7 +295,7 @@ class _Compute(torch.autograd.Function):
             product = product_of_linear(dy_PH, rows.weighted(activated_PI), rows.counts, experts.is_transposed)
             ddown = taken(gradient_sink(down), product)
         biases = (_sums(up_bias, dfirst_PF, rows), _sums(down_bias, rows.weighted(dy_PH), rows))
-        return dlink, None, dup, ddown, *biases
+        return dlink, None, *gathered_gradients(call.replicas, (dup, ddown, *biases))
 
 
 class _Finish(torch.autograd.Function):
@@ -286,6 +315,7 @@ class _Finish(torch.autograd.Function):
         call.tokens.post(call.dispatch.send(dout_TH))
         if call.zero_memory == "level0":
             call.beside.post(call.dispatch.send(again_TH))
+        call.fetch()
         return dout_TH.new_empty(0), None, None
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ds_npu.comm.collectives import exchange_rows
+from ds_npu.parallel.expert.dispatch import pairs_of
 from ds_npu.parallel.expert.places import Elements, Move, Places, slots_of
-from ds_npu.parallel.expert.routing import histogram
 
 
 class PlacedExperts:
@@ -47,7 +47,7 @@ class PlacedExperts:
 
     def count(self, ids_TK: torch.Tensor) -> None:
         """Add the experts ``ids`` of this rank's tokens, on their device: the host waits for nothing."""
-        mine = histogram(torch.where(ids_TK < 0, self.experts, ids_TK), self.experts)
+        mine = pairs_of(ids_TK, self.experts)
         self._loads = mine if self._loads is None else self._loads.to(mine.device).add_(mine)
 
     def loads(self, device: torch.device) -> torch.Tensor:
@@ -76,8 +76,11 @@ def exchange_experts(held: HeldElements, size: int, moves: Sequence[Move], group
     rank, values = dist.get_rank(group), held.values
     mine = held.of_ranks[rank]
     assert mine is not None
-    sent = [_pieces(moves, size, mine, other) for other in held.of_ranks]
-    received = [_pieces(moves, size, other, mine) for other in held.of_ranks]
+    between: dict[tuple[int, int], list[Move]] = {}
+    for move in moves:
+        between.setdefault((move.source[0], move.target[0]), []).append(move)
+    sent = [_pieces(between, size, mine, other) for other in held.of_ranks]
+    received = [_pieces(between, size, other, mine) for other in held.of_ranks]
     # Copies: what is sent is overwritten.
     parts = [values.narrow(0, source, length) for pieces in sent for source, _, length in pieces]
     outgoing = torch.cat(parts) if parts else values.new_empty(0)
@@ -91,8 +94,9 @@ def exchange_experts(held: HeldElements, size: int, moves: Sequence[Move], group
 
 
 def _pieces(
-    moves: Sequence[Move], size: int, sender: Elements | None, receiver: Elements | None
+    between: Mapping[tuple[int, int], Sequence[Move]], size: int, sender: Elements | None, receiver: Elements | None
 ) -> list[tuple[int, int, int]]:
     if sender is None or receiver is None:
         return []
+    moves = between.get((sender.ep_rank, receiver.ep_rank), ())
     return [piece for move in moves if (piece := move.pieces(size, sender, receiver)) is not None]

@@ -7,6 +7,15 @@ from typing import Literal
 from ds_npu.config.section import AboveZero, AtLeastZero, Section
 
 
+class AuxLossSection(Section):
+    """A loss that balances the load of experts, added to the loss that the model returns in training."""
+
+    coefficient: AboveZero | None = None
+    """How much of it is added for each layer; left out: none."""
+    over: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
+    """Balance each micro-batch, each sequence, or the micro-batches that all ranks have at the same time."""
+
+
 class MoeSection(Section):
     """How tokens reach their experts, and how the experts compute."""
 
@@ -26,6 +35,13 @@ class MoeSection(Section):
     """Keep the choices with the largest routing weights, or those of the first tokens."""
     pad_to_capacity: bool = False
     """Fill every expert up to its capacity, so that no layer waits for the host."""
+    aux_loss: AuxLossSection = AuxLossSection()
+    z_loss: AboveZero | None = None
+    """How much of the mean square of the router logits' logsumexp is added to the loss for each layer."""
+    bias_update_rate: AboveZero | None = None
+    """What is added to or taken from the router's e_score_correction_bias after each step, by each expert's load."""
+    load_report: str | None = None
+    """An SVG file that is written at DeepSpeed's logging interval: tokens by expert and step."""
     placement_interval: AtLeastZero = 0
     """Optimizer steps after which experts move between ranks, where that makes their load more even; 0 never."""
     replica_rows: AtLeastZero = 0
@@ -35,3 +51,8 @@ class MoeSection(Section):
     def computes(self) -> bool:
         """Whether experts are computed by ds_npu where each rank has all of them, too."""
         return bool(self.grouped_matmul) or self.zero_memory != "none" or self.capacity_factor is not None
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether anything is added to the loss of a model."""
+        return self.aux_loss.coefficient is not None or self.z_loss is not None

@@ -126,6 +126,15 @@ def _replicas(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.moe.replica_rows", config.moe.replica_rows, accepted)
 
 
+def _balance(config: DsNpuConfig) -> Iterator[Problem]:
+    aux = config.moe.aux_loss
+    if aux.coefficient is None and aux.over != "micro_batch":
+        yield Problem("ds_npu.moe.aux_loss.over", aux.over, "only with ds_npu.moe.aux_loss.coefficient")
+    report = config.moe.load_report
+    if report is not None and not report.endswith(".svg"):
+        yield Problem("ds_npu.moe.load_report", report, "the name of an SVG file, which ends in .svg")
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -140,4 +149,5 @@ RULES = (
     Rule(("parallel.pipeline", "moe.placement_interval"), _relocation),
     Rule(("moe",), _capacity),
     Rule(("moe",), _replicas),
+    Rule(("moe",), _balance),
 )

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import decoder_families as families
 import expert_families
 import pytest
-import transformers
+from expert_families import FAMILIES
 from ranks import run_on_ranks
-from transformers.models.auto.configuration_auto import model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 NOT_EXPERTS = "refused: ds_npu.parallel.expert: {} has no module of experts that ds_npu knows"
 CASES = [
@@ -52,16 +47,6 @@ def every_axis(kind: str) -> None:
         found = expert_families.outcome(kind, etp)
         right = found.startswith(("exact", "refused: ", "one process", IN_FLOAT32.get(kind, "exact")))
         assert right, (kind, etp, found)
-
-
-def has_experts(kind: str) -> bool:
-    """Whether transformers' code of the family has a class of experts; nothing of it is imported."""
-    name = model_type_to_module_name(kind)
-    file = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
-    return file.exists() and re.search(r"^class \w*Experts\(", file.read_text(), re.MULTILINE) is not None
-
-
-FAMILIES = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_experts(kind)]
 
 
 def test_there_are_families():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import decoder_families as families
 import tensor_parallel_rule
 import tiny_models
 import torch
 import torch.distributed as dist
+import transformers
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
@@ -71,3 +77,13 @@ def under_autocast(kind: str) -> None:
             right = tensor_parallel_rule.assembled(topology, weight, weight.grad) / 2
             other = plain.get_parameter(name).grad
             assert float((right - other).norm() / other.norm()) <= 0.05, name
+
+
+def has_experts(kind: str) -> bool:
+    """Whether transformers' code of the family has a class of experts; nothing of it is imported."""
+    name = model_type_to_module_name(kind)
+    file = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
+    return file.exists() and re.search(r"^class \w*Experts\(", file.read_text(), re.MULTILINE) is not None
+
+
+FAMILIES = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_experts(kind)]

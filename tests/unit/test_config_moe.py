@@ -15,6 +15,9 @@ MISTAKES = [
     ({}, {"pad_to_capacity": True}, "pad_to_capacity", ONLY),
     ({}, {"capacity_policy": "position"}, "capacity_policy", ONLY),
     ({"tensor": 2}, {"capacity_factor": 1}, "capacity_factor", "only with ds_npu.parallel.expert or expert_tensor > 1"),
+    ({}, {"z_loss": -0.1}, "z_loss", "a number > 0"),
+    ({}, {"bias_update_rate": 0}, "bias_update_rate", "a number > 0"),
+    ({}, {"load_report": "load.png"}, "load_report", "the name of an SVG file, which ends in .svg"),
     (
         {"expert": 2},
         {"capacity_factor": 1, "pad_to_capacity": True, "dispatcher": "allgather"},
@@ -37,6 +40,11 @@ def test_a_mistake_says_where_what_and_what_would_do(parallel, moe, key, accepte
         check(config, 8)
     mine = [each for each in caught.value.problems if each.path == f"ds_npu.moe.{key}"]
     assert len(mine) == 1 and accepted in mine[0].accepted and mine[0].found == moe[key], caught.value
+
+
+def test_where_nothing_is_balanced_there_is_no_over():
+    with pytest.raises(ConfigError, match=r"aux_loss.over: found \"sequence\"; only with ds_npu.moe.aux_loss.coeff"):
+        check({"train_micro_batch_size_per_gpu": 1, "ds_npu": {"moe": {"aux_loss": {"over": "sequence"}}}}, 8)
 
 
 def test_capacity_with_expert_ranks_is_accepted():

@@ -14,10 +14,12 @@ from ds_npu.config.sections import switched_on
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
+from ds_npu.features.experts.balance import balance_changes
 from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
 from ds_npu.features.experts.generation import GENERATE, generate_together
 from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
 from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
+from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.feature import Feature
@@ -43,22 +45,26 @@ def _applies(section: MoeSection, build: Build) -> bool:
 
 
 def _asked(section: MoeSection, build: Build) -> str:
-    if not _applies(section, build):
+    if not _applies(section, build) and not section.has_losses:
         return ""
     sizes = f"expert {build.topology.size('ep')}, expert_tensor {build.topology.size('etp')}"
     return sizes + "".join(f", {key} {value}" for key, value in switched_on(section))
 
 
 def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
-    if not _applies(section, build) or _is_placed(build.model):
+    computes = _applies(section, build) and not _is_placed(build.model)
+    if not computes and not section.has_losses:
         return []
     check_not_compiled(build.model, "expert")
     layouts = expert_layouts(build.model, build.partial_plan)
     if not layouts:
         raise ValueError(_nowhere(build.model))
+    balance = list(balance_changes(section, build, layouts))
+    if not computes:
+        return balance
     _check(layouts, build.topology)
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
-    return list(_changes(section, build, layouts, axis))
+    return [*balance, *_changes(section, build, layouts, axis)]
 
 
 def _is_placed(model: nn.Module) -> bool:
@@ -157,6 +163,7 @@ def _parts(section: MoeSection, build: Build) -> Iterable[Change]:
     if interval := section.placement_interval:
         make = partial(build.when_built.append, partial(install_relocation, interval))
         yield Change("provides", "relocation", f"experts move by their load every {interval} steps", make)
+    yield from load_parts(section, build, computes=_applies(section, build))
 
 
 def _without_plan(build: Build) -> str:

@@ -1,0 +1,111 @@
+"""``ds_npu.moe.aux_loss`` and ``z_loss``: added to the loss that a model returns in training.
+
+So they have every factor that the loss has until backward: the loss scale, accumulation, the client's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.config.moe import MoeSection
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change
+from ds_npu.features.experts.routing import Collected, Router, collect_ids, collect_logits, collecting, router_of
+from ds_npu.models.logits import IGNORED_LABEL
+from ds_npu.parallel.expert.balance import BalanceLosses, Scores, TokenRanks
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
+
+KEYS = "ds_npu.moe.aux_loss and z_loss"
+
+
+def token_ranks(build: Build) -> TokenRanks:
+    """The ranks of a build's engine that hold other tokens."""
+    topology = build.topology
+    tensor = (topology.group("tp"),) if build.sequence_parallel and topology.size("tp") > 1 else ()
+    context = (topology.group("cp"),) if topology.size("cp") > 1 else ()
+    data = (topology.group("dp", "cp"),) if topology.size("dp", "cp") > 1 else ()
+    return TokenRanks(tensor + context, tensor + data, topology.size("dp"))
+
+
+def balance_changes(section: MoeSection, build: Build, layouts: Iterable[str]) -> Iterator[Change]:
+    """What adds the losses to that of the model; raises ValueError where a router is not known."""
+    if not section.has_losses:
+        return
+    if build.is_cut_into_stages:
+        raise ValueError(f"{KEYS} do not work with ds_npu.parallel.pipeline: no stage returns the loss of all layers")
+    model, names = build.model, list(layouts)
+    aux, over, z = section.aux_loss.coefficient or 0.0, section.aux_loss.over, section.z_loss or 0.0
+    routers = {name: _router(model, name, needs_scores=aux > 0) for name in names}
+    for name, router in routers.items():
+        yield Change("hooks", name, "its choices are collected", partial(collect_ids, name, model.get_submodule(name)))
+        make = partial(collect_logits, name, router)
+        yield Change("wraps", router.name, "its logits are collected", make, Level.OPERATOR)
+    scores = {name: router.scores for name, router in routers.items()}
+    forward = _BalancedForward(model, BalanceLosses(aux, over, z), scores, token_ranks(build))
+    said = ", ".join([*([f"aux loss {aux:g} over {over}"] if aux else []), *([f"z-loss {z:g}"] if z else [])])
+    yield Change("wraps", "", said, partial(wrap_forward, model, forward, Level.MODEL), Level.MODEL)
+
+
+def _router(model: nn.Module, experts: str, needs_scores: bool) -> Router:
+    found = router_of(model, experts)
+    if found is None or (needs_scores and found.scores is None):
+        why = "is not known" if found is None else f"({found.name}) does not tell whether scores are softmax or sigmoid"
+        raise ValueError(
+            f"{KEYS}: the router of {experts} in {type(model).__name__} {why}. What to do: leave the keys out, and use "
+            "the model's own router_aux_loss_coef, if it has one"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _BalancedForward:
+    """Wraps the forward of a model: adds the losses to the loss that it returns in training."""
+
+    model: nn.Module
+    losses: BalanceLosses
+    scores: Mapping[str, Scores | None]
+    ranks: TokenRanks
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not (self.model.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        given = inspect.signature(forward).bind(*args, **kwargs).arguments
+        given = {**given, **kwargs}
+        with collecting() as collected:
+            out = forward(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and out.dim() == 0:
+            return out + self._added(collected, given).to(out.dtype)
+        loss = out.get("loss") if isinstance(out, MutableMapping) else None
+        if not isinstance(loss, torch.Tensor):
+            raise ValueError(
+                f"{KEYS} are added to the loss that {type(self.model).__name__} returns in training, and it returned "
+                "none (as a dict does under the key loss). What to do: give it labels, leave return_dict true, or "
+                "leave the keys out"
+            )
+        out["loss"] = loss + self._added(collected, given).to(loss.dtype)
+        return out
+
+    def _added(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
+        ids = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if ids is None else ids
+        if not isinstance(tokens, torch.Tensor):
+            raise ValueError(f"{KEYS}: {type(self.model).__name__} is given neither input_ids nor inputs_embeds")
+        loss = self.losses.of(list(collected.routings(self.scores)), len(tokens), self.ranks)
+        items = given.get("num_items_in_batch")
+        # The model divides by the labels of several micro-batches, whose losses are then added: so are these, by share.
+        return loss if items is None else loss * (_labels(given) / items)
+
+
+def _labels(given: Mapping[str, Any]) -> torch.Tensor:
+    """How many tokens of a batch are to be predicted."""
+    shifted: torch.Tensor | None = given.get("shift_labels")
+    targets = given["labels"][..., 1:] if shifted is None else shifted
+    count: torch.Tensor = (targets != IGNORED_LABEL).sum()
+    return count

@@ -1,0 +1,245 @@
+"""How many tokens each expert gets: for the router's bias, DeepSpeed's monitor and ``ds_npu.moe.load_report``.
+
+Counts stay on the device; the host reads them once in each of DeepSpeed's logging intervals (``steps_per_print``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_npu.comm.collectives import all_reduce
+from ds_npu.config.moe import MoeSection
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change
+from ds_npu.features.experts.balance import token_ranks
+from ds_npu.features.experts.layout import expert_layouts
+from ds_npu.features.experts.load_picture import LoadHistory, load_svg
+from ds_npu.features.experts.routing import CORRECTION, Collected, collect_ids, collecting, correction_of
+from ds_npu.parallel.expert.capacity import capacity_of
+from ds_npu.parallel.expert.routing import histogram
+from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.placement import placement_of
+
+INTERVAL = 10
+"""Steps, where DeepSpeed has no logging interval."""
+MAX_LOAD, DROPPED = "Train/Experts/{}/max_over_mean_load", "Train/Experts/{}/dropped_fraction"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one layer, in one interval."""
+
+    chosen: list[int]
+    """How often each expert was chosen, before any choice was dropped."""
+    dropped: int
+
+    @property
+    def max_over_mean(self) -> float:
+        return max(self.chosen) * len(self.chosen) / max(1, sum(self.chosen))
+
+    @property
+    def dropped_fraction(self) -> float:
+        return self.dropped / max(1, sum(self.chosen))
+
+
+class ExpertLoad:
+    """The choices of a model's layers in training, since they were last taken."""
+
+    def __init__(self, experts: Mapping[str, int], factor: float | None, groups: tuple[dist.ProcessGroup, ...]) -> None:
+        """``experts``: of all ranks, by the name of a layer's; ``factor``: of their capacity; ``groups``: of tokens."""
+        self.experts, self._factor, self._groups = dict(experts), factor, groups
+        self._counts: torch.Tensor | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether choices beyond a capacity are dropped."""
+        return self._factor is not None
+
+    def parts(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By layer, of ``counts`` of all layers, how often each expert was chosen, and choices dropped [E + 1]."""
+        parts = torch.split(counts, [each + 1 for each in self.experts.values()])
+        return dict(zip(self.experts, parts, strict=True))
+
+    def add(self, collected: Collected) -> None:
+        """Add the choices of one forward."""
+        for name, calls in collected.ids.items():
+            for ids_TK in calls:
+                self._add(name, ids_TK)
+
+    def _add(self, name: str, ids_TK: torch.Tensor) -> None:
+        experts = self.experts[name]
+        if self._counts is None:
+            size = sum(self.experts.values()) + len(self.experts)
+            self._counts = torch.zeros(size, dtype=torch.int64, device=ids_TK.device)
+        chosen_E = histogram(torch.where(ids_TK < 0, experts, ids_TK), experts)
+        mine = self.parts(self._counts)[name]
+        mine[:experts] += chosen_E
+        if self._factor is not None:
+            capacity = capacity_of(len(ids_TK), ids_TK.shape[1], experts, self._factor)
+            mine[experts] += (chosen_E - capacity).clamp(min=0).sum()
+
+    def take(self) -> torch.Tensor | None:
+        """The counts of all ranks, which begin again at 0; None where no forward was trained."""
+        whole, self._counts = self._counts, None
+        if whole is not None:
+            for group in self._groups:
+                whole = all_reduce(whole, group).wait()
+        return whole
+
+
+def load_parts(section: MoeSection, build: Build, computes: bool) -> Iterator[Change]:
+    """What counts the load; raises ValueError where ``bias_update_rate`` finds no bias."""
+    if build.is_cut_into_stages:
+        if section.bias_update_rate is not None or section.load_report:
+            raise ValueError("ds_npu.moe.bias_update_rate and load_report do not work with ds_npu.parallel.pipeline")
+        return
+    corrections = {}
+    if section.bias_update_rate is not None:
+        corrections = dict(_corrections(build, section.bias_update_rate))
+    if computes or corrections or section.load_report:
+        make = partial(build.when_built.append, partial(_install, section, build, corrections))
+        yield Change("provides", "load of experts", "counted for the monitor, the report and biases", make)
+
+
+def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
+    """By the name of a layer's experts, the name and a copy, in float32 at least, of the bias of its router."""
+    layouts = expert_layouts(build.model, build.partial_plan)
+    for name, layout in layouts.items():
+        found = correction_of(build.model, name, layout.count * _shards(build, name))
+        if found is None:
+            raise ValueError(
+                f"ds_npu.moe.bias_update_rate: found {rate}, and beside {name} in {type(build.model).__name__} no "
+                f"buffer {CORRECTION} with a number for each expert, as DeepSeek-V3 has. What to do: leave the key "
+                "out; ds_npu.moe.aux_loss balances other models"
+            )
+        buffer, values = found
+        yield name, (buffer, values.to(torch.promote_types(values.dtype, torch.float32), copy=True))
+    if not layouts:
+        raise ValueError(f"ds_npu.moe.bias_update_rate: {type(build.model).__name__} has no experts that ds_npu knows")
+
+
+def _shards(build: Build, name: str) -> int:
+    """Over how many ranks the experts of the module ``name`` are distributed already."""
+    weight = build.model.get_submodule(name).get_parameter("down_proj")
+    sharding = placement_of(weight).sharded.get("ep")
+    return 1 if sharding is None else build.topology.size("ep")
+
+
+def _install(
+    section: MoeSection, build: Build, corrections: Mapping[str, tuple[str, torch.Tensor]], engine: Any
+) -> list[str]:
+    model: nn.Module = engine.module
+    writes = bool(engine.monitor.enabled or section.load_report)
+    if not writes and not corrections:
+        return []
+    layouts = expert_layouts(model, build.partial_plan)
+    experts = {name: layout.count * _shards(build, name) for name, layout in layouts.items()}
+    if not layouts:
+        return []
+    load = ExpertLoad(experts, section.capacity_factor, token_ranks(build).everyone)
+    for name in layouts:
+        collect_ids(name, model.get_submodule(name))
+    wrap_forward(model, partial(_counted, model, load), Level.MODEL)
+    biases = {name: _kept_wide(model, *correction) for name, correction in corrections.items()}
+    report = _Report(load, section.load_report) if writes and dist.get_rank() == 0 else None
+    after = _AfterSteps(engine, load, biases, section.bias_update_rate or 0.0, writes, report)
+    engine._take_model_step = partial(after.take_step, engine._take_model_step)
+    return []
+
+
+def _counted(model: nn.Module, load: ExpertLoad, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not (model.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    with collecting() as collected:
+        out = forward(*args, **kwargs)
+    load.add(collected)
+    return out
+
+
+def _kept_wide(model: nn.Module, name: str, values: torch.Tensor) -> torch.Tensor:
+    """The buffer ``name`` with the ``values`` and the dtype that it had before DeepSpeed made all of a model narrow.
+
+    A narrow one would not change by steps that are small beside it.
+    """
+    buffer = model.get_buffer(name)
+    buffer.data = values.to(buffer.device)
+    return buffer
+
+
+class _AfterSteps:
+    """What follows an optimizer step: biases, and once in an interval what is written."""
+
+    def __init__(
+        self,
+        engine: Any,
+        load: ExpertLoad,
+        biases: Mapping[str, torch.Tensor],
+        rate: float,
+        writes: bool,
+        report: _Report | None,
+    ) -> None:
+        self.engine, self.load, self.biases, self.rate = engine, load, biases, rate
+        self.writes, self.report = writes, report
+        self._since: torch.Tensor | None = None
+        """Counts since the last report."""
+
+    def take_step(self, take: Forward, *args: Any, **kwargs: Any) -> None:
+        skipped: int = self.engine.skipped_steps
+        take(*args, **kwargs)
+        is_written = self.writes and self.engine.global_steps % (self.engine.steps_per_print() or INTERVAL) == 0
+        counts = self.load.take() if self.biases or is_written else None
+        if counts is None:
+            return
+        if self.engine.skipped_steps == skipped:
+            for name, bias in self.biases.items():
+                update_bias_(bias, self.load.parts(counts)[name][:-1], self.rate)
+        if self.writes:
+            self._since = counts if self._since is None else self._since + counts
+        if is_written and self._since is not None:
+            since, self._since = self._since, None
+            if self.report is not None:
+                self.report.write(self.engine, since)
+
+
+@torch.no_grad()
+def update_bias_(bias_E: torch.Tensor, chosen_E: torch.Tensor, rate: float) -> None:
+    """bias += rate * sign(mean load - load), in place; chosen: [E] int64.
+
+    Source: Wang et al. 2024 (auxiliary-loss-free load balancing, arXiv 2408.15664), as DeepSeek-V3 uses it.
+    """
+    below = (chosen_E.sum() - chosen_E * len(chosen_E)).sign()
+    bias_E.add_(below.to(bias_E.dtype), alpha=rate)
+
+
+class _Report:
+    """Writes counts of all ranks, on rank 0."""
+
+    def __init__(self, load: ExpertLoad, path: str | None) -> None:
+        self.load, self.path = load, None if path is None else Path(path)
+        self.history = LoadHistory()
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, engine: Any, counts: torch.Tensor) -> None:
+        layers = {}
+        # Waits for the device, once in an interval.
+        for name, each in self.load.parts(counts.cpu()).items():
+            *chosen, dropped = each.tolist()
+            layers[name.removesuffix(".experts")] = Counts(chosen, dropped)
+        if engine.monitor.enabled:
+            at = engine.global_samples
+            events = [(MAX_LOAD.format(name), each.max_over_mean, at) for name, each in layers.items()]
+            if self.load.drops:
+                events += [(DROPPED.format(name), each.dropped_fraction, at) for name, each in layers.items()]
+            engine.monitor.write_events(events)
+        if self.path is not None:
+            self.history.add(engine.global_steps, {name: each.chosen for name, each in layers.items()})
+            self.path.write_text(load_svg(self.history), encoding="utf-8")

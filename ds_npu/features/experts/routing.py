@@ -1,0 +1,150 @@
+"""What the routers of a model say in one forward: found where transformers says they are, and collected.
+
+transformers 5 names the class of each family's routers, and which of their outputs are logits, as what can be recorded
+of a model (``PreTrainedModel._can_record_outputs``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.models import names
+from ds_npu.models.attributes import has_attribute, set_attribute
+from ds_npu.parallel.expert.balance import Routing, Scores
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.micro_batch import Fact, new_forward, running
+
+RECORDED, ROUTER_LOGITS = "_can_record_outputs", "router_logits"
+CORRECTION = "e_score_correction_bias"
+"""The buffer that a router adds to scores for the choice alone."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """The router of one module of experts."""
+
+    name: str
+    module: nn.Module
+    index: int
+    """Of the logits [T, E], among what it returns."""
+
+    @property
+    def scores(self) -> Scores | None:
+        """What it makes of its logits; None where its code does not tell."""
+        names_in_code = inspect.unwrap(type(self.module).forward).__code__.co_names
+        if ("softmax" in names_in_code) == ("sigmoid" in names_in_code):
+            return None
+        return "softmax" if "softmax" in names_in_code else "sigmoid"
+
+
+def router_of(model: nn.Module, experts: str) -> Router | None:
+    """The router beside the module ``experts``, if transformers says which it is."""
+    around, block = _block(model, experts)
+    recorders = [each for module in model.modules() for each in _recorders(module)]
+    found = {
+        f"{around}.{name}".lstrip("."): (module, index)
+        for name, module in block.named_modules()
+        for kind, index in recorders
+        if type(module) is kind
+    }
+    if len(found) != 1:
+        return None
+    ((name, (module, index)),) = found.items()
+    return Router(name, module, index)
+
+
+def correction_of(model: nn.Module, experts: str, count: int) -> tuple[str, torch.Tensor] | None:
+    """Name and buffer [E] of the bias beside the module ``experts`` that corrects which are chosen, if it has one."""
+    around, block = _block(model, experts)
+    found = [(name, each) for name, each in block.named_buffers() if name.rpartition(".")[2] == CORRECTION]
+    if len(found) != 1 or found[0][1].shape != (count,):
+        return None
+    ((name, buffer),) = found
+    return f"{around}.{name}".lstrip("."), buffer
+
+
+def _block(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
+    while experts.endswith(f".{names.BASE_LAYER}"):
+        experts = experts.removesuffix(f".{names.BASE_LAYER}")
+    around = experts.rpartition(".")[0]
+    return around, model.get_submodule(around)
+
+
+def _recorders(module: nn.Module) -> Iterator[tuple[type[nn.Module], int]]:
+    recorded: Mapping[str, Any] = getattr(module, RECORDED, None) or {}
+    said = recorded.get(ROUTER_LOGITS)
+    for each in said if isinstance(said, list) else [said]:
+        kind, index = getattr(each, "target_class", None), getattr(each, "index", None)
+        if isinstance(kind, type) and isinstance(index, int):
+            yield kind, index
+
+
+@dataclass
+class Collected:
+    """By the name of a layer's experts, what its router said in the forward that runs."""
+
+    logits: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    ids: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def routings(self, scores: Mapping[str, Scores | None]) -> Iterator[Routing]:
+        """Of all layers, in the order in which they ran."""
+        for name, each in self.ids.items():
+            for logits, ids in zip(self.logits[name], each, strict=True):
+                yield Routing(logits, ids, scores[name])
+
+
+_COLLECTED: Fact[Collected] = Fact(while_running=True)
+"""Known in a forward of which anything is to be collected, and not where a part of it is computed again."""
+COLLECTS = "ds_npu_collects_ids"
+"""The attribute of a module of experts whose choices are collected."""
+
+
+@contextmanager
+def collecting() -> Iterator[Collected]:
+    """Collect what routers say in the forward that runs within the block."""
+    with new_forward() as micro_batch:
+        collected = _COLLECTED.of(micro_batch) or Collected()
+        _COLLECTED.set(micro_batch, collected)
+        yield collected
+
+
+def collect_ids(experts: str, module: nn.Module) -> None:
+    """Collect, by the name ``experts``, which experts [T, K] ``module`` is called with."""
+    ids_name = list(inspect.signature(type(module).forward).parameters)[2]
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        collected = _COLLECTED.of(running())
+        if collected is not None:
+            ids: torch.Tensor = args[1] if len(args) > 1 else kwargs[ids_name]
+            collected.ids.setdefault(experts, []).append(ids.detach())
+
+    if not has_attribute(module, COLLECTS):
+        set_attribute(module, COLLECTS, True)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def collect_logits(experts: str, router: Router) -> None:
+    """Collect, by the name ``experts``, the logits of ``router``, with their graph."""
+
+    def routed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        out, collected = forward(*args, **kwargs), _COLLECTED.of(running())
+        if collected is None:
+            return out
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                f"ds_npu.moe.aux_loss and z_loss: {router.name} runs without a graph in a forward that is trained, as "
+                "activation checkpointing with use_reentrant makes it: the loss would have no gradient. What to do: "
+                "use_reentrant false"
+            )
+        collected.logits.setdefault(experts, []).append(out[router.index])
+        return out
+
+    # Innermost: sequence parallelism gives the model the logits of all ranks' tokens, and these are this rank's.
+    wrap_forward(router.module, routed, Level.OPERATOR)

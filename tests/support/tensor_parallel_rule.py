@@ -103,7 +103,8 @@ def assembled(topology, weight: nn.Parameter, part: torch.Tensor) -> torch.Tenso
     """The whole gradient from the part of each rank that shards the weight; of one that is whole, this rank's own."""
     for axis, sharding in reversed(placement_of(weight).sharded.items()):
         parts: list = [None] * topology.size(axis)
-        dist.all_gather_object(parts, part, group=topology.group(axis))
+        # On the host: read from an object, a tensor comes back on the device that it was on.
+        dist.all_gather_object(parts, part.cpu(), group=topology.group(axis))
         part = sharding.assemble(parts)
     return part
 

@@ -22,6 +22,7 @@ from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
+from ds_npu.features.experts.traffic import traffic
 from ds_npu.features.feature import Feature
 from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute, set_attribute
@@ -63,6 +64,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
     if not computes:
         return balance
     _check(layouts, build.topology)
+    build.said += traffic(section, build, layouts)
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
     return [*balance, *_changes(section, build, layouts, axis)]
 

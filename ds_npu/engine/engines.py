@@ -39,6 +39,7 @@ from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.driver import apply_features, values_in
+from ds_npu.features.experts.listed import gathered_whole
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
@@ -115,7 +116,8 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         sharded = sharded_model_of(self.module)
         self.is_made_narrow = self.is_float64 and self.has_experts and self.zero_optimization_stage() < 3
-        with gathered_as_one(sharded.fetched_together if sharded else ()):
+        together = [*(sharded.fetched_together if sharded else ()), *gathered_whole(self.module)]
+        with gathered_as_one(together):
             zero: Any = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if self.is_made_narrow:
             self.is_made_narrow = False

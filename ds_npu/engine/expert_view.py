@@ -119,7 +119,10 @@ class ExpertView(ExpertCheckpoints):
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         if has_experts(model):
-            self.has_moe_layers = True
+            # DeepSpeed wants a parameter group of experts where this is true.
+            self.has_moe_layers = any(
+                each.requires_grad and placement_of(each).is_expert for each in model.parameters()
+            )
             tell_deepspeed_of_experts(self.topology)
             self.expert_groups = SeparateGroups(self.topology)
         upstream: Any = super()

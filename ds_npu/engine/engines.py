@@ -24,7 +24,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
-from ds_npu.engine.asked_twice import check_whole
+from ds_npu.engine.asked_twice import check_no_own_experts, check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.expert_view import ExpertView
@@ -67,6 +67,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         use_own_device(kwargs.get("args"))
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         check_whole(model, session.topology.degrees)
+        check_no_own_experts(model, session.topology.degrees)
         check_not_quantized(model, session.topology.degrees)
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()

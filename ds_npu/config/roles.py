@@ -45,7 +45,7 @@ class Role(str, Enum):
     ROUTER = "router"
     """Scores tokens for experts; not sharded."""
     EXPERTS = "experts"
-    """All experts' weights: gate_up_proj [E, 2I, H] (gates, then ups) and down_proj [E, H, I]."""
+    """All experts' weights: gate_up_proj [E, 2I, H] (gates, then ups) and down_proj [E, H, I]; or a list of MLPs."""
     NORM = "norm"
     """A norm on the residual stream; not sharded."""
     FINAL_NORM = "final_norm"

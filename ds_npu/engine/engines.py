@@ -24,7 +24,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
-from ds_npu.engine.asked_twice import check_whole
+from ds_npu.engine.asked_twice import check_no_own_experts, check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.expert_view import ExpertView
@@ -39,6 +39,7 @@ from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.driver import apply_features, values_in
+from ds_npu.features.experts.listed import gathered_whole
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger
@@ -66,6 +67,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         use_own_device(kwargs.get("args"))
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         check_whole(model, session.topology.degrees)
+        check_no_own_experts(model, session.topology.degrees)
         check_not_quantized(model, session.topology.degrees)
         is_pipeline = isinstance(model, PipelineModule)
         device = get_accelerator().device_name()
@@ -115,7 +117,8 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         sharded = sharded_model_of(self.module)
         self.is_made_narrow = self.is_float64 and self.has_experts and self.zero_optimization_stage() < 3
-        with gathered_as_one(sharded.fetched_together if sharded else ()):
+        together = [*(sharded.fetched_together if sharded else ()), *gathered_whole(self.module)]
+        with gathered_as_one(together):
             zero: Any = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if self.is_made_narrow:
             self.is_made_narrow = False

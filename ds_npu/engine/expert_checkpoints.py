@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import nn
 
 from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
@@ -88,6 +89,9 @@ class ExpertCheckpoints:
                 names = self._names_of_experts()
                 state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
                 state[OPTIMIZER] = _with_states(state[OPTIMIZER], of_experts=False)
+                for key in (FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS):
+                    frozen: State = state.get(key) or {}
+                    state[key] = {name: each for name, each in frozen.items() if name not in names}
         return state
 
     @property
@@ -116,6 +120,8 @@ class ExpertCheckpoints:
             return dense
         experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
         merged = {**dense, MODULE: {**dense[MODULE], **experts[MODULE]}}
+        if dense.get(FROZEN_PARAM_FRAGMENTS) is not None:
+            merged[FROZEN_PARAM_FRAGMENTS] = {**dense[FROZEN_PARAM_FRAGMENTS], **experts[MODULE]}
         if experts[OPTIMIZER] is not None:
             merged[OPTIMIZER] = {
                 **dense[OPTIMIZER],

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import groups as deepspeed_groups
@@ -23,12 +22,19 @@ from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.expert_norm import count_experts
 
 P = ParamSpec("P")
 T = TypeVar("T")
 ParameterGroup = dict[str, Any]
-UNPROVEN = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer)
-"""Optimizer wrappers whose norm of experts is DeepSpeed's own, which averages over ranks."""
+IN_16_BITS = (FP16_Optimizer, FP16_UnfusedOptimizer)
+LEGACY = ("fused_adam_legacy", "fused_lamb_legacy")
+"""Attributes of DeepSpeed's optimizers in 16 bits: with apex's old optimizers they take a norm that is not ours."""
+
+
+def engine_has_fp16(engine: Any) -> bool:
+    """Whether the config of ``engine`` asks for fp16."""
+    return bool(engine.fp16_enabled())
 
 
 def tell_deepspeed_of_experts(topology: Topology) -> None:
@@ -119,7 +125,10 @@ class ExpertView(ExpertCheckpoints):
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         if has_experts(model):
-            self.has_moe_layers = True
+            # DeepSpeed wants a parameter group of experts where this is true.
+            self.has_moe_layers = any(
+                each.requires_grad and placement_of(each).is_expert for each in model.parameters()
+            )
             tell_deepspeed_of_experts(self.topology)
             self.expert_groups = SeparateGroups(self.topology)
         upstream: Any = super()
@@ -145,11 +154,15 @@ class ExpertView(ExpertCheckpoints):
             engine: Any = self
             engine._take_model_step = separate.followed(engine._take_model_step)
         made: Any = attribute(self, "optimizer", object)
-        if separate is not None and isinstance(made, UNPROVEN):
+        is_legacy = made is not None and any(attribute(made, each, bool) for each in LEGACY)
+        if separate is not None and (is_legacy or (isinstance(made, IN_16_BITS) and engine_has_fp16(self))):
             raise ValueError(
-                f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__}, whose norm of "
-                "experts' gradients is an average over ranks. What to do: zero_optimization.stage 1, 2 or 3, or float32"
+                f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__} in fp16, or "
+                "around an optimizer of apex's older interface, of which ds_npu has not proved norm and skipped steps. "
+                "What to do: zero_optimization.stage 1, 2 or 3, bf16, or float32"
             )
+        if separate is not None and isinstance(made, FP16_UnfusedOptimizer):
+            count_experts(made, self.topology)
 
     def _configure_lr_scheduler(self) -> None:
         upstream: Any = super()

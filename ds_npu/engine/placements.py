@@ -68,7 +68,9 @@ def _mark(parameter: nn.Parameter, placement: Placement, topology: Topology, zer
     if placement.is_expert or placement.part("tp") != "replicated":
         TENSOR_PARALLEL.set(parameter, True)
     if zero_stage == 3:
-        ZERO_GROUP.set(parameter, topology.group(*placement.data_axes))
+        # Of nothing (an expert of a list that is on other ranks) DeepSpeed can gather no pieces: it stays on each rank.
+        is_empty = 0 in unpartitioned_shape(parameter)
+        ZERO_GROUP.set(parameter, topology.group(*(() if is_empty else placement.data_axes)))
 
 
 def equalise_copies(model: nn.Module, topology: Topology) -> None:

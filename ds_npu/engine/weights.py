@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.pipeline.pass_through import stage_of
 from ds_npu.parallel.placement import has_experts
 from ds_npu.topology.degrees import Axis
@@ -190,6 +191,8 @@ def _named_together(unfinished: Path, final: Path, weights: dict[str, Any]) -> I
 
 
 def _gathered(parameter: Any) -> AbstractContextManager[Any]:
+    if 0 in unpartitioned_shape(parameter):
+        return nullcontext()  # Of an expert on other ranks, which DeepSpeed cannot gather.
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
     return context
 

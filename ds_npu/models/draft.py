@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from ds_npu.config.roles import ORDERS, PARENT, STRUCTURAL, Role
+from ds_npu.config.roles import ORDERS, PARENT, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention import Linears, counted, wrong_heads, wrong_widths
 from ds_npu.models.hugging_face_model import hugging_face_model
@@ -54,7 +54,15 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     plan = _without_heads(modules, _adapted(model, draft.roles))
     misfits = dict(_misfits(modules, plan)) | dict(_foreign(modules, plan))
     silent = misfits.keys() | draft.doubtful
-    missing = [name for name in modules if _missing(modules[name], plan.of(name)) and name not in silent]
+    # The role of experts in a list is that of the module around them.
+    listed = [name for name in plan.named(Role.EXPERTS) if not kinds.own_shapes(modules[name])]
+    missing = [
+        name
+        for name in modules
+        if _missing(modules[name], plan.of(name))
+        and name not in silent
+        and not any(names.is_inside(name, each) for each in listed)
+    ]
     unplaced = [(name, draft.notes.get(name, UNPLACED)) for name in missing]
     linears = _linears(modules, plan, leave_out=misfits)
     plan = _with_heads(modules, plan, draft, linears)
@@ -104,15 +112,12 @@ def _adapted(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
 
 def _without_heads(modules: dict[str, nn.Module], given: dict[str, Role]) -> ModelPlan:
     """The plan before its attentions are known."""
-    roles = {name: given[name] for name, module in modules.items() if name in given and _counts(module, given[name])}
+    roles = {
+        name: given[name] for name, module in modules.items() if name in given and kinds.counts(module, given[name])
+    }
     blocks = tuple(name for name, role in roles.items() if role is Role.BLOCK)
     plan = ModelPlan(type(modules[""]).__name__, roles, blocks, attentions={})
     return replace(plan, tied=_tied(modules, plan))
-
-
-def _counts(module: nn.Module, role: Role) -> bool:
-    """Whether a plan holds this module; a norm counts without parameters, too."""
-    return role in STRUCTURAL or kinds.is_norm(module) or bool(kinds.own_shapes(module))
 
 
 def _missing(module: nn.Module, role: Role | None) -> bool:

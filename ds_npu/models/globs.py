@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ds_npu.config.roles import STRUCTURAL, Role
+from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
 from ds_npu.models.draft import Draft, finished, partial_plan
 from ds_npu.models.hugging_face_plan import draft_of
@@ -69,7 +69,7 @@ def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:
         if role is Role.REPLICATED:
             inside = module.named_modules(prefix=name)
             yield from (inner for inner, each in inside if not isinstance(each, PassThrough))
-        elif role in STRUCTURAL or kinds.is_norm(module) or kinds.own_shapes(module):
+        elif kinds.counts(module, role):
             yield name
 
 

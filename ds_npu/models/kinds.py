@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from ds_npu.config.roles import Role
+from ds_npu.config.roles import STRUCTURAL, Role
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.expert.weights import is_experts
 from ds_npu.parallel.pipeline.pass_through import PassThrough
@@ -48,6 +48,17 @@ def is_norm(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` has a weight of two dims and is no embedding."""
     return len(own_shapes(module).get("weight", ())) == 2 and not isinstance(module, nn.Embedding)
+
+
+def holds_list(module: nn.Module) -> bool:
+    """Whether ``module`` is, or directly holds, a list of modules."""
+    return any(isinstance(each, nn.ModuleList) for each in (module, *module.children()))
+
+
+def counts(module: nn.Module, role: Role) -> bool:
+    """Whether a plan holds ``module`` with ``role``; a norm counts without parameters, too."""
+    is_list = role is Role.EXPERTS and holds_list(module)
+    return role in STRUCTURAL or is_list or is_norm(module) or bool(own_shapes(module))
 
 
 def is_sparse(module: nn.Module) -> bool:
@@ -100,9 +111,8 @@ def misfit(role: Role, module: nn.Module) -> str | None:
         right = dims == {2} and not isinstance(module, nn.Linear)
         return None if right else f"{role} is for an embedding, a single table of two dims"
     if role is Role.EXPERTS:
-        return (
-            None if dims == {3} else f"{role} is for a module whose parameters have three dims, the first the experts"
-        )
+        why = f"{role} is for a module whose parameters have three dims, the first the experts, or with a list of them"
+        return None if dims == {3} or (not dims and holds_list(module)) else why
     if role in (Role.LORA_A, Role.LORA_B):
         # PEFT's lora_bias gives the second factor one.
         right = 2 in dims and dims <= {1, 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import expert_precision
 import gradient_rule as rule
 import pytest
 import torch
@@ -99,6 +100,32 @@ def moe_of_deepspeed() -> None:
     for stage in (0, 2):
         alone = losses_of(stage, {})
         assert losses_of(stage, {"ds_npu": {}}) == alone and alone[0] != alone[-1], stage
+
+
+PRECISE = [(2, {"expert": 2}), (4, {"expert": 2, "context": 2}), (4, {"expert": 4})]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize(("ranks", "parallel"), PRECISE)
+def test_bf16_without_zero(ranks, parallel):
+    run_on_ranks(ranks, expert_precision.all_of, parallel)
+
+
+def test_fp16_without_zero_is_refused():
+    run_on_ranks(2, expert_precision.fp16_is_refused)
+
+
+def moe_of_deepspeed_beside_other_axes() -> None:
+    rule.without_extension()
+    for parallel, said in (({"expert": 2}, "expert 2"), ({"context": 2}, "context 2"), ({"tensor": 2}, "tensor 2")):
+        section = {"ds_npu": {"parallel": parallel, "plan": {"**": "replicated"}}}
+        with pytest.raises(ValueError, match=rf"found {said} for a model with moe \(deepspeed\.moe\.layer\.MoE\)"):
+            losses_of(1, section)
+
+
+def test_moe_of_deepspeeds_own_is_refused_beside_other_axes():
+    run_on_ranks(2, moe_of_deepspeed_beside_other_axes)
 
 
 def test_moe_of_deepspeeds_own_trains_as_without_ds_npu():

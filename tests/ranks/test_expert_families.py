@@ -12,7 +12,7 @@ NOT_EXPERTS = "refused: ds_npu.parallel.expert: {} has no module of experts that
 CASES = [
     ("qwen2_moe", 1, "exact"),
     ("gpt_oss", 1, "exact"),
-    ("gpt_oss", 2, "refused: 1 mistake in the DeepSpeed config:\n  ds_npu.parallel.expert_tensor: found 2; 1: the exp"),
+    ("gpt_oss", 2, "exact"),
     ("granitemoe", 2, "exact"),
     ("deepseek_v2", 2, "exact"),
     ("glm4_moe", 1, "exact"),

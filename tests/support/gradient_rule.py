@@ -99,7 +99,8 @@ def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, {}
     if stage == 0:
-        return {name: weight.grad.detach().clone().double() for name, weight in trained.items()}
+        graded = {name: weight.grad for name, weight in trained.items() if weight.grad is not None}
+        return {name: gradient.detach().clone().double() for name, gradient in graded.items()}
     names = {id(weight): name for name, weight in trained.items()}
     for index, weights in enumerate(optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups):
         parts = [part.flatten() for part in optimizer.averaged_gradients[index]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -18,7 +17,8 @@ from ds_npu.features.experts.balance import balance_changes
 from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
 from ds_npu.features.experts.generation import GENERATE, generate_together
 from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
-from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
+from ds_npu.features.experts.layout import Layout, expert_layouts
+from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
@@ -34,7 +34,6 @@ from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside
 from ds_npu.parallel.expert.places import plain_places
 from ds_npu.parallel.expert.relocation import PlacedExperts
 from ds_npu.parallel.placement import has_experts, keep_expert_shard
-from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.topology import Topology
 
 PLACED = "ds_npu_experts"
@@ -74,12 +73,17 @@ def _is_placed(model: nn.Module) -> bool:
     return has_experts(model) or any(has_attribute(module, PLACED) for module in model.modules())
 
 
-def _changes(section: MoeSection, build: Build, layouts: dict[str, ExpertLayout], axis: ExpertAxis) -> Iterator[Change]:
+def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis: ExpertAxis) -> Iterator[Change]:
     dispatcher = "evenly" if section.pad_to_capacity else section.dispatcher or "alltoall"
     options = ExpertOptions(dispatcher, section.zero_memory, section.replica_rows)
     for name, layout in layouts.items():
         module = build.model.get_submodule(name)
         places = PlacedExperts(plain_places(layout.count, axis.ep)) if section.placement_interval else None
+        if isinstance(layout, ListedLayout) and (places is not None or section.replica_rows):
+            key = KEY if places is not None else "ds_npu.moe.replica_rows"
+            raise ValueError(
+                f"{key}: {name} holds its experts in a list, whose weights do not move. What to do: {key} 0"
+            )
         if axis.size > 1:
             for leaf in layout.names:
                 yield _shard(name, module, leaf, layout, build.topology)
@@ -115,11 +119,9 @@ def _finish(model: nn.Module, axis: ExpertAxis) -> None:
     refuse_saving_shards(model)
 
 
-def _shard(module_name: str, module: nn.Module, leaf: str, layout: ExpertLayout, topology: Topology) -> Change:
+def _shard(module_name: str, module: nn.Module, leaf: str, layout: Layout, topology: Topology) -> Change:
     """Reduce one parameter to this rank's experts, and of these to its columns."""
-    shardings: dict[Any, Sharding] = {"ep": shard_sections(0, [layout.count], topology.size("ep"))}
-    if topology.size("etp") > 1:
-        shardings["etp"] = layout.column_sharding(leaf, topology.size("etp"))
+    shardings = layout.shardings(leaf, topology.size("ep"), topology.size("etp"))
     ranks = {axis: topology.rank(axis) for axis in shardings}
     said = [
         f"dim {each.dim} over {axis}: {each.length(ranks[axis]):,} of {each.size:,}" for axis, each in shardings.items()
@@ -135,7 +137,7 @@ def _described(axis: ExpertAxis, options: ExpertOptions) -> str:
     return f"{where}, grouped{level}{shared}"
 
 
-def _check(layouts: dict[str, ExpertLayout], topology: Topology) -> None:
+def _check(layouts: dict[str, Layout], topology: Topology) -> None:
     """Raise ConfigError that names every module whose experts cannot be placed so."""
     ep, etp = topology.size("ep"), topology.size("etp")
     problems = []
@@ -143,8 +145,8 @@ def _check(layouts: dict[str, ExpertLayout], topology: Topology) -> None:
         if layout.count % ep:
             accepted = f"a divisor of the {layout.count} experts of {names.generic(name)}"
             problems.append(Problem("ds_npu.parallel.expert", ep, accepted))
-        if etp > 1 and layout.has_bias:
-            accepted = f"1: the experts of {names.generic(name)} have biases; use ds_npu.parallel.expert"
+        if etp > 1 and isinstance(layout, ListedLayout) and layout.has_bias:
+            accepted = f"1: the listed experts of {names.generic(name)} have biases; use ds_npu.parallel.expert"
             problems.append(Problem("ds_npu.parallel.expert_tensor", etp, accepted))
         elif etp > layout.width:
             accepted = f"at most {layout.width}, the columns of an expert of {names.generic(name)}"
@@ -154,10 +156,13 @@ def _check(layouts: dict[str, ExpertLayout], topology: Topology) -> None:
 
 
 def _nowhere(model: nn.Module) -> str:
+    lists = ", ".join(dict.fromkeys(looped_over(model)))
+    own = f"; it has {lists}: move the loop into a module of its own (docs/experts.md has one)" if lists else ""
     return (
         f"ds_npu.parallel.expert: {type(model).__name__} has no module of experts that ds_npu knows: one of "
-        "transformers 5, whose forward takes tokens, their experts and their routing weights. What to do: expert 1 and "
-        'expert_tensor 1 and no "moe"; or give your own module of that kind the role experts in ds_npu.plan'
+        f"transformers 5, whose forward takes tokens, their experts and their routing weights{own}. What to do: "
+        'expert 1 and expert_tensor 1 and no "moe"; or give your own module of that kind the role experts in '
+        "ds_npu.plan"
     )
 
 

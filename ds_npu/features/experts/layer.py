@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from ds_npu.features.experts.capacity import CapacityLimit
-from ds_npu.features.experts.layout import ExpertLayout
+from ds_npu.features.experts.layout import Layout
+from ds_npu.features.experts.listed import PLACED_LIST, ListedLayout
+from ds_npu.models.attributes import set_attribute
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, Piece, compute_experts
 from ds_npu.parallel.expert.relocation import PlacedExperts
@@ -34,7 +36,7 @@ def compute_experts_at_once(
 class ExpertLayer:
     """How the experts of one layer compute over ``axis``."""
 
-    layout: ExpertLayout
+    layout: Layout
     axis: ExpertAxis
     run: Run
     places: PlacedExperts | None = None
@@ -48,13 +50,15 @@ class ExpertLayer:
         def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             given = dict(zip(parameters, args, strict=False)) | kwargs
             x, ids, weights = (given[each] for each in parameters)
-            experts, kind = self.layout.weights(module), x.device.type
+            experts, kind = self.layout.weights(module, self.axis), x.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.up.dtype
             out = self._computed((x.flatten(0, -2).to(dtype), ids, weights), experts.to(dtype), module.training)
             return out.view_as(x).to(x.dtype)
 
         replace_innermost_forward(module, forward)
-        for leaf in (self.layout.up, "down_proj"):
+        if isinstance(self.layout, ListedLayout):
+            set_attribute(module, PLACED_LIST, self.layout)
+        for leaf in self.layout.sinks:
             USES_SINK.set(module.get_parameter(leaf), True)
 
     def _computed(self, piece: Piece, experts: ExpertWeights, is_training: bool) -> torch.Tensor:

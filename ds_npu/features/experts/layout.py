@@ -6,22 +6,28 @@ attributes that say how its weights are stored (``integrations.moe.use_experts_i
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ds_npu.config.roles import Role
+from ds_npu.features.experts.listed import ListedLayout, Mlp, gated, listed_layout
 from ds_npu.models import kinds
 from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.weights import Activation, ExpertWeights, is_experts
-from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
+from ds_npu.parallel.tensor.sharding import Sharding, near_even, shard_sections
+from ds_npu.topology.degrees import Axis
 
 OF_TRANSFORMERS = ("has_gate", "has_bias", "is_transposed")
 """Attributes of transformers' modules of experts."""
 ACTIVATION, GATE_METHOD = "act_fn", "_apply_gate"
+DOWN_BIAS = "down_proj_bias"
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class ExpertLayout:
     count: int
     width: int
     """I, the columns of each expert."""
+    hidden: int
     has_gate: bool = True
     has_bias: bool = False
     is_transposed: bool = False
@@ -48,8 +55,20 @@ class ExpertLayout:
         found = (self.up, "down_proj")
         return (*found, *(f"{each}_bias" for each in found)) if self.has_bias else found
 
-    def column_sharding(self, name: str, ranks: int) -> Sharding:
-        """How the parameter ``name`` is sharded over ``ranks`` that each have some columns of every expert."""
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """The parameters whose products the optimizer's buffers may take."""
+        return self.names[:2]
+
+    def shardings(self, name: str, ep: int, etp: int) -> dict[Axis, Sharding]:
+        """How the parameter ``name`` is sharded over ``ep`` ranks, and over the ``etp`` that share each expert."""
+        found: dict[Axis, Sharding] = {"ep": shard_sections(0, [self.count], ep)}
+        return found | ({"etp": self._column_sharding(name, etp)} if etp > 1 else {})
+
+    def _column_sharding(self, name: str, ranks: int) -> Sharding:
+        if name == DOWN_BIAS:
+            # It is added once: each rank adds its part.
+            return shard_sections(1, [self.hidden], ranks)
         if name == "down_proj":
             return shard_sections(1 if self.is_transposed else 2, [self.width], ranks)
         dim = 1 if name.endswith("_bias") or not self.is_transposed else 2
@@ -57,15 +76,17 @@ class ExpertLayout:
             return shard_sections(dim, [2 * self.width], ranks, unit=2)
         return shard_sections(dim, [self.width] * (2 if self.has_gate else 1), ranks)
 
-    def weights(self, module: nn.Module) -> ExpertWeights:
+    def weights(self, module: nn.Module, axis: ExpertAxis) -> ExpertWeights:
         """The experts that ``module`` holds on this rank, as its attributes read now (PEFT may add to them)."""
-        up, down = (_tensor(module, name) for name in self.names[:2])
-        biases = [_tensor(module, name) for name in self.names[2:]]
+        up, down, *biases = (_tensor(module, name) for name in self.names)
+        if biases and axis.etp > 1:
+            start, stop = near_even(self.hidden, axis.etp)[axis.etp_rank]
+            biases[1] = functional.pad(biases[1], (start, self.hidden - stop))
         return ExpertWeights(up, down, self.activation(module), self.is_transposed, *biases)
 
     def activation(self, module: nn.Module) -> Activation:
         """What ``module`` computes between its two products."""
-        function: Activation = getattr(module, GATE_METHOD, None) or partial(_gated, getattr(module, ACTIVATION))
+        function: Activation = getattr(module, GATE_METHOD, None) or partial(gated, getattr(module, ACTIVATION))
         return function if self.has_gate else getattr(module, ACTIVATION)
 
 
@@ -74,25 +95,26 @@ def _tensor(module: nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-def _gated(act_fn: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return act_fn(gate) * up
-
-
 def is_of_transformers(module: nn.Module) -> bool:
     """Whether ``module`` holds experts and says how, as transformers' do."""
     return all(has_attribute(module, each) for each in OF_TRANSFORMERS) and is_experts(module)
 
 
-def expert_layouts(model: nn.Module, plan: ModelPlan) -> dict[str, ExpertLayout]:
+Layout = ExpertLayout | ListedLayout
+
+
+def expert_layouts(model: nn.Module, plan: ModelPlan) -> dict[str, Layout]:
     """By name, how each module of experts in ``model`` holds them; ``plan`` may be a partial one.
 
-    Raises ValueError for one that has a norm behind its experts.
+    Raises ValueError for one that has a norm behind its experts, or a list of experts that are not known.
     """
     said = set(plan.named(Role.EXPERTS))
-    found = {}
+    found: dict[str, Layout] = {}
+    examined: dict[Hashable, Mlp | str] = {}
     for name, module in model.named_modules():
-        if is_of_transformers(module) or name in said:
+        if name in said and not kinds.own_shapes(module):
+            found[name] = listed_layout(name, module, examined)
+        elif is_of_transformers(module) or name in said:
             found[name] = _layout(name, module)
     return found
 
@@ -108,4 +130,5 @@ def _layout(name: str, module: nn.Module) -> ExpertLayout:
     down = kinds.own_shapes(module)["down_proj"]
     by_turns = attribute(module, "is_concatenated", bool) is False
     has_bias = bool(attribute(module, "has_bias", bool))
-    return ExpertLayout(down[0], down[1 if is_transposed else 2], has_gate, has_bias, is_transposed, by_turns)
+    width, hidden = down[1:] if is_transposed else down[:0:-1]
+    return ExpertLayout(down[0], width, hidden, has_gate, has_bias, is_transposed, by_turns)

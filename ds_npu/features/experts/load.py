@@ -128,8 +128,9 @@ def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, to
 
 def _shards(build: Build, name: str) -> int:
     """Over how many ranks the experts of the module ``name`` are distributed already."""
-    weight = build.model.get_submodule(name).get_parameter("down_proj")
-    sharding = placement_of(weight).sharded.get("ep")
+    weight = dict(build.model.get_submodule(name).named_parameters(recurse=False)).get("down_proj")
+    # The layout of experts in a list counts all of them.
+    sharding = None if weight is None else placement_of(weight).sharded.get("ep")
     return 1 if sharding is None else build.topology.size("ep")
 
 

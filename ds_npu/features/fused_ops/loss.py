@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.features.declaration import Change
-from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random_input
+from ds_npu.features.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.features.fused_ops.fusion_result import FusionResult
 from ds_npu.features.model_loss import HasLossFunction, LossFunction, LossLevel, own_loss, users_loss, wrap_loss
 from ds_npu.models import names

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change
-from ds_npu.features.fused_ops.equivalence import (
+from ds_npu.features.equivalence import (
     computes_the_same,
     forward_of_copy,
     isolated_on_cpu,

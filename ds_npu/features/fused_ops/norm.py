@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.fused_ops.equivalence import (
+from ds_npu.features.equivalence import (
     computes_the_same,
     forward_of_copy,
     isolated_on_cpu,

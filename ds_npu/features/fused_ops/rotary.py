@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.fused_ops.equivalence import computes_the_same, isolated_on_cpu, random_input
+from ds_npu.features.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rotary import rotary

@@ -174,6 +174,12 @@ class _ModelSharder:
         found = {}
         # Experts with an axis of their own are the matter of ds_npu.moe.
         for name, module in self._of(Role.EXPERTS) if self.topology.size("ep", "etp") == 1 else ():
+            if not kinds.own_shapes(module):
+                raise ValueError(
+                    f"ds_npu.parallel.tensor: found {self.axis.size}; {name} ({type(module).__name__}) holds its "
+                    "experts in a list. What to do: ds_npu.parallel.expert or expert_tensor > 1 beside it, or the role "
+                    "replicated for it in ds_npu.plan"
+                )
             width = module.get_parameter("down_proj").shape[2]
             found[name] = paired_shards(2 * width, self.axis.size), even_shards(width, self.axis.size)
         return found
@@ -281,7 +287,7 @@ class _ModelSharder:
     def _sum_partial_gradients(self) -> Iterator[Change]:
         """Sum over the ranks the gradients of whole weights that each rank uses for its heads or sequence shard."""
         for name, parameter in self.model.named_parameters():
-            whole = name not in self.sharded and self.plan.of(names.parent(name)) is not Role.EXPERTS
+            whole = name not in self.sharded and self.plan.around(name, Role.EXPERTS) is None
             if whole and self.regions.is_partial(names.parent(name)):
                 make = partial(sum_gradient, parameter, self.axis.group)
                 yield Change("hooks", name, "the gradient is summed over tp", make)

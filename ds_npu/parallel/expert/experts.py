@@ -140,8 +140,7 @@ class _Call:
     def parameters(self) -> Parameters:
         """Of this rank's experts: up, down and their biases."""
         of = self.experts
-        # Of the ranks that share an expert the first adds the bias of its output.
-        return of.up, of.down, of.up_bias, of.down_bias if self.axis.etp_rank == 0 else None
+        return of.up, of.down, of.up_bias, of.down_bias
 
     def fetch(self) -> None:
         """Begin to send the weights of replicas."""

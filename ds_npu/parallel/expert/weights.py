@@ -38,7 +38,7 @@ class ExpertWeights:
     up_bias: torch.Tensor | None = None
     """[E, F]."""
     down_bias: torch.Tensor | None = None
-    """[E, H]."""
+    """[E, H]; ranks that share an expert add theirs up."""
 
     def __len__(self) -> int:
         return len(self.up)

@@ -32,7 +32,8 @@ class Sharding:
         """
         if whole.shape[self.dim] != self.size:
             raise ValueError(f"a tensor of shape {tuple(whole.shape)} was given; dim {self.dim} must have {self.size}")
-        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
+        ranges = self.ranges[rank] or ((0, 0),)
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in ranges]
         if whole.untyped_storage().nbytes() >= whole.nbytes:
             return torch.cat(parts, dim=self.dim)
         if len(parts) == 1:

@@ -94,9 +94,9 @@ def forward_of_copy(
     """The forward of ``module``'s class, bound to a copy in training mode with ``parameters`` and ``children``."""
     made = copy.copy(module)
     kept = {name: child for name, child in module._modules.items() if child is not None}
-    others = {name: copy.deepcopy(child) for name, child in kept.items() if name not in children}
     made._parameters = dict(parameters)
-    made._modules = {**others, **children}
+    # In their order, in which a container calls them.
+    made._modules = {name: children[name] if name in children else copy.deepcopy(child) for name, child in kept.items()}
     if has_attribute(made, "forward"):
         del made.forward
     made.train()

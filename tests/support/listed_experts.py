@@ -1,0 +1,239 @@
+"""Models of one's own whose experts are modules in a list, and their steps in an engine against one process.
+
+Shape letters: T tokens, K experts of each, E experts, H hidden, F columns of an expert.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import gradient_rule as rule
+import tensor_parallel_rule as dense
+import torch
+from gradient_rule import H
+from torch import nn
+from torch.nn import functional
+
+from ds_npu.models.zero3 import unpartitioned_shape
+
+E, F, K = 4, 6, 2
+EXPERTS = {"moe.experts": "experts"}
+PLAN = {"**": "replicated", "moe": "moe", **EXPERTS}
+
+
+class Gated(nn.Module):
+    """As in remote code of Mixtral: names that do not say which is the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = (nn.Linear(*size, bias=False) for size in ((H, F), (F, H), (H, F)))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.act_fn(self.w1(x)) * self.w3(x))
+
+
+class Fused(nn.Module):
+    """One linear for up and gate, in this order, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj_in, self.proj_out = nn.Linear(H, 2 * F), nn.Linear(F, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.proj_in(x).chunk(2, -1)
+        return self.proj_out(up * functional.gelu(gate, approximate="tanh"))
+
+
+class Square(nn.Module):
+    """Linears of equal shapes, without a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first = nn.Linear(H, H, bias=False), nn.Linear(H, H, bias=False)
+        self.act = functional.relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.act(self.first(x)))
+
+
+def sequential() -> nn.Module:
+    """As the experts of DeepSpeed's examples."""
+    return nn.Sequential(nn.Linear(H, F), nn.GELU(), nn.Linear(F, H))
+
+
+class Loop(nn.Module):
+    """A list within the module that takes tokens, experts and weights."""
+
+    def __init__(self, expert) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([expert() for _ in range(E)])
+
+    def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x_TH)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(ids_TK == index)
+            out = out.index_add(0, token, expert(x_TH[token]) * weights_TK[token, choice, None])
+        return out
+
+
+class Itself(nn.ModuleList):
+    """The list is the module, as in transformers 4.57."""
+
+    def __init__(self, expert) -> None:
+        super().__init__([expert() for _ in range(E)])
+
+    forward = None
+
+
+def _loop(self, hidden_states, top_k_index, top_k_weights):
+    out = torch.zeros_like(hidden_states)
+    mask = functional.one_hot(top_k_index, len(self)).permute(2, 1, 0)
+    for index in mask.sum((-1, -2)).nonzero():
+        choice, token = torch.where(mask[index[0]])
+        state = self[int(index)](hidden_states[None, token].reshape(-1, hidden_states.shape[-1]))
+        out.index_add_(0, token, state * top_k_weights[token, choice, None])
+    return out
+
+
+Itself.forward = _loop
+KINDS = OrderedDict(gated=(Loop, Gated), fused=(Loop, Fused), square=(Itself, Square), sequential=(Itself, sequential))
+"""By name: the module around the list, and an expert."""
+
+
+class Block(nn.Module):
+    """A router and experts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        around, expert = KINDS[kind]
+        self.router, self.experts = nn.Linear(H, E, bias=False), around(expert)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.mul_(2)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        x_TH = x_BSH.flatten(0, 1)
+        weights, ids = self.router(x_TH).softmax(-1).topk(K, -1)
+        return self.experts(x_TH, ids, weights).view_as(x_BSH)
+
+
+class ListNet(nn.Module):
+    """Embedding, linear, experts by a router, norm and head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.dense, self.norm, self.head = rule.layers()
+        self.moe = Block(kind)
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        x = self.dense(self.embed(tokens_BS))
+        return self.head(self.norm(x + self.moe(x)))
+
+
+def section(parallel: dict) -> dict:
+    return {"parallel": parallel, "plan": PLAN if parallel.get("tensor", 1) > 1 else EXPERTS}
+
+
+def started(kind: str, stage: int, parallel: dict, dtype: torch.dtype = torch.float64, is_frozen: bool = False):
+    import deepspeed
+
+    model = ListNet(kind).to(dtype)
+    model.moe.experts.requires_grad_(not is_frozen)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    config = rule.config(stage, dtype, parallel, stage3_param_persistence_threshold=0) | {"ds_npu": section(parallel)}
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0], model
+
+
+def step(kind: str, parallel: dict, stages: tuple[int, ...]) -> None:
+    """Every stage of ZeRO against one process in float64: loss, gradients, norm, and the weights after a step."""
+    rule.without_extension()
+    for stage in stages:
+        engine, model = started(kind, stage, parallel)
+        topology = engine.topology
+        expected = rule.reference(rule.MICRO * rule.ACCUMULATION * topology.size("dp"), ListNet(kind))
+        share = 0.0
+        for index, (inputs, labels) in enumerate(rule.my_batches(topology)):
+            loss = rule.token_loss(engine(inputs), labels)
+            share += loss.item() / rule.ACCUMULATION
+            engine.backward(loss)
+            if index == rule.ACCUMULATION - 1:
+                gradients = rule.reduced_gradients(engine, model)
+            engine.step()
+        named = dict(model.named_parameters())
+        # DeepSpeed leaves out parameters without elements, as those of other ranks' experts are.
+        missing = {name: each for name, each in named.items() if name not in gradients}
+        absent = {name: torch.zeros(unpartitioned_shape(each)).double() for name, each in missing.items()}
+        assert all(each.numel() == 0 for each in absent.values()) and bool(absent) == (parallel.get("expert", 1) > 1)
+        gradients |= absent
+        gradients = {name: dense.assembled(topology, each, gradients[name]) for name, each in named.items()}
+        weights = {name: each.double() for name, each in dense.shared(engine.whole_state_dict()).items()}
+        assert weights.keys() == expected.weights.keys() == dict(ListNet(kind).state_dict()).keys()
+        loose = dense.SINGLE if stage else dense.EXACT
+        where = (kind, parallel, stage)
+        assert abs(rule.mean_loss(share, topology) / expected.loss - 1) <= dense.EXACT, where
+        error = rule.relative(gradients, expected.gradients)
+        assert error <= dense.EXACT, (*where, error)
+        error = abs(float(engine.get_global_grad_norm()) / expected.norm - 1)
+        assert error <= loose, (*where, error)
+        error = rule.relative(weights, expected.weights)
+        assert error <= loose, (*where, error)
+
+
+def resumed(kind: str, parallel: dict, stages: tuple[int, ...], folder: str) -> None:
+    """Steps after a checkpoint are, to the bit, those of the run that wrote it, also where experts are frozen."""
+    rule.without_extension()
+    for stage, is_frozen in [*((stage, False) for stage in stages), (2, True)]:
+        runs = [started(kind, stage, parallel, torch.float32, is_frozen)[0] for _ in range(2)]
+        for weight in runs[1].module.moe.experts.parameters() if is_frozen else ():
+            weight.data.add_(1)
+        losses(runs[0], 2)
+        assert runs[0].save_checkpoint(f"{folder}/{stage}{is_frozen}")
+        expected = losses(runs[0], 2)
+        assert runs[1].load_checkpoint(f"{folder}/{stage}{is_frozen}")[0] is not None
+        assert losses(runs[1], 2) == expected, (kind, parallel, stage)
+
+
+def losses(engine, steps: int) -> list[float]:
+    found = []
+    for inputs, labels in rule.my_batches(engine.topology) * steps:
+        loss = rule.token_loss(engine(inputs), labels)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+class LoopsItself(nn.Module):
+    """A block that routes and loops: nothing can be put between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(H, E), nn.ModuleList([Gated() for _ in range(E)])
+
+
+class Wrong(Loop):
+    """It weighs the squares of what experts compute."""
+
+    def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_TH, ids_TK, weights_TK.square())
+
+
+class Dropping(Gated):
+    """An MLP with dropout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Different(nn.Module):
+    """Experts of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(H, F + i), nn.GELU(), nn.Linear(F + i, H)) for i in (0, 1)]
+        )
+
+    def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        return x_TH

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+from torch import nn
+
 from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
-from ds_npu.features.experts.layout import ExpertLayout
+from ds_npu.features.experts.layout import Layout
+from ds_npu.features.experts.listed import ListedLayout
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import config_of, setting
 from ds_npu.models.kinds import own_shapes
@@ -20,7 +23,7 @@ def rows_away(experts: int, choices: int, ep: int, etp: int = 1) -> float:
     return (ep * etp - 1) * (1 - not_there)
 
 
-def traffic(section: MoeSection, build: Build, layouts: dict[str, ExpertLayout]) -> list[str]:
+def traffic(section: MoeSection, build: Build, layouts: dict[str, Layout]) -> list[str]:
     """Lines for people, one for each kind of layer; none where nothing is sent, or a model's choices are not known."""
     ep, etp = build.topology.size("ep"), build.topology.size("etp")
     config = config_of(build.model)
@@ -37,10 +40,16 @@ def traffic(section: MoeSection, build: Build, layouts: dict[str, ExpertLayout])
             rows = section.capacity_factor * choices * etp * (1 - 1 / (ep * etp))
         else:
             rows = rows_away(layout.count, choices, ep, etp)
-        down = own_shapes(build.model.get_submodule(name))["down_proj"]
-        size = rows * down[2 if layout.is_transposed else 1] * BFLOAT16_BYTES
+        size = rows * _hidden(build.model.get_submodule(name), layout) * BFLOAT16_BYTES
         lines.append(
             f"moe: {names.generic(name)} sends a token to {rows:.2f} other ranks and back, where experts are chosen "
             f"equally often: {size:,.0f} bytes each way in bfloat16, in forward and in backward"
         )
     return list(dict.fromkeys(lines))
+
+
+def _hidden(module: nn.Module, layout: Layout) -> int:
+    """H, of the tokens that the experts of ``module`` take."""
+    if isinstance(layout, ListedLayout):
+        return layout.hidden
+    return own_shapes(module)["down_proj"][2 if layout.is_transposed else 1]

@@ -94,7 +94,7 @@ def test_every_axis_that_is_built_is_trained():
     cases = training_cases(Scope(8, False))
     assert {case.stage for case in cases} == {0, 1, 2, 3}
     keys = {key for case in cases for key in dict((case.section or {}).get("parallel", {}))}
-    assert keys == {"tensor", "sequence_parallel", "context", "pipeline"}
+    assert keys == {"tensor", "sequence_parallel", "context", "pipeline", "expert"}
     algorithms = {(case.section or {}).get("context_parallel", {}).get("algorithm") for case in cases}
     assert algorithms == {None, "ring", "ulysses", "allgather", "hybrid"}
     assert {(case.section or {}).get("tensor_overlap") for case in cases} == {None, "pipelined", "fused"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -293,11 +294,13 @@ def test_the_same_asked_twice_is_accepted():
 
 
 def test_off_values_of_what_is_not_built_are_accepted():
-    section = {path.split(".")[0]: {} for path in LEAVES if "." in path}
+    section: dict[str, Any] = {}
     for path, node in LEAVES.items():
         *above, last = path.split(".")
-        off = False if path.startswith("fused_ops") else node["default"]
-        (section[above[0]] if above else section)[last] = off
+        inner = section
+        for each in above:
+            inner = inner.setdefault(each, {})
+        inner[last] = False if path.startswith("fused_ops") else node["default"]
     config = check(with_section(section), 8).config
     assert json.loads(config.model_dump_json()) == section
 

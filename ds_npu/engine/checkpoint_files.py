@@ -8,8 +8,10 @@ had the same name, and ``latest`` itself, and ends in torch's "[enforce fail at 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,18 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.topology.degrees import NAMES, Axis
+from ds_npu.topology.topology import Topology
 
+RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+"""What DeepSpeed puts beside its checkpoints, to make one file of weights of them."""
+REFUSING_SCRIPT = """#!/usr/bin/env python
+raise SystemExit(
+    "The weights in this checkpoint are sharded over the ranks of {axes}, which DeepSpeed's script does not put "
+    "together. What to do: in a run with the same config, engine.load_checkpoint(folder) and then "
+    "engine.save_pretrained(target) or engine.whole_state_dict()."
+)
+"""
 UNFINISHED = ".unfinished"
 SHOWN = 4
 
@@ -105,6 +118,12 @@ class AtomicCheckpoints:
     """What ds_npu changes in how an engine saves checkpoints; every rank calls it together, as DeepSpeed wants."""
 
     checkpoint_engine: Any
+    topology: Topology
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks hold other parts of the weights."""
+        return False
 
     def save_checkpoint(
         self,
@@ -128,7 +147,17 @@ class AtomicCheckpoints:
 
     def _copy_recovery_script(self, save_path: str) -> None:
         upstream: Any = super()
+        copy = partial(self._refuse_recovery if self.is_sharded else upstream._copy_recovery_script, save_path)
         if isinstance(self.checkpoint_engine, CheckpointTransaction):
-            self.checkpoint_engine.attempt(Path(save_path), lambda: upstream._copy_recovery_script(save_path))
+            self.checkpoint_engine.attempt(Path(save_path), copy)
         else:
-            upstream._copy_recovery_script(save_path)
+            copy()
+
+    def _refuse_recovery(self, folder: str) -> None:
+        """Put scripts in DeepSpeed's place, which would put shards together in a wrong way."""
+        axes: tuple[Axis, ...] = ("tp", "pp", "ep", "etp")
+        found = [f"{NAMES[axis]} {self.topology.size(axis)}" for axis in axes if self.topology.size(axis) > 1]
+        for name in RECOVERY_SCRIPTS:
+            script = Path(folder, name)
+            script.write_text(REFUSING_SCRIPT.format(axes=f"ds_npu.parallel: {', '.join(found)}"))
+            script.chmod(script.stat().st_mode | stat.S_IEXEC)

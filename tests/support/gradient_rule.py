@@ -92,7 +92,7 @@ def my_batches(topology) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every gradient of this rank as the optimizer will see it, of its whole shard, in the dtype it is kept in.
+    """Every gradient of this rank as the optimizer will see it, of its whole shard, on the host.
 
     DeepSpeed's safe_get_full_grad rounds to float32, so its partitions are put together here.
     """
@@ -100,18 +100,18 @@ def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
     stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, {}
     if stage == 0:
         graded = {name: weight.grad for name, weight in trained.items() if weight.grad is not None}
-        return {name: gradient.detach().clone().double() for name, gradient in graded.items()}
+        return {name: gradient.detach().clone().cpu().double() for name, gradient in graded.items()}
     names = {id(weight): name for name, weight in trained.items()}
     for index, weights in enumerate(optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups):
         parts = [part.flatten() for part in optimizer.averaged_gradients[index]]
         if stage == 3:
             for weight, part in zip(weights, parts, strict=True):
                 flat = gathered(part, weight.ds_process_group)
-                found[names[id(weight)]] = flat[: weight.ds_numel].view(weight.ds_shape).double()
+                found[names[id(weight)]] = flat[: weight.ds_numel].view(weight.ds_shape).cpu().double()
             continue
         flat, offset = gathered(torch.cat(parts), optimizer.real_dp_process_group[index]), 0
         for weight in weights:
-            found[names[id(weight)]] = flat[offset : offset + weight.numel()].view(weight.shape).double()
+            found[names[id(weight)]] = flat[offset : offset + weight.numel()].view(weight.shape).cpu().double()
             offset += weight.numel()
     return found
 

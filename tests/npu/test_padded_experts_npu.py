@@ -51,7 +51,7 @@ def layers() -> None:
         def compute(x, ids, weights):
             return compute_experts(x, ids, weights, experts, axis, ExpertOptions(dispatcher))
 
-        limit = CapacityLimit(1.0, "probs", dispatcher == "evenly", E, "layers.*")
+        limit = CapacityLimit(1.0, "probs", dispatcher == "evenly", 1, E, "layers.*")
         kept = limit.within(ids, weights)
         if dispatcher != "evenly":
             out = compute(x, kept, weights)

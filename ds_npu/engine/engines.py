@@ -24,12 +24,13 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
-from ds_npu.engine.asked_twice import check_no_own_experts, check_whole
+from ds_npu.engine.asked_twice import check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.expert_view import ExpertView
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.own_moe import check_no_own_experts
 from ds_npu.engine.placements import equalise_copies, place_parameters
 from ds_npu.engine.quantized import check_not_quantized
 from ds_npu.engine.same_batch import agree_on_first_batch

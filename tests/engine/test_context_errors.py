@@ -118,7 +118,7 @@ def wrong_batches() -> None:
             both.model(**{"input_ids": tokens(), "labels": tokens() if "input_ids" not in given else None} | given)
     with pytest.raises(RuntimeError, match="computed outside of the forward of the model"):
         both.model.model(input_ids=tokens())
-    with pytest.raises(RuntimeError, match="sharded over tensor or context ranks and cannot be copied"):
+    with pytest.raises(RuntimeError, match="sharded over ranks and cannot be copied"):
         both.model.__deepcopy__({})
 
 

@@ -46,6 +46,9 @@ def why_not_moved(engine: Any) -> str | None:
     for key in ("zero_quantized_weights", "zenflow"):
         if dict(zero).get(key):
             return f"zero_optimization.{key} keeps weights in a form of its own; leave it out"
+    if zero.round_robin_gradients and zero.stage in (1, 2):
+        # DeepSpeed 0.19.8 tells where a weight's float32 copy is by the order before it was changed.
+        return "zero_optimization.round_robin_gradients changes the order of weights; leave it out"
     if zero.zero_hpz_partition_size > 1:
         return (
             f"zero_optimization.zero_hpz_partition_size is {zero.zero_hpz_partition_size}: a second copy; leave it out"

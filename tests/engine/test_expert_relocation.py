@@ -21,7 +21,7 @@ WORLDS = [
 OPTIONS = [
     ({}, {}),
     ({"dispatcher": "allgather"}, {"stage3_param_persistence_threshold": 100000}),
-    ({"zero_memory": "level1"}, {"round_robin_gradients": True}),
+    ({"zero_memory": "level1"}, {}),
     ({"replica_rows": 1, "overlap": True}, {}),
 ]
 """Of "moe", and of DeepSpeed's "zero_optimization"."""

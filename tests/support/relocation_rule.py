@@ -184,6 +184,7 @@ def refused() -> None:
     for stage, change, said in (
         (2, {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer.device is cpu"),
         (3, {"zero_hpz_partition_size": 2}, "zero_hpz_partition_size is 2"),
+        (1, {"round_robin_gradients": True}, "round_robin_gradients changes the order"),
     ):
         with pytest.raises(ValueError, match=said):
             engine_of("mixtral", stage, torch.float32, {"expert": 2}, {"placement_interval": 5}, **change)

@@ -66,10 +66,11 @@ class HeldReduction:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         """Reduce the gradients, but not behind an exception. Raises RuntimeError where weight gradients are queued."""
+        if kind is not None:
+            self.abandon()
+            return
         self._hold(False)
         uncomputed = self._queue.close()
-        if kind is not None:
-            return
         if uncomputed:
             raise RuntimeError(
                 f"gradients are to be reduced, and those of {len(uncomputed)} weights are still queued: "
@@ -91,6 +92,16 @@ class HeldReduction:
         if accumulates:
             optimizer.backward_epilogue()
         return self._queue.collect()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the reduction is held back."""
+        return bool(self._engine.inside_no_sync_ctxt)
+
+    def abandon(self) -> None:
+        """Leave the context, and reduce nothing."""
+        self._hold(False)
+        self._queue.close()
 
     def _hold(self, held: bool) -> None:
         self._engine.inside_no_sync_ctxt = held  # engine.step() raises meanwhile.

@@ -17,7 +17,7 @@ from ds_npu.config.problems import printable
 from ds_npu.engine.placements import place_parameters
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import table
-from ds_npu.features.driver import declare, declare_parts, values_in
+from ds_npu.features.driver import apply_features, values_in
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import setting
 from ds_npu.parallel.placement import Placement, placement_of
@@ -45,12 +45,10 @@ def lines(path: Path, checked: Checked) -> Iterator[str]:
     topology = PlannedTopology(checked.degrees)
     build = Build(topology, model, checked.config.plan, "npu", is_planned=True)
     features = values_in(checked.config)
-    parts, declarations = declare_parts(features, build), declare(features, build)
-    for declaration in declarations:
-        declaration.apply()
-    place_parameters(model, topology, (), checked.zero_stage or 0)
+    declarations = apply_features(features, build)
+    place_parameters(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
     yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
-    changes = list(table([*parts, *declarations])) or ["nothing"]
+    changes = list(table(declarations)) or ["nothing"]
     yield from (f"  {line}" for line in (*changes, *build.said))
     yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
 

@@ -13,7 +13,7 @@ from ds_npu.config.batch import Batch, batch_of
 from ds_npu.config.deepspeed_keys import conflicts, misspelt, zero_stage
 from ds_npu.config.deepspeed_readers import deepspeed_problems
 from ds_npu.config.loading import flaws, load
-from ds_npu.config.parallel import REPLICAS, UNDIVIDED, ParallelSection, fit
+from ds_npu.config.parallel import UNDIVIDED, ParallelSection, fit
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.config.reading import read
 from ds_npu.config.rules import broken_rules, not_built
@@ -68,7 +68,7 @@ def check(
         *broken_rules(config, doubtful),
         *misfits,
         *_other_stages(config, stages, doubtful),
-        *_sharded_pipeline(ds_config, stages),
+        *_sharded_pipeline(ds_config, config.parallel, stages),
         *conflicts(ds_config, config, dp, doubtful),
         *deepspeed_problems(ds_config),
         *batch_problems,
@@ -76,9 +76,10 @@ def check(
     ]
     if problems:
         raise ConfigError(problems)
-    warnings += _replicas(config.parallel, stages)
-    if config.parallel.pipeline > 1 and stages is None and zero_stage(ds_config) in (2, 3):
-        warnings.append(f"zero_optimization.stage is {zero_stage(ds_config)}: 0 and 1 are all that {PIPELINES_REFUSE}")
+    if config.parallel.context > 1 and stages is not None:
+        warnings.append(f"ds_npu.parallel.context is {config.parallel.context}: {UNDIVIDED}")
+    if config.parallel.pipeline > 1 and stages is None and zero_stage(ds_config) == 2:
+        warnings.append(f"zero_optimization.stage is 2: 0 and 1 are all that {PIPELINES_REFUSE}")
     return Checked(config, degrees, batch, zero_stage(ds_config), tuple(warnings))
 
 
@@ -88,15 +89,10 @@ def _other_stages(config: DsNpuConfig, stages: int | None, doubtful: frozenset[s
         yield Problem("ds_npu.parallel.pipeline", found, f"{stages}, the stages of the deepspeed.PipelineModule")
 
 
-def _sharded_pipeline(ds_config: dict[str, Any], stages: int | None) -> Iterator[Problem]:
+def _sharded_pipeline(ds_config: dict[str, Any], parallel: ParallelSection, stages: int | None) -> Iterator[Problem]:
     stage = zero_stage(ds_config)
     if stages is not None and stage in (2, 3):
         yield Problem("zero_optimization.stage", stage, f"0 or 1, all that {PIPELINES_REFUSE}")
-
-
-def _replicas(parallel: ParallelSection, stages: int | None) -> Iterator[str]:
-    for key, size in parallel:
-        if key in REPLICAS and size > 1 and not (key == "pipeline" and stages):
-            yield f"ds_npu.parallel.{key} is {size}: {REPLICAS[key]}"
-    if parallel.context > 1 and (parallel.pipeline > 1 or stages):
-        yield f"ds_npu.parallel.context is {parallel.context}: {UNDIVIDED}"
+    elif parallel.pipeline > 1 and stage == 3:
+        accepted = "0, 1 or 2 with ds_npu.parallel.pipeline: each micro-batch would gather every weight of a stage"
+        yield Problem("zero_optimization.stage", stage, accepted)

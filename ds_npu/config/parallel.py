@@ -8,13 +8,11 @@ from ds_npu.config.problems import Problem
 from ds_npu.config.section import MOST_RANKS, ContextRanks, Ranks, Section
 from ds_npu.topology.degrees import Degrees
 
-REPLICAS = {"pipeline": "only a deepspeed.PipelineModule uses it; the ranks of any other model are replicas"}
-"""What this version does not do with an axis of more than one rank."""
 UNDIVIDED = (
     "a deepspeed.PipelineModule's sequences are not divided: the script must give each of its ranks other tokens, and "
     "return each one's share of the loss; shares are added up"
 )
-"""What is said of a context axis where there are stages."""
+"""What is said of a context axis where there is a deepspeed.PipelineModule."""
 
 
 class ParallelSection(Section):

@@ -23,15 +23,23 @@ class PipelineSection(Section):
     """How a pipeline of ``parallel.pipeline`` ranks works."""
 
     schedule: Schedule | ScheduleFile | None = None
-    """A schedule by its name, or a file with one row of actions a rank; left out: 1f1b."""
+    """A schedule by its name, or a file with one row of actions a rank; left out: 1f1b, or interleaved."""
+    micro_batches: AtLeastOne | None = None
+    """Into how many micro-batches a batch that the engine is given is cut; left out: one for each of its samples."""
     virtual_stages: AtLeastOne = 1
     """Parts of the model that each rank holds (interleaved schedules)."""
     split: list[AtLeastZero] = Field(default=[])
-    """Layers of each stage, first to last; empty: as even as possible."""
+    """Layers of each stage, first to last; empty: so that the slowest stage is the fastest, its matrices counted."""
     noop_layers: list[AtLeastZero] = Field(default=[])
     """Positions at which a layer that does nothing is counted, to make a division even."""
     recompute: Literal["inline", "bubble"] = "inline"
     """Recompute activations just before their backward, or earlier, where the rank would wait."""
+
+
+def two_divisions(section: PipelineSection) -> Iterator[Problem]:
+    """``split`` and ``noop_layers`` together."""
+    if section.split and section.noop_layers:
+        yield Problem("ds_npu.pipeline.noop_layers", section.noop_layers, "nothing beside ds_npu.pipeline.split")
 
 
 def too_many_stages(section: PipelineSection) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ds_npu.config.context_parallel import wrong_factors
-from ds_npu.config.pipeline import too_many_stages
+from ds_npu.config.pipeline import too_many_stages, two_divisions
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig, planned_part, switched_on
 
@@ -103,6 +103,10 @@ def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem(f"ds_npu.moe.{key}", dict(moe)[key], f"{accepted}, where ds_npu.parallel.tensor is > 1")
 
 
+def _divisions(config: DsNpuConfig) -> Iterator[Problem]:
+    return two_divisions(config.pipeline)
+
+
 def _relocation(config: DsNpuConfig) -> Iterator[Problem]:
     if (interval := config.moe.placement_interval) and config.parallel.pipeline > 1:
         accepted = f"0 with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not relocate together"
@@ -144,6 +148,7 @@ RULES = (
     Rule(("parallel.context", "fused_ops.flash_attention"), _own_attention),
     Rule(("parallel.tensor", "parallel.sequence_parallel", "tensor_overlap"), _overlap),
     Rule(("pipeline.schedule", "pipeline.virtual_stages"), _virtual_stages),
+    Rule(("pipeline.split", "pipeline.noop_layers"), _divisions),
     Rule(("parallel.expert_tensor", "moe.tp_extends_ep"), _whole_experts),
     Rule(("parallel.tensor", "parallel.expert", "parallel.expert_tensor", "moe"), _computed_experts),
     Rule(("parallel.pipeline", "moe.placement_interval"), _relocation),

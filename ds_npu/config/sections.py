@@ -21,7 +21,7 @@ from ds_npu.config.tensor_overlap import TensorOverlap
 from ds_npu.config.watch import WatchSection
 
 PLANNED = (
-    "pipeline",
+    "pipeline.recompute",
     "recompute",
     "swap",
     "optimizer_memory",

@@ -27,6 +27,7 @@ from ds_npu.capability import try_import
 from ds_npu.engine.asked_twice import check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
+from ds_npu.engine.engine_pipeline import EnginePipeline, keep_own_parameters, own_layout
 from ds_npu.engine.expert_view import ExpertView
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
@@ -35,6 +36,7 @@ from ds_npu.engine.placements import equalise_copies, place_parameters
 from ds_npu.engine.quantized import check_not_quantized
 from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.shard_protection import protect_shards
+from ds_npu.engine.staged_engine import StagedEngine
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
@@ -55,6 +57,7 @@ from ds_npu.zero_ext.float64_reduction import reduce_in_float64
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
+from ds_npu.zero_ext.tied_gradients import equalise_tied
 
 
 class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
@@ -75,16 +78,20 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)
         self.topology = session.topology
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-        self.model_axes = CUT_INTO_STAGES if self.build.is_cut_into_stages else WHOLE_ON_EACH_STAGE
         with shards_from_partitions(model, session.topology):
             apply_features(values_in(session.config), self.build)
+        self.model_axes = CUT_INTO_STAGES if self.build.is_cut_into_stages else WHOLE_ON_EACH_STAGE
+        layout = None if is_pipeline else own_layout(session.config.pipeline, model, self.topology)
+        if layout is not None:
+            equalise_tied(model, self.topology, layout.rank_of)
+            keep_own_parameters(kwargs, model)
         stage_axes: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
         place_parameters(model, self.topology, stage_axes, kwargs["config_class"].zero_optimization_stage)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         engine: Any = self
-        if not engine.zero_optimization() and not is_pipeline:
+        if not engine.zero_optimization() and not is_pipeline and layout is None:
             set_attribute(self, "backward", partial(backward_of_an_output, engine.backward))
         attach_hooks_again(model)
         # PEFT may have been put around a stage.
@@ -95,6 +102,8 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         if not is_pipeline:
             agree_on_first_batch(model, self.topology)
         remove_gradient_buffers(model)
+        if layout is not None:
+            set_attribute(self, "pipeline", EnginePipeline(self, layout, session.config.pipeline.micro_batches))
         for install in self.build.when_built:
             for line in install(self):
                 logger().info("%s", line)
@@ -222,7 +231,7 @@ def backward_of_an_output(backward: Callable[..., Any], loss: torch.Tensor, *arg
     return backward(loss.view_as(loss), *args, **kwargs)
 
 
-class NpuEngine(TopologyMixin, DeepSpeedEngine):  # type: ignore[misc]
+class NpuEngine(StagedEngine, TopologyMixin, DeepSpeedEngine):  # type: ignore[misc]
     """DeepSpeedEngine over the topology."""
 
 

@@ -16,7 +16,7 @@ from ds_npu.parallel.forward_wraps import disable_tracing
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 
-KEYS: dict[Axis, str] = {"tp": "tensor", "cp": "context"}
+KEYS: dict[Axis, str] = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
 
 
 def agree_on_first_batch(model: nn.Module, topology: Topology) -> None:
@@ -27,7 +27,9 @@ def agree_on_first_batch(model: nn.Module, topology: Topology) -> None:
     chosen before the first forward that divides them, which generation with a cache does not.
     """
     axes: list[Axis] = [
-        axis for axis in KEYS if topology.size(axis) > 1 and (axis == "tp" or has_sharded_sequences(model))
+        axis
+        for axis in KEYS
+        if topology.size(axis) > 1 and (axis == "tp" or (axis == "cp" and has_sharded_sequences(model)))
     ]
     if not axes:
         return
@@ -59,6 +61,11 @@ def _sizes(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int]:
     return (0, 0) if found is None else (found.shape[0], found.shape[1])
 
 
+def compare_batches(arguments: Any, axis: Axis, topology: Topology) -> None:
+    """Raise RuntimeError where the ranks along ``axis``, which all call it, have other tensors in ``arguments``."""
+    _compare([_described(leaf) for leaf in _tensors(arguments)], axis, topology)
+
+
 def _compare(mine: list[Any], axis: Axis, topology: Topology) -> None:
     ranks = topology.ranks(axis)
     all_of_them: list[Any] = [None] * len(ranks)
@@ -67,10 +74,10 @@ def _compare(mine: list[Any], axis: Axis, topology: Topology) -> None:
         if theirs != all_of_them[0]:
             raise RuntimeError(
                 f"ds_npu.parallel.{KEYS[axis]} is {len(ranks)}, and its ranks were given different batches: rank "
-                f"{rank} has {theirs} and rank {ranks[0]} has {all_of_them[0]} (shape, sum). Tensor and context ranks "
-                "share each sample. What to do: draw it by engine.topology.rank('dp') of engine.topology.size('dp'), "
-                "not by the global rank, or let deepspeed.initialize(training_data=...), accelerate or the Hugging "
-                "Face Trainer make the loader"
+                f"{rank} has {theirs} and rank {ranks[0]} has {all_of_them[0]} (shape, sum). Tensor, context and "
+                "pipeline ranks share each sample. What to do: draw it by engine.topology.rank('dp') of "
+                "engine.topology.size('dp'), not by the global rank, or let "
+                "deepspeed.initialize(training_data=...), accelerate or the Hugging Face Trainer make the loader"
             )
 
 

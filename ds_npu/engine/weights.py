@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.models.zero3 import unpartitioned_shape
-from ds_npu.parallel.pipeline.pass_through import stage_of
+from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.placement import has_experts
 from ds_npu.topology.degrees import Axis
 
@@ -30,9 +30,8 @@ class WholeWeights:
 
     @property
     def stages(self) -> int:
-        """Into how many stages the model is cut; 1 where each pipeline rank has all of it, and for a PipelineModule."""
-        stage = stage_of(self.module)
-        return 1 if stage is None else stage.count
+        """The ranks over which the stages of the model are; 1 where each has all of it, and for a PipelineModule."""
+        return self.topology.size("pp") if stages_in(self.module) else 1
 
     @property
     def is_sharded(self) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.pipeline.pass_through import stage_of
+from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.axis import MatmulCollectives
 from ds_npu.topology.topology import Topology
 
@@ -62,19 +62,26 @@ class Build:
         known = attribute(self.model, PLAN_ATTRIBUTE, ModelPlan)
         return partial_plan_for(self.model, self.globs) if known is None else known
 
+    def forget_plan(self) -> None:
+        """The model has another plan now: its attribute."""
+        for known in ("plan", "partial_plan"):
+            vars(self).pop(known, None)
+
     @property
     def is_cut_into_stages(self) -> bool:
         """Whether the ranks along pp hold other layers: a PipelineModule's, or those that ``cut_into_stages`` left.
 
         Raises ValueError where the model is not the stage that this rank is.
         """
-        stage, topology = stage_of(self.model), self.topology
-        if stage is not None and (stage.index, stage.count) != (topology.rank("pp"), topology.size("pp")):
+        own, topology = stages_in(self.model), self.topology
+        ranks, rank = topology.size("pp"), topology.rank("pp")
+        fits = not own or (own[0].count == len(own) * ranks and (len(own) > 1 or own[0].index == rank))
+        if not fits:
             raise ValueError(
-                f"{type(self.model).__name__} is {stage}, and this is rank {topology.rank('pp')} of the "
-                f"{topology.size('pp')} of ds_npu.parallel.pipeline"
+                f"{type(self.model).__name__} is {' and '.join(map(str, own))}, and this is rank {rank} of the "
+                f"{ranks} of ds_npu.parallel.pipeline"
             )
-        return self.is_pipeline or stage is not None
+        return self.is_pipeline or bool(own)
 
     @property
     def shards_sequences(self) -> bool:

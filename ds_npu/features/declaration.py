@@ -31,9 +31,11 @@ class Phase(IntEnum):
 
     ENGINE = 0
     """Parts of the engine, which change nothing of the model."""
-    SHARDS = 1
-    SEQUENCES = 2
-    OPERATORS = 3
+    STAGES = 1
+    """The layers that a rank has: what follows is declared of these alone."""
+    SHARDS = 2
+    SEQUENCES = 3
+    OPERATORS = 4
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ds_npu.features.declaration import Declaration, Phase, check_declarations
 from ds_npu.features.experts.feature import MOE
 from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.feature import FUSED_OPS
+from ds_npu.features.pipeline.feature import PIPELINE
 from ds_npu.features.plan import PLAN
 from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
@@ -24,7 +25,16 @@ from ds_npu.log import logger
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import PlanError
 
-FEATURES: tuple[Feature[Any], ...] = (TENSOR_OVERLAP, PLAN, PARALLEL, MOE, FUSED_OPS, CONTEXT_PARALLEL, WATCH)
+FEATURES: tuple[Feature[Any], ...] = (
+    TENSOR_OVERLAP,
+    PLAN,
+    PIPELINE,
+    PARALLEL,
+    MOE,
+    FUSED_OPS,
+    CONTEXT_PARALLEL,
+    WATCH,
+)
 CHANGED_FOR = "ds_npu_changed_for"
 """The attribute of a changed model: by the key of a feature, what was asked for."""
 
@@ -45,25 +55,33 @@ def values_in(config: DsNpuConfig) -> Values:
     return [(feature, values[feature.key]) for feature in FEATURES]
 
 
-def apply_features(features: Values, build: Build) -> None:
+def apply_features(features: Values, build: Build) -> list[Declaration]:
     """Change the model of ``build``, and provide its engine's parts, as ``features`` declare, phase by phase.
 
-    Before anything of the model is changed, raises what a feature raises that cannot do its part, ConflictError where
-    two features contradict each other, and ValueError where the model was changed for something else before.
+    Returns what was declared; of an engine that is planned only, parts of the engine are not provided. Before anything
+    of the model is changed (but for its stages, which the other features are asked about), raises what a feature raises
+    that cannot do its part, ConflictError where two features contradict each other, and ValueError where the model was
+    changed for something else before.
     """
     parts = declare_parts(features, build)
-    check_declarations(build.model, parts)
-    for declaration in parts:
-        declaration.apply()
-    declarations = declare(features, build)
-    check_declarations(build.model, declarations)
     asked = {feature.key: feature.asked(value, build) for feature, value in features}
-    for line in build.said:
-        logger().info("%s", line)
-    for declaration in declarations:
+    check_declarations(build.model, parts)
+    for declaration in parts if not build.is_planned else ():
         declaration.apply()
-    done = changed_for(build.model)
-    set_attribute(build.model, CHANGED_FOR, done | {key: each for key, each in asked.items() if each})
+    in_stages = [each for each in features if each[0].phase is Phase.STAGES]
+    others = [each for each in features if each[0].phase is not Phase.STAGES]
+    done = list(parts)
+    for values in (in_stages, others):
+        declarations = declare(values, build)
+        check_declarations(build.model, declarations)
+        for declaration in declarations:
+            declaration.apply()
+        done += declarations
+    for line in build.said if not build.is_planned else ():
+        logger().info("%s", line)
+    before = changed_for(build.model)
+    set_attribute(build.model, CHANGED_FOR, before | {key: each for key, each in asked.items() if each})
+    return done
 
 
 def declare_parts(features: Values, build: Build) -> list[Declaration]:

@@ -63,6 +63,13 @@ class ModelPlan:
     """Of the attentions whose heads are known."""
     tied: bool = False
     """Whether embedding and head have the same weight."""
+    stages: tuple[tuple[str, ...], ...] = ()
+    """The blocks of each forward, where several pipeline stages of the model are on this rank; else none."""
+
+    @property
+    def runs(self) -> tuple[tuple[str, ...], ...]:
+        """Blocks that one forward runs one after the other."""
+        return self.stages or ((self.blocks,) if self.blocks else ())
 
     def of(self, name: str) -> Role | None:
         """The role of the module ``name``; None where it has none."""

@@ -28,6 +28,7 @@ KEYS = {
     "context_parallel.window": "integer >= 1",
     "context_parallel.kv_cache": "none half full",
     "pipeline.schedule": "gpipe 1f1b interleaved zb_h1 zb_h2 zb_v v_half v_min dualpipe_v or a .csv",
+    "pipeline.micro_batches": "integer >= 1",
     "pipeline.virtual_stages": "integer >= 1",
     "pipeline.split": "list of integers",
     "pipeline.noop_layers": "list of integers",

@@ -22,6 +22,7 @@ ROOMS = {
         "parallel/context",
         "planner",
     ),
+    "pipeline": ("config/pipeline.py", "features/pipeline", "parallel/pipeline", "planner"),
     "watch": ("config/watch.py", "features/watch"),
 }
 """For each key of the section that is built, where in ds_npu it lives."""

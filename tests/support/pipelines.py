@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_npu.parallel.pipeline.executor import PipelineError, PipelineRun
 from ds_npu.parallel.pipeline.schedule import Schedule
-from ds_npu.parallel.pipeline.transfers import HiddenStates, PipelineLinks, messages_of
+from ds_npu.parallel.pipeline.transfers import PipelineLinks
 
 H = 5
 
@@ -38,6 +38,10 @@ def sample(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets; micro-batches have other lengths each."""
     torch.manual_seed(1000 + micro_batch)
     return torch.randn(2, 3 + micro_batch % 3, H).double(), torch.randn(2, 3 + micro_batch % 3, H).double()
+
+
+def shapes_of(schedule: Schedule) -> list[int]:
+    return [3 + index % 3 for index in range(schedule.micro_batches)]
 
 
 def loss_of(output: torch.Tensor, micro_batch: int) -> torch.Tensor:
@@ -87,14 +91,12 @@ def _leaves(output: torch.Tensor) -> list[torch.Tensor]:
 
 def run(schedule: Schedule, layers: int = 2) -> None:
     """One run on this world against one process: losses and every gradient."""
-    rank, hidden = dist.get_rank(), []
-    for index in range(schedule.micro_batches):
-        hidden.append(HiddenStates(tuple(sample(index)[0].shape), torch.float64, torch.device("cpu")))
+    rank = dist.get_rank()
     own = {stage for stage, owner in schedule.rank_of.items() if owner == rank}
     stages = {stage: ToyStage(stage, schedule.stages, layers) for stage in own}
     groups = dist.new_group(), dist.new_group()
-    done = PipelineRun(schedule, rank, stages, PipelineLinks(messages_of(schedule, rank), hidden, groups))
-    done.run()
+    done = PipelineRun(schedule, rank, stages, PipelineLinks(groups, torch.device("cpu")))
+    done.run(shapes_of(schedule))
     whole = Layers(range(schedule.stages * layers))
     losses = []
     # In the order in which the last stage's micro-batches go backwards: sums are then the same to the bit.
@@ -122,10 +124,9 @@ def dying(schedule: Schedule) -> None:
             return forward(micro_batch, arrived)
 
         stages[1].forward = die
-    hidden = [HiddenStates((2, 3 + index % 3, H), torch.float64, torch.device("cpu")) for index in range(4)]
-    links = PipelineLinks(messages_of(schedule, dist.get_rank()), hidden, (dist.new_group(), dist.new_group()))
+    links = PipelineLinks((dist.new_group(), dist.new_group()), torch.device("cpu"))
     with pytest.raises(PipelineError, match=r"rank 0 waited in cell \d \(0I[12]\) for 1I[12] of rank 1, which failed"):
-        PipelineRun(schedule, dist.get_rank(), stages, links).run()
+        PipelineRun(schedule, dist.get_rank(), stages, links).run(shapes_of(schedule))
     # There is nobody left to meet at the harness's barrier.
     os._exit(0)
 

@@ -15,9 +15,9 @@ from torch import nn
 from ds_npu.features.pipeline.stages import cut_into_stages, run_stage, stages_of
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.pipeline.executor import PipelineRun
-from ds_npu.parallel.pipeline.pass_through import Stage, stage_of
+from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
-from ds_npu.parallel.pipeline.transfers import HiddenStates, PipelineLinks, messages_of
+from ds_npu.parallel.pipeline.transfers import PipelineLinks
 from ds_npu.zero_ext.held_reduction import HeldReduction
 
 EXACT, SINGLE = dense.EXACT, dense.SINGLE
@@ -71,12 +71,10 @@ def step(name: str, family: str, zero: int) -> None:
     cut_into_stages(model, plan, stages_of(plan, ranks)[index])
     engine = engine_of(model, zero, ranks)
     schedule = SCHEDULES[name].make(ranks, len(LENGTHS), 1)
-    width = plain.config.hidden_size
-    hidden = [HiddenStates((2, length, width), torch.float64, torch.device("cpu")) for length in LENGTHS]
-    links = PipelineLinks(messages_of(schedule, index), hidden, (dist.new_group(), dist.new_group()))
+    links = PipelineLinks((dist.new_group(), dist.new_group()), torch.device("cpu"))
     with HeldReduction(engine, queue_weight_gradients=True) as held, Float64():
-        done = PipelineRun(schedule, index, {index: EngineStage(model, stage_of(model), held)}, links)
-        done.run()
+        done = PipelineRun(schedule, index, {index: EngineStage(model, stages_in(model)[0], held)}, links)
+        done.run(LENGTHS)
     gradients = rule.reduced_gradients(engine, model)
     engine.step()
     where = (name, family, zero)

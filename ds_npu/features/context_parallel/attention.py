@@ -100,12 +100,16 @@ class SequenceShardAttention:
         options = Options("BSND", mask, arguments.get("scaling"), arguments.get("dropout") or 0.0)
         return context_attention(q, k, self.values.of(module, v), batch.axis, options, batch.tokens), None
 
-    def check_all_called(self) -> None:
-        """Raise ValueError where an attention has not called ``attend``, but computed by itself."""
-        if self.not_called:
-            name = next(iter(self.not_called.values()))
+    def check_all_called(self, model: nn.Module) -> None:
+        """Raise ValueError where an attention of ``model`` has not called ``attend``, but computed by itself."""
+        if not self.not_called:
+            return
+        # Of several pipeline stages, one has run.
+        present = set(model.modules())
+        missed = [name for module, name in self.not_called.items() if module in present]
+        if missed:
             _refuse(
-                f"a forward in which {len(self.not_called)} attentions, as {name}, did not call transformers' function",
+                f"a forward in which {len(missed)} attentions, as {missed[0]}, did not call transformers' function",
                 "sequences by the attentions that do",
             )
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ds_npu.comm.crossing import reduce
-from ds_npu.features.context_parallel.loss import COUNT, Targets
 from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
+from ds_npu.features.token_targets import COUNT, Targets
 from ds_npu.models.logits import LABEL_ARGUMENTS
 
 LOG_PROBS = "log_probs"

@@ -6,61 +6,18 @@ up to the loss of one process, wherever tokens, padding and documents fall.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from ds_npu.comm.crossing import reduce
 from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
-from ds_npu.features.model_loss import LossFunction, LossLevel, users_loss, wrap_loss
-from ds_npu.models.hugging_face_model import HuggingFaceModel, transformers_module
-from ds_npu.models.logits import IGNORED_LABEL
+from ds_npu.features.model_loss import LossFunction, LossLevel, wrap_loss
+from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.parallel.micro_batch import Fact, MicroBatch, running
 
-SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
-"""Losses of transformers that are a mean over tokens: whether token s predicts token s + 1, or itself."""
-COUNT = "num_items_in_batch"
-
-
-def shifts(model: HuggingFaceModel) -> bool | None:
-    """Whether the loss of ``model`` compares each token's logits with the next token; None for a model without a loss.
-
-    Raises ValueError for a loss that is no mean over tokens, or not known.
-    """
-    if model.loss_type is None and "labels" not in inspect.signature(model.forward).parameters:
-        return None
-    # As transformers chooses it (modeling_utils.py, PreTrainedModel.loss_function).
-    kind = model.loss_type or "ForCausalLM"
-    mapping: Mapping[str, Callable[..., torch.Tensor]] = transformers_module("loss.loss_utils").LOSS_MAPPING
-    name = mapping[kind].__name__ if kind in mapping else str(kind)
-    own = users_loss(model)
-    # ds_npu.parallel.VocabParallelLoss, which a script may have set, means the same.
-    if name not in SHIFTS or (own is not None and not own.__module__.startswith("ds_npu.")):
-        raise ValueError(
-            f"{type(model).__name__} has the loss {name if own is None else own}: over the ranks of "
-            f"ds_npu.parallel.context only {', '.join(SHIFTS)} of transformers can be divided, which are means over "
-            "tokens. What to do: give it no labels, and compute the loss from its logits"
-        )
-    return SHIFTS[name]
-
-
-class Targets:
-    """The label that each token of a batch is to predict, [B, S], and how many tokens have one."""
-
-    def __init__(self, given: Mapping[str, Any], shifted: bool) -> None:
-        """``given``: the arguments of a forward; ``shifted``: whether its ``labels`` are those of the next token."""
-        self.ignored: int = given.get("ignore_index", IGNORED_LABEL)
-        self.tokens: torch.Tensor | None = given.get("shift_labels")
-        labels: torch.Tensor | None = given.get("labels")
-        if self.tokens is None and labels is not None:
-            # Before the sequence is sharded: the last token of a shard predicts the first of another rank's.
-            self.tokens = functional.pad(labels, (0, 1), value=self.ignored)[..., 1:] if shifted else labels
-        self.count: torch.Tensor | int | None = given.get(COUNT)
-        if self.tokens is not None and self.count is None:
-            self.count = (self.tokens != self.ignored).sum()
+DIVIDED_BY = ("ds_npu.parallel.context", "give it no labels, and compute the loss from its logits")
+"""What divides the loss, and what to do where that is not possible."""
 
 
 class LossShare:

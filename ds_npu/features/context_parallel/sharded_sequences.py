@@ -24,12 +24,13 @@ from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice, A
 from ds_npu.features.context_parallel.attention import SequenceShardAttention
 from ds_npu.features.context_parallel.forward import SequenceShardForward
 from ds_npu.features.context_parallel.layers import depends_on_length, gather_router_logits, show_last_position
-from ds_npu.features.context_parallel.loss import LossShare, shifts
+from ds_npu.features.context_parallel.loss import DIVIDED_BY, LossShare
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_noise, check_settings
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.features.declaration import Change, making
 from ds_npu.features.model_loss import LossLevel
+from ds_npu.features.token_targets import shifts
 from ds_npu.models.attention_function import check_exchangeable
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
@@ -100,7 +101,7 @@ class _SequenceSharder:
         for name in values.projections:
             # In the first forward, behind other hooks.
             yield Change("hooks", name, "its output starts the exchange of values")
-        if shifts(inner) is not None:
+        if shifts(inner, *DIVIDED_BY) is not None:
             yield Change("links", self.names[inner], "this rank's share of the loss", level=LossLevel.SHARE)
         decoder = inner.get_decoder()
         yield self._wrap(decoder, "router logits of all tokens", partial(gather_router_logits, decoder, running_batch))
@@ -118,7 +119,7 @@ class _SequenceSharder:
         return Change("wraps", self.names[module], what, make, Level.SEQUENCE)
 
     def _shard_batches(self) -> None:
-        inner, shifted = self.inner, shifts(self.inner)
+        inner, shifted = self.inner, shifts(self.inner, *DIVIDED_BY)
         loss = None if shifted is None else LossShare(inner, shifted)
         numbers = self.randomness.region if any(map(drops, inner.modules())) else nullcontext
         owns = _owns_positions(inner)
@@ -148,7 +149,7 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
             "again: make it anew, from its weights"
         )
     check_not_compiled(model, "context")
-    shifts(inner)
+    shifts(inner, *DIVIDED_BY)
     check_settings(inner)
     check_noise(inner)
     check_exchangeable(inner)
@@ -160,7 +161,7 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
 def _check_called(inner: nn.Module, attention: SequenceShardAttention) -> None:
     def checked(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         out = forward(*args, **kwargs)
-        attention.check_all_called()
+        attention.check_all_called(inner)
         return out
 
     wrap_forward(inner, checked, Level.SEQUENCE)

@@ -4,13 +4,14 @@
     cut_into_stages(model, plan, stages[rank])         # absent modules become pass-throughs
     out = run_stage(model, stages[rank].stage, arrived, input_ids=...)
 
-A model is planned, then cut, then sharded. PEFT may add its adapters before or after the cut.
+A rank may have several stages. A model is planned, then cut, then sharded. PEFT may add its adapters before or after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,20 +20,22 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.features.build import PLAN_ATTRIBUTE
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import set_attribute
+from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.guarded_saving import check_before_saving
 from ds_npu.models.hugging_face_model import hugging_face_model, is_hugging_face, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import is_partitioned
 from ds_npu.parallel.pipeline.pass_through import (
+    TIED_APART,
+    OwnStages,
     PassThrough,
     Side,
     Stage,
     absent_weights,
     crossing,
     follow_block,
-    stage_of,
+    stages_in,
 )
 from ds_npu.parallel.placement import Placement, placement_of
 
@@ -41,6 +44,8 @@ FIRST = (Role.EMBEDDING, Role.POSITION_EMBEDDING, Role.NORM)
 LAST = (Role.FINAL_NORM, Role.HEAD)
 OF_ALL_LAYERS = ("output_router_logits", "output_attentions", "output_hidden_states")
 """Settings, and arguments of a forward, with which a model returns, or adds to its loss, something of every layer."""
+OWN_STAGES = "ds_npu_own_stages"
+"""The attribute of a model in stages that is its OwnStages."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,6 @@ def stages_of(plan: ModelPlan, split: int | Sequence[int]) -> list[StageModules]
     counts = _counts(plan, split)
     if len(counts) == 1:
         return [StageModules(Stage(0, 1, len(plan.blocks)), plan.blocks, {})]
-    if plan.tied:
-        raise ValueError(
-            f"{plan.model}: {plan.embedding} of the first stage and {plan.head} of the last one have the same weight; "
-            "tied weights over stages come with the pipeline. What to do: tie_word_embeddings false, or one stage"
-        )
     first, inputs, last = _around_blocks(plan)
     every = list(plan.roles)
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
@@ -144,36 +144,60 @@ def _without_other_roles(plan: ModelPlan, name: str) -> str:
     return alone[-1]
 
 
-def cut_into_stages(model: nn.Module, plan: ModelPlan, own: StageModules) -> None:
-    """Make ``model``, which ``plan`` is of, the stage ``own``: other stages' modules become pass-throughs, in place.
+def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> None:
+    """Make ``model``, which ``plan`` is of, the stages ``own``: other stages' modules become pass-throughs, in place.
 
-    Its plan is the part of ``plan`` that is there. Raises ValueError, before anything is changed, for a model that is
-    cut or sharded already, or that an engine has; that has weights outside of what the plan knows, or one weight in
-    two stages; or that returns something of every layer.
+    Its plan is the part of ``plan`` that is there. Embedding and head that share one weight keep it, each in its stage.
+    Raises ValueError, before anything is changed, for a model that is cut or sharded already, or that an engine has;
+    that has weights outside of what the plan knows, or another weight in two stages; or that returns something of
+    every layer.
     """
     _check_cuttable(model, plan, own)
-    if own.stage.count == 1:
+    if own[0].stage.count == 1:
         return
-    for name, side in own.absent.items():
-        parent = model.get_submodule(names.parent(name))
-        parent.add_module(name.rpartition(".")[2], PassThrough(model.get_submodule(name), name, side, own.stage))
-    for name in own.blocks:
-        follow_block(model.get_submodule(name), name)
-    set_attribute(model, PLAN_ATTRIBUTE, plan.without(own.absent))
+    stages = [each.stage for each in own]
+    held = OwnStages(stages)
+    outside = {name: None for each in own for name in each.absent}
+    for name in outside:
+        parent, leaf = model.get_submodule(names.parent(name)), name.rpartition(".")[2]
+        sides = {each.stage.index: each.absent[name] for each in own if name in each.absent}
+        passing = PassThrough(model.get_submodule(name), name, sides, stages)
+        if len(sides) == len(own):
+            parent.add_module(leaf, passing)
+        else:
+            held.add(parent, leaf, passing)
+    for each in own:
+        for name in each.blocks:
+            follow_block(model.get_submodule(name), name)
+    mine = plan.without([name for name in outside if all(name in each.absent for each in own)])
+    if len(own) > 1:
+        mine = replace(mine, stages=tuple(each.blocks for each in own if each.blocks))
+    set_attribute(model, PLAN_ATTRIBUTE, mine)
+    set_attribute(model, OWN_STAGES, held)
+    if plan.tied:
+        _mark_tied(model, plan, own)
     refuse_saving_a_stage(model)
 
 
-def _check_cuttable(model: nn.Module, plan: ModelPlan, own: StageModules) -> None:
-    """Raise ValueError where ``model`` cannot be cut into the stages of ``own``."""
+def _mark_tied(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:
+    """Mark the weight of embedding and head where this rank has one of the two."""
+    tied = [name for name in (plan.embedding, plan.head) if name and any(_side(each, name) is None for each in own)]
+    for name in tied if len(tied) == 1 else ():
+        for weight in model.get_submodule(name).parameters(recurse=False):
+            TIED_APART.set(weight, True)
+
+
+def _check_cuttable(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:
+    """Raise ValueError where ``model`` cannot be cut into the stages ``own``."""
     who = plan.model
-    if stage_of(model) is not None:
-        raise ValueError(f"{who} is {stage_of(model)} already; cut the whole model")
+    if stages_in(model):
+        raise ValueError(f"{who} is {' and '.join(map(str, stages_in(model)))} already; cut the whole model")
     if any(placement_of(each) != Placement() or is_partitioned(each) for each in model.parameters()):
         raise ValueError(
             f"{who} is sharded, or in an engine, already. What to do: cut it into stages first, and then give it to "
             "deepspeed.initialize"
         )
-    if own.stage.count == 1:
+    if own[0].stage.count == 1:
         return
     with_weights = [name for name, module in model.named_modules() if kinds.own_shapes(module)]
     unplaced = [name for name in with_weights if not {name, *names.ancestors(name)} & plan.roles.keys()]
@@ -183,15 +207,7 @@ def _check_cuttable(model: nn.Module, plan: ModelPlan, own: StageModules) -> Non
             f"{who}: nothing says which pipeline stage holds {', '.join(unplaced[:4])}{more}. What to do: give them a "
             "role in ds_npu.plan"
         )
-    owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = owners.setdefault(id(parameter), name)
-        apart = {_side(own, each) for each in (name, other)}
-        if len(apart) > 1:
-            raise ValueError(
-                f"{who}: {other} and {name} are one weight in two pipeline stages; tied weights over stages come with "
-                "the pipeline"
-            )
+    _check_shared_weights(model, plan, own)
     root = hugging_face_model(model)
     asked = [] if root is None else [key for key in OF_ALL_LAYERS if setting(root.config.get_text_config(), key, bool)]
     if asked:
@@ -201,8 +217,19 @@ def _check_cuttable(model: nn.Module, plan: ModelPlan, own: StageModules) -> Non
         )
 
 
+def _check_shared_weights(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:
+    """Raise ValueError where modules of two stages share a weight; a head may share its embedding's."""
+    tied = {plan.embedding, plan.head} if plan.tied else set()
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = owners.setdefault(id(parameter), name)
+        apart = any(len({_side(each, name), _side(each, other)}) > 1 for each in own)
+        if apart and not {names.owner(name), names.owner(other)} <= tied:
+            raise ValueError(f"{plan.model}: {other} and {name} are one weight in two pipeline stages")
+
+
 def _side(own: StageModules, name: str) -> Side | None:
-    return next((own.absent[each] for each in names.ancestors(name) if each in own.absent), None)
+    return next((own.absent[each] for each in (name, *names.ancestors(name)) if each in own.absent), None)
 
 
 def run_stage(model: nn.Module, stage: Stage, arrived: torch.Tensor | None, **kwargs: Any) -> Any:
@@ -223,13 +250,19 @@ def run_stage(model: nn.Module, stage: Stage, arrived: torch.Tensor | None, **kw
     is_last = stage.index == stage.count - 1
     if not is_last:
         kwargs = {key: value for key, value in kwargs.items() if key not in LABEL_ARGUMENTS}
-    with crossing(arrived) as states:
+    several = own_stages(model)
+    with nullcontext() if several is None else several.only(stage), crossing(stage, arrived) as states:
         out = model(**kwargs)
     if is_last:
         return out
     if states.leaving is None:
         raise RuntimeError(f"{type(model).__name__}: {stage} has returned before its blocks were behind it")
     return states.leaving
+
+
+def own_stages(model: nn.Module) -> OwnStages | None:
+    """The stages that this rank has of ``model``, or of what PEFT was put around; None where it is not cut."""
+    return next(filter(None, (attribute(module, OWN_STAGES, OwnStages) for module in model.modules())), None)
 
 
 @dataclass(frozen=True)

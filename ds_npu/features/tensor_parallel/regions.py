@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 
@@ -71,6 +71,8 @@ class Regions:
         for name in (each for role in REGION_ROLES for each in self.plan.named(role)):
             yield from self._region(name)
         if self.sequences and self.plan.blocks:
+            for run in self.plan.runs:
+                yield from self._shard_run(run, self.sequences)
             yield from self._shard_sequences(self.sequences)
 
     @cached_property
@@ -98,23 +100,27 @@ class Regions:
                 project_together(layers)
         make_region(self.modules[name], self.axis, self.sequences, **numbers)
 
-    def _shard_sequences(self, sequences: SequenceParallel) -> Iterator[Change]:
-        """With sequence parallelism ranks hold different tokens in all of a block."""
-        blocks = [self.modules[name] for name in self.plan.blocks]
+    def _shard_run(self, run: Sequence[str], sequences: SequenceParallel) -> Iterator[Change]:
+        """With sequence parallelism ranks hold different tokens in all of a block; ``run``: those of one forward."""
+        blocks = [self.modules[name] for name in run]
         make: Callable[[], object] | None = partial(
             run_on_sequence_shards, blocks, sequences, **self._random_numbers(*blocks)
         )
-        first, last = self.plan.blocks[0], self.plan.blocks[-1]
-        for name in self.plan.blocks:
+        for name in run:
             yield wrap(name, "sequence shards", make)
-            yield wrap(name, "shards the sequence" if name == first else "goes on with its MicroBatch", None)
+            yield wrap(name, "shards the sequence" if name == run[0] else "goes on with its MicroBatch", None)
             make = None
-        yield wrap(last, "gathers the sequence", None)
+        yield wrap(run[-1], "gathers the sequence", None)
+
+    def _shard_sequences(self, sequences: SequenceParallel) -> Iterator[Change]:
+        """What sequence parallelism changes beside the blocks."""
         for name in self.plan.blocks:
             recompute = partial(recompute_in_micro_batch, self.modules[name])
             yield Change("wraps", name, "recomputed in its MicroBatch", recompute, Level.RECOMPUTE)
         yield wrap(
-            "", "hidden_states are gathered", partial(join_hidden_states, self.modules[""], len(blocks), sequences)
+            "",
+            "hidden_states are gathered",
+            partial(join_hidden_states, self.modules[""], len(self.plan.blocks), sequences),
         )
         for name in self._whole:
             inside = self.modules[name].modules()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
-from ds_npu.parallel.pipeline.transfers import PipelineLinks
+from ds_npu.parallel.pipeline.transfers import PipelineLinks, messages_of
 
 
 class WeightPart(Protocol):
@@ -42,10 +42,12 @@ class PipelineError(RuntimeError):
 
 
 class PipelineRun:
-    """One run of ``schedule`` on one rank: every micro-batch forwards and backwards once."""
+    """One run of ``schedule`` on one rank: every micro-batch forwards once, and backwards if the schedule has them."""
 
     def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageWork], links: PipelineLinks) -> None:
+        """``stages``: by number, those of this rank."""
         self._schedule, self._rank, self._stages, self._links = schedule, rank, stages, links
+        self._goes_back = any(each.kind is not Kind.FORWARD for each in schedule.rows[rank])
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._handed: dict[Action, torch.Tensor] = {}
         """Results that another stage of this rank is to take."""
@@ -53,8 +55,12 @@ class PipelineRun:
         self.losses: dict[int, torch.Tensor] = {}
         """By micro-batch, on the rank of the last stage, without graphs."""
 
-    def run(self) -> None:
-        """Run all actions of the rank. Raises PipelineError where another rank has failed or does not answer."""
+    def run(self, shapes: Sequence[Hashable]) -> None:
+        """Run all actions of the rank. Raises PipelineError where another rank has failed or does not answer.
+
+        ``shapes``: by micro-batch, what its hidden states' shapes depend on, equal on all ranks.
+        """
+        self._links.begin(messages_of(self._schedule, self._rank), shapes)
         for index, action in enumerate(self._schedule.rows[self._rank]):
             if action.kind is Kind.FORWARD:
                 self._forward(action, index)
@@ -68,9 +74,10 @@ class PipelineRun:
         arrived = None
         if action.stage > 0:
             arrived = self._taken(Action(action.stage - 1, Kind.FORWARD, action.micro_batch), action, index)
-            arrived.requires_grad_()
+            arrived.requires_grad_(self._goes_back)
         output = self._stages[action.stage].forward(action.micro_batch, arrived)
-        self._kept[action.stage, action.micro_batch] = _Kept(arrived, output)
+        if self._goes_back:
+            self._kept[action.stage, action.micro_batch] = _Kept(arrived, output)
         if action.stage == self._schedule.stages - 1:
             self.losses[action.micro_batch] = output.detach()
         else:

@@ -8,7 +8,7 @@ belong to one forward, and are facts of its MicroBatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_npu.parallel.forward_wraps import first_parameter_name
 from ds_npu.parallel.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 
 
 class Side(Enum):
@@ -45,8 +46,9 @@ class Stage:
 
 @dataclass
 class BorderStates:
-    """The hidden states [B, S, H] that cross the borders of this stage in one forward."""
+    """The hidden states [B, S, H] that cross the borders of ``stage`` in one forward."""
 
+    stage: Stage
     arrived: torch.Tensor | None
     """From the stage before; None in the first stage."""
     leaving: torch.Tensor | None = None
@@ -72,23 +74,26 @@ def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
     )
 
 
+TIED_APART = TensorAttribute[bool]("ds_npu_tied_apart")
+"""A weight that embedding and head share, and of which this rank has one of both only."""
 BORDER_STATES: Fact[BorderStates] = Fact(while_running=True)
 
 
 class PassThrough(nn.Module):
-    """Stands for ``absent``, the module ``name`` of another stage, of which it keeps names and shapes only.
+    """Stands for ``absent``, the module ``name`` of other stages, of which it keeps names and shapes only.
 
-    In the place of a block before those of this stage it returns the hidden states that have arrived, behind them those
-    that it is given; the embeddings are unknown. Raises RuntimeError where it is called outside of a forward of its
-    stage (``crossing``), or stands for a module whose results this stage has no use for.
+    In the place of a block before those of the stage that runs it returns the hidden states that have arrived, behind
+    them those that it is given; the embeddings are unknown. Raises RuntimeError where it is called outside of a forward
+    of a stage (``crossing``), or stands for a module whose results the stage has no use for.
     """
 
     whose = ""
     """Name and class of the absent module."""
 
-    def __init__(self, absent: nn.Module, name: str, side: Side, stage: Stage) -> None:
+    def __init__(self, absent: nn.Module, name: str, sides: Mapping[int, Side], stages: Sequence[Stage]) -> None:
+        """``sides``: where it stands in each of ``stages``, all that this rank has, by the stage's index."""
         super().__init__()
-        self.side, self.stage = side, stage
+        self.sides, self.stages = dict(sides), tuple(stages)
         self.whose = f"{name} ({type(absent).__name__})"
         self.weights: Mapping[str, torch.Size] = {
             each: weight.shape
@@ -102,26 +107,29 @@ class PassThrough(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         states = BORDER_STATES.of(running())
         if states is None:
+            here = " and ".join(map(str, self.stages))
             raise RuntimeError(
-                f"{self.whose} is not in {self.stage}, and its model was called as if it were whole. What to do: "
-                "run_stage(model, stage, arrived, ...) of ds_npu.features.pipeline.stages, which is given the hidden "
-                "states of the stage before and returns those for the next one"
+                f"{self.whose} is not in {here}, and its model was called as if it were whole. What to do: call the "
+                "engine, which runs all stages; or run_stage(model, stage, arrived, ...) of "
+                "ds_npu.features.pipeline.stages, which is given the hidden states of the stage before and returns "
+                "those for the next one"
             )
-        if self.side is Side.INPUTS:
+        stage, side = states.stage, self.sides[states.stage.index]
+        if side is Side.INPUTS:
             raise RuntimeError(
-                f"{self.whose} is in the first stage only, and this is {self.stage}: inputs other than tokens cannot "
+                f"{self.whose} is in the first stage only, and this is {stage}: inputs other than tokens cannot "
                 "be used in a model that is cut into stages"
             )
-        if states.blocks_run != (self.stage.blocks if self.side is Side.AFTER else 0):
+        if states.blocks_run != (stage.blocks if side is Side.AFTER else 0):
             raise RuntimeError(
-                f"{self.whose} stands {self.side.value}, and is called when {states.blocks_run} of "
-                f"{self.stage.blocks} blocks have run. What to do: if the model uses it there only, give it the role "
+                f"{self.whose} stands {side.value}, and is called when {states.blocks_run} of "
+                f"{stage.blocks} blocks have run. What to do: if the model uses it there only, give it the role "
                 "norm or final_norm in ds_npu.plan; if in both places, do not cut it into stages"
             )
-        if self.side is not Side.AFTER:
+        if side is not Side.AFTER:
             if states.arrived is None:
-                raise RuntimeError(f"{self.whose}: this is {self.stage}, and no hidden states have arrived")
-            return states.arrived if self.side is Side.BEFORE else states.unknown()
+                raise RuntimeError(f"{self.whose}: this is {stage}, and no hidden states have arrived")
+            return states.arrived if side is Side.BEFORE else states.unknown()
         x = args[0] if args else kwargs[self.first_parameter]
         assert isinstance(x, torch.Tensor), "a module behind the blocks of a stage is given hidden states"
         if states.leaving is None:
@@ -157,25 +165,53 @@ def follow_block(block: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def crossing(arrived: torch.Tensor | None) -> Iterator[BorderStates]:
-    """Make the calls within one forward of a stage, to which the hidden states ``arrived`` (None in the first)."""
-    states = BorderStates(arrived)
+def crossing(stage: Stage, arrived: torch.Tensor | None) -> Iterator[BorderStates]:
+    """Make the calls within one forward of ``stage``, to which the hidden states ``arrived`` (None in the first)."""
+    states = BorderStates(stage, arrived)
     with new_forward() as micro_batch:
         BORDER_STATES.set(micro_batch, states)
         yield states
 
 
+class OwnStages:
+    """The stages of one model that this rank has, where they are several: which of their modules stand in which."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = tuple(stages)
+        self._places: list[tuple[nn.Module, str, PassThrough]] = []
+
+    def add(self, parent: nn.Module, name: str, passing: PassThrough) -> None:
+        """``passing`` stands for the child ``name`` of ``parent`` in the stages that it has sides of."""
+        self._places.append((parent, name, passing))
+
+    @contextmanager
+    def only(self, stage: Stage) -> Iterator[None]:
+        """Make the model, within, the one ``stage``: modules of this rank's other stages are passed through.
+
+        A checkpointed block that is computed again in backward is called itself, wherever it stands.
+        """
+        absent = [(parent, name, each) for parent, name, each in self._places if stage.index in each.sides]
+        present = [parent._modules[name] for parent, name, _ in absent]
+        try:
+            for parent, name, passing in absent:
+                parent._modules[name] = passing
+            yield
+        finally:
+            for (parent, name, _), module in zip(absent, present, strict=True):
+                parent._modules[name] = module
+
+
 def pass_throughs(model: nn.Module) -> dict[str, PassThrough]:
-    """By name, the modules of ``model`` that stand for those of other stages; none in a model that is not cut."""
+    """By name, the modules of ``model`` that stand for those of other ranks; none in a model that is not cut."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PassThrough)}
 
 
-def stage_of(model: nn.Module) -> Stage | None:
-    """Which stage ``model`` is; None where it is not cut into stages."""
-    return next((each.stage for each in pass_throughs(model).values()), None)
+def stages_in(model: nn.Module) -> tuple[Stage, ...]:
+    """The stages that ``model``, as this rank has it, consists of; none where it is not cut into stages."""
+    return next((each.stages for each in pass_throughs(model).values()), ())
 
 
 def absent_weights(model: nn.Module) -> dict[str, torch.Size]:
-    """By name in ``model``, the shapes of the weights that other stages hold."""
+    """By name in ``model``, the shapes of the weights that other ranks hold."""
     found = pass_throughs(model).items()
     return {f"{name}.{inner}": shape for name, each in found for inner, shape in each.weights.items()}

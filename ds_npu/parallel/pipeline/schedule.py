@@ -81,6 +81,11 @@ class Schedule:
         for row in self.rows:
             yield from row
 
+    @cached_property
+    def of_forwards(self) -> Schedule:
+        """Its forwards alone, in their order: an evaluation."""
+        return Schedule.of([[each for each in row if each.kind is Kind.FORWARD] for row in self.rows])
+
     def needs(self, action: Action) -> Iterator[Action]:
         """The actions that have to be done before ``action``; those on other ranks send it what it computes with."""
         stage, kind, micro_batch = action

@@ -1,0 +1,276 @@
+"""Runs the batches of one engine, whose model is in stages, through the ranks along pp."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from torch import nn
+
+from ds_npu.config.pipeline import PipelineSection
+from ds_npu.engine.same_batch import compare_batches
+from ds_npu.engine.stage_output import LOSS, OutputForm, StageOutputs, tensors_of, training_output
+from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by
+from ds_npu.features.pipeline.layout import PipelineLayout, layout_of
+from ds_npu.features.pipeline.micro_batches import Arguments, cut, samples_of, shape_of
+from ds_npu.features.pipeline.stages import run_stage
+from ds_npu.features.token_targets import COUNT
+from ds_npu.parallel.pipeline.executor import PipelineRun
+from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
+from ds_npu.parallel.pipeline.schedule import Schedule
+from ds_npu.parallel.pipeline.transfers import PipelineLinks
+from ds_npu.parallel.tensor.randomness import RegionRandomness
+from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.held_reduction import HeldReduction
+from ds_npu.zero_ext.pending_gradients import PendingGradients, gradient_slots
+from ds_npu.zero_ext.tied_gradients import TiedGradients
+
+WITHOUT_CACHE = {"use_cache": False}
+
+
+def own_layout(section: PipelineSection, model: nn.Module, topology: Topology) -> PipelineLayout | None:
+    """The layout of the stages that ``model`` is in; None where it is not. Raises ValueError for other stages."""
+    own = [stage.index for stage in stages_in(model)]
+    if not own:
+        return None
+    layout = layout_of(section, topology.size("pp"))
+    expected = layout.own(topology.rank("pp"))
+    if own != expected:
+        raise ValueError(
+            f"{type(model).__name__} has the stages {own} of {stages_in(model)[0].count}, and the schedule "
+            f"{layout.name} of ds_npu.pipeline needs {expected} of {layout.stages} on this rank"
+        )
+    return layout
+
+
+def keep_own_parameters(given: dict[str, Any], model: nn.Module) -> None:
+    """Leave, of the optimizer and the parameters that deepspeed.initialize was ``given``, those in ``model``.
+
+    Raises ValueError for a group of parameters that all stand in other stages.
+    """
+    own = {id(each) for each in model.parameters()}
+    optimizer = given.get("optimizer")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = _own(group["params"], own)
+    parameters = given.get("model_parameters")
+    if parameters is not None:
+        held = list(parameters)
+        if held and isinstance(held[0], dict):
+            given["model_parameters"] = [{**group, "params": _own(list(group["params"]), own)} for group in held]
+        elif held:
+            named = isinstance(held[0], tuple)
+            given["model_parameters"] = [each for each in held if id(each[1] if named else each) in own]
+
+
+def _own(parameters: Sequence[nn.Parameter], own: Collection[int]) -> list[nn.Parameter]:
+    found = [each for each in parameters if id(each) in own]
+    if parameters and not found:
+        raise ValueError(
+            f"a group of {len(parameters)} parameters of the optimizer has none in this rank's pipeline stages, and "
+            "DeepSpeed has no empty groups. What to do: groups with parameters of every stage, another "
+            "ds_npu.pipeline.split, or ds_npu.parallel.pipeline 1"
+        )
+    return found
+
+
+@dataclass
+class RunningMicroBatches:
+    """The micro-batches of one run."""
+
+    parts: Sequence[Arguments]
+    items: Items | None
+    """What their losses are divided by; None: they are averaged."""
+    trains: bool
+    outputs: list[Any] = field(default_factory=list)
+    """By micro-batch, what the last stage has returned: in an evaluation, all; in training, the first."""
+
+
+class StageOfEngine:
+    """One stage of an engine's model, on the micro-batches of one batch."""
+
+    def __init__(self, pipeline: EnginePipeline, stage: Stage, batch: RunningMicroBatches) -> None:
+        self.pipeline, self.stage, self.batch = pipeline, stage, batch
+
+    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+        engine, batch = self.pipeline.engine, self.batch
+        with self.pipeline.random_numbers(), autocast_if_enabled(engine), divided_by(batch.items):
+            out = run_stage(engine.module, self.stage, arrived, **batch.parts[micro_batch])
+        if self.stage.index < self.stage.count - 1:
+            hidden: torch.Tensor = out
+            return hidden
+        if not batch.trains:
+            batch.outputs.append(out)
+            return torch.zeros((), device=engine.device)
+        loss = tensors_of(out).get(LOSS)
+        if loss is None or loss.dim() > 0:
+            raise ValueError(
+                f"{type(engine.module).__name__} returned a {type(out).__name__} without a loss, which the last stage "
+                "of ds_npu.parallel.pipeline computes. What to do: return a scalar, a tuple that begins with one, or a "
+                "mapping with the key loss"
+            )
+        if not batch.outputs:
+            batch.outputs.append(out)
+        return loss if batch.items is not None else loss / len(batch.parts)
+
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            output = loss_scaled(self.pipeline.engine, output)
+        return self.pipeline.held.backward(output, gradient)
+
+
+def loss_scaled(engine: Any, loss: torch.Tensor) -> torch.Tensor:
+    """``loss`` as DeepSpeed's engine.backward scales it (0.19.8 runtime/engine.py)."""
+    if isinstance(engine.optimizer, ZeROOptimizer):
+        scaled: torch.Tensor = engine.optimizer.scale_if_loss(loss)
+        return scaled
+    scaler = engine.torch_autocast_z0_gradscaler
+    return scaler.scale(loss) if scaler else loss
+
+
+class EnginePipeline:
+    """Runs the batches of one engine, which is complete, through the ranks along pp."""
+
+    def __init__(self, engine: Any, layout: PipelineLayout, micro_batches: int | None) -> None:
+        """``micro_batches``: into how many a batch is cut; None: one for each sample.
+
+        Raises ValueError where the gradients of the engine cannot be held back until a batch has been through.
+        """
+        self.engine, self.layout, self.micro_batches = engine, layout, micro_batches
+        topology: Topology = engine.topology
+        self.rank = topology.rank("pp")
+        every = [range(layout.ranks)]
+        up, down = (topology.within("pp", every, f"to {which} ranks", own=True) for which in ("higher", "lower"))
+        self.links = PipelineLinks((up, down), engine.device)
+        self.outputs = StageOutputs(topology.group("pp"), layout.last_rank, engine.device)
+        self.random_numbers = RegionRandomness(topology, get_accelerator().device_name(), "pp").region
+        self.stages = {stage.index: stage for stage in stages_in(engine.module)}
+        self.loss = BatchLoss(engine.module)
+        self.signature = inspect.signature(engine.module.forward)
+        self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
+        self.pending = PendingGradients(gradient_slots(engine))
+        self.tied = TiedGradients(engine, layout.rank_of)
+        self._is_compared = False
+        self.handle: torch.Tensor | None = None
+        """The loss that was returned, and whose gradients are pending."""
+
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a forward by name."""
+        bound = self.signature.bind(*args, **kwargs)
+        several = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+        collected = {name for name, each in self.signature.parameters.items() if each.kind in several}
+        given = {name: value for name, value in bound.arguments.items() if name not in collected}
+        if "use_cache" in self.signature.parameters:
+            given |= WITHOUT_CACHE
+        return kwargs | given
+
+    def batch(self, given: Arguments, trains: bool) -> RunningMicroBatches:
+        """The micro-batches of the batch with the arguments ``given``."""
+        if not self._is_compared:
+            self._is_compared = True
+            compare_batches(given, "pp", self.engine.topology)
+        if trains:
+            self.loss.check_labels(given)
+        samples = samples_of(given)
+        parts = cut(given, min(self.micro_batches or samples, samples))
+        items = self.loss.items(parts)
+        if items is not None and self.engine.topology.size("cp") > 1:
+            # Context ranks divide their shares themselves.
+            parts = [part | {COUNT: items} for part in parts]
+        return RunningMicroBatches(parts, items, trains)
+
+    def train(self, batch: RunningMicroBatches) -> Any:
+        """Run ``batch``; its gradients are pending until ``commit``. The output, whose loss has a graph of its own."""
+        form, loss = self._trained(batch)
+        return training_output(form, loss)
+
+    def train_parts(self, parts: Sequence[Arguments]) -> torch.Tensor:
+        """The same of micro-batches, whose losses are averaged; returns the loss."""
+        for part in parts:
+            self.loss.check_labels(part)
+        return self._trained(RunningMicroBatches(parts, None, trains=True))[1]
+
+    def _trained(self, batch: RunningMicroBatches) -> tuple[OutputForm, torch.Tensor]:
+        self.drop()
+        self.held.__enter__()
+        self.pending.begin()
+        try:
+            run = self._run(self.layout.make(len(batch.parts)), batch)
+        except BaseException:
+            self.drop()
+            raise
+        losses = [run.losses[index] for index in sorted(run.losses)]
+        key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
+        form, loss = self.outputs.of_training(batch.outputs, losses, key)
+        self.handle = loss.requires_grad_()
+        # A copy: the caller may scale it in place.
+        return form, self.handle * 1
+
+    def evaluate(self, batch: RunningMicroBatches) -> Any:
+        """Run the forwards of ``batch``; the output, the same on every rank along pp."""
+        with torch.no_grad():
+            self._run(self.layout.forwards(len(batch.parts)), batch)
+            return self.outputs.of_evaluation(batch.outputs, averages=batch.items is None)
+
+    def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> PipelineRun:
+        stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
+        run = PipelineRun(schedule, self.rank, stages, self.links)
+        run.run([shape_of(part) for part in batch.parts])
+        return run
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether gradients wait for the loss that was made of the one returned."""
+        return self.handle is not None
+
+    def commit(self, loss: torch.Tensor) -> None:
+        """Scale the pending gradients by what ``loss`` is to the one returned, and reduce them at a boundary.
+
+        Raises ValueError where ``loss`` is made of anything else, whose gradients would be missing.
+        """
+        if self.handle is None:
+            raise RuntimeError(
+                "engine.backward: no gradients are pending. What to do: call engine(batch) in training mode before "
+                "each backward; ds_npu.parallel.pipeline computes them there"
+            )
+        others = [node for node in accumulating_nodes(loss) if node.variable is not self.handle]
+        if others or not loss.requires_grad:
+            what = f"a tensor {list(others[0].variable.shape)}, too" if others else "nothing that was returned"
+            raise ValueError(
+                f"engine.backward: the loss is made of {what}. In pipeline stages the gradients of the loss that "
+                "engine(batch) returned are there already, and can only be scaled. What to do: add other terms in the "
+                "model's forward, or ds_npu.parallel.pipeline 1"
+            )
+        (factor,) = torch.autograd.grad(loss, self.handle)
+        self.handle = None
+        self.pending.commit(factor)
+        if self.engine.is_gradient_accumulation_boundary():
+            self.tied.add_up()
+        self.held.__exit__(None, None, None)
+
+    def drop(self) -> None:
+        """Forget gradients that are pending."""
+        self.handle = None
+        if self.held.is_held:
+            self.held.abandon()
+            self.pending.drop()
+
+
+def accumulating_nodes(loss: torch.Tensor) -> list[Any]:
+    """The nodes of the graph of ``loss`` that accumulate gradients."""
+    found, seen, todo = [], set[Any](), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(node)
+        todo += [each for each, _ in node.next_functions]
+    return found

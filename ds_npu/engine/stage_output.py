@@ -1,0 +1,123 @@
+"""What the last pipeline stage returns, made known to the ranks of the other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ds_npu.models.logits import guard_shard
+
+NOT_KEPT = "the logits of a model in pipeline stages, which are not kept in training (each micro-batch frees its own)"
+LOSS, LOGITS = "loss", "logits"
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """The type of an output, and its tensors: by name where it is a mapping, else by place."""
+
+    kind: type
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+    @staticmethod
+    def of(output: Any) -> OutputForm:
+        found = {name: (tuple(each.shape), each.dtype) for name, each in tensors_of(output).items()}
+        return OutputForm(type(output), found)
+
+    def filled(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """An output of this form with ``tensors``, those of its names."""
+        if issubclass(self.kind, torch.Tensor):
+            return next(iter(tensors.values()))
+        if issubclass(self.kind, Mapping):
+            return self.kind(**tensors)
+        return tuple(tensors.values())
+
+
+def tensors_of(output: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model's output, a tensor, tuple or mapping, by name or place; what is nested is left out."""
+    if isinstance(output, torch.Tensor):
+        return {LOSS if output.dim() == 0 else LOGITS: output}
+    if not isinstance(output, Mapping):
+        places = enumerate(output)
+        named = {LOSS if place == 0 and _is_scalar(each) else f"{place}": each for place, each in places}
+    else:
+        named = dict(output)
+    return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+class StageOutputs:
+    """The outputs of batches, on all ranks along pp: those of ``last_rank`` of ``group`` are given to the others."""
+
+    def __init__(self, group: dist.ProcessGroup, last_rank: int, device: torch.device) -> None:
+        self._group, self._last, self._device = group, last_rank, device
+        self._is_last = dist.get_rank(group) == last_rank
+        self._forms: dict[Any, OutputForm] = {}
+
+    def of_training(
+        self, outputs: Sequence[Any], losses: Sequence[torch.Tensor], key: Any
+    ) -> tuple[OutputForm, torch.Tensor]:
+        """The form of the output of a batch whose micro-batches have these (weighted) ``losses``, and the loss.
+
+        ``outputs``: of the first micro-batch, on the last rank. ``key``: what the form of the output depends on.
+        """
+        if key not in self._forms:
+            self._forms[key] = self._from_last(OutputForm.of(outputs[0]) if self._is_last else None)
+        form = self._forms[key]
+        dtype = form.tensors[LOSS][1]
+        loss = torch.stack(list(losses)).sum() if self._is_last else torch.empty((), dtype=dtype, device=self._device)
+        loss = loss.to(dtype)
+        dist.broadcast(loss, group=self._group, group_src=self._last)
+        return form, loss
+
+    def of_evaluation(self, outputs: Sequence[Any], averages: bool) -> Any:
+        """The whole output of a batch: the ``outputs`` of its micro-batches, on the last rank, joined along dim 0.
+
+        Scalars are added up, or averaged.
+        """
+        joined = _joined(outputs, averages) if self._is_last else {}
+        shapes = {name: (tuple(each.shape), each.dtype) for name, each in joined.items()}
+        form = self._from_last(OutputForm(type(outputs[0]), shapes) if self._is_last else None)
+        found = {}
+        for name, (shape, dtype) in form.tensors.items():
+            value = joined[name].contiguous() if self._is_last else torch.empty(shape, dtype=dtype, device=self._device)
+            dist.broadcast(value, group=self._group, group_src=self._last)
+            found[name] = value
+        return form.filled(found)
+
+    def _from_last(self, form: OutputForm | None) -> OutputForm:
+        held: list[Any] = [form]
+        dist.broadcast_object_list(held, group=self._group, group_src=self._last, device=self._device)
+        found: OutputForm = held[0]
+        return found
+
+
+def training_output(form: OutputForm, loss: torch.Tensor) -> Any:
+    """The output of a batch in training: its loss, and in the place of logits what says that there are none."""
+    tensors = {LOSS: loss}
+    if issubclass(form.kind, Mapping) and LOGITS in form.tensors:
+        tensors[LOGITS] = guard_shard(loss.new_empty(0), NOT_KEPT, _refuse_likeliest)
+    return form.filled(tensors)
+
+
+def _refuse_likeliest(logits: torch.Tensor) -> NoReturn:
+    raise RuntimeError(f"{NOT_KEPT}: the likeliest words are not known. What to do: evaluate under torch.no_grad()")
+
+
+def _joined(outputs: Sequence[Any], averages: bool) -> dict[str, torch.Tensor]:
+    every = [tensors_of(each) for each in outputs]
+    found = {}
+    for name, first in every[0].items():
+        values = [each[name] for each in every]
+        if first.dim() > 0:
+            found[name] = torch.cat(values)
+        else:
+            total = torch.stack(values).sum()
+            found[name] = total / len(values) if averages else total
+    return found

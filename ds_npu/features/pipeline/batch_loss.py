@@ -1,0 +1,75 @@
+"""The loss of a batch from those of its micro-batches, which add up to it.
+
+The loss of transformers' models is a mean over labelled tokens: each micro-batch divides the sum over its tokens by the
+number of those of the whole batch, or by the ``num_items_in_batch`` that the caller gives. Losses of other models are
+averaged, as DeepSpeed's PipelineEngine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.features.model_loss import LossFunction, LossLevel, wrap_loss
+from ds_npu.features.pipeline.micro_batches import KEY, Arguments
+from ds_npu.features.token_targets import COUNT, Targets, shifts
+from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model
+from ds_npu.models.logits import LABEL_ARGUMENTS
+from ds_npu.parallel.micro_batch import Fact, new_forward, running
+
+Items = torch.Tensor | int
+ITEMS: Fact[Items] = Fact()
+"""What the sum over the tokens of a micro-batch is divided by."""
+REMEDY = f"{KEY} 1, which leaves the batch whole"
+
+
+def link_items(model: HuggingFaceModel) -> None:
+    """Make the loss of ``model`` divide by the ITEMS of the micro-batch, where they are known."""
+    wrap_loss(model, _divided, LossLevel.SHARE, "pipeline")
+
+
+def _divided(inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+    items = ITEMS.of(running())
+    return inner(*args, **kwargs) if items is None else inner(*args, **{**kwargs, COUNT: items})
+
+
+@contextmanager
+def divided_by(items: Items | None) -> Iterator[None]:
+    """Make the loss of the forward within divide by ``items``; None: as it does."""
+    with new_forward() as micro_batch:
+        if items is not None:
+            ITEMS.set(micro_batch, items)
+        yield
+
+
+class BatchLoss:
+    """How the losses of the micro-batches of ``model`` make the batch's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found = hugging_face_model(model)
+
+    def check_labels(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for a batch to train on whose loss cannot be computed in the last stage."""
+        if self._found is not None and all(given.get(name) is None for name in LABEL_ARGUMENTS):
+            raise ValueError(
+                f"{type(self._found).__name__} is trained and given no labels: in pipeline stages the backward of each "
+                "micro-batch begins before the forward of the batch has ended, so its loss must be the model's own. "
+                "What to do: give it labels, or ds_npu.parallel.pipeline 1; for its logits, torch.no_grad()"
+            )
+
+    def items(self, parts: Sequence[Arguments]) -> Items | None:
+        """What the losses of ``parts``, all that is given of each micro-batch, are divided by; None: they are averaged.
+
+        Raises ValueError for a loss that is no mean over tokens, or not known.
+        """
+        if self._found is None or all(parts[0].get(name) is None for name in LABEL_ARGUMENTS):
+            return None
+        shifted = shifts(self._found, KEY, REMEDY) if len(parts) > 1 else True
+        if shifted is None:
+            return None
+        given: Items | None = parts[0].get(COUNT)
+        return given if given is not None else sum(Targets(part, shifted).count or 0 for part in parts)

@@ -1,0 +1,155 @@
+"""Which schedule a pipeline runs, and which blocks of a model stand in which of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from ds_npu.config.pipeline import PipelineSection
+from ds_npu.config.problems import ConfigError, Problem
+from ds_npu.models.hugging_face_model import hugging_face_model, setting
+from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv
+from ds_npu.parallel.pipeline.schedules import SCHEDULES
+from ds_npu.parallel.pipeline.validation import check_schedule
+from ds_npu.planner.stage_balance import balanced_counts, even_counts
+
+KEY = "ds_npu.pipeline"
+DEFAULT = "1f1b"
+WITH_FEWER = {"dualpipe_v": "zb_v"}
+"""A schedule that needs several micro-batches, and one with the same stages on each rank that needs none."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """A schedule for any number of micro-batches, and where its stages are."""
+
+    name: str
+    ranks: int
+    chunks: int
+    """Stages of each rank."""
+    make: Callable[[int], Schedule]
+    """From a number of micro-batches; raises ScheduleError where there is none."""
+    sample: Schedule
+    """One of them."""
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """By stage."""
+        return tuple(self.sample.rank_of[stage] for stage in range(self.sample.stages))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return any(action.kind is Kind.BACKWARD_WEIGHT for action in self.sample.actions())
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    def own(self, rank: int) -> list[int]:
+        """The stages of ``rank``, first to last."""
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that computes the loss."""
+        return self.rank_of[-1]
+
+    def forwards(self, micro_batches: int) -> Schedule:
+        """An evaluation: on each rank the micro-batches through one stage after the other."""
+        rows = [
+            [Action(stage, Kind.FORWARD, index) for stage in self.own(rank) for index in range(micro_batches)]
+            for rank in range(self.ranks)
+        ]
+        return Schedule.of(rows)
+
+
+def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
+    """The layout that ``section`` asks for; raises ConfigError for a file of a schedule that cannot run."""
+    name = section.schedule or (DEFAULT if section.virtual_stages == 1 else "interleaved")
+    if name not in SCHEDULES:
+        return _layout_of_file(section, name, ranks)
+    named = SCHEDULES[name]
+    chunks = section.virtual_stages if named.chunks is None else named.chunks
+
+    def make(micro_batches: int) -> Schedule:
+        has_enough = micro_batches >= named.fewest_micro_batches(ranks)
+        return (named if has_enough else SCHEDULES[WITH_FEWER[name]]).make(ranks, micro_batches, chunks)
+
+    return PipelineLayout(name, ranks, chunks, make, make(named.fewest_micro_batches(ranks)))
+
+
+def _layout_of_file(section: PipelineSection, name: str, ranks: int) -> PipelineLayout:
+    path = f"{KEY}.schedule"
+    try:
+        found = from_csv(Path(name).read_text(encoding="utf-8"))
+        check_schedule(found)
+    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+        accepted = f"a file with a row of actions for each rank that can run: {error}"
+        raise ConfigError([Problem(path, name, accepted)]) from error
+    chunks = {sum(rank == owner for owner in found.rank_of.values()) for rank in range(len(found.rows))}
+    if len(found.rows) != ranks or len(chunks) != 1:
+        accepted = f"{ranks} rows (ds_npu.parallel.pipeline) with equally many stages each; it has {len(found.rows)}"
+        raise ConfigError([Problem(path, name, accepted)])
+
+    def make(micro_batches: int) -> Schedule:
+        if micro_batches != found.micro_batches:
+            raise ScheduleError(
+                f"{name} is a schedule of {found.micro_batches} micro-batches, and the batch has {micro_batches}. What "
+                f"to do: {KEY}.micro_batches {found.micro_batches}, and batches of as many samples or a multiple"
+            )
+        return found
+
+    return PipelineLayout(name, ranks, chunks.pop(), make, found)
+
+
+def blocks_of_stages(section: PipelineSection, model: nn.Module, plan: ModelPlan, stages: int) -> list[int]:
+    """How many blocks each of ``stages`` has: as ``section`` says, else by cost. Raises ConfigError where it cannot."""
+    blocks = len(plan.blocks)
+    if section.split:
+        if len(section.split) != stages or sum(section.split) != blocks:
+            accepted = f"{stages} numbers, for the stages, that add up to the {blocks} blocks of {plan.model}"
+            raise ConfigError([Problem(f"{KEY}.split", section.split, accepted)])
+        return list(section.split)
+    try:
+        if section.noop_layers:
+            return even_counts(blocks, stages, section.noop_layers)
+        return balanced_counts(costs(model, plan), stages, head_cost(model, plan))
+    except ValueError as error:
+        key = f"{KEY}.noop_layers" if section.noop_layers else "ds_npu.parallel.pipeline"
+        value = section.noop_layers or stages
+        raise ConfigError([Problem(key, value, f"a division of {plan.model} into stages; {error}")]) from error
+
+
+def costs(model: nn.Module, plan: ModelPlan) -> Sequence[float]:
+    """Of each block, the numbers of its matrices that each token is multiplied by: its FLOP, but for attention."""
+    used = _used_experts(model)
+    found = []
+    for block in plan.blocks:
+        weights = model.get_submodule(block).named_parameters()
+        found.append(
+            sum((used if ".experts." in name else 1.0) * each.numel() for name, each in weights if each.dim() > 1)
+        )
+    return found
+
+
+def head_cost(model: nn.Module, plan: ModelPlan) -> float:
+    """The same of the head."""
+    head = plan.head
+    return 0.0 if head is None else float(sum(each.numel() for each in model.get_submodule(head).parameters()))
+
+
+def _used_experts(model: nn.Module) -> float:
+    """The part of a layer's experts that a token goes to; 1 where it is not known."""
+    found = hugging_face_model(model)
+    config = None if found is None else found.config.get_text_config()
+    if config is None:
+        return 1.0
+    chosen = setting(config, "num_experts_per_tok", int)
+    all_of_them = next(filter(None, (setting(config, key, int) for key in EXPERTS)), None)
+    return chosen / all_of_them if chosen and all_of_them else 1.0

@@ -1,0 +1,65 @@
+"""Cuts the batch of one forward into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ds_npu.models.logits import LABEL_ARGUMENTS
+
+KEY = "ds_npu.pipeline.micro_batches"
+OF_SAMPLES = ("input_ids", "inputs_embeds", *LABEL_ARGUMENTS)
+"""Arguments whose first dim is the samples of a batch."""
+POSITIONS = "position_ids"
+"""Its last dims are samples (or 1) and tokens."""
+
+Arguments = dict[str, Any]
+
+
+def samples_of(given: Mapping[str, Any]) -> int:
+    """How many samples a batch has: the first dim of its tokens, or else of its first tensor with dims."""
+    first = [given[name] for name in OF_SAMPLES if isinstance(given.get(name), torch.Tensor)]
+    found = next((each for each in _tensors([first, dict(given)]) if each.dim() > 0), None)
+    return 1 if found is None else len(found)
+
+
+def cut(given: Arguments, count: int) -> list[Arguments]:
+    """The arguments of ``count`` micro-batches; tensors of the batch's samples are cut, all else is whole in each.
+
+    Raises ValueError for a tensor of which it is not known how it belongs to the samples.
+    """
+    if count == 1:
+        return [given]
+    samples, parts = samples_of(given), [dict[str, Any]() for _ in range(count)]
+    for name, value in given.items():
+        leaves, tree = tree_flatten(value)
+        pieces = [_pieces(name, leaf, samples, count) for leaf in leaves]
+        for index, part in enumerate(parts):
+            part[name] = tree_unflatten([each[index] for each in pieces], tree)
+    return parts
+
+
+def _pieces(name: str, leaf: Any, samples: int, count: int) -> Sequence[Any]:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return [leaf] * count
+    dim = leaf.dim() - 2 if name == POSITIONS and leaf.dim() > 1 else 0
+    if leaf.shape[dim] == samples:
+        return leaf.tensor_split(count, dim)
+    if leaf.shape[dim] == 1:
+        return [leaf] * count
+    raise ValueError(
+        f"{name} {list(leaf.shape)} beside {samples} samples: how it belongs to {count} micro-batches is not known. "
+        f"What to do: {KEY} 1, which leaves the batch whole, and more gradient accumulation steps or train_batch"
+    )
+
+
+def shape_of(part: Mapping[str, Any]) -> Hashable:
+    """What the shapes of the hidden states of a micro-batch depend on: the shapes of its tensors."""
+    return tuple((name, *((each.shape, each.dtype) for each in _tensors(value))) for name, value in part.items())
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

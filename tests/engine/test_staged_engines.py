@@ -1,0 +1,42 @@
+"""Engines whose model ds_npu cuts into pipeline stages, by keys of the config alone, against one process."""
+
+from __future__ import annotations
+
+import pipeline_rule as rule
+import pytest
+from ranks import run_on_ranks
+
+from ds_npu.parallel.pipeline.schedules import SCHEDULES
+
+UNTIED = {"tie_word_embeddings": False}
+SEQUENCES = {"tensor": 2, "sequence_parallel": True}
+
+
+def section(pipeline: int, schedule: str | None = None, keys: dict | None = None, **parallel: object) -> dict:
+    wanted = (keys or {}) | ({} if schedule is None else {"schedule": schedule})
+    if SCHEDULES[schedule or "1f1b"].chunks is None:
+        wanted["virtual_stages"] = 2
+    context = {"context_parallel": {"algorithm": "ring"}} if "context" in parallel else {}
+    return {"parallel": {"pipeline": pipeline, **parallel}} | ({"pipeline": wanted} if wanted else {}) | context
+
+
+def test_two_stages():
+    run_on_ranks(2, rule.hold_all, "llama", (0, 1, 2), [section(2)], UNTIED)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule):
+    run_on_ranks(2, rule.hold_all, "llama", (1,), [section(2, schedule)], {})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+def test_tied_weights(schedule):
+    run_on_ranks(2, rule.hold_all, "gpt2", (0, 1, 2), [section(2, schedule)], {})
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 2}, SEQUENCES, {"context": 2}, {}], ids=["tensor", "sequences", "context", "data"]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h2", "zb_v"])
+def test_with_other_axes(parallel, schedule):
+    run_on_ranks(4, rule.hold_all, "llama", (0, 1, 2), [section(2, schedule, **parallel)], {})

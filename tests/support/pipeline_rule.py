@@ -1,0 +1,119 @@
+"""The gradient rule for Hugging Face models in pipeline stages, with the real engine and nothing but its config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import gradient_rule as rule
+import tensor_parallel_rule as dense
+import tiny_models
+import torch
+import torch.distributed as dist
+from gradient_rule import CLIP, LR
+from torch import nn
+
+from ds_npu.models.logits import IGNORED_LABEL
+
+EXACT, SINGLE = dense.EXACT, dense.SINGLE
+SAMPLES, ACCUMULATION, LENGTH, BLOCKS = 4, 2, 10, 4
+
+
+def model_of(family: str, dtype: torch.dtype, **changes: object) -> nn.Module:
+    blocks = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    return tiny_models.tiny(family, torch.float32, **{blocks: BLOCKS} | changes).to(dtype)
+
+
+def batches(dp: int) -> list[list[dict[str, torch.Tensor]]]:
+    """[ACCUMULATION][dp]: batches in which samples have few, many, or (the third) no labels, and some padding."""
+    found = []
+    tokens = tiny_models.tokens(SAMPLES * ACCUMULATION * dp, LENGTH).view(ACCUMULATION, dp, SAMPLES, LENGTH)
+    for step in range(ACCUMULATION):
+        found.append([])
+        for rank in range(dp):
+            labels, mask = tokens[step, rank].clone(), torch.ones(SAMPLES, LENGTH, dtype=torch.int64)
+            labels[0, :4], labels[2] = IGNORED_LABEL, IGNORED_LABEL
+            mask[1, 7 + step :], labels[1, 7 + step :] = 0, IGNORED_LABEL
+            found[-1].append({"input_ids": tokens[step, rank], "labels": labels, "attention_mask": mask})
+    return found
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype, **more: object) -> torch.Tensor:
+    if dtype != torch.float64:
+        return model(**batch, **more).loss
+    with tiny_models.Float64():
+        return model(**batch, **more).loss
+
+
+def reference(model: nn.Module, dp: int, dtype: torch.dtype) -> rule.Reference:
+    """One step of one process on all batches, which it does one after the other."""
+    total = 0.0
+    for batch in (each for step in batches(dp) for each in step):
+        loss = loss_of(model, batch, dtype) / (ACCUMULATION * dp)
+        loss.backward()
+        total += loss.item()
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    gradients = {name: weight.grad.cpu().double() for name, weight in trained.items()}
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    scale = (CLIP / (norm + 1e-6)).clamp(max=1)
+    weights = {name: w.detach().cpu().double() - LR * scale * gradients[name] for name, w in trained.items()}
+    return rule.Reference(total, gradients, norm.item(), weights)
+
+
+def engine_of(model: nn.Module, stage: int, dtype: torch.dtype, section: dict, **keys: object):
+    import deepspeed
+
+    rule.without_extension()
+    config = dense.config(stage, dtype, section)
+    config |= {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": ACCUMULATION} | keys
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def over_stages(mine: dict, topology) -> dict:
+    """What the ranks along pp have, together."""
+    every: list = [None] * topology.size("pp")
+    dist.all_gather_object(every, mine, group=topology.group("pp"))
+    return {name: value for each in every for name, value in each.items()}
+
+
+def step_of(engine, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of one step, on every rank, and all gradients before it."""
+    topology, share = engine.topology, 0.0
+    dp = topology.size("dp")
+    for index, step in enumerate(batches(dp)):
+        batch = {name: each.to(engine.device) for name, each in step[topology.rank("dp")].items()}
+        loss = loss_of(engine, batch, dtype)
+        share += loss.item() / ACCUMULATION
+        engine.backward(loss)
+        if index == ACCUMULATION - 1:
+            gradients = rule.reduced_gradients(engine, engine.module)
+        engine.step()
+    named = dict(engine.module.named_parameters())
+    whole = {name: dense.assembled(topology, named[name], part).cpu() for name, part in gradients.items()}
+    return rule.mean_loss(share / topology.size("cp"), topology), over_stages(whole, topology)
+
+
+def hold(family: str, stage: int, section: dict, dtype: torch.dtype, expected: rule.Reference, changes: dict) -> None:
+    engine = engine_of(model_of(family, dtype, **changes), stage, dtype, section)
+    loss, gradients = step_of(engine, dtype)
+    weights = {name: weight.double() for name, weight in dense.shared(engine.whole_state_dict()).items()}
+    norm = float(engine.get_global_grad_norm())
+    where = (family, stage, section)
+    assert abs(loss / expected.loss - 1) <= EXACT, (where, loss, expected.loss)
+    assert gradients.keys() >= expected.gradients.keys(), where
+    found = rule.relative(gradients, expected.gradients)
+    assert found <= EXACT, (where, found)
+    loose = EXACT if stage == 0 else SINGLE
+    assert abs(norm / expected.norm - 1) <= loose, (where, norm, expected.norm)
+    assert rule.relative(weights, expected.weights) <= loose, where
+
+
+def hold_all(family: str, stages: Sequence[int], sections: Sequence[dict], changes: dict) -> None:
+    """Hold each section and stage of ZeRO to one process, in float64."""
+    dtype = torch.float64
+    pp = sections[0]["parallel"]["pipeline"] * sections[0]["parallel"].get("tensor", 1)
+    dp = dist.get_world_size() // (pp * sections[0]["parallel"].get("context", 1))
+    expected = reference(model_of(family, dtype, **changes), dp, dtype)
+    for section in sections:
+        for stage in stages:
+            hold(family, stage, section, dtype, expected, changes)

@@ -1,0 +1,150 @@
+"""The gradients of one batch, apart from those that were accumulated before, until their factor is known.
+
+A pipeline computes the gradients of a batch before its caller has made anything of the loss: divided it by accumulation
+steps, or multiplied it by a number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ds_npu.zero_ext.gradient_buffer import GRAD_ACCUM
+
+
+class Slot(Protocol):
+    """Where the gradient of one weight is accumulated."""
+
+    @property
+    def weight(self) -> nn.Parameter: ...
+
+    def value(self) -> torch.Tensor | None:
+        """What is accumulated there; None: nothing."""
+
+    def take(self) -> torch.Tensor | None:
+        """The value, which is there no more."""
+
+    def add(self, taken: torch.Tensor) -> None:
+        """Add what was taken to the value."""
+
+
+@dataclass(frozen=True)
+class _GradSlot:
+    """``weight.grad``."""
+
+    weight: nn.Parameter
+
+    def value(self) -> torch.Tensor | None:
+        return self.weight.grad
+
+    def take(self) -> torch.Tensor | None:
+        found, self.weight.grad = self.weight.grad, None
+        return found
+
+    def add(self, taken: torch.Tensor) -> None:
+        self.weight.grad = taken if self.weight.grad is None else taken.add_(self.weight.grad)
+
+
+@dataclass(frozen=True)
+class _GradAccumSlot:
+    """``weight.grad_accum`` of ZeRO 1 and 2."""
+
+    weight: nn.Parameter
+
+    def value(self) -> torch.Tensor | None:
+        return GRAD_ACCUM.get(self.weight)
+
+    def take(self) -> torch.Tensor | None:
+        found = GRAD_ACCUM.get(self.weight)
+        GRAD_ACCUM.set(self.weight, None)
+        return found
+
+    def add(self, taken: torch.Tensor) -> None:
+        found = GRAD_ACCUM.get(self.weight)
+        GRAD_ACCUM.set(self.weight, taken if found is None else taken.add_(found))
+
+
+@dataclass(frozen=True)
+class _FlatSlot:
+    """A part of the flat float32 gradient of BF16_Optimizer."""
+
+    weight: nn.Parameter
+    optimizer: Any
+    group: int
+    index: int
+
+    def value(self) -> torch.Tensor | None:
+        if not self.optimizer.fp32_groups_has_gradients[self.group][self.index]:
+            return None
+        found: torch.Tensor = self.optimizer.fp32_groups_gradients[self.group][self.index]
+        return found.view(self.weight.shape)
+
+    def take(self) -> torch.Tensor | None:
+        found = self.value()
+        if found is None:
+            return None
+        copy = found.clone()
+        found.zero_()
+        self.optimizer.fp32_groups_has_gradients[self.group][self.index] = False
+        return copy
+
+    def add(self, taken: torch.Tensor) -> None:
+        flat = self.optimizer.fp32_groups_gradients[self.group][self.index]
+        flat.view(self.weight.shape).add_(taken)
+        self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
+
+
+def gradient_slots(engine: Any) -> list[Slot]:
+    """Where ``engine``, whose reduction is held back, accumulates the gradient of each weight that is trained."""
+    return list(_slots(engine.optimizer, [each for each in engine.module.parameters() if each.requires_grad]))
+
+
+def _slots(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[Slot]:
+    if isinstance(optimizer, BF16_Optimizer):
+        for group, held in enumerate(optimizer.bf16_groups):
+            yield from (_FlatSlot(weight, optimizer, group, index) for index, weight in enumerate(held))
+        return
+    apart = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute
+    for weight in weights:
+        yield _GradAccumSlot(weight) if apart and GRAD_ACCUM.is_on(weight) else _GradSlot(weight)
+
+
+class PendingGradients:
+    """The gradients that have come since ``begin``, in the slots, and those from before, set apart."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        self._before: list[tuple[Slot, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Gradients of a batch begin; all that was accumulated is set apart, without a copy but for BF16_Optimizer."""
+        taken = [(slot, slot.take()) for slot in self.slots]
+        self._before = [(slot, value) for slot, value in taken if value is not None]
+
+    @torch.no_grad()
+    def commit(self, factor: torch.Tensor | None) -> None:
+        """Multiply what has come by ``factor``, a scalar on its device (None: 1), and add what was set apart."""
+        if factor is not None:
+            for slot in self.slots:
+                value = slot.value()
+                if value is not None:
+                    value.mul_(factor)
+        self._add_again()
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Forget what has come."""
+        for slot in self.slots:
+            slot.take()
+        self._add_again()
+
+    def _add_again(self) -> None:
+        for slot, taken in self._before:
+            slot.add(taken)
+        self._before = []

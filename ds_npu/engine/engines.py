@@ -103,7 +103,7 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
             agree_on_first_batch(model, self.topology)
         remove_gradient_buffers(model)
         if layout is not None:
-            set_attribute(self, "pipeline", EnginePipeline(self, layout, session.config.pipeline.micro_batches))
+            engine.run_in_stages(EnginePipeline(self, layout, session.config.pipeline.micro_batches))
         for install in self.build.when_built:
             for line in install(self):
                 logger().info("%s", line)

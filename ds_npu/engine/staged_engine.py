@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_npu.engine.engine_pipeline import EnginePipeline
 from ds_npu.features.pipeline.micro_batches import Arguments
+from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.topology.topology import Topology
 
 
@@ -21,7 +22,7 @@ class StagedEngine:
     """DeepSpeedEngine's calls, for a model in stages; for another model they are DeepSpeed's own."""
 
     pipeline: EnginePipeline | None = None
-    """Runs the batches, where the model is in stages; set when the engine is complete."""
+    """Runs the batches, where the model is in stages."""
     topology: Topology
     module: nn.Module
     micro_steps: int
@@ -43,6 +44,16 @@ class StagedEngine:
         batch = self.pipeline.batch(self.pipeline.arguments(args, kwargs), trains)
         with _Counted(self):
             return self.pipeline.train(batch) if trains else self.pipeline.evaluate(batch)
+
+    def run_in_stages(self, pipeline: EnginePipeline) -> None:
+        """Run batches by ``pipeline``, also those that are given to the model itself, as the Trainer evaluates."""
+        self.pipeline = pipeline
+        whole = self
+
+        def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs) if whole._runs else whole.forward(*args, **kwargs)
+
+        wrap_forward(self.module, forward, Level.MODEL)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Take over the gradients of the last batch, times what ``loss`` is to the loss that was returned.

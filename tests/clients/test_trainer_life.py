@@ -1,4 +1,4 @@
-"""The whole life of an unmodified Trainer script over tensor and context ranks, against one process without ds_npu."""
+"""The whole life of an unmodified Trainer script over tensor, context and pipeline ranks, against one process."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "both": (4, {"tensor": 2, "context": 2}),
     "data, tensor": (4, {"tensor": 2}),
     "data, context": (4, {"context": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "data, pipeline": (4, {"pipeline": 2}),
+    "pipeline, tensor": (4, {"pipeline": 2, "tensor": 2}),
+    "pipeline, context": (4, {"pipeline": 2, "context": 2}),
 }
 """By name: the ranks, and ds_npu.parallel."""
 WHOLE_LIFE, SIGNAL = ["whole", "resumed", "data not skipped"], ["uninterrupted", "terminated", "after it"]
@@ -65,15 +69,23 @@ def data_ranks(layout: str) -> int:
     return 2 if layout.startswith("data") else 1
 
 
+def data_rank(layout: str, rank: int) -> int:
+    ranks, parallel = LAYOUTS[layout]
+    # Stages are the slowest axis of the grid, data ranks the next.
+    of_a_stage = ranks // parallel.get("pipeline", 1)
+    return rank % of_a_stage * data_ranks(layout) // of_a_stage
+
+
 CASES = [
-    *(("sequences", 3), ("context", 1), ("both", 2), ("data, tensor", 1)),
+    *(("sequences", 3), ("context", 1), ("both", 2), ("data, tensor", 1), ("pipeline", 1)),
     *(("tensor", stage) for stage in range(4)),
     *(("context", stage) for stage in (0, 2, 3)),
     *(("both", stage) for stage in (0, 1, 3)),
     *(("data, tensor", 3), ("data, context", 1), ("data, context", 3)),
+    *(("pipeline", 0), ("pipeline", 2), ("data, pipeline", 1), ("pipeline, tensor", 2), ("pipeline, context", 1)),
 ]
 """Layouts and stages of ZeRO."""
-SOME = [*CASES[:4], ("tensor", 0), ("data, context", 2)]
+SOME = [*CASES[:5], ("tensor", 0), ("data, context", 2)]
 
 
 @pytest.mark.parametrize(("layout", "stage"), CASES)
@@ -82,7 +94,7 @@ def test_a_whole_life(layout: str, stage: int, start: str, alone, tmp_path: Path
     found = lived(layout, stage, WHOLE_LIFE, start, tmp_path)
     folder, expected = alone(data_ranks(layout), WHOLE_LIFE)
     for rank, each in enumerate(found):
-        assert_close(each, expected[rank * data_ranks(layout) // len(found)], SINGLE, f"rank {rank}")
+        assert_close(each, expected[data_rank(layout, rank)], SINGLE, f"rank {rank}")
         whole, resumed = each["whole"], each["resumed"]
         assert resumed["losses"] == whole["losses"][4:] and len(resumed["losses"]) > 4
         # The last line is about this call of train() alone.
@@ -101,7 +113,7 @@ def test_samplers_streams_and_losses(layout: str, stage: int, start: str, alone,
     found = lived(layout, stage, titles, start, tmp_path)
     _, expected = alone(data_ranks(layout), OTHERS)
     for rank, each in enumerate(found):
-        wanted = expected[rank * data_ranks(layout) // len(found)]
+        wanted = expected[data_rank(layout, rank)]
         assert_close(each, {title: wanted[title] for title in titles}, SINGLE, f"rank {rank}")
 
 

@@ -101,6 +101,17 @@ class Holders:
         """Of this rank."""
         return self.rank // self.ranks_of_a_stage
 
+    def of_all_stages(self, own: Sequence[HeldWeight]) -> list[HeldWeight]:
+        """The weights of every stage, of which this rank's has ``own``. All ranks of the group call it."""
+        everyones: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(everyones, [replace(each, stage=self.stage) for each in own], group=self.group)
+        # A weight may stand in every stage: the first one's is taken.
+        first: dict[str, HeldWeight] = {}
+        for weights in everyones[:: self.ranks_of_a_stage]:
+            for weight in weights:
+                first.setdefault(weight.name, weight)
+        return list(first.values())
+
     def place(self, rank: int) -> Place:
         """The place of a rank of a stage along the axes."""
         found: dict[Axis, int] = {}
@@ -166,20 +177,13 @@ class _HeldModel:
         state = model.state_dict(keep_vars=True)
         tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
         device = next((each.device for each in tensors.values()), torch.device("cpu"))
-        own, dense = _held_weights(tensors, holders), holders.dense
-        if dense is None or dense.stages == 1:
+        own = _held_weights(tensors, holders)
+        views = [view for view in (holders.dense, holders.experts) if view is not None]
+        if all(view.stages == 1 for view in views):
             return _HeldModel(holders, tensors, own, device)
-        if any(weight.is_expert for weight in own):
-            raise ValueError("the experts of a model that is cut into stages are not gathered yet")
-        everyones: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size(dense.group))]
-        own = [replace(each, stage=dense.stage, position=_position(model, each.name)) for each in own]
-        dist.all_gather_object(everyones, own, group=dense.group)
-        # A weight may stand in every stage: the first one's is taken.
-        first: dict[str, HeldWeight] = {}
-        for weights in everyones[:: dense.ranks_of_a_stage]:
-            for weight in weights:
-                first.setdefault(weight.name, weight)
-        return _HeldModel(holders, tensors, sorted(first.values(), key=lambda weight: weight.position), device)
+        own = [replace(each, position=_position(model, each.name)) for each in own]
+        every = [each for view in views for each in view.of_all_stages([one for one in own if holders.of(one) is view])]
+        return _HeldModel(holders, tensors, sorted(every, key=lambda weight: weight.position), device)
 
     def gathered(self, gather: Gather, to: Destination) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Gather one tensor after the other at the destination; yields its names and a copy of it.

@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from ds_npu.config.pipeline import PipelineSection
-from ds_npu.engine.same_batch import compare_batches
+from ds_npu.engine.same_batch import agree_before_stages
 from ds_npu.engine.stage_output import LOSS, OutputForm, StageOutputs, tensors_of, training_output
 from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by
 from ds_npu.features.pipeline.layout import PipelineLayout, layout_of
 from ds_npu.features.pipeline.micro_batches import Arguments, cut, samples_of, shape_of
-from ds_npu.features.pipeline.stages import run_stage
+from ds_npu.features.pipeline.stages import check_arguments, run_stage
 from ds_npu.features.token_targets import COUNT
 from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
@@ -156,7 +157,7 @@ class EnginePipeline:
         self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
         self.pending = PendingGradients(gradient_slots(engine))
         self.tied = TiedGradients(engine, layout.rank_of)
-        self._is_compared = False
+        self._has_begun = False
         self.handle: torch.Tensor | None = None
         """The loss that was returned, and whose gradients are pending."""
 
@@ -172,18 +173,36 @@ class EnginePipeline:
 
     def batch(self, given: Arguments, trains: bool) -> RunningMicroBatches:
         """The micro-batches of the batch with the arguments ``given``."""
-        if not self._is_compared:
-            self._is_compared = True
-            compare_batches(given, "pp", self.engine.topology)
+        # On every rank before any begins: one that refuses later leaves the others waiting for it.
+        check_arguments(self.engine.module, given)
         if trains:
             self.loss.check_labels(given)
         samples = samples_of(given)
         parts = cut(given, min(self.micro_batches or samples, samples))
+        if not self._has_begun:
+            self._has_begun = True
+            agree_before_stages(self.engine.module, self.engine.topology, given, parts[0])
+        self._check_alike(len(parts))
         items = self.loss.items(parts)
         if items is not None and self.engine.topology.size("cp") > 1:
             # Context ranks divide their shares themselves.
             parts = [part | {COUNT: items} for part in parts]
         return RunningMicroBatches(parts, items, trains)
+
+    def _check_alike(self, count: int) -> None:
+        """Raise ValueError where data ranks that share experts have other numbers of micro-batches."""
+        topology: Topology = self.engine.topology
+        if topology.size("ep") == 1 or topology.size("dp") == 1:
+            return
+        counts = [0] * topology.size("dp")
+        # Once in a batch; a rank with more of them would wait for the others' experts for ever.
+        dist.all_gather_object(counts, count, group=topology.group("dp"))
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the data ranks have {', '.join(map(str, counts))} micro-batches, and share experts "
+                "(ds_npu.parallel.expert), which all of them call together. What to do: as many samples on every rank, "
+                "as drop_last of a loader leaves"
+            )
 
     def train(self, batch: RunningMicroBatches) -> Any:
         """Run ``batch``; its gradients are pending until ``commit``. The output, whose loss has a graph of its own."""

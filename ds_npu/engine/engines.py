@@ -99,10 +99,12 @@ class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
         if protect_shards(model, self.topology):
             # Optimizers of the client's own know what they are given.
             engine._take_model_step = allow_shard_access()(engine._take_model_step)
-        if not is_pipeline:
+        if not is_pipeline and layout is None:
             agree_on_first_batch(model, self.topology)
         remove_gradient_buffers(model)
         if layout is not None:
+            # Only now is it known that the model is in stages; other engines pay for none of its calls.
+            self.__class__ = NpuStagedEngine
             engine.run_in_stages(EnginePipeline(self, layout, session.config.pipeline.micro_batches))
         for install in self.build.when_built:
             for line in install(self):
@@ -231,8 +233,12 @@ def backward_of_an_output(backward: Callable[..., Any], loss: torch.Tensor, *arg
     return backward(loss.view_as(loss), *args, **kwargs)
 
 
-class NpuEngine(StagedEngine, TopologyMixin, DeepSpeedEngine):  # type: ignore[misc]
+class NpuEngine(TopologyMixin, DeepSpeedEngine):  # type: ignore[misc]
     """DeepSpeedEngine over the topology."""
+
+
+class NpuStagedEngine(StagedEngine, NpuEngine):
+    """DeepSpeedEngine over the topology, of a model in pipeline stages."""
 
 
 class NpuPipelineEngine(PipelineMixin, PipelineEngine):  # type: ignore[misc]

@@ -15,14 +15,15 @@ from torch import nn
 from ds_npu.engine.engine_pipeline import EnginePipeline
 from ds_npu.features.pipeline.micro_batches import Arguments
 from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.micro_batch import running
+from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
 from ds_npu.topology.topology import Topology
 
 
 class StagedEngine:
-    """DeepSpeedEngine's calls, for a model in stages; for another model they are DeepSpeed's own."""
+    """DeepSpeedEngine's calls, for a model in stages."""
 
-    pipeline: EnginePipeline | None = None
-    """Runs the batches, where the model is in stages."""
+    pipeline: EnginePipeline
     topology: Topology
     module: nn.Module
     micro_steps: int
@@ -37,9 +38,6 @@ class StagedEngine:
         In training only the ``loss`` of the output is there. Raises ValueError for a batch that cannot be cut into
         micro-batches, and PipelineError where another rank has failed.
         """
-        if self.pipeline is None:
-            upstream: Any = super()
-            return upstream.forward(*args, **kwargs)
         trains = self.module.training and torch.is_grad_enabled()
         batch = self.pipeline.batch(self.pipeline.arguments(args, kwargs), trains)
         with _Counted(self):
@@ -48,10 +46,10 @@ class StagedEngine:
     def run_in_stages(self, pipeline: EnginePipeline) -> None:
         """Run batches by ``pipeline``, also those that are given to the model itself, as the Trainer evaluates."""
         self.pipeline = pipeline
-        whole = self
 
         def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs) if whole._runs else whole.forward(*args, **kwargs)
+            is_stage = BORDER_STATES.of(running()) is not None
+            return own(*args, **kwargs) if is_stage else self.forward(*args, **kwargs)
 
         wrap_forward(self.module, forward, Level.MODEL)
 
@@ -60,9 +58,6 @@ class StagedEngine:
 
         Raises ValueError where ``loss`` has another part, and RuntimeError where no gradients are pending.
         """
-        if self.pipeline is None:
-            upstream: Any = super()
-            return upstream.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         self.pipeline.commit(loss)
@@ -70,7 +65,7 @@ class StagedEngine:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; raises RuntimeError where the gradients of a batch were not taken over."""
-        if self.pipeline is not None and self.pipeline.is_pending:
+        if self.pipeline.is_pending:
             raise RuntimeError(
                 "engine.step: the gradients of the last engine(batch) wait for engine.backward(loss). What to do: call "
                 "it before engine.step(); loss.backward() does not reach them"
@@ -82,19 +77,14 @@ class StagedEngine:
         """One optimizer step on ``gradient_accumulation_steps`` batches of ``data_iter``, each one micro-batch.
 
         Returns the mean of their losses. A batch is a mapping of the model's arguments, or a sequence of them. Raises
-        RuntimeError for a model that is not in stages, and in the middle of an accumulation.
+        RuntimeError in the middle of an accumulation.
         """
-        pipeline, steps = self.pipeline, self.gradient_accumulation_steps()
-        if pipeline is None:
-            raise RuntimeError(
-                f"engine.train_batch: {type(self.module).__name__} is not in stages. What to do: "
-                "ds_npu.parallel.pipeline, or engine(batch), engine.backward(loss) and engine.step()"
-            )
+        steps = self.gradient_accumulation_steps()
         if self.micro_steps % steps:
             raise RuntimeError("engine.train_batch: an accumulation has begun; call engine.step() to its end first")
         parts = [self._arguments(next(data_iter)) for _ in range(steps)]
         with _Counted(self):
-            loss = pipeline.train_parts(parts)
+            loss = self.pipeline.train_parts(parts)
         # Its last micro-batch is the boundary.
         self.micro_steps += steps - 1
         self.backward(loss, scale_wrt_gas=False)
@@ -102,7 +92,6 @@ class StagedEngine:
         return loss.detach()
 
     def _arguments(self, batch: Any) -> Arguments:
-        assert self.pipeline is not None, "the model is in stages"
         args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (batch, {})
         found = self.pipeline.arguments(args, kwargs)
         return {name: each.to(self.device) if isinstance(each, torch.Tensor) else each for name, each in found.items()}

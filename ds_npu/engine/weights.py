@@ -84,10 +84,13 @@ class WholeWeights:
             return every_rank or all(topology.rank(axis) == 0 for axis in others if axis not in axes)
 
         held = Holders.tensor_ranks(topology.group(*dense), stages) if has_part(dense, ("pp", "dp", "cp")) else None
-        if not has_experts(self.module) or not has_part(("ep", "etp"), ("pp", "edp")):
+        experts: tuple[Axis, ...] = ("pp", "ep", "etp") if stages > 1 else ("ep", "etp")
+        # Of several stages, some may have none.
+        has_any = has_experts(self.module) or (stages > 1 and topology.size("ep", "etp") > 1)
+        if not has_any or not has_part(experts, ("pp", "edp")):
             return ViewHolders(held)
         sizes: dict[Axis, int] = {"ep": topology.size("ep"), "etp": topology.size("etp")}
-        return ViewHolders(held, Holders(topology.group("ep", "etp"), sizes))
+        return ViewHolders(held, Holders(topology.group(*experts), sizes, stages))
 
     @property
     def _gather(self) -> Callable[[Any], AbstractContextManager[Any]]:

@@ -43,6 +43,7 @@ TRAFFIC = (
     Traffic(("ep", "etp"), ("ep", "etp"), "experts' norms", "scalars"),
     Traffic(("ep",), ("ep",), "tokens for experts", "unknown"),
     Traffic(("etp",), ("etp",), "experts' hidden states", "unknown"),
+    Traffic(("pp", "ep", "etp"), ("ep", "etp"), "experts' weights, to be saved", "unknown"),
 )
 """The traffic of each of the topology's groups (``GROUPS``, ``EXPERT_GROUPS``)."""
 

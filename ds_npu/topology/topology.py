@@ -16,7 +16,7 @@ ALONE = "ds_npu_alone"
 GROUPS: tuple[tuple[Axis, ...], ...] = (("dp", "cp"), ("dp",), ("cp",), ("tp",), ("pp",), ("pp", "tp"))
 """The groups DeepSpeed asks for, in the order in which every rank makes them."""
 
-EXPERT_GROUPS: tuple[tuple[Axis, ...], ...] = (("edp",), ("ep", "etp"), ("ep",), ("etp",))
+EXPERT_GROUPS: tuple[tuple[Axis, ...], ...] = (("edp",), ("ep", "etp"), ("ep",), ("etp",), ("pp", "ep", "etp"))
 """The groups of the expert view, which are made where it shards anything (ep * etp > 1)."""
 
 BackendOptions = Callable[[tuple[Axis, ...]], c10d.Backend.Options | None]

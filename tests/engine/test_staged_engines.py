@@ -20,6 +20,9 @@ def section(pipeline: int, schedule: str | None = None, keys: dict | None = None
     return {"parallel": {"pipeline": pipeline, **parallel}} | ({"pipeline": wanted} if wanted else {}) | context
 
 
+LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+
+
 def test_two_stages():
     run_on_ranks(2, rule.hold_all, "llama", (0, 1, 2), [section(2)], UNTIED)
 
@@ -35,8 +38,34 @@ def test_tied_weights(schedule):
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"tensor": 2}, SEQUENCES, {"context": 2}, {}], ids=["tensor", "sequences", "context", "data"]
+    "keys",
+    [{"micro_batches": 2}, {"micro_batches": 1}, {"micro_batches": 3}, {"split": [1, 3]}, {"noop_layers": [0, 5]}],
 )
+def test_keys(keys):
+    run_on_ranks(2, rule.hold_all, "llama", (1,), [section(2, keys=keys)], {})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("changes", [{"adapters": LORA}, {"checkpointing": True}], ids=["adapters", "checkpointing"])
+def test_models_as_people_have_them(schedule, changes):
+    run_on_ranks(2, rule.hold_all, "llama", (0, 1, 2), [section(2, schedule)], changes)
+
+
+AXES = {
+    "tensor": {"tensor": 2},
+    "sequences": SEQUENCES,
+    "context": {"context": 2},
+    "data": {},
+}
+
+
+@pytest.mark.parametrize("parallel", AXES.values(), ids=AXES)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h2", "zb_v"])
 def test_with_other_axes(parallel, schedule):
     run_on_ranks(4, rule.hold_all, "llama", (0, 1, 2), [section(2, schedule, **parallel)], {})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_with_expert_ranks(schedule):
+    changes = {"output_router_logits": False}
+    run_on_ranks(4, rule.hold_all, "qwen3_moe", (0, 1, 2), [section(2, schedule, expert=2)], changes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import gradient_rule as rule
+import peft
 import tensor_parallel_rule as dense
 import tiny_models
 import torch
@@ -18,9 +20,22 @@ EXACT, SINGLE = dense.EXACT, dense.SINGLE
 SAMPLES, ACCUMULATION, LENGTH, BLOCKS = 4, 2, 10, 4
 
 
-def model_of(family: str, dtype: torch.dtype, **changes: object) -> nn.Module:
+def model_of(
+    family: str, dtype: torch.dtype, adapters: dict | None = None, checkpointing: bool = False, **changes: object
+) -> nn.Module:
+    """A tiny model; ``adapters``: of PEFT's LoraConfig; ``checkpointing``: each block is computed again in backward."""
     blocks = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    return tiny_models.tiny(family, torch.float32, **{blocks: BLOCKS} | changes).to(dtype)
+    model = tiny_models.tiny(family, torch.float32, **{blocks: BLOCKS} | changes)
+    if adapters:
+        torch.manual_seed(7)
+        model = peft.get_peft_model(model, peft.LoraConfig(**adapters))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.to(dtype).train()
 
 
 def batches(dp: int) -> list[list[dict[str, torch.Tensor]]]:
@@ -47,10 +62,11 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype
 def reference(model: nn.Module, dp: int, dtype: torch.dtype) -> rule.Reference:
     """One step of one process on all batches, which it does one after the other."""
     total = 0.0
-    for batch in (each for step in batches(dp) for each in step):
-        loss = loss_of(model, batch, dtype) / (ACCUMULATION * dp)
-        loss.backward()
-        total += loss.item()
+    with tiny_models.Float64() if dtype == torch.float64 else nullcontext():
+        for batch in (each for step in batches(dp) for each in step):
+            loss = model(**batch).loss / (ACCUMULATION * dp)
+            loss.backward()
+            total += loss.item()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     gradients = {name: weight.grad.cpu().double() for name, weight in trained.items()}
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
@@ -99,18 +115,20 @@ def hold(family: str, stage: int, section: dict, dtype: torch.dtype, expected: r
     weights = {name: weight.double() for name, weight in dense.shared(engine.whole_state_dict()).items()}
     norm = float(engine.get_global_grad_norm())
     where = (family, stage, section)
-    assert abs(loss / expected.loss - 1) <= EXACT, (where, loss, expected.loss)
+    exact = EXACT if dtype == torch.float64 else SINGLE
+    assert abs(loss / expected.loss - 1) <= exact, (where, loss, expected.loss)
     assert gradients.keys() >= expected.gradients.keys(), where
     found = rule.relative(gradients, expected.gradients)
-    assert found <= EXACT, (where, found)
-    loose = EXACT if stage == 0 else SINGLE
+    assert found <= exact, (where, found)
+    loose = exact if stage == 0 else SINGLE
     assert abs(norm / expected.norm - 1) <= loose, (where, norm, expected.norm)
     assert rule.relative(weights, expected.weights) <= loose, where
 
 
 def hold_all(family: str, stages: Sequence[int], sections: Sequence[dict], changes: dict) -> None:
-    """Hold each section and stage of ZeRO to one process, in float64."""
-    dtype = torch.float64
+    """Hold each section and stage of ZeRO to one process, in float64; recomputed blocks in float32."""
+    # The mode that makes all of transformers' computations float64 does not reach into a backward.
+    dtype = torch.float32 if changes.get("checkpointing") else torch.float64
     pp = sections[0]["parallel"]["pipeline"] * sections[0]["parallel"].get("tensor", 1)
     dp = dist.get_world_size() // (pp * sections[0]["parallel"].get("context", 1))
     expected = reference(model_of(family, dtype, **changes), dp, dtype)

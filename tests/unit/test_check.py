@@ -56,7 +56,6 @@ def test_the_layout_of_a_right_config(write):
         "Batch: 4 micro * 8 accumulation * 2 data parallel = 64 samples a step = 262,144 tokens",
     }
     assert "ds_npu.parallel.tensor is" not in done.stdout
-    assert "only a deepspeed.PipelineModule uses it" in done.stdout
 
 
 @pytest.mark.parametrize("world_size", [16, 16384])

@@ -266,14 +266,15 @@ def test_deepspeeds_pipelines_know_no_zero_2_and_3(stage):
     config = with_section({"parallel": {"pipeline": 2}}, zero_optimization={"stage": stage})
     (problem,) = mistakes(config, stages=2).problems
     assert (problem.path, problem.found) == ("zero_optimization.stage", stage) and "0 or 1" in problem.accepted
-    assert any("zero_optimization.stage" in warning for warning in check(config, 8).warnings)
+    said = check(config, 8).warnings if stage == 2 else map(str, mistakes(config).problems)
+    assert any("zero_optimization.stage" in each for each in said)
 
 
 def test_the_stages_of_a_pipeline_module_are_the_pipeline_ranks():
     config = with_section({"parallel": {"pipeline": 2}})
     (problem,) = mistakes(config, stages=4).problems
     assert (problem.path, problem.found) == ("ds_npu.parallel.pipeline", 2) and "4, the stages" in problem.accepted
-    assert not check(config, 8, stages=2).warnings and check(config, 8).warnings
+    assert not check(config, 8, stages=2).warnings and not check(config, 8).warnings
 
 
 def test_the_same_asked_twice_is_accepted():

@@ -43,7 +43,7 @@ def test_the_head_takes_the_place_of_blocks():
 def test_positions_at_which_nothing_stands():
     assert even_counts(7, 4, [7]) == [2, 2, 2, 1]
     assert even_counts(6, 4, [0, 7]) == [1, 2, 2, 1]
-    with pytest.raises(ValueError, match="7 positions for 4 stages"):
+    with pytest.raises(ValueError, match="found 7 positions for 4 stages"):
         even_counts(6, 4, [3])
-    with pytest.raises(ValueError, match="position 9 of 8 positions"):
+    with pytest.raises(ValueError, match="found position 9 of 8"):
         even_counts(7, 4, [9])

@@ -244,9 +244,8 @@ def run_stage(model: nn.Module, stage: Stage, arrived: torch.Tensor | None, **kw
         raise ValueError(
             f"{type(model).__name__}: {stage} is given {'no' if arrived is None else 'some'} hidden states"
         )
-    refused = [key for key in ("past_key_values", *OF_ALL_LAYERS) if kwargs.get(key)]
-    if refused and stage.count > 1:
-        raise ValueError(f"{type(model).__name__} is cut into stages, and is given {', '.join(refused)}")
+    if stage.count > 1:
+        check_arguments(model, kwargs)
     is_last = stage.index == stage.count - 1
     if not is_last:
         kwargs = {key: value for key, value in kwargs.items() if key not in LABEL_ARGUMENTS}
@@ -258,6 +257,13 @@ def run_stage(model: nn.Module, stage: Stage, arrived: torch.Tensor | None, **kw
     if states.leaving is None:
         raise RuntimeError(f"{type(model).__name__}: {stage} has returned before its blocks were behind it")
     return states.leaving
+
+
+def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments that no stage of ``model`` can serve."""
+    refused = [key for key in ("past_key_values", *OF_ALL_LAYERS) if given.get(key)]
+    if refused:
+        raise ValueError(f"{type(model).__name__} is cut into stages, and is given {', '.join(refused)}")
 
 
 def own_stages(model: nn.Module) -> OwnStages | None:

@@ -17,7 +17,7 @@ from torch import nn
 from ds_npu.config.pipeline import PipelineSection
 from ds_npu.engine.same_batch import agree_before_stages
 from ds_npu.engine.stage_output import LOSS, OutputForm, StageOutputs, tensors_of, training_output
-from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by
+from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_loss
 from ds_npu.features.pipeline.layout import PipelineLayout, layout_of
 from ds_npu.features.pipeline.micro_batches import Arguments, cut, samples_of, shape_of
 from ds_npu.features.pipeline.stages import check_arguments, run_stage
@@ -91,6 +91,8 @@ class RunningMicroBatches:
     trains: bool
     outputs: list[Any] = field(default_factory=list)
     """By micro-batch, what the last stage has returned: in an evaluation, all; in training, the first."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """All that this rank's stages add to the loss of the batch, without graphs."""
 
 
 class StageOfEngine:
@@ -101,11 +103,16 @@ class StageOfEngine:
 
     def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
         engine, batch = self.pipeline.engine, self.batch
+        losses: list[torch.Tensor] = []
         with self.pipeline.random_numbers(), autocast_if_enabled(engine), divided_by(batch.items):
-            out = run_stage(engine.module, self.stage, arrived, **batch.parts[micro_batch])
+            out = run_stage(engine.module, self.stage, arrived, losses, **batch.parts[micro_batch])
+        own = None
+        if losses and batch.trains:
+            own = self.pipeline.loss.share(torch.stack(losses).sum(), batch.parts, micro_batch, batch.items)
+            batch.losses.append(own.detach())
         if self.stage.index < self.stage.count - 1:
             hidden: torch.Tensor = out
-            return hidden
+            return hidden if own is None else with_loss(hidden, loss_scaled(engine, own))
         if not batch.trains:
             batch.outputs.append(out)
             return torch.zeros((), device=engine.device)
@@ -118,7 +125,9 @@ class StageOfEngine:
             )
         if not batch.outputs:
             batch.outputs.append(out)
-        return loss if batch.items is not None else loss / len(batch.parts)
+        loss = loss if batch.items is not None else loss / len(batch.parts)
+        batch.losses.append(loss.detach())
+        return loss if own is None else loss + own
 
     def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
         if gradient is None:
@@ -220,13 +229,12 @@ class EnginePipeline:
         self.held.__enter__()
         self.pending.begin()
         try:
-            run = self._run(self.layout.make(len(batch.parts)), batch)
+            self._run(self.layout.make(len(batch.parts)), batch)
         except BaseException:
             self.drop()
             raise
-        losses = [run.losses[index] for index in sorted(run.losses)]
         key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
-        form, loss = self.outputs.of_training(batch.outputs, losses, key)
+        form, loss = self.outputs.of_training(batch.outputs, batch.losses, key)
         self.handle = loss.requires_grad_()
         # A copy: the caller may scale it in place.
         return form, self.handle * 1
@@ -237,11 +245,10 @@ class EnginePipeline:
             self._run(self.layout.forwards(len(batch.parts)), batch)
             return self.outputs.of_evaluation(batch.outputs, averages=batch.items is None)
 
-    def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> PipelineRun:
+    def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> None:
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
         run = PipelineRun(schedule, self.rank, stages, self.links)
         run.run([shape_of(part) for part in batch.parts])
-        return run
 
     @property
     def is_pending(self) -> bool:

@@ -63,7 +63,7 @@ class StageOutputs:
     def of_training(
         self, outputs: Sequence[Any], losses: Sequence[torch.Tensor], key: Any
     ) -> tuple[OutputForm, torch.Tensor]:
-        """The form of the output of a batch whose micro-batches have these (weighted) ``losses``, and the loss.
+        """The form of the output of a batch to whose loss this rank adds ``losses``, and the loss.
 
         ``outputs``: of the first micro-batch, on the last rank. ``key``: what the form of the output depends on.
         """
@@ -71,9 +71,9 @@ class StageOutputs:
             self._forms[key] = self._from_last(OutputForm.of(outputs[0]) if self._is_last else None)
         form = self._forms[key]
         dtype = form.tensors[LOSS][1]
-        loss = torch.stack(list(losses)).sum() if self._is_last else torch.empty((), dtype=dtype, device=self._device)
-        loss = loss.to(dtype)
-        dist.broadcast(loss, group=self._group, group_src=self._last)
+        own = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._device)
+        loss = own.to(dtype)
+        dist.all_reduce(loss, group=self._group)
         return form, loss
 
     def of_evaluation(self, outputs: Sequence[Any], averages: bool) -> Any:

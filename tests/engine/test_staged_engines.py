@@ -69,3 +69,37 @@ def test_with_other_axes(parallel, schedule):
 def test_with_expert_ranks(schedule):
     changes = {"output_router_logits": False}
     run_on_ranks(4, rule.hold_all, "qwen3_moe", (0, 1, 2), [section(2, schedule, expert=2)], changes)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+def test_losses_of_routers_in_every_stage(schedule):
+    moe = {"aux_loss": {"coefficient": 0.3}, "z_loss": 0.1}
+    changes = {"output_router_logits": False}
+    run_on_ranks(2, rule.hold_all, "qwen3_moe", (0, 2), [section(2, schedule) | {"moe": moe}], changes)
+
+
+EIGHT = [
+    ("llama", {"tensor": 2, "context": 2}, {}),
+    ("qwen3", {"tensor": 2, "sequence_parallel": True}, {}),
+    ("qwen3_moe", {"expert": 2, "tensor": 2}, {"output_router_logits": False}),
+    ("qwen3_moe", {"expert": 2, "context": 2}, {"output_router_logits": False}),
+    ("gpt2", {"tensor": 2}, {}),
+]
+CASES = [(*case, schedule) for case in EIGHT for schedule in ("1f1b", "zb_h1", "interleaved", "zb_v")]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=0, drawn=1)
+@pytest.mark.parametrize(("family", "parallel", "changes", "schedule"), CASES, ids=str)
+def test_eight_ranks(family, parallel, changes, schedule):
+    run_on_ranks(8, rule.hold_all, family, (0, 1, 2), [section(2, schedule, **parallel)], changes, deadline_s=900.0)
+
+
+FOUR = ("1f1b", "gpipe", "zb_h1", "zb_h2")
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize("schedule", FOUR)
+def test_four_stages(schedule):
+    run_on_ranks(4, rule.hold_all, "llama", (0, 2), [section(4, schedule)], {}, deadline_s=600.0)

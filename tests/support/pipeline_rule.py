@@ -11,6 +11,7 @@ import tensor_parallel_rule as dense
 import tiny_models
 import torch
 import torch.distributed as dist
+from expert_balance import Recorded
 from gradient_rule import CLIP, LR
 from torch import nn
 
@@ -52,6 +53,10 @@ def batches(dp: int) -> list[list[dict[str, torch.Tensor]]]:
     return found
 
 
+def samples_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [{name: each[index : index + 1] for name, each in batch.items()} for index in range(SAMPLES)]
+
+
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype, **more: object) -> torch.Tensor:
     if dtype != torch.float64:
         return model(**batch, **more).loss
@@ -59,14 +64,22 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype
         return model(**batch, **more).loss
 
 
-def reference(model: nn.Module, dp: int, dtype: torch.dtype) -> rule.Reference:
-    """One step of one process on all batches, which it does one after the other."""
-    total = 0.0
+def reference(model: nn.Module, dp: int, dtype: torch.dtype, moe: dict | None = None) -> rule.Reference:
+    """One step of one process on all batches, which it does one after the other.
+
+    With losses of ``moe`` sample by sample, as they are means over micro-batches, which count by their labels.
+    """
+    total, recorded = 0.0, Recorded(model)
     with tiny_models.Float64() if dtype == torch.float64 else nullcontext():
         for batch in (each for step in batches(dp) for each in step):
-            loss = model(**batch).loss / (ACCUMULATION * dp)
-            loss.backward()
-            total += loss.item()
+            items = (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
+            for part in [batch] if moe is None else samples_of(batch):
+                own = (part["labels"][:, 1:] != IGNORED_LABEL).sum()
+                loss = model(**part, num_items_in_batch=items).loss
+                loss = loss if moe is None else loss + recorded.loss(moe, 1) * own / items
+                loss = loss / (ACCUMULATION * dp)
+                loss.backward()
+                total += loss.item()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     gradients = {name: weight.grad.cpu().double() for name, weight in trained.items()}
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
@@ -131,7 +144,7 @@ def hold_all(family: str, stages: Sequence[int], sections: Sequence[dict], chang
     dtype = torch.float32 if changes.get("checkpointing") else torch.float64
     pp = sections[0]["parallel"]["pipeline"] * sections[0]["parallel"].get("tensor", 1)
     dp = dist.get_world_size() // (pp * sections[0]["parallel"].get("context", 1))
-    expected = reference(model_of(family, dtype, **changes), dp, dtype)
+    expected = reference(model_of(family, dtype, **changes), dp, dtype, sections[0].get("moe"))
     for section in sections:
         for stage in stages:
             hold(family, stage, section, dtype, expected, changes)

@@ -21,6 +21,8 @@ from ds_npu.features.experts.routing import Collected, Router, collect_ids, coll
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.parallel.expert.balance import BalanceLosses, Scores, TokenRanks
 from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.micro_batch import running
+from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
 
 KEYS = "ds_npu.moe.aux_loss and z_loss"
 
@@ -38,8 +40,6 @@ def balance_changes(section: MoeSection, build: Build, layouts: Iterable[str]) -
     """What adds the losses to that of the model; raises ValueError where a router is not known."""
     if not section.has_losses:
         return
-    if build.is_cut_into_stages:
-        raise ValueError(f"{KEYS} do not work with ds_npu.parallel.pipeline: no stage returns the loss of all layers")
     model, names = build.model, list(layouts)
     aux, over, z = section.aux_loss.coefficient or 0.0, section.aux_loss.over, section.z_loss or 0.0
     routers = {name: _router(model, name, needs_scores=aux > 0) for name in names}
@@ -80,6 +80,11 @@ class _BalancedForward:
         given = {**given, **kwargs}
         with collecting() as collected:
             out = forward(*args, **kwargs)
+        stage = BORDER_STATES.of(running())
+        if stage is not None:
+            if not collected.is_empty:
+                stage.losses.append(self._loss(collected, given))
+            return out
         if isinstance(out, torch.Tensor) and out.dim() == 0:
             return out + self._added(collected, given).to(out.dtype)
         loss = out.get("loss") if isinstance(out, MutableMapping) else None
@@ -93,14 +98,16 @@ class _BalancedForward:
         return out
 
     def _added(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
+        loss, items = self._loss(collected, given), given.get("num_items_in_batch")
+        # The model divides by the labels of several micro-batches, whose losses are then added: so are these, by share.
+        return loss if items is None else loss * (_labels(given) / items)
+
+    def _loss(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
         ids = given.get("input_ids")
         tokens = given.get("inputs_embeds") if ids is None else ids
         if not isinstance(tokens, torch.Tensor):
             raise ValueError(f"{KEYS}: {type(self.model).__name__} is given neither input_ids nor inputs_embeds")
-        loss = self.losses.of(list(collected.routings(self.scores)), len(tokens), self.ranks)
-        items = given.get("num_items_in_batch")
-        # The model divides by the labels of several micro-batches, whose losses are then added: so are these, by share.
-        return loss if items is None else loss * (_labels(given) / items)
+        return self.losses.of(list(collected.routings(self.scores)), len(tokens), self.ranks)
 
 
 def _labels(given: Mapping[str, Any]) -> torch.Tensor:

@@ -97,7 +97,7 @@ class ExpertLoad:
 
 def load_parts(section: MoeSection, build: Build, computes: bool) -> Iterator[Change]:
     """What counts the load; raises ValueError where ``bias_update_rate`` finds no bias."""
-    if build.is_cut_into_stages:
+    if build.topology.size("pp") > 1:
         if section.bias_update_rate is not None or section.load_report:
             raise ValueError("ds_npu.moe.bias_update_rate and load_report do not work with ds_npu.parallel.pipeline")
         return

@@ -19,6 +19,7 @@ from ds_npu.features.pipeline.micro_batches import KEY, Arguments
 from ds_npu.features.token_targets import COUNT, Targets, shifts
 from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model
 from ds_npu.models.logits import LABEL_ARGUMENTS
+from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.micro_batch import Fact, new_forward, running
 
 Items = torch.Tensor | int
@@ -44,6 +45,23 @@ def divided_by(items: Items | None) -> Iterator[None]:
         if items is not None:
             ITEMS.set(micro_batch, items)
         yield
+
+
+class _WithLoss(torch.autograd.Function):
+    """``x``, whose backward is also that of the scalar ``loss``."""
+
+    @staticmethod
+    def forward(ctx: Context, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, torch.ones_like(ctx.saved_tensors[0])
+
+
+with_loss = applied(_WithLoss, _WithLoss.forward)
+"""Hidden states that leave a stage, with a loss of the stage's own layers (Megatron-LM, moe_utils.py)."""
 
 
 class BatchLoss:
@@ -72,4 +90,16 @@ class BatchLoss:
         if shifted is None:
             return None
         given: Items | None = parts[0].get(COUNT)
-        return given if given is not None else sum(Targets(part, shifted).count or 0 for part in parts)
+        return given if given is not None else sum(self._labels(part, shifted) for part in parts)
+
+    def share(self, loss: torch.Tensor, parts: Sequence[Arguments], index: int, items: Items | None) -> torch.Tensor:
+        """What ``loss``, a mean over one of ``parts`` (a router's), adds to the loss of the batch."""
+        if items is None or self._found is None:
+            return loss / len(parts)
+        # In this order: a quotient of integers would be a float32.
+        return loss * self._labels(parts[index], bool(shifts(self._found, KEY, REMEDY))) / items
+
+    @staticmethod
+    def _labels(part: Arguments, shifted: bool) -> Items:
+        count = Targets({name: each for name, each in part.items() if name != COUNT}, shifted).count
+        return 0 if count is None else count

@@ -232,13 +232,20 @@ def _side(own: StageModules, name: str) -> Side | None:
     return next((own.absent[each] for each in (name, *names.ancestors(name)) if each in own.absent), None)
 
 
-def run_stage(model: nn.Module, stage: Stage, arrived: torch.Tensor | None, **kwargs: Any) -> Any:
+def run_stage(
+    model: nn.Module,
+    stage: Stage,
+    arrived: torch.Tensor | None,
+    losses: list[torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> Any:
     """One forward of ``model``, which is ``stage``, on a batch: the hidden states [B, S, H] for the next stage.
 
     The last stage returns what the model returns. ``arrived``: hidden states [B, S, H] of the stage before, None in the
     first stage; with context parallelism those of this rank's tokens. Every stage is given the whole batch by name;
-    labels are used by the last stage only. Raises ValueError for hidden states that no or another stage has sent, and
-    for arguments that a stage cannot serve: caches, and what asks for something of every layer.
+    labels are used by the last stage only. ``losses``: to which those of the stage's own layers are appended. Raises
+    ValueError for hidden states that no or another stage has sent, and for arguments that a stage cannot serve: caches,
+    and what asks for something of every layer.
     """
     if (arrived is None) != (stage.index == 0):
         raise ValueError(
@@ -252,6 +259,8 @@ def run_stage(model: nn.Module, stage: Stage, arrived: torch.Tensor | None, **kw
     several = own_stages(model)
     with nullcontext() if several is None else several.only(stage), crossing(stage, arrived) as states:
         out = model(**kwargs)
+    if losses is not None:
+        losses += states.losses
     if is_last:
         return out
     if states.leaving is None:

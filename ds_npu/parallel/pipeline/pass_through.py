@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NoReturn
 
@@ -53,6 +53,8 @@ class BorderStates:
     """From the stage before; None in the first stage."""
     leaving: torch.Tensor | None = None
     """For the stage behind; None in the last stage."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Scalars that the layers of this stage add to the loss of the batch (routers' auxiliary losses)."""
     blocks_run: int = 0
     _unknown: torch.Tensor | None = None
 

@@ -175,9 +175,27 @@ def refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             engine_of(model_of("llama", torch.float32), 1, torch.float32, TWO | {"pipeline": keys})
+    for keys in ({"bias_update_rate": 0.1}, {"load_report": "load.svg"}):
+        with pytest.raises(ValueError, match="load_report do not work with ds_npu.parallel.pipeline"):
+            model = model_of("deepseek_v3", torch.float32)
+            engine_of(model, 1, torch.float32, {"parallel": {"pipeline": 2, "expert": 1}, "moe": keys})
     model = model_of("mixtral", torch.float32, output_router_logits=True)
     with pytest.raises(ValueError, match="output_router_logits in its config"):
         engine_of(model, 1, torch.float32, TWO)
+
+
+def not_finite() -> None:
+    """``watch.finite`` ends the run in the step of a loss that is not finite, on every rank."""
+    for section in (TWO, V_SHAPE):
+        engine = engine_of(model_of("llama", torch.float32), 0, torch.float32, section | {"watch": {"finite": True}})
+        with torch.no_grad():
+            for name, weight in engine.module.named_parameters():
+                if "layers.2.mlp.up_proj" in name:
+                    weight.fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match=r"step 1: the loss is not finite"):
+            for step in range(2):
+                engine.backward(engine(**one_batch(step)).loss)
+                engine.step()
 
 
 def of_a_file(path: Path) -> None:
@@ -208,6 +226,10 @@ def test_an_optimizer_of_the_client():
 
 def test_what_is_refused():
     run_on_ranks(2, refused)
+
+
+def test_a_loss_that_is_not_finite():
+    run_on_ranks(2, not_finite)
 
 
 def test_a_schedule_of_ones_own(tmp_path):

@@ -44,6 +44,11 @@ FIRST = (Role.EMBEDDING, Role.POSITION_EMBEDDING, Role.NORM)
 LAST = (Role.FINAL_NORM, Role.HEAD)
 OF_ALL_LAYERS = ("output_router_logits", "output_attentions", "output_hidden_states")
 """Settings, and arguments of a forward, with which a model returns, or adds to its loss, something of every layer."""
+UNSERVED = dict.fromkeys(OF_ALL_LAYERS, "a stage has a part of the layers") | {
+    "past_key_values": "stages keep no caches",
+    "fused_lm_head": "TRL's trainers compute their losses of what the head of the last stage returns, on every rank",
+}
+"""Arguments of a forward that no stage can serve, and why."""
 OWN_STAGES = "ds_npu_own_stages"
 """The attribute of a model in stages that is its OwnStages."""
 
@@ -270,9 +275,12 @@ def run_stage(
 
 def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that no stage of ``model`` can serve."""
-    refused = [key for key in ("past_key_values", *OF_ALL_LAYERS) if given.get(key)]
+    refused = [key for key in UNSERVED if given.get(key)]
     if refused:
-        raise ValueError(f"{type(model).__name__} is cut into stages, and is given {', '.join(refused)}")
+        raise ValueError(
+            f"{type(model).__name__} is cut into stages, and is given {', '.join(refused)}: {UNSERVED[refused[0]]}. "
+            "What to do: leave it out, or ds_npu.parallel.pipeline 1"
+        )
 
 
 def own_stages(model: nn.Module) -> OwnStages | None:

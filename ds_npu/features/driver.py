@@ -11,6 +11,7 @@ from torch import nn
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
+from ds_npu.features.chunked_loss.feature import CHUNKED_LOSS
 from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
 from ds_npu.features.declaration import Declaration, Phase, check_declarations
 from ds_npu.features.experts.feature import MOE
@@ -32,6 +33,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     PARALLEL,
     MOE,
     FUSED_OPS,
+    CHUNKED_LOSS,
     CONTEXT_PARALLEL,
     WATCH,
 )

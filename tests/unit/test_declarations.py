@@ -127,8 +127,10 @@ SECTIONS = {
     "sequence_parallel": {"parallel": {**TENSOR, "sequence_parallel": True}},
     "context": {"parallel": {"context": 2}, "context_parallel": {"algorithm": "ring"}},
     "fused": {"fused_ops": {**FUSED, "flash_attention": True}},
+    "chunked": {"chunked_loss": True},
     "all": {
         "parallel": {**TENSOR, "sequence_parallel": True, "context": 2},
+        "chunked_loss": 8,
         "fused_ops": FUSED,
         "context_parallel": {"algorithm": "ulysses"},
     },
@@ -158,7 +160,8 @@ def test_a_llama_is_changed_as_it_should(name):
         "sequence_parallel": {**tensor, "wraps": 6 + 4 + 5 + 2 + 1 + 3, "hooks": 4},
         "context": {"wraps": 3, "links": 1, "hooks": 2},
         "fused": {"computes": 5 + 2 + 2, "links": 1},
-        "all": {**tensor, "wraps": 21 + 3, "hooks": 4 + 2, "computes": 9, "links": 3},
+        "chunked": {"wraps": 2, "links": 1},
+        "all": {**tensor, "wraps": 21 + 3 + 2, "hooks": 4 + 2, "computes": 9, "links": 4},
     }
     found = acts(changed(tiny_models.tiny("llama", torch.float32), SECTIONS[name], degrees))
     assert {act: found[act] for act in expected[name]} == expected[name]

@@ -23,7 +23,11 @@ PLAIN, AGAIN = "plain", "plain again"
 VARIANTS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     AGAIN: {},
-    "chunked_loss 512": {"chunked_loss": 512},
+    "chunked_loss 128": {"chunked_loss": 128},
+    "norm": {"recompute": {"norm": True}},
+    "activation_function": {"recompute": {"activation_function": True}},
+    "both": {"recompute": {"norm": True, "activation_function": True}},
+    "layers all": {"recompute": {"layers": "all"}},
 }
 """By name, the section."""
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_hidden_layers": 4}
@@ -70,10 +74,11 @@ def peak_bytes(step: Any) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = turns.parser(__doc__, rounds=2, cycles=3)
+    made = turns.parser(__doc__, rounds=3, cycles=4)
     made.add_argument("--words", type=int, default=8192, help="of the vocabulary (default 8192)")
-    made.add_argument("--samples", type=int, default=2, help="of a step (default 2)")
-    made.add_argument("--length", type=int, default=1024, help="tokens of a sample (default 1024)")
+    made.add_argument("--samples", type=int, default=1, help="of a step (default 1)")
+    made.add_argument("--length", type=int, default=512, help="tokens of a sample (default 512)")
+    made.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="the first is the base")
     made.add_argument("--run", choices=VARIANTS, help=argparse.SUPPRESS)
     made.add_argument("--bytes", action="store_true", help=argparse.SUPPRESS)
     made.set_defaults(steps=2, ranks=[1])
@@ -93,11 +98,11 @@ def main() -> None:
     for name in ("words", "samples", "length"):
         common += [f"--{name}", str(getattr(args, name))]
     held = {}
-    for name in VARIANTS:
+    for name in args.variants:
         told = subprocess.run([*common, "--run", name, "--bytes"], check=True, capture_output=True, text=True).stdout
         held[name] = json.loads(told.splitlines()[-1])
-        print(f"{name:<24} {held[name]:>13,} bytes at the peak, {held[name] / held[PLAIN]:.3f} of plain", flush=True)
-    variants = [turns.Variant(name, [*common, "--run", name], {"DS_ACCELERATOR": "cpu"}) for name in VARIANTS]
+        print(f"{name:<24} {held[name]:>13,} bytes at the peak, {held[name] / held[args.variants[0]]:.3f}", flush=True)
+    variants = [turns.Variant(name, [*common, "--run", name], {"DS_ACCELERATOR": "cpu"}) for name in args.variants]
     title = f"Llama of {SIZES['hidden_size']}, {args.samples} x {args.length} tokens, {args.words} words"
     turns.measure(title, variants, 1, args)
 

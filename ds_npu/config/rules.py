@@ -145,6 +145,18 @@ def _chunked_loss(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.chunked_loss", config.chunked_loss, accepted)
 
 
+def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
+    recompute, counted = config.recompute, isinstance(config.recompute.layers, int)
+    if counted and recompute.method is None:
+        yield Problem("ds_npu.recompute.layers", recompute.layers, "'all', or ds_npu.recompute.method beside a number")
+    if recompute.method is not None and not counted:
+        accepted = "only with a number at ds_npu.recompute.layers"
+        yield Problem("ds_npu.recompute.method", recompute.method, accepted)
+    for path, value in switched_on(recompute, "recompute.") if config.parallel.pipeline > 1 else ():
+        accepted = "left out with ds_npu.parallel.pipeline > 1: a PipelineModule has activation_checkpoint_interval"
+        yield Problem(f"ds_npu.{path}", value, accepted)
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -162,4 +174,5 @@ RULES = (
     Rule(("moe",), _replicas),
     Rule(("moe",), _balance),
     Rule(("parallel.pipeline", "chunked_loss"), _chunked_loss),
+    Rule(("parallel.pipeline", "recompute"), _recompute),
 )

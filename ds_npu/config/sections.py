@@ -23,7 +23,7 @@ from ds_npu.config.watch import WatchSection
 
 PLANNED = (
     "pipeline.recompute",
-    "recompute",
+    "recompute.budget_gib",
     "swap",
     "optimizer_memory",
     "memory_report",

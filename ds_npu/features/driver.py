@@ -19,6 +19,7 @@ from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.pipeline.feature import PIPELINE
 from ds_npu.features.plan import PLAN
+from ds_npu.features.recompute.feature import RECOMPUTE
 from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
 from ds_npu.features.watch.feature import WATCH
@@ -35,6 +36,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     FUSED_OPS,
     CHUNKED_LOSS,
     CONTEXT_PARALLEL,
+    RECOMPUTE,
     WATCH,
 )
 CHANGED_FOR = "ds_npu_changed_for"

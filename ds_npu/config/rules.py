@@ -152,9 +152,6 @@ def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
     if recompute.method is not None and not counted:
         accepted = "only with a number at ds_npu.recompute.layers"
         yield Problem("ds_npu.recompute.method", recompute.method, accepted)
-    for path, value in switched_on(recompute, "recompute.") if config.parallel.pipeline > 1 else ():
-        accepted = "left out with ds_npu.parallel.pipeline > 1: a PipelineModule has activation_checkpoint_interval"
-        yield Problem(f"ds_npu.{path}", value, accepted)
 
 
 RULES = (
@@ -174,5 +171,5 @@ RULES = (
     Rule(("moe",), _replicas),
     Rule(("moe",), _balance),
     Rule(("parallel.pipeline", "chunked_loss"), _chunked_loss),
-    Rule(("parallel.pipeline", "recompute"), _recompute),
+    Rule(("recompute",), _recompute),
 )

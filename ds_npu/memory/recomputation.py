@@ -24,9 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from ds_npu.memory.call_state import CallState
-
-OUTPUT_OF = "ds_npu_output_of"
-"""The attribute of a storage that is the _Output that it holds."""
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 
 
 class RecomputationError(RuntimeError):
@@ -89,16 +87,15 @@ class _PartOfOutput:
 Held = _Kept | _PartOfOutput
 
 
-def _marks(storage: torch.UntypedStorage) -> dict[str, Any]:
-    """The attributes of one storage."""
-    return vars(storage)
+OUTPUT: TensorAttribute[_Output] = TensorAttribute("ds_npu_output")
+"""Of a storage that holds an output which can be computed again."""
 
 
 def _hold(tensor: torch.Tensor) -> Held:
     """``tensor``, or where from it can be computed again."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        output: _Output | None = _marks(tensor.untyped_storage()).get(OUTPUT_OF) if plain else None
+        output = OUTPUT.get(tensor.untyped_storage()) if plain else None
         if output is not None and tensor._version == output.version and tensor.dtype == output.dtype:
             return _PartOfOutput(output, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         return _Kept(tensor, tensor._version)
@@ -139,7 +136,7 @@ class Recomputation:
         storage = output.untyped_storage()
         if storage.nbytes() == output.nbytes:
             made = _Output(self, output._version, output.dtype, int(output.storage_offset()))
-            _marks(storage)[OUTPUT_OF] = made
+            OUTPUT.set(storage, made)
 
     def output(self) -> torch.Tensor:
         """What the function returned, computed again."""

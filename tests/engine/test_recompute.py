@@ -82,6 +82,21 @@ def each_stage(family: str, parallel: dict[str, object], stages: tuple[int, ...]
         same(lambda: tiny_models.tiny(family, torch.float32, **changes), stage, {"parallel": parallel}, variants)
 
 
+def in_stages(schedules: tuple[str, ...]) -> None:
+    """Pipelines, some of which leave weight gradients for later; ZeRO 3 does not go with them."""
+    rule.without_extension()
+    for schedule in schedules:
+        for stage in (0, 1, 2):
+            section = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
+            same(lambda: tiny_models.tiny("llama", torch.float32, num_hidden_layers=5), stage, section)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", [("1f1b", "zb_h1"), ("zb_v", "dualpipe_v")], ids=str)
+def test_in_pipeline_stages(schedules):
+    run_on_ranks(2, in_stages, schedules, deadline_s=900.0)
+
+
 @pytest.mark.slow
 @pytest.mark.matrix(corners=len(CORNERS), drawn=1)
 @pytest.mark.parametrize(("world", "family", "stages"), [*CORNERS, *CASES], ids=str)

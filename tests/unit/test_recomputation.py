@@ -268,7 +268,6 @@ PIPELINE = {"pipeline": 2}
     [
         ({"recompute": {"layers": 2}}, "recompute.layers", "'all', or ds_npu.recompute.method beside a number"),
         ({"recompute": {"method": "block"}}, "recompute.method", "only with a number at ds_npu.recompute.layers"),
-        ({"parallel": PIPELINE, "recompute": {"norm": True}}, "recompute.norm", "a PipelineModule has activation_che"),
         ({"parallel": PIPELINE, "chunked_loss": 7}, "chunked_loss", "the loss is the last stage's own"),
     ],
 )

@@ -16,7 +16,6 @@ from ds_npu.features.recompute.attention_core import attention_changes
 from ds_npu.features.recompute.outputs import RecomputedActivation, RecomputedNorm, without_kept_outputs
 from ds_npu.features.recompute.recomputed_calls import KEY, RecomputedRuns, check_not_checkpointed, recompute_module
 from ds_npu.models import names
-from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.forward_wraps import Level, Wrapper, wrap_forward
 
 NORMS = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
@@ -31,13 +30,13 @@ def _asked(section: RecomputeSection, build: Build) -> str:
 def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
     if not _asked(section, build):
         return
-    if build.is_cut_into_stages:
+    if build.is_pipeline:
         raise ValueError(
-            f"ds_npu.{KEY}: {type(build.model).__name__} is cut into pipeline stages. What to do: leave it out (a "
-            "PipelineModule has activation_checkpoint_interval)"
+            f"ds_npu.{KEY}: found for a deepspeed.PipelineModule. What to do: leave it out, and give the module an "
+            "activation_checkpoint_interval"
         )
     check_not_checkpointed(build.model)
-    whole = _blocks(section, build.plan) if section.layers != "none" else []
+    whole = _blocks(section, build) if section.layers != "none" else []
     yield from _runs(section, build, whole)
     for name in _globbed(section, build.model, whole):
         whole = [*whole, name]
@@ -62,16 +61,16 @@ def _of_module(build: Build, wrapper: Wrapper, module: nn.Module) -> Wrapper:
     return partial(wrapper, module, build.device_type)
 
 
-def _blocks(section: RecomputeSection, plan: ModelPlan) -> list[str]:
-    """The blocks that are recomputed whole."""
-    if not plan.blocks:
-        raise ValueError(f"ds_npu.{KEY}.layers: found {section.layers}; {plan.model} has no block, so leave it out")
-    count = len(plan.blocks) if section.layers == "all" or section.method == "uniform" else int(section.layers)
-    if isinstance(section.layers, int) and section.layers > len(plan.blocks):
+def _blocks(section: RecomputeSection, build: Build) -> list[str]:
+    """The blocks of this rank that are recomputed whole."""
+    blocks, found = build.plan.blocks, section.layers
+    first = found if isinstance(found, int) and section.method == "block" else len(blocks)
+    # A pipeline stage may have fewer than others, or none.
+    if not build.is_cut_into_stages and (first > len(blocks) or not blocks):
         raise ValueError(
-            f"ds_npu.{KEY}.layers: found {section.layers}; {plan.model} has {len(plan.blocks)}: at most so many, or all"
+            f"ds_npu.{KEY}.layers: found {found}; {build.plan.model} has {len(blocks)}: at most so many, or 'all'"
         )
-    return list(plan.blocks[:count])
+    return list(blocks[:first])
 
 
 def _runs(section: RecomputeSection, build: Build, blocks: Sequence[str]) -> Iterator[Change]:

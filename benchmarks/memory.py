@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py
 
-Forward and backward of a Llama of 4 layers on the CPU, in float32, one thread. Every variant has processes of its own,
+Forward and backward of a Llama on the CPU, in float32, one thread. Every variant has processes of its own,
 which take turns (turns.py); `plain again / plain`, which is 1 but for chance, shows what is left of their differences.
 Bytes are those that PyTorch's allocator held at the peak of a step, beside the weights and their gradients.
 """
@@ -30,7 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "layers all": {"recompute": {"layers": "all"}},
 }
 """By name, the section."""
-SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_hidden_layers": 4}
+SIZES = ("words", "samples", "length", "hidden", "layers")
+"""Options that every process is given."""
 
 
 def make_step(args: argparse.Namespace) -> Any:
@@ -39,7 +40,15 @@ def make_step(args: argparse.Namespace) -> Any:
     sys.modules["torch_npu"] = None  # type: ignore[assignment]  # as if it were not installed
     torch.manual_seed(0)
     transformers: Any = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(vocab_size=args.words, attn_implementation="sdpa", use_cache=False, **SIZES)
+    config = transformers.LlamaConfig(
+        vocab_size=args.words,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 11 // 4,
+        num_attention_heads=args.hidden // 64,
+        num_hidden_layers=args.layers,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     model = transformers.LlamaForCausalLM(config).train()
     change(model, VARIANTS[args.run])
     ids = torch.randint(0, args.words, (args.samples, args.length))
@@ -77,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
     made = turns.parser(__doc__, rounds=3, cycles=4)
     made.add_argument("--words", type=int, default=8192, help="of the vocabulary (default 8192)")
     made.add_argument("--samples", type=int, default=1, help="of a step (default 1)")
+    made.add_argument("--hidden", type=int, default=1024, help="size of hidden states (default 1024)")
+    made.add_argument("--layers", type=int, default=2, help="blocks (default 2)")
     made.add_argument("--length", type=int, default=512, help="tokens of a sample (default 512)")
     made.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="the first is the base")
     made.add_argument("--run", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -95,15 +106,15 @@ def main() -> None:
         return
     turns.begin(args)
     common = [sys.executable, __file__]
-    for name in ("words", "samples", "length"):
-        common += [f"--{name}", str(getattr(args, name))]
+    for name in SIZES:
+        common += [f"--{name}", str(vars(args)[name])]
     held = {}
     for name in args.variants:
         told = subprocess.run([*common, "--run", name, "--bytes"], check=True, capture_output=True, text=True).stdout
         held[name] = json.loads(told.splitlines()[-1])
         print(f"{name:<24} {held[name]:>13,} bytes at the peak, {held[name] / held[args.variants[0]]:.3f}", flush=True)
     variants = [turns.Variant(name, [*common, "--run", name], {"DS_ACCELERATOR": "cpu"}) for name in args.variants]
-    title = f"Llama of {SIZES['hidden_size']}, {args.samples} x {args.length} tokens, {args.words} words"
+    title = f"{args.layers} blocks of {args.hidden}, {args.samples} x {args.length} tokens, {args.words} words"
     turns.measure(title, variants, 1, args)
 
 

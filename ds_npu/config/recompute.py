@@ -16,16 +16,16 @@ class RecomputeSection(Section):
     """What is recomputed, by layer, by module, or by part of a layer."""
 
     layers: Literal["none", "all"] | AtLeastOne = "none"
-    """Which layers are recomputed whole: none, all, or how many (see method)."""
+    """Which layers are recomputed whole: none, all (each by itself), or a number that method gives a meaning."""
     method: Literal["uniform", "block"] | None = None
-    """A count of layers is the length of each recomputed run (uniform) or of the first run only (block)."""
+    """Number of layers: runs of so many, of which the first input is kept (uniform), or the first so many (block)."""
     modules: list[ModuleGlob] = Field(default=[])
     """Globs over the names of modules to recompute."""
     activation_function: bool = False
-    """Recompute the activation function of each feed-forward layer."""
+    """Recompute what each feed-forward layer computes between its linears, and do not keep its output."""
     norm: bool = False
-    """Recompute the norms."""
+    """Recompute the norms, and do not keep their outputs."""
     attention_core: bool = False
-    """Recompute attention between its projections."""
+    """Recompute attention between its projections, which keeps its scores where it is not one kernel (eager)."""
     budget_gib: Gib | None = None
     """Device memory to stay within, in GiB: ds_npu then chooses what to recompute; null: no budget."""

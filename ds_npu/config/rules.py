@@ -139,6 +139,21 @@ def _balance(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.moe.load_report", report, "the name of an SVG file, which ends in .svg")
 
 
+def _chunked_loss(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.chunked_loss and config.parallel.pipeline > 1:
+        accepted = f"false with ds_npu.parallel.pipeline {config.parallel.pipeline}: the loss is the last stage's own"
+        yield Problem("ds_npu.chunked_loss", config.chunked_loss, accepted)
+
+
+def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
+    recompute, counted = config.recompute, isinstance(config.recompute.layers, int)
+    if counted and recompute.method is None:
+        yield Problem("ds_npu.recompute.layers", recompute.layers, "'all', or ds_npu.recompute.method beside a number")
+    if recompute.method is not None and not counted:
+        accepted = "only with a number at ds_npu.recompute.layers"
+        yield Problem("ds_npu.recompute.method", recompute.method, accepted)
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -155,4 +170,6 @@ RULES = (
     Rule(("moe",), _capacity),
     Rule(("moe",), _replicas),
     Rule(("moe",), _balance),
+    Rule(("parallel.pipeline", "chunked_loss"), _chunked_loss),
+    Rule(("recompute",), _recompute),
 )

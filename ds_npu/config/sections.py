@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
+from ds_npu.config.chunked_loss import ChunkedLossTokens
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.config.moe import MoeSection
@@ -22,10 +23,9 @@ from ds_npu.config.watch import WatchSection
 
 PLANNED = (
     "pipeline.recompute",
-    "recompute",
+    "recompute.budget_gib",
     "swap",
     "optimizer_memory",
-    "chunked_loss",
     "memory_report",
     "deterministic",
 )
@@ -49,8 +49,8 @@ class DsNpuConfig(Section):
     recompute: RecomputeSection = RecomputeSection()
     swap: SwapSection = SwapSection()
     optimizer_memory: OptimizerMemorySection = OptimizerMemorySection()
-    chunked_loss: bool = False
-    """Compute logits and loss a piece of the sequence at a time, so that the full logits never exist."""
+    chunked_loss: ChunkedLossTokens = False
+    """Compute logits and loss of a chunk of tokens at a time in training on labels; true: of 1024, or how many."""
     memory_report: bool = False
     """Report what device memory is used for."""
     deterministic: bool = False

@@ -36,6 +36,8 @@ class Phase(IntEnum):
     SHARDS = 2
     SEQUENCES = 3
     OPERATORS = 4
+    WRAPS = 5
+    """Around all that earlier phases made of a module."""
 
 
 @dataclass(frozen=True)

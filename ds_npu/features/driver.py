@@ -11,6 +11,7 @@ from torch import nn
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
+from ds_npu.features.chunked_loss.feature import CHUNKED_LOSS
 from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
 from ds_npu.features.declaration import Declaration, Phase, check_declarations
 from ds_npu.features.experts.feature import MOE
@@ -18,6 +19,7 @@ from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.pipeline.feature import PIPELINE
 from ds_npu.features.plan import PLAN
+from ds_npu.features.recompute.feature import RECOMPUTE
 from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
 from ds_npu.features.watch.feature import WATCH
@@ -32,7 +34,9 @@ FEATURES: tuple[Feature[Any], ...] = (
     PARALLEL,
     MOE,
     FUSED_OPS,
+    CHUNKED_LOSS,
     CONTEXT_PARALLEL,
+    RECOMPUTE,
     WATCH,
 )
 CHANGED_FOR = "ds_npu_changed_for"

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
+from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
+from ds_npu.models.hugging_face_model import HuggingFaceModel, is_hugging_face, transformers_module
 from ds_npu.parallel.forward_wraps import disable_tracing
 from ds_npu.parallel.micro_batch import Fact, MicroBatch, running
 
@@ -39,9 +41,11 @@ class LossLevel(IntEnum):
 
     SHARE = 0
     """This rank's share of the loss of a batch: the labels of its own tokens, the number of labels of all."""
-    VOCABULARY = 1
+    CHUNKS = 1
+    """The loss with the head, a chunk of tokens at a time: instead of the inner links, where no logits exist."""
+    VOCABULARY = 2
     """The loss of logits whose vocabulary is sharded: instead of the inner links, where the logits are not whole."""
-    OPERATOR = 2
+    OPERATOR = 3
     """The computation itself, in an operator of ours, instead of the model's own."""
 
 
@@ -153,6 +157,11 @@ def own_loss(model: HasLossFunction) -> LossFunction:
     """The loss function that ``model`` has without ds_npu."""
     loss = attribute(model, MODEL_LOSS, ModelLoss)
     return model.loss_function if loss is None else loss.own
+
+
+def has_causal_lm_loss(model: nn.Module) -> TypeGuard[HuggingFaceModel]:
+    """Whether the loss of ``model`` is transformers' ForCausalLMLoss, a mean over next tokens."""
+    return is_hugging_face(model) and own_loss(model) is transformers_module("loss.loss_utils").ForCausalLMLoss
 
 
 def users_loss(model: object) -> LossFunction | None:

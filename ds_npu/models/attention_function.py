@@ -55,7 +55,12 @@ def use_attention(model: nn.Module, implementation: Implementation | None = None
     holds none of transformers, ValueError where transformers cannot exchange the attention or ds_npu not compute it.
     """
     check_exchangeable(model)
-    name, attend, mask = implementation or Implementation(NAME, attention_function, masks.attention_mask)
+    register(model, implementation or Implementation(NAME, attention_function, masks.attention_mask))
+
+
+def register(model: nn.Module, implementation: Implementation) -> None:
+    """Make ``model`` compute its attention with ``implementation``, whatever that can compute."""
+    name, attend, mask = implementation
     transformers_module("modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, attend)
     transformers_module("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
     copied: dict[int, object] = {}
@@ -70,14 +75,29 @@ def modules_with_config(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if is_pretrained_config(config_of(module)))
 
 
-def check_exchangeable(model: nn.Module) -> None:
-    """Raise TypeError and ValueError as ``use_attention`` does."""
+def implementation_of(model: nn.Module) -> str:
+    """The name of what ``model`` computes its attention with; raises ValueError where its parts have several."""
+    configs: list[Any] = [config_of(module) for _, module in modules_with_config(model)]
+    found = sorted({str(config._attn_implementation) for config in configs})
+    if len(found) != 1:
+        raise ValueError(f"{type(model).__name__} computes attention in several ways: {', '.join(found)}")
+    return found[0]
+
+
+def check_interface(model: nn.Module) -> None:
+    """Raise TypeError for a model that holds none of transformers, ValueError where it does not use the registries."""
     found = list(filter(is_hugging_face, model.modules()))
     if not found:
         raise TypeError(f"{type(model).__name__} holds no model of transformers, so its attention is its own")
     for each in found:
         if not each._can_set_attn_implementation():
             raise ValueError(f"{type(each).__name__} computes its attention itself: transformers cannot exchange it")
+
+
+def check_exchangeable(model: nn.Module) -> None:
+    """Raise TypeError and ValueError as ``use_attention`` does."""
+    check_interface(model)
+    for each in filter(is_hugging_face, model.modules()):
         if settings(each.config).get("attn_logit_softcapping") is not None:
             raise ValueError(
                 f"{type(each).__name__} has attn_logit_softcapping, {REFUSED_ARGUMENTS['softcap']}: {_ADVICE}"

@@ -44,7 +44,7 @@ class Level(IntEnum):
     MODEL = 0
     """Holds for the whole forward of the model: how its weights may be read."""
     OVERLAP = 1
-    """Outside of all that a module computes: its result may be there already."""
+    """Outside of all that a module computes: its result may be there already, or be computed later."""
     SWAP = 2
     """Outside of RECOMPUTE: only the innermost hooks on saved tensors apply, and a swap within a recomputation would
     keep all that the recomputation frees."""

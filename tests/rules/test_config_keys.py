@@ -59,7 +59,7 @@ KEYS = {
     "optimizer_memory.swap": "boolean",
     "optimizer_memory.share_fp32": "boolean",
     "optimizer_memory.moments": "fp32 int8",
-    "chunked_loss": "boolean",
+    "chunked_loss": "boolean or integer >= 1",
     "memory_report": "boolean",
     "deterministic": "boolean",
     "watch.stall_factor": "integer >= 0",

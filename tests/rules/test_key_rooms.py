@@ -23,6 +23,8 @@ ROOMS = {
         "planner",
     ),
     "pipeline": ("config/pipeline.py", "features/pipeline", "parallel/pipeline", "planner"),
+    "chunked_loss": ("config/chunked_loss.py", "features/chunked_loss", "parallel/tensor"),
+    "recompute": ("config/recompute.py", "features/recompute", "memory"),
     "watch": ("config/watch.py", "features/watch"),
 }
 """For each key of the section that is built, where in ds_npu it lives."""

@@ -32,7 +32,7 @@ from ds_npu.features.tensor_parallel import experts
 from ds_npu.ops.attention import operator
 from ds_npu.parallel.context import blockwise_attention, ulysses
 from ds_npu.parallel.placement import placement_of
-from ds_npu.parallel.tensor import cross_entropy, linear
+from ds_npu.parallel.tensor import chunked_loss, cross_entropy, linear
 from ds_npu.parallel.tensor.gradient import PartialSum
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -155,6 +155,16 @@ def _loss(out, *, logits_TV, targets_T, group):
     _stamp(out, logits_TV, {group: I})
 
 
+def _chunked_loss(out, *, hidden_TH, weight_VH, chunking):
+    group = chunking.head.group
+    if group is not None:
+        _require(hidden_TH, group, I, "hidden states before the head")
+        _require(weight_VH, group, V, "the head's weight")
+    rules.ignore(hidden_TH)
+    rules.ignore(weight_VH)
+    _stamp(out, hidden_TH, {} if group is None else {group: I})
+
+
 def _alike(out, first, *others):
     rules.ignore(first)
     for each in others:
@@ -169,6 +179,7 @@ RULES = {
     linear._Columns: _columns,
     linear._Row: _row,
     cross_entropy._VocabParallelCrossEntropy: _loss,
+    chunked_loss._ChunkedLoss: _chunked_loss,
     ulysses._Post: lambda out, *, x: _alike(out, x),
     ulysses._Wait: lambda out, *, posted: _alike(out, posted),
     blockwise_attention._BlockwiseAttention: lambda out, *, q, k, v, sent: _alike(out, q, k, v, *sent),

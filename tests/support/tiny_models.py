@@ -85,11 +85,20 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", {}),
 }
 """Of each family: the class, and what of COMMON is different."""
+SCALED: dict[str, tuple[str, dict[str, object]]] = {
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "sliding_window": 6},
+    ),
+    "cohere": ("CohereForCausalLM", {"logit_scale": 0.3}),
+    "granite": ("GraniteForCausalLM", {"logits_scaling": 3.0}),
+}
+"""Families that compute logits from the products of their head, for tests of losses."""
 
 
 def config_of(family: str, **changes: object) -> transformers.PretrainedConfig:
     """The configuration of a tiny model; ``changes`` are values of its text part."""
-    name, special = FAMILIES[family]
+    name, special = (FAMILIES | SCALED)[family]
     kind = getattr(transformers, name)
     if family == "gpt2":
         return kind.config_class(**GPT2 | changes)
@@ -106,7 +115,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float64, **changes: object) -> 
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(5)
-    model = getattr(transformers, FAMILIES[family][0])(config_of(family, **changes))
+    model = getattr(transformers, (FAMILIES | SCALED)[family][0])(config_of(family, **changes))
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -122,13 +122,18 @@ def changed(model: nn.Module, section: dict, degrees: Degrees) -> list:
 
 
 TENSOR = {"tensor": 2, "probe": False}
+PARTS = {"norm": True, "activation_function": True, "attention_core": True}
 SECTIONS = {
     "tensor": {"parallel": TENSOR},
     "sequence_parallel": {"parallel": {**TENSOR, "sequence_parallel": True}},
     "context": {"parallel": {"context": 2}, "context_parallel": {"algorithm": "ring"}},
     "fused": {"fused_ops": {**FUSED, "flash_attention": True}},
+    "chunked": {"chunked_loss": True},
+    "recomputed": {"recompute": PARTS | {"layers": 1, "method": "block"}},
     "all": {
         "parallel": {**TENSOR, "sequence_parallel": True, "context": 2},
+        "chunked_loss": 8,
+        "recompute": {"layers": 1, "method": "uniform", "attention_core": True},
         "fused_ops": FUSED,
         "context_parallel": {"algorithm": "ulysses"},
     },
@@ -158,7 +163,10 @@ def test_a_llama_is_changed_as_it_should(name):
         "sequence_parallel": {**tensor, "wraps": 6 + 4 + 5 + 2 + 1 + 3, "hooks": 4},
         "context": {"wraps": 3, "links": 1, "hooks": 2},
         "fused": {"computes": 5 + 2 + 2, "links": 1},
-        "all": {**tensor, "wraps": 21 + 3, "hooks": 4 + 2, "computes": 9, "links": 3},
+        "chunked": {"wraps": 2, "links": 1},
+        # A block; of the other its own, two norms, the MLP and its linears; the final norm.
+        "recomputed": {"wraps": 1 + 1 + 2 + 4 + 1},
+        "all": {**tensor, "wraps": 21 + 3 + 2 + 2, "hooks": 4 + 2, "computes": 9, "links": 4},
     }
     found = acts(changed(tiny_models.tiny("llama", torch.float32), SECTIONS[name], degrees))
     assert {act: found[act] for act in expected[name]} == expected[name]

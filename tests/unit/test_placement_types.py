@@ -15,11 +15,15 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.comm import crossing
+from ds_npu.features.build import PLAN_ATTRIBUTE, Build
+from ds_npu.features.chunked_loss.feature import CHUNKED_LOSS
 from ds_npu.features.context_parallel import loss
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
+from ds_npu.features.driver import apply_features
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.tensor_parallel import experts
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
+from ds_npu.models.attributes import set_attribute
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel import (
     ColumnParallelLinear,
@@ -43,6 +47,7 @@ def loss_types(
     with fake_world(degrees) as topology:
         model = tiny_models.tiny(family, torch.float32, **changes)
         plan = plan_for(model, {})
+        set_attribute(model, PLAN_ATTRIBUTE, plan)
         if degrees.tp > 1:
             shard_model(model, plan, topology, sequence_parallel)
         if fused:
@@ -79,6 +84,16 @@ def test_every_family_types(family, tensor):
     # but not by types.
     changes = {"output_router_logits": False} if "output_router_logits" in tiny_models.FAMILIES[family][1] else {}
     assert loss_types(Degrees(tp=2, cp=2), TENSOR[tensor][1], "ulysses", family=family, **changes)
+
+
+def in_chunks(model, topology):
+    apply_features([(CHUNKED_LOSS, 8)], Build(topology, model))
+
+
+@pytest.mark.parametrize(("tensor", "context"), [("tensor", 1), ("", 2), ("tensor", 2), ("sequence_parallel", 2)])
+def test_a_chunked_loss_types(tensor, context):
+    size, sequence_parallel = TENSOR[tensor]
+    assert loss_types(Degrees(tp=size, cp=context), sequence_parallel, "ring", change=in_chunks)
 
 
 class OwnModel(nn.Module):

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change, making
-from ds_npu.features.model_loss import LossLevel
+from ds_npu.features.model_loss import LossLevel, has_causal_lm_loss
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
     check_adapters,
@@ -39,7 +39,7 @@ from ds_npu.features.tensor_parallel.role_shards import (
     paired_shards,
     role_shards_of,
 )
-from ds_npu.features.tensor_parallel.vocabulary import local_axis, may_keep_shards, shard_logits
+from ds_npu.features.tensor_parallel.vocabulary import local_axis, shard_logits
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
@@ -228,7 +228,7 @@ class _ModelSharder:
 
         for index, each in enumerate(heads):
             yield wrap(each, "logits of this rank's words", None if index else make)
-        if may_keep_shards(self.modules[owner]) and owner not in self.linked:
+        if has_causal_lm_loss(self.modules[owner]) and owner not in self.linked:
             self.linked.add(owner)
             yield wrap(owner, "logits stay sharded in training on labels", None)
             yield Change("links", owner, "vocabulary-parallel loss", level=LossLevel.VOCABULARY)

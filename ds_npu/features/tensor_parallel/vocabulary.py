@@ -10,13 +10,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ds_npu.features.model_loss import LossFunction, LossLevel, link_of, own_loss, wrap_loss
-from ds_npu.models.hugging_face_model import HuggingFaceModel, is_hugging_face, transformers_module
+from ds_npu.features.model_loss import LossFunction, LossLevel, has_causal_lm_loss, link_of, wrap_loss
+from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
 from ds_npu.parallel.micro_batch import Fact, carried_by, new_forward, running
@@ -115,13 +115,8 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
     head = known if isinstance(known, ShardedHead) else ShardedHead(vocabulary, topology)
     for each in heads:
         wrap_forward(each, head.logits, Level.REGION)
-    if known is None and may_keep_shards(model):
+    if known is None and has_causal_lm_loss(model):
         head.keep_shards(model)
-
-
-def may_keep_shards(model: nn.Module) -> TypeGuard[HuggingFaceModel]:
-    """Whether the loss of ``model`` can be computed from sharded logits: it is transformers' ForCausalLMLoss."""
-    return is_hugging_face(model) and own_loss(model) is transformers_module("loss.loss_utils").ForCausalLMLoss
 
 
 def local_axis(axis: TensorAxis) -> TensorAxis:

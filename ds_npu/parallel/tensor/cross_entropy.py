@@ -130,29 +130,41 @@ class VocabParallelLoss:
                 f"logits of {logits.shape[-1]} words of {vocab_size} were given; this rank's head has the "
                 f"{self.stop - self.start} from {self.start} on of {self.words}"
             )
-        if shift_labels is None:
-            if labels is None:
-                raise ValueError("neither labels nor shift_labels were given")
-            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets_T = shift_labels.reshape(-1).to(logits.device)
-        counted_T = targets_T != ignore_index
-        self._must_be_words(targets_T, counted_T)
+        targets = next_token_targets(labels, shift_labels, ignore_index).to(logits.device)
+        check_words(targets, self.words, ignore_index)
         logits_TV = logits.reshape(-1, logits.shape[-1])
-        total = vocab_parallel_cross_entropy(logits_TV, targets_T, self.start, self.group, ignore_index).sum()
-        if num_items_in_batch is None:
-            return total / counted_T.sum()
-        if isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(total.device)
-        return total / num_items_in_batch
+        losses_T = vocab_parallel_cross_entropy(logits_TV, targets.reshape(-1), self.start, self.group, ignore_index)
+        return mean_loss(losses_T.sum(), targets, num_items_in_batch, ignore_index)
 
-    def _must_be_words(self, targets_T: torch.Tensor, counted_T: torch.Tensor) -> None:
-        # On a device, asking would wait for it.
-        if targets_T.device.type == "cpu":
-            wrong_T = counted_T & ((targets_T < 0) | (targets_T >= self.words))
-            if bool(wrong_T.any()):
-                raise IndexError(
-                    f"label {int(targets_T[wrong_T][0])} is no word of a vocabulary of {self.words}, nor ignore_index"
-                )
+
+def next_token_targets(
+    labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor:
+    """What each token predicts: ``shift_labels``, or the next of ``labels`` [..., S]; ValueError for neither."""
+    if shift_labels is not None:
+        return shift_labels
+    if labels is None:
+        raise ValueError("neither labels nor shift_labels were given")
+    return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def mean_loss(
+    total: torch.Tensor, targets: torch.Tensor, num_items_in_batch: torch.Tensor | int | None, ignore_index: int
+) -> torch.Tensor:
+    """The sum of losses ``total`` over ``num_items_in_batch``, or over how many of ``targets`` count."""
+    if num_items_in_batch is None:
+        return total / (targets != ignore_index).sum()
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def check_words(targets: torch.Tensor, words: int, ignore_index: int) -> None:
+    """Raise IndexError for ``targets`` that are no words and not ignored, on the CPU: on a device, asking waits."""
+    if targets.device.type == "cpu":
+        wrong = (targets != ignore_index) & ((targets < 0) | (targets >= words))
+        if bool(wrong.any()):
+            raise IndexError(f"label {int(targets[wrong][0])} is no word of a vocabulary of {words}, nor ignore_index")
 
 
 class _VocabularyContext(Context):

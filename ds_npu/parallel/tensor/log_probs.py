@@ -9,22 +9,17 @@ one-hot (Shoeybi et al. 2019, arXiv:1909.08053, section 3), and that of the entr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from ds_npu.ops.autograd import Context, applied
-from ds_npu.ops.matmul_accumulate import matmul_accumulate_
 from ds_npu.ops.precision import accumulation_dtype
+from ds_npu.parallel.tensor.chunked_head import TOKENS, HeadGradients, HeadShard, chunks, product_dtype
 from ds_npu.parallel.tensor.sharding import Sharding
-
-TOKENS = 1024
-"""Whose logits are held at a time: enough for a matrix multiplication that is not bound by reading the weight."""
 
 
 class TokenScores(NamedTuple):
@@ -66,25 +61,13 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class _Head:
-    """What is known of a head beside its weights."""
+    """A head, and what becomes of its products."""
 
-    start: int
-    """Its first word."""
-    words: int
-    """Of all ranks."""
-    group: dist.ProcessGroup
+    shard: HeadShard
     transform: LogitTransform
-    dtype: torch.dtype
-    """Of the products."""
 
-    def product(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
-        bias_V = None if bias_V is None else bias_V.to(self.dtype)
-        x_TV = functional.linear(hidden_TH.to(self.dtype), weight_VH, bias_V)
-        return self.transform(x_TV.to(accumulation_dtype(self.dtype)))
-
-
-def _blocks(tokens: int) -> Iterator[slice]:
-    return (slice(first, min(first + TOKENS, tokens)) for first in range(0, tokens, TOKENS))
+    def logits(self, hidden_CH: torch.Tensor, cast_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+        return self.transform(self.shard.product(hidden_CH, cast_VH, bias_V).to(accumulation_dtype(self.shard.dtype)))
 
 
 class _ScoresContext(Context):
@@ -104,17 +87,17 @@ class _Scores(torch.autograd.Function):
         head: _Head,
     ) -> TokenScores:
         ctx.set_materialize_grads(False)
-        words, local_T = len(weight_VH), targets_T - head.start
+        words, local_T = len(weight_VH), targets_T - head.shard.start
         elsewhere_T = (local_T < 0) | (local_T >= words)
         index_T1 = local_T.clamp(0, words - 1).unsqueeze(1)
         column_V = torch.arange(words, device=hidden_TH.device)
         # Rows: the largest logit, and the largest of the words before the target.
-        tops_2T = hidden_TH.new_empty(2, len(hidden_TH), dtype=accumulation_dtype(head.dtype))
+        tops_2T = hidden_TH.new_empty(2, len(hidden_TH), dtype=accumulation_dtype(head.shard.dtype))
         # Rows: sums of e = exp(logit - top), e (logit - top), e^2 and the logits; the target's logit, which one has.
         sums_5T = tops_2T.new_empty(5, len(hidden_TH))
-        cast_VH = weight_VH.to(head.dtype)
-        for rows in _blocks(len(hidden_TH)):
-            logits_TV = head.product(hidden_TH[rows], cast_VH, bias_V)
+        cast_VH = weight_VH.to(head.shard.dtype)
+        for rows in chunks(len(hidden_TH), TOKENS):
+            logits_TV = head.logits(hidden_TH[rows], cast_VH, bias_V)
             tops_2T[0, rows] = logits_TV.amax(1)
             tops_2T[1, rows] = logits_TV.masked_fill(column_V >= local_T[rows, None], -math.inf).amax(1)
             sums_5T[3, rows] = logits_TV.sum(1)
@@ -126,7 +109,7 @@ class _Scores(torch.autograd.Function):
             sums_5T[2, rows] = e_TV.square_().sum(1)
             del logits_TV, e_TV
         own_top_T = tops_2T[0].clone()
-        dist.all_reduce(tops_2T, dist.ReduceOp.MAX, head.group)
+        dist.all_reduce(tops_2T, dist.ReduceOp.MAX, head.shard.group)
         top_T, before_T = tops_2T
         # From this rank's top to that of all: e becomes e exp(down), and logit - top becomes logit - top + down.
         down_T = own_top_T - top_T
@@ -134,7 +117,7 @@ class _Scores(torch.autograd.Function):
         sums_5T[:2] *= down_T.exp()
         sums_5T[2] *= (2 * down_T).exp()
         sums_5T[4].masked_fill_(elsewhere_T, 0)
-        dist.all_reduce(sums_5T, group=head.group)
+        dist.all_reduce(sums_5T, group=head.shard.group)
         e_T, e_logit_T, e_squared_T, logit_T, target_T = sums_5T
         log_e_T = e_T.log()
         log_z_T, entropy_T = top_T + log_e_T, log_e_T - e_logit_T / e_T
@@ -142,7 +125,7 @@ class _Scores(torch.autograd.Function):
             target_T - top_T - log_e_T,
             entropy_T,
             e_squared_T.log() - 2 * log_e_T,
-            logit_T / head.words,
+            logit_T / head.shard.words,
             (target_T >= top_T) & (target_T > before_T),
         )
         ctx.head = head
@@ -157,26 +140,21 @@ class _Scores(torch.autograd.Function):
         head, none_T = ctx.head, torch.zeros_like(log_z_T)
         of_log_p_T, of_entropy_T = (none_T if each is None else each for each in gradients[:2])
         at_target_T1 = of_log_p_T.masked_fill(elsewhere_T, 0).unsqueeze(1)
-        gradient_TH = hidden_TH.new_empty(hidden_TH.shape)
-        gradient_VH = log_z_T.new_zeros(weight_VH.shape)
-        gradient_V = None if bias_V is None else log_z_T.new_zeros(bias_V.shape)
-        cast_VH = weight_VH.to(head.dtype)
-        for rows in _blocks(len(hidden_TH)):
-            logits_TV = head.product(hidden_TH[rows], cast_VH, bias_V)
+        found = HeadGradients(hidden_TH, weight_VH, bias_V, ctx.needs_input_grad[:3])
+        cast_VH = weight_VH.to(head.shard.dtype)
+        for rows in chunks(len(hidden_TH), TOKENS):
+            logits_TV = head.logits(hidden_TH[rows], cast_VH, bias_V)
             log_p_TV = logits_TV - log_z_T[rows, None]
             weighted_TV = of_log_p_T[rows, None] + of_entropy_T[rows, None] * (log_p_TV + entropy_T[rows, None])
             block_TV = weighted_TV.mul_(log_p_TV.exp_()).neg_().scatter_add_(1, index_T1[rows], at_target_T1[rows])
-            block_TV = head.transform.backward(logits_TV, block_TV)
-            if gradient_V is not None:
-                gradient_V += block_TV.sum(0)
-            rounded_TV = block_TV.to(head.dtype)
-            gradient_TH[rows] = (rounded_TV @ cast_VH).to(hidden_TH.dtype)
-            matmul_accumulate_(gradient_VH, rounded_TV, hidden_TH[rows].to(head.dtype))
-            del logits_TV, log_p_TV, weighted_TV, block_TV, rounded_TV
-        # Each rank has the gradient from its words.
-        dist.all_reduce(gradient_TH, group=head.group)
-        of_bias = None if gradient_V is None or bias_V is None else gradient_V.to(bias_V.dtype)
-        return gradient_TH, gradient_VH.to(weight_VH.dtype), of_bias, None, None
+            rounded_TV = head.transform.backward(logits_TV, block_TV).to(cast_VH.dtype)
+            del logits_TV, log_p_TV, weighted_TV, block_TV
+            found.add(rows, hidden_TH, cast_VH, rounded_TV)
+            del rounded_TV
+        found.sum_hidden(head.shard.group)
+        of_weight = None if found.weight is None else found.weight.to(weight_VH.dtype)
+        of_bias = None if found.bias is None else found.bias.to(weight_VH.dtype)
+        return found.hidden, of_weight, of_bias, None, None
 
 
 _scores = applied(_Scores, _Scores.forward)
@@ -218,10 +196,9 @@ class VocabParallelLogProbs:
                 f"a head of {len(weight)} words was given; this rank's has the {self.stop - self.start} from "
                 f"{self.start} on of {self.words}"
             )
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        head = _Head(self.start, self.words, self.group, self.transform, dtype)
+        head = _Head(HeadShard(self.start, self.words, self.group, product_dtype(hidden)), self.transform)
         ignored = targets == ignore_index
-        with torch.autocast(kind, enabled=False):
-            found = _scores(hidden.flatten(0, -2), weight, bias, targets.masked_fill(ignored, 0).flatten(), head)
+        targets_T = targets.masked_fill(ignored, 0).flatten()
+        with torch.autocast(hidden.device.type, enabled=False):
+            found = _scores(hidden.flatten(0, -2), weight, bias, targets_T, head)
         return TokenScores(*(each.view(targets.shape).masked_fill(ignored, 0) for each in found))

@@ -204,7 +204,8 @@ def _name(func: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_metadata(func: Operation) -> bool:
+def is_metadata(func: Operation) -> bool:
+    """Whether ``func`` says nothing of the values of the tensors that it is given."""
     kind, _, attribute = _name(func).partition(":")
     return attribute not in VALUES if attribute else kind in METADATA
 
@@ -213,7 +214,7 @@ def _checked(func: Operation, args: Arguments, kwargs: Keywords | None) -> Any:
     """``func(*args, **kwargs)``, with shards among the arguments, if its caller may do that."""
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if (_is_metadata(func) and func not in SERIALIZATION_READS) or is_internal():
+        if (is_metadata(func) and func not in SERIALIZATION_READS) or is_internal():
             return func(*args, **kwargs)
         held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, GuardedParameter | ShardCopy)]
         return _for_others(func, args, kwargs, held)

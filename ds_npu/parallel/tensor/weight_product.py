@@ -77,3 +77,22 @@ class LookupProduct:
 
     def add_to(self, buffer: torch.Tensor) -> bool:
         return False
+
+
+@dataclass(frozen=True)
+class ScaledSum:
+    """``scale`` (a scalar) times a sum [the weight's shape] that forward has computed (a chunked loss)."""
+
+    sum: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+    """Of the weight."""
+
+    def gradient(self) -> torch.Tensor:
+        return torch.mul(self.sum, self.scale).to(self.dtype)
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        if buffer.dtype != self.sum.dtype:
+            return False
+        buffer.addcmul_(self.sum, self.scale)
+        return True

@@ -1,0 +1,171 @@
+"""A causal language model of transformers that computes logits and loss a chunk of tokens at a time.
+
+It does so where it is trained on labels: a head returns DeferredLogits, and the loss, which is given these, calls the
+head again, for the loss of the hidden states. So the head's weight is read within calls of the head, where ZeRO-3 has
+gathered it, once for all chunks. Everywhere else logits are what they are without.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ds_npu.features.chunked_loss.deferred_logits import DeferredLogits, Source
+from ds_npu.features.model_loss import LossFunction, LossLevel, wrap_loss
+from ds_npu.models.hugging_face_model import HuggingFaceModel
+from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
+from ds_npu.models.zero3 import unpartitioned_shape
+from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.tensor.chunked_head import product_dtype
+from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, Transform
+from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
+from ds_npu.topology.topology import Topology
+
+T = TypeVar("T")
+KEY = "chunked_loss"
+
+
+@dataclass
+class _Run:
+    """One forward in training."""
+
+    is_labelled: bool
+    is_deferred: bool = False
+    is_used: bool = False
+    """Whether the loss was computed from the deferred logits."""
+
+
+@dataclass(frozen=True)
+class _LossOfHead:
+    """What a head is asked for in place of logits: the sum of the losses of ``targets`` [...]."""
+
+    targets: torch.Tensor
+    transform: Transform | None
+    ignore_index: int
+
+
+class ChunkedModel:
+    """Defers the logits of ``model``, and computes its loss of chunks of ``tokens`` tokens."""
+
+    def __init__(self, model: HuggingFaceModel, topology: Topology, tokens: int) -> None:
+        self.model, self.topology, self.tokens = model, topology, tokens
+        self._run: Fact[_Run | None] = Fact()
+
+    @property
+    def _who(self) -> str:
+        return type(self.model).__name__
+
+    def link_loss(self) -> None:
+        self.loss = wrap_loss(self.model, self._link, LossLevel.CHUNKS, KEY)
+
+    def wrap_model(self) -> None:
+        self.signature = inspect.signature(self.model.forward)
+        wrap_forward(self.model, self._forward, Level.MODEL)
+
+    def wrap_head(self, head: nn.Module) -> None:
+        weight = head.get_parameter("weight")
+        vocabulary = sharding_of(weight)
+        words = unpartitioned_shape(weight)[0] if vocabulary is None else vocabulary.size
+        loss = ChunkedLoss(words, vocabulary, self.topology, self.tokens)
+        wrap_forward(head, partial(self._head, head=head, loss=loss), Level.OVERLAP)
+
+    def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Wrap of the model's forward."""
+        given = {**self.signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+        is_labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
+        run = _Run(is_labelled) if self.model.training else None
+        if run is not None and is_labelled:
+            self.loss.check_in_place(self.model)
+        with new_forward() as micro_batch:
+            self._run.set(micro_batch, run)
+            out = forward(*args, **kwargs)
+        return out if run is None or not run.is_deferred else self._finished(out, run)
+
+    def _head(
+        self,
+        forward: Forward,
+        hidden: torch.Tensor,
+        *,
+        head: nn.Module,
+        loss: ChunkedLoss,
+        asked: _LossOfHead | None = None,
+    ) -> torch.Tensor:
+        """Wrap of a head's forward: logits, deferred logits, or the loss that is ``asked`` for."""
+        if asked is not None:
+            weight, bias = head.get_parameter("weight"), head.bias
+            assert bias is None or isinstance(bias, torch.Tensor)
+            return loss(hidden, weight, bias, asked.targets, asked.transform, asked.ignore_index)
+        run = self._run.of(running())
+        if run is None or not (run.is_labelled or torch.is_grad_enabled()):
+            logits: torch.Tensor = forward(hidden)
+            return logits
+        if not run.is_labelled:
+            raise ValueError(
+                f"ds_npu.{KEY}: {self._who} is trained without labels, so all of its logits are needed (the Trainer's "
+                "label smoothing, and losses that a script computes of logits, do so). What to do: give it labels "
+                f"(label_smoothing_factor 0), or leave ds_npu.{KEY} out"
+            )
+        run.is_deferred = True
+        described = (
+            f"The logits of {self._who} do not exist: ds_npu.{KEY} computes the loss a chunk of tokens at a time where "
+            "a model is trained on labels. What to do: call it without labels under torch.no_grad(), or under "
+            f"model.eval(), or leave ds_npu.{KEY} out."
+        )
+        shape = (*hidden.shape[:-1], loss.words)
+        return DeferredLogits.of(Source(head, hidden), shape, product_dtype(hidden), described)
+
+    def _link(self, inner: LossFunction, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Link of the loss: from deferred logits here, from others by ``inner``."""
+        if not isinstance(logits, DeferredLogits):
+            return inner(logits, *args, **kwargs)
+        run = self._run.of(running())
+        assert run is not None, "logits are deferred within a forward only"
+        run.is_used = True
+        return self._loss(logits, *args, **kwargs)
+
+    def _loss(
+        self,
+        logits: DeferredLogits,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = IGNORED_LABEL,
+        shift_labels: torch.Tensor | None = None,
+        **_others: Any,
+    ) -> torch.Tensor:
+        """As transformers.loss.loss_utils.ForCausalLMLoss, in the accumulation dtype."""
+        source = logits.source
+        if vocab_size != logits.shape[-1]:
+            raise ValueError(f"the loss of {vocab_size} words was asked for; the head has {logits.shape[-1]}")
+        targets = next_token_targets(labels, shift_labels, ignore_index).to(source.hidden.device)
+        asked = _LossOfHead(targets, source.operations or None, ignore_index)
+        total: torch.Tensor = source.head(source.hidden, asked=asked)
+        return mean_loss(total, targets, num_items_in_batch, ignore_index)
+
+    def _finished(self, out: T, run: _Run) -> T:
+        """``out`` of a forward that deferred its logits, without what they were to be computed from."""
+        if not run.is_used:
+            raise ValueError(
+                f"{self._who} did not call its loss_function in training on labels, so its loss is its own, and "
+                f"ds_npu.{KEY} cannot compute it. What to do: leave ds_npu.{KEY} out"
+            )
+        if isinstance(out, MutableMapping):
+            for name in [name for name, value in out.items() if isinstance(value, DeferredLogits)]:
+                out[name] = _absent(out[name])
+        elif isinstance(out, tuple):
+            return type(out)(_absent(value) for value in out)
+        return out
+
+
+def _absent(value: Any) -> Any:
+    if not isinstance(value, DeferredLogits):
+        return value
+    return AbsentLogits.like(value.shape, value.dtype, value.device, value.described)

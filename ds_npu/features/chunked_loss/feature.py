@@ -1,0 +1,77 @@
+"""``ds_npu.chunked_loss``: logits and loss of a chunk of tokens at a time, in training on labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from torch import nn
+
+from ds_npu.config.chunked_loss import ChunkedLossTokens
+from ds_npu.config.roles import Role
+from ds_npu.features.build import Build
+from ds_npu.features.chunked_loss.chunked_model import KEY, ChunkedModel
+from ds_npu.features.declaration import Change, Phase
+from ds_npu.features.feature import Feature
+from ds_npu.features.model_loss import LossLevel, has_causal_lm_loss, users_loss
+from ds_npu.models import names
+from ds_npu.models.hugging_face_model import HuggingFaceModel
+from ds_npu.parallel.forward_wraps import Level
+from ds_npu.parallel.tensor.chunked_head import TOKENS
+from ds_npu.parallel.tensor.linear import ColumnLinear
+
+
+def _asked(value: ChunkedLossTokens, build: Build) -> str:
+    return f"chunks of {_tokens(value)} tokens" if value else ""
+
+
+def _tokens(value: ChunkedLossTokens) -> int:
+    return TOKENS if value is True else value
+
+
+def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
+    if not value:
+        return
+    heads = build.plan.named(Role.HEAD)
+    owner = names.owner(heads[0]) if heads else ""
+    model = _model(build, heads, owner)
+    chunked = ChunkedModel(model, build.topology, _tokens(value))
+    what = f"logits of {_tokens(value)} tokens at a time in training on labels"
+    yield Change(
+        "links", owner, f"loss of the hidden states before the head, {what}", chunked.link_loss, LossLevel.CHUNKS
+    )
+    yield Change("wraps", owner, "says whether it is trained on labels", chunked.wrap_model, Level.MODEL)
+    for head in heads:
+        make = partial(_wrap_head, chunked, build.model, head)
+        yield Change("wraps", head, what, make, Level.OVERLAP)
+
+
+def _wrap_head(chunked: ChunkedModel, model: nn.Module, name: str) -> None:
+    # By its name: tensor parallelism has put another module in its place since.
+    chunked.wrap_head(model.get_submodule(name))
+
+
+def _model(build: Build, heads: list[str], owner: str) -> HuggingFaceModel:
+    """The model whose heads these are; raises ValueError where its loss cannot be chunked."""
+    reason, who = "", type(build.model).__name__
+    model = build.model.get_submodule(owner)
+    if build.is_cut_into_stages:
+        reason = f"the loss of {who} is computed by the last stage of a pipeline"
+    elif not heads:
+        reason = f"{who} has no head, a linear layer from hidden states to logits"
+    elif adapted := [each for each in heads if names.is_adapted(each)]:
+        reason = f"{adapted[0]} of {who} has an adapter, so its logits are a sum of two products"
+    elif other := [type(each).__name__ for each in map(build.model.get_submodule, heads) if not _is_linear(each)]:
+        reason = f"the head of {who} is a {other[0]}, not an nn.Linear"
+    elif users_loss(model) is not None or not has_causal_lm_loss(model):
+        reason = f"the loss of {type(model).__name__} is not transformers' ForCausalLMLoss, the mean over next tokens"
+    if reason or not has_causal_lm_loss(model):
+        raise ValueError(f"ds_npu.{KEY}: {reason}. What to do: leave ds_npu.{KEY} out")
+    return model
+
+
+def _is_linear(head: nn.Module) -> bool:
+    return type(head) in (nn.Linear, ColumnLinear)
+
+
+CHUNKED_LOSS: Feature[ChunkedLossTokens] = Feature(KEY, Phase.OPERATORS, declare=_declare, asked=_asked)

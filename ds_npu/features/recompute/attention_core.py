@@ -1,0 +1,84 @@
+"""Attention between its projections, computed again in backward: nothing is kept but what its function is given.
+
+transformers' models find the function in a registry, by the name in their config. A recomputed model is given a name of
+its own, whose function calls the one of the name before within a Recomputation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change
+from ds_npu.features.recompute.recomputed_calls import KEY, is_recomputed, recomputation_of
+from ds_npu.models.attention_function import (
+    Implementation,
+    check_interface,
+    implementation_of,
+    modules_with_config,
+    register,
+)
+from ds_npu.models.attributes import attribute
+from ds_npu.models.hugging_face_model import transformers_module
+
+EAGER = "eager"
+EAGER_FUNCTION = "eager_attention_forward"
+"""What transformers' attentions call where their config says eager: a function beside their class."""
+ONE_KERNEL = ("sdpa", "ds_npu")
+"""Implementations that keep no scores."""
+
+Attend = Callable[..., Any]
+"""``attend(module, query, key, value, mask, **arguments)``."""
+
+
+def attention_changes(build: Build, inside: Sequence[str]) -> Sequence[Change]:
+    """What makes the attentions of the model compute again; ``inside``: modules that are recomputed as a whole.
+
+    Raises ValueError where they are not called by transformers' interface.
+    """
+    model = build.model
+    try:
+        check_interface(model)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"ds_npu.{KEY}.attention_core: {error}. What to do: leave it out") from error
+    whole = {id(each) for name in inside for each in model.get_submodule(name).modules()}
+    found = implementation_of(model)
+    if found in ONE_KERNEL:
+        build.said.append(f"{KEY}.attention_core: attention is {found}, which keeps no scores: little is saved")
+
+    def make() -> None:
+        register(model, _recomputed(model, whole, build.device_type))
+
+    parts = [name for name, _ in modules_with_config(model)]
+    what = "config: attention is computed again in backward"
+    return [Change("sets", name, what, None if index else make) for index, name in enumerate(parts)]
+
+
+def _recomputed(model: nn.Module, whole: set[int], device_type: str) -> Implementation:
+    """The implementation of ``model``, of which nothing is kept in attentions that are not in ``whole``."""
+    name = implementation_of(model)
+    functions = transformers_module("modeling_utils").ALL_ATTENTION_FUNCTIONS
+    masks = transformers_module("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        function: Attend = _eager_function(module) if name == EAGER else functions[name]
+        if id(module) in whole or not is_recomputed(module):
+            return function(module, *args, **kwargs)
+        return recomputation_of(partial(function, module), device_type)(*args, **kwargs)
+
+    return Implementation(f"ds_npu_recomputed_{name}_{id(model)}", attend, masks[name])
+
+
+def _eager_function(attention: nn.Module) -> Attend:
+    found = attribute(sys.modules[type(attention).__module__], EAGER_FUNCTION, object)
+    if not callable(found):
+        raise ValueError(
+            f"ds_npu.{KEY}.attention_core: {type(attention).__module__} has no {EAGER_FUNCTION}, which "
+            f"{type(attention).__name__} would call. What to do: leave it out, or attn_implementation='sdpa'"
+        )
+    return found

@@ -1,0 +1,152 @@
+"""``ds_npu.recompute``: activations computed again in backward instead of kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from torch import nn
+
+from ds_npu.config.recompute import RecomputeSection
+from ds_npu.config.roles import Role
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change, Phase
+from ds_npu.features.feature import Feature
+from ds_npu.features.recompute.attention_core import attention_changes
+from ds_npu.features.recompute.outputs import RecomputedActivation, RecomputedNorm, without_kept_outputs
+from ds_npu.features.recompute.recomputed_calls import KEY, RecomputedRuns, check_not_checkpointed, recompute_module
+from ds_npu.models import names
+from ds_npu.parallel.forward_wraps import Level, Wrapper, wrap_forward
+
+NORMS = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
+COLUMNS = (Role.GATE, Role.UP, Role.GATE_UP)
+
+
+def _asked(section: RecomputeSection, build: Build) -> str:
+    fields = type(section).model_fields
+    return ", ".join(f"{key} {value}" for key, value in section if value != fields[key].default)
+
+
+def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
+    if not _asked(section, build):
+        return
+    if build.is_pipeline:
+        raise ValueError(
+            f"ds_npu.{KEY}: found for a deepspeed.PipelineModule. What to do: leave it out, and give the module an "
+            "activation_checkpoint_interval"
+        )
+    check_not_checkpointed(build.model)
+    whole = _blocks(section, build) if section.layers != "none" else []
+    yield from _runs(section, build, whole)
+    for name in _globbed(section, build.model, whole):
+        whole = [*whole, name]
+        yield _wrap(build.model, name, "computed again in backward", partial(_of_module, build, recompute_module))
+    if section.attention_core:
+        yield from attention_changes(build, whole)
+    if section.norm or section.activation_function:
+        yield from _outputs(section, build, whole)
+
+
+def _wrap(model: nn.Module, name: str, what: str, of: Callable[[nn.Module], Wrapper]) -> Change:
+    """Wrap the module ``name`` by what ``of`` makes of it: another may have been put in its place until then."""
+
+    def make() -> None:
+        module = model.get_submodule(name)
+        wrap_forward(module, of(module), Level.RECOMPUTE)
+
+    return Change("wraps", name, what, make, Level.RECOMPUTE)
+
+
+def _of_module(build: Build, wrapper: Wrapper, module: nn.Module) -> Wrapper:
+    return partial(wrapper, module, build.device_type)
+
+
+def _blocks(section: RecomputeSection, build: Build) -> list[str]:
+    """The blocks of this rank that are recomputed whole."""
+    blocks, found = build.plan.blocks, section.layers
+    first = found if isinstance(found, int) and section.method == "block" else len(blocks)
+    # A pipeline stage may have fewer than others, or none.
+    if not build.is_cut_into_stages and (first > len(blocks) or not blocks):
+        raise ValueError(
+            f"ds_npu.{KEY}.layers: found {found}; {build.plan.model} has {len(blocks)}: at most so many, or 'all'"
+        )
+    return list(blocks[:first])
+
+
+def _runs(section: RecomputeSection, build: Build, blocks: Sequence[str]) -> Iterator[Change]:
+    """Blocks that are recomputed by themselves, or in runs."""
+    if section.method != "uniform" or section.layers == 1:
+        for name in blocks:
+            yield _wrap(build.model, name, "computed again in backward", partial(_of_module, build, recompute_module))
+        return
+    assert isinstance(section.layers, int)
+    runs = RecomputedRuns(section.layers, build.device_type)
+    owners = {names.parent(names.parent(name)) for name in blocks}
+    for name in sorted(owners):
+        yield _wrap(build.model, name, "ends a run of layers", lambda module: runs.around)
+    for name in blocks:
+        what = f"computed again in backward, {section.layers} together"
+        yield _wrap(build.model, name, what, partial(_of_run, runs, name == blocks[-1]))
+
+
+def _of_run(runs: RecomputedRuns, is_last: bool, block: nn.Module) -> Wrapper:
+    return partial(runs.block, block, is_last)
+
+
+def _globbed(section: RecomputeSection, model: nn.Module, whole: Sequence[str]) -> list[str]:
+    """The modules that the globs match, without those in others of them and in recomputed layers."""
+    found: list[str] = []
+    for glob in section.modules:
+        matched = [name for name, _ in model.named_modules() if name and names.matches(glob, name)]
+        if not matched:
+            raise ValueError(f"ds_npu.{KEY}.modules: {glob!r} matches no module of {type(model).__name__}")
+        found += matched
+    outside = [name for name in found if not _is_inside_any(name, whole)]
+    return [
+        name for name in dict.fromkeys(outside) if not _is_inside_any(name, [each for each in outside if each != name])
+    ]
+
+
+def _is_inside_any(name: str, others: Iterable[str]) -> bool:
+    return any(names.is_inside(name, other) for other in others)
+
+
+def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> Iterator[Change]:
+    """Norms and activation functions outside of what is recomputed as a whole."""
+    plan = build.plan
+    for name in plan.blocks:
+        if not _is_inside_any(name, whole):
+            what = "outputs of norms and activation functions are not kept"
+            yield _wrap(build.model, name, what, lambda module: partial(without_kept_outputs, module))
+    if section.norm:
+        for name in plan.named(*NORMS):
+            if not _is_inside_any(name, whole):
+                what = "computed again in backward, its output too"
+                yield _wrap(build.model, name, what, lambda module: RecomputedNorm(module, build.device_type))
+    for name in plan.named(Role.MLP) if section.activation_function else ():
+        if not _is_inside_any(name, whole):
+            yield from _activation(build, name)
+
+
+def _activation(build: Build, mlp: str) -> Iterator[Change]:
+    """What the MLP computes between its linears."""
+
+    def child(name: str) -> str:
+        return name[len(mlp) :].lstrip(".").split(".")[0]
+
+    columns = list(dict.fromkeys(child(name) for name in build.plan.inside(mlp, *COLUMNS)))
+    downs = list(dict.fromkeys(child(name) for name in build.plan.inside(mlp, Role.DOWN)))
+    if not columns or len(downs) != 1:
+        build.said.append(f"{KEY}: {mlp} keeps its activations: {len(columns)} first linears, {len(downs)} last ones")
+        return
+
+    def make() -> None:
+        RecomputedActivation(build.model.get_submodule(mlp), columns, downs[0], build.device_type).wrap()
+
+    yield Change("wraps", mlp, "its activation function is computed again", make, Level.RECOMPUTE)
+    for name in columns:
+        yield Change("wraps", f"{mlp}.{name}", "its output is kept", None, Level.RECOMPUTE)
+    yield Change("wraps", f"{mlp}.{downs[0]}", "its input is not kept", None, Level.RECOMPUTE)
+
+
+RECOMPUTE: Feature[RecomputeSection] = Feature(KEY, Phase.WRAPS, declare=_declare, asked=_asked)

@@ -1,0 +1,166 @@
+"""Norms and activation functions whose outputs are not kept, in blocks of which everything else is."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.features.recompute.recomputed_calls import is_recomputed, recomputation_of
+from ds_npu.memory.recomputation import Recomputation, without_outputs
+from ds_npu.models.attributes import set_attribute
+from ds_npu.models.zero3 import is_partitioned
+from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.micro_batch import Fact, new_forward, running, within
+from ds_npu.parallel.tensor.linear import ColumnLinear
+
+
+def without_kept_outputs(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Wrap of a block: outputs of Recomputations in it are not kept."""
+    if not is_recomputed(module):
+        return forward(*args, **kwargs)
+    with without_outputs():
+        return forward(*args, **kwargs)
+
+
+class RecomputedNorm:
+    """Recomputes ``norm``, of which nothing is kept but its arguments."""
+
+    def __init__(self, norm: nn.Module, device_type: str) -> None:
+        self.norm, self.device_type = norm, device_type
+        self._is_called_again: Fact[bool] = Fact(while_running=True)
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Wrap of its forward."""
+        if self._is_called_again.of(running()) or not is_recomputed(self.norm):
+            return forward(*args, **kwargs)
+        # ZeRO-3 gathers its weights for its backward, which comes after the one of what has used its output.
+        gathers = any(is_partitioned(parameter) for parameter in self.norm.parameters(recurse=False))
+        made = recomputation_of(partial(self._again, forward, gathers), self.device_type, whole=True)
+        y = made(*args, **kwargs)
+        made.forget(y)
+        return y
+
+    def _again(self, forward: Forward, gathers: bool, *args: Any, **kwargs: Any) -> Any:
+        if not gathers or torch._C._current_graph_task_id() < 0:
+            return forward(*args, **kwargs)
+        with new_forward() as micro_batch:
+            self._is_called_again.set(micro_batch, True)
+            return self.norm(*args, **kwargs)
+
+
+class _InputOfDownError(Exception):
+    """Ends the forward of an MLP that is computed again."""
+
+    def __init__(self, y: torch.Tensor) -> None:
+        super().__init__()
+        self.y = y
+
+
+class _KeptLinear(nn.Module):
+    """In place of a linear in an MLP that is computed again: returns what it has returned."""
+
+    def __init__(self, y: torch.Tensor) -> None:
+        super().__init__()
+        self.y = y.detach().requires_grad_(y.requires_grad)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return self.y
+
+
+class _EndOfMlp(nn.Module):
+    """In place of the last linear of an MLP that is computed again."""
+
+    def forward(self, y: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        raise _InputOfDownError(y)
+
+
+@dataclass
+class _Call:
+    """One call of an MLP: what its linears returned, by name."""
+
+    made: Recomputation | None = None
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    rest: ExitStack = field(default_factory=ExitStack)
+    """In which what follows the last linear is kept."""
+
+
+class RecomputedActivation:
+    """Recomputes what an MLP computes between its linears, whatever that is, and keeps what the first ones return.
+
+    ``columns``: the children of ``mlp`` that are its first linears, ``down`` the last one.
+    """
+
+    def __init__(self, mlp: nn.Module, columns: list[str], down: str, device_type: str) -> None:
+        self.mlp, self.columns, self.down, self.device_type = mlp, columns, down, device_type
+        self._call: Fact[_Call | None] = Fact(while_running=True)
+
+    def wrap(self) -> None:
+        children = dict(self.mlp.named_children())
+        wrap_forward(self.mlp, self._forward, Level.RECOMPUTE)
+        for name in self.columns:
+            wrap_forward(children[name], partial(self._column, name), Level.RECOMPUTE)
+        wrap_forward(children[self.down], self._last, Level.RECOMPUTE)
+        first = children[self.columns[0]]
+        if isinstance(first, ColumnLinear) and len(self.columns) > 1:
+            # Parallel linears whose outputs are computed into one tensor, without their forwards.
+            set_attribute(first.together, "stacked", partial(self._stacked, first.together.stacked))
+
+    def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if not is_recomputed(self.mlp):
+            return forward(*args, **kwargs)
+        call = _Call()
+        with within(running()) as micro_batch:
+            again = partial(self._again, forward, call)
+            call.made = recomputation_of(again, self.device_type, whole=True)
+            self._call.set(micro_batch, call)
+            try:
+                return call.made(*args, **kwargs)
+            finally:
+                self._call.set(micro_batch, None)
+                call.made = None
+
+    def _column(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        call = self._call.of(running())
+        if call is None:
+            return forward(*args, **kwargs)
+        with without_outputs():
+            call.outputs[name] = forward(*args, **kwargs)
+        return call.outputs[name]
+
+    def _stacked(self, forward: Forward, *args: Any) -> Any:
+        call = self._call.of(running())
+        if call is None:
+            return forward(*args)
+        with without_outputs():
+            whole = forward(*args)
+        call.outputs.update(zip(self.columns, whole, strict=True))
+        return whole
+
+    def _last(self, forward: Forward, y: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = self._call.of(running())
+        if call is not None and call.made is not None and len(call.outputs) == len(self.columns):
+            call.made.forget(y)
+            call.rest.enter_context(without_outputs())
+        return forward(y, *args, **kwargs)
+
+    def _again(self, forward: Forward, call: _Call, *args: Any, **kwargs: Any) -> Any:
+        """The MLP; when it is computed again, what it gives its last linear, from what the first ones returned."""
+        if len(call.outputs) < len(self.columns):
+            with call.rest:
+                return forward(*args, **kwargs)
+        stand_ins: dict[str, nn.Module] = {name: _KeptLinear(call.outputs[name]) for name in self.columns}
+        children = self.mlp._modules
+        before = dict(children)
+        children.update(stand_ins | {self.down: _EndOfMlp()})
+        try:
+            forward(*args, **kwargs)
+        except _InputOfDownError as ended:
+            return ended.y
+        finally:
+            children.update(before)
+        raise RuntimeError(f"{type(self.mlp).__name__} did not call {self.down} when it was computed again")

@@ -1,0 +1,186 @@
+"""Activations that are computed again in backward instead of kept.
+
+A Recomputation stands for one call of a part of a model. What the part saves for backward is not kept, and computed
+again, all at once, when backward asks for the first of it. Where the part is cheap (a norm, an activation function),
+its output need not be kept either: what else saves it within ``without_outputs`` keeps a reference to the Recomputation
+in its place. No storage is released under a tensor that somebody may read: the output is freed when nobody holds it.
+
+Both are hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks), of which the innermost apply. The values are
+those of forward to the bit: arguments, random numbers and autocast are the same.
+Source: Chen et al. 2016 (arXiv:1604.06174); of outputs, MindSpeed's ``CheckpointWithoutOutput``, which releases
+storages instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
+
+from ds_npu.memory.call_state import CallState
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+
+
+class RecomputationError(RuntimeError):
+    """A part of a model cannot be computed again as it was."""
+
+
+class _EnoughError(Exception):
+    """All that backward needs has been computed."""
+
+
+class _Handle:
+    """In place of a saved tensor; autograd drops it, and what has been computed again, when it has been used."""
+
+    def __init__(self, of: Recomputation, like: torch.Tensor) -> None:
+        self.of, self.like = of, (like.shape, like.dtype)
+        self.value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that is kept as it is, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def get(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RecomputationError(
+                f"a tensor {list(self.tensor.shape)} that backward needs has been modified in place since it was saved"
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class _Output:
+    """An output that can be computed again."""
+
+    of: Recomputation
+    version: int
+    """Of the output, when it was made."""
+    dtype: torch.dtype
+    offset: int
+    """In its storage."""
+
+
+@dataclass(frozen=True)
+class _PartOfOutput:
+    """In place of a tensor that is an output, or a view of one."""
+
+    output: _Output
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def get(self) -> torch.Tensor:
+        whole = self.output.of.output()
+        return whole.as_strided(self.size, self.stride, self.offset - self.output.offset + whole.storage_offset())
+
+
+Held = _Kept | _PartOfOutput
+
+
+OUTPUT: TensorAttribute[_Output] = TensorAttribute("ds_npu_output")
+"""Of a storage that holds an output which can be computed again."""
+
+
+def _hold(tensor: torch.Tensor) -> Held:
+    """``tensor``, or where from it can be computed again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        output = OUTPUT.get(tensor.untyped_storage()) if plain else None
+        if output is not None and tensor._version == output.version and tensor.dtype == output.dtype:
+            return _PartOfOutput(output, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _Kept(tensor, tensor._version)
+
+
+def without_outputs() -> AbstractContextManager[object]:
+    """A context in which what is saved for backward is kept, but for the outputs of Recomputations."""
+    return saved_tensors_hooks(_hold, lambda held: held.get())
+
+
+class Recomputation:
+    """One call of ``function``, whose result does not depend on more than its arguments and ``CallState``."""
+
+    def __init__(self, function: Callable[..., Any], device_type: str, stops_early: bool = True) -> None:
+        """``stops_early``: computing again ends when the last saved tensor is there, before the function does."""
+        self._function, self._stops_early = function, stops_early
+        self._state = CallState(device_type)
+        self._handles: list[weakref.ref[_Handle]] = []
+        self._arguments: Any = None
+        self._output: torch.Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the function, of which nothing is kept but ``args`` and ``kwargs``."""
+        self.hold(*args, **kwargs)
+        with self.saving():
+            return self._function(*args, **kwargs)
+
+    def hold(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the arguments of the call; those that can be computed again themselves are not kept."""
+        self._arguments = tree_map(lambda each: _hold(each) if isinstance(each, torch.Tensor) else each, (args, kwargs))
+
+    def saving(self) -> AbstractContextManager[object]:
+        """A context in which nothing is kept of what is saved for backward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def forget(self, output: torch.Tensor) -> None:
+        """Within ``without_outputs``, keep nothing of ``output``, which is what the function returns."""
+        storage = output.untyped_storage()
+        if storage.nbytes() == output.nbytes:
+            made = _Output(self, output._version, output.dtype, int(output.storage_offset()))
+            OUTPUT.set(storage, made)
+
+    def output(self) -> torch.Tensor:
+        """What the function returned, computed again."""
+        if self._output is None:
+            self._compute()
+        if self._output is None:
+            raise RecomputationError(f"{self._function} returned no tensor when it was computed again")
+        return self._output
+
+    def _pack(self, tensor: torch.Tensor) -> _Handle:
+        handle = _Handle(self, tensor)
+        self._handles.append(weakref.ref(handle))
+        return handle
+
+    def _unpack(self, handle: _Handle) -> torch.Tensor:
+        if handle.value is None:
+            self._compute()
+        if handle.value is None:
+            raise RecomputationError(f"{self._function} saved fewer tensors when it was computed again")
+        return handle.value
+
+    def _compute(self) -> None:
+        """Call the function again, for the values of all handles and the output."""
+        place = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal place
+            if place == len(self._handles):
+                raise RecomputationError(f"{self._function} saved more tensors when it was computed again")
+            handle, value = self._handles[place](), tensor.detach()
+            if handle is not None:
+                if handle.like != (value.shape, value.dtype):
+                    found = f"{list(value.shape)} of {value.dtype}, in place of {list(handle.like[0])}"
+                    raise RecomputationError(f"{self._function} saved {found} of {handle.like[1]} when computed again")
+                handle.value = value
+            place += 1
+            if self._stops_early and place == len(self._handles):
+                raise _EnoughError
+            return value
+
+        args, kwargs = tree_map(lambda each: each.get() if isinstance(each, Held) else each, self._arguments)
+        with self._state.restored(), torch.enable_grad(), saved_tensors_hooks(pack, lambda value: value):
+            try:
+                found = self._function(*args, **kwargs)
+            except _EnoughError:
+                return
+        self._output = found.detach() if isinstance(found, torch.Tensor) else None

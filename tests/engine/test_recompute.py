@@ -1,0 +1,141 @@
+"""``ds_npu.recompute`` in DeepSpeed's engine: losses and weights of a run with it are those without, to the bit."""
+
+from __future__ import annotations
+
+import gradient_rule as rule
+import pytest
+import tensor_parallel_rule as tensor_rule
+import tiny_models
+import torch
+from adapted_models import ATTENTION, MLP, adapted
+from ranks import run_on_ranks
+
+from ds_npu.parallel.tensor.shard_access import local_shard
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "all": {"layers": "all"},
+    "uniform": {"layers": 2, "method": "uniform"},
+    "block": {"layers": 1, "method": "block", "norm": True, "activation_function": True},
+    "outputs": {"norm": True, "activation_function": True},
+    "parts": {"attention_core": True, "norm": True, "activation_function": True},
+    "modules": {"modules": ["**.mlp", "**.self_attn"]},
+}
+WORLDS = {
+    "data 2": (2, {}),
+    "tensor 2": (2, {"tensor": 2}),
+    "sequence parallel": (2, {"tensor": 2, "sequence_parallel": True}),
+    "context 2": (2, {"context": 2}),
+    "expert 2": (2, {"expert": 2}),
+    "tensor 2 x context 2": (4, {"tensor": 2, "context": 2, "sequence_parallel": True}),
+}
+"""By name, (ranks, ``ds_npu.parallel``)."""
+DROPS: dict[str, dict[str, float]] = {
+    "gpt2": {"attn_pdrop": 0.3, "embd_pdrop": 0.2, "resid_pdrop": 0.1},
+    "llama": {"attention_dropout": 0.3},
+}
+STAGES = (0, 1, 2, 3)
+CORNERS = [
+    ("tensor 2", "gpt2", (0, 3)),
+    ("sequence parallel", "llama", (1, 3)),
+    ("context 2", "llama", (0, 3)),
+    ("expert 2", "qwen3_moe", (1, 3)),
+    ("data 2", "llama", (2, 3)),
+]
+CASES = [(world, family, STAGES) for world in WORLDS for family in ("llama", "gpt2", "qwen3_moe")]
+
+
+def trained(model: torch.nn.Module, stage: int, section: dict[str, object]) -> list[torch.Tensor]:
+    """The losses of two steps, and the weights after them."""
+    import deepspeed
+
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    config = tensor_rule.config(stage, torch.float32, section)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=weights, config=config)
+    torch.manual_seed(7)
+    losses = []
+    for ids in tensor_rule.batches(2 * rule.MICRO * rule.ACCUMULATION).split(rule.MICRO):
+        loss = engine(input_ids=ids, labels=ids).loss
+        losses.append(loss.detach().clone())
+        engine.backward(loss)
+        engine.step()
+    if stage == 3:
+        kept = [name for name, weight in model.named_parameters() if weight.ds_status.name != "NOT_AVAILABLE"]
+        assert not kept, f"gathered still: {kept}"
+    return [*losses, *map(local_shard, rule.whole_weights(model).values())]
+
+
+def same(model, stage: int, section: dict[str, object], variants=VARIANTS) -> None:
+    """``model`` makes the same one at every call."""
+    expected = trained(model(), stage, section)
+    for name, recompute in variants.items():
+        found = trained(model(), stage, section | {"recompute": recompute})
+        assert len(found) == len(expected) > 10
+        assert all(map(torch.equal, found, expected)), (name, stage, section)
+
+
+def each_stage(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> None:
+    rule.without_extension()
+    # Ranks of a ring draw no dropout of attention.
+    changes = {} if "context" in parallel else DROPS.get(family, {})
+    variants = {name: each for name, each in VARIANTS.items() if family != "gpt2" or name != "modules"}
+    for stage in stages:
+        same(lambda: tiny_models.tiny(family, torch.float32, **changes), stage, {"parallel": parallel}, variants)
+
+
+def in_stages(schedules: tuple[str, ...]) -> None:
+    """Pipelines, some of which leave weight gradients for later; ZeRO 3 does not go with them."""
+    rule.without_extension()
+    for schedule in schedules:
+        for stage in (0, 1, 2):
+            section = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
+            same(lambda: tiny_models.tiny("llama", torch.float32, num_hidden_layers=5), stage, section)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", [("1f1b", "zb_h1"), ("zb_v", "dualpipe_v")], ids=str)
+def test_in_pipeline_stages(schedules):
+    run_on_ranks(2, in_stages, schedules, deadline_s=900.0)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=len(CORNERS), drawn=1)
+@pytest.mark.parametrize(("world", "family", "stages"), [*CORNERS, *CASES], ids=str)
+def test_a_run_is_that_without_to_the_bit(world, family, stages):
+    ranks, parallel = WORLDS[world]
+    if "expert" in parallel and family != "qwen3_moe":
+        pytest.skip("without experts")
+    run_on_ranks(ranks, each_stage, family, parallel, stages, deadline_s=900.0)
+
+
+def with_adapters() -> None:
+    rule.without_extension()
+    for stage in (0, 3):
+        same(lambda: adapted("llama", ATTENTION + MLP, lora_dropout=0.2).float(), stage, {})
+
+
+@pytest.mark.slow
+def test_adapters_beside_frozen_weights():
+    """ZeRO-3 keeps no frozen weight gathered."""
+    run_on_ranks(2, with_adapters)
+
+
+def beside_transformers_own() -> None:
+    import deepspeed
+
+    for recompute in ({"layers": "all"}, {"norm": True}):
+        model = tiny_models.tiny("llama", torch.float32)
+        config = tensor_rule.config(0, torch.float32, {"recompute": recompute})
+        model.gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match=r"ds_npu\.recompute: gradient checkpointing of .* is on"):
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        model.gradient_checkpointing_disable()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        # The Trainer enables it behind initialize.
+        model.gradient_checkpointing_enable()
+        ids = tensor_rule.batches(1)
+        with pytest.raises(ValueError, match=r"ds_npu\.recompute: gradient checkpointing of .* is on"):
+            engine(input_ids=ids, labels=ids)
+
+
+def test_transformers_gradient_checkpointing_is_refused():
+    run_on_ranks(1, beside_transformers_own)

@@ -52,7 +52,27 @@ def test_every_stage_of_zero(family, ranks, parallel, moe):
     run_on_ranks(ranks, hold_to_one_process, family, parallel, moe, STAGES, {}, deadline_s=600.0)
 
 
+OF_EXPERTS = [
+    ("llama4_text", {"expert": 2}, {"zero_memory": "level0", "overlap": True}),
+    ("llama4_text", {"expert_tensor": 2}, {"dispatcher": "allgather"}),
+    ("llama4_text", {"expert": 2, "tensor": 2, "sequence_parallel": True}, {}),
+    ("llama4_text", {"expert": 2, "tensor": 2}, {"replica_rows": 1}),
+    ("gpt_oss", {"expert_tensor": 2}, {"zero_memory": "level1"}),
+    ("gpt_oss", {"expert": 2}, {"replica_rows": 1}),
+]
+"""Families whose experts tensor ranks do not shard."""
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=1)
+@pytest.mark.parametrize(("family", "parallel", "moe"), OF_EXPERTS)
+def test_families_of_expert_ranks(family, parallel, moe):
+    run_on_ranks(2, hold_to_one_process, family, parallel, moe, STAGES, {}, deadline_s=600.0)
+
+
 LIVES = [
+    ("llama4_text", 2, {"expert": 2, "tensor": 2}, {"expert_tensor": 2}),
+    ("gpt_oss", 2, {"expert_tensor": 2}, {"expert": 2}),
     ("qwen3_moe", 2, {"expert": 2}, {"expert_tensor": 2}),
     ("mixtral", 2, {"expert": 2, "tensor": 2, "sequence_parallel": True}, {"expert": 2}),
     ("deepseek_v3", 4, {"expert": 2, "expert_tensor": 2, "tensor": 2}, {"expert": 4}),
@@ -80,10 +100,15 @@ def test_a_checkpoint_of_other_expert_ranks_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, {"expert": 2}), (4, {"expert": 2, "expert_tensor": 2, "tensor": 2})]
+    ("family", "ranks", "parallel"),
+    [
+        ("mixtral", 2, {"expert": 2}),
+        ("llama4_text", 2, {"expert": 2}),
+        ("mixtral", 4, {"expert": 2, "expert_tensor": 2, "tensor": 2}),
+    ],
 )
-def test_models_made_under_zero_init_train_as_whole_ones(ranks, parallel, tmp_path):
-    run_on_ranks(ranks, expert_lives.made_under_zero_init, "mixtral", parallel, str(tmp_path))
+def test_models_made_under_zero_init_train_as_whole_ones(family, ranks, parallel, tmp_path):
+    run_on_ranks(ranks, expert_lives.made_under_zero_init, family, parallel, str(tmp_path))
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def export(family: str, parallel: dict, other: dict, stages: tuple[int, ...], fo
         losses(engine, range(2))
         engine.save_pretrained(target)
         state = dense.shared(engine.whole_state_dict())
-        name = tiny_models.FAMILIES[family][0]
+        name = tiny_models.OF_EXPERTS[family][0]
         plain = getattr(transformers, name).from_pretrained(target).state_dict()
         assert plain.keys() == state.keys() and all(torch.equal(plain[key], state[key]) for key in plain)
         config = dense.config(stage, torch.float32, {"parallel": other}) | {"gradient_accumulation_steps": 1}
@@ -99,7 +99,7 @@ def made_under_zero_init(family: str, parallel: dict, folder: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     rule.without_extension()
-    kind = getattr(transformers, tiny_models.FAMILIES[family][0])
+    kind = getattr(transformers, tiny_models.OF_EXPERTS[family][0])
     if dist.get_rank() == 0:
         tiny_models.tiny(family, torch.float32).save_pretrained(folder)
     dist.barrier()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+import torch
 from torch import nn
 
 from ds_npu.config.moe import MoeSection
@@ -17,10 +18,11 @@ from ds_npu.features.experts.balance import balance_changes
 from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
 from ds_npu.features.experts.generation import GENERATE, generate_together
 from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
-from ds_npu.features.experts.layout import Layout, expert_layouts
+from ds_npu.features.experts.layout import ExpertLayout, Layout, expert_layouts
 from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
+from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chosen
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.experts.traffic import traffic
 from ds_npu.features.feature import Feature
@@ -65,7 +67,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
     _check(layouts, build.topology)
     build.said += traffic(section, build, layouts)
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
-    return [*balance, *_changes(section, build, layouts, axis)]
+    return [*_changes(section, build, layouts, axis), *balance]
 
 
 def _is_placed(model: nn.Module) -> bool:
@@ -93,22 +95,33 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
             yield from adapters
         if places is not None:
             yield Change("sets", name, PLACES, partial(set_attribute, module, PLACES, places))
-        run, how = compute_experts_at_once, ""
-        if section.overlap and (call := shared_call(build.model, name)) is not None:
-            find = partial(build.model.get_submodule, call.shared)
-            beside = SharedExperts(call.shared, call.of_block_input, find)
-            yield from shared_changes(build.model, call, beside)
-            run, how = partial(compute_experts_beside, beside=beside), f", beside {call.shared.rpartition('.')[2]}"
-        elif section.overlap:
-            run, how = compute_experts_in_halves, ", in two halves"
+        run, how, changes = _run(section, build, name)
+        yield from changes
+        run = partial(run, axis=axis, options=options)
+        if isinstance(layout, ExpertLayout) and layout.scales_inputs:
+            make = partial(route_to_chosen, build.model, name)
+            yield Change("computes", names.owner(name), "gives experts the tokens that chose them", make)
+            run = partial(compute_scaled, run)
         capacity = CapacityLimit.of(section, layout.count, name)
         said = _described(axis, options) + how + ("" if capacity is None else f", {capacity}")
-        layer = ExpertLayer(layout, axis, partial(run, axis=axis, options=options), places, capacity)
+        layer = ExpertLayer(layout, axis, run, places, capacity)
         yield Change("computes", name, said, partial(layer.compute_in, module))
     if section.pad_to_capacity and axis.size > 1:
         yield agrees_on_tokens(build.model)
     sets = ", ".join([PLACED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
     yield Change("sets", "", sets, partial(_finish, build.model, axis))
+
+
+def _run(section: MoeSection, build: Build, name: str) -> tuple[Callable[..., torch.Tensor], str, Iterable[Change]]:
+    """What the experts ``name`` run with an axis and options, in words, and what else that changes."""
+    if not section.overlap:
+        return compute_experts_at_once, "", ()
+    call = shared_call(build.model, name)
+    if call is None:
+        return compute_experts_in_halves, ", in two halves", ()
+    beside = SharedExperts(call.shared, call.of_block_input, partial(build.model.get_submodule, call.shared))
+    run = partial(compute_experts_beside, beside=beside)
+    return run, f", beside {call.shared.rpartition('.')[2]}", shared_changes(build.model, call, beside)
 
 
 def _finish(model: nn.Module, axis: ExpertAxis) -> None:

@@ -174,11 +174,13 @@ class _ModelSharder:
         found = {}
         # Experts with an axis of their own are the matter of ds_npu.moe.
         for name, module in self._of(Role.EXPERTS) if self.topology.size("ep", "etp") == 1 else ():
-            if not kinds.own_shapes(module):
+            is_list = not kinds.own_shapes(module)
+            if is_list or kinds.is_transposed(module):
                 raise ValueError(
                     f"ds_npu.parallel.tensor: found {self.axis.size}; {name} ({type(module).__name__}) holds its "
-                    "experts in a list. What to do: ds_npu.parallel.expert or expert_tensor > 1 beside it, or the role "
-                    "replicated for it in ds_npu.plan"
+                    f"experts {'in a list' if is_list else 'in weights [E, inputs, outputs]'}. What to do: "
+                    "ds_npu.parallel.expert or expert_tensor > 1 beside it, or the role replicated for it in "
+                    "ds_npu.plan"
                 )
             width = module.get_parameter("down_proj").shape[2]
             found[name] = paired_shards(2 * width, self.axis.size), even_shards(width, self.axis.size)

@@ -111,14 +111,26 @@ def test_models_made_under_zero_init_train_as_whole_ones(family, ranks, parallel
     run_on_ranks(ranks, expert_lives.made_under_zero_init, family, parallel, str(tmp_path))
 
 
+ADAPTED = [
+    ("qwen3_moe", 2, {"expert_tensor": 2, "tensor": 2, "sequence_parallel": True}, {}),
+    ("mixtral", 2, {"expert": 2}, {"replica_rows": 1}),
+    ("mixtral", 2, {"expert": 2, "tensor": 2}, {}),
+    ("llama4_text", 2, {"expert_tensor": 2}, {}),
+    ("gpt_oss", 2, {"expert_tensor": 2}, {"zero_memory": "level1"}),
+    ("gpt_oss", 4, {"expert": 4}, {}),
+    ("mixtral", 4, {"expert": 2, "expert_tensor": 2}, {"dispatcher": "allgather"}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "moe"), [("mixtral", {"replica_rows": 1}), ("qwen3_moe", {})])
-def test_adapters_of_experts(family, moe, tmp_path):
-    section = {"parallel": {"expert": 2}, "moe": moe}
-    run_on_ranks(2, expert_adapters.step, family, section, STAGES, str(tmp_path), deadline_s=300.0)
+@pytest.mark.matrix(corners=2, drawn=1)
+@pytest.mark.parametrize(("family", "ranks", "parallel", "moe"), ADAPTED)
+def test_adapters_of_experts(family, ranks, parallel, moe, tmp_path):
+    section = {"parallel": parallel, "moe": moe}
+    run_on_ranks(ranks, expert_adapters.step, family, section, STAGES, str(tmp_path), deadline_s=300.0)
 
 
-def test_adapters_of_shared_experts_are_refused():
+def test_adapters_that_cannot_be_sharded_are_refused():
     run_on_ranks(2, expert_adapters.refused)
 
 

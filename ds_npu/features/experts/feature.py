@@ -23,6 +23,7 @@ from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
 from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chosen
+from ds_npu.features.experts.shards import expert_shard
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.experts.traffic import traffic
 from ds_npu.features.feature import Feature
@@ -35,7 +36,7 @@ from ds_npu.parallel.expert.experts import ExpertOptions
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside, compute_experts_in_halves
 from ds_npu.parallel.expert.places import plain_places
 from ds_npu.parallel.expert.relocation import PlacedExperts
-from ds_npu.parallel.placement import has_experts, keep_expert_shard
+from ds_npu.parallel.placement import has_experts
 from ds_npu.topology.topology import Topology
 
 PLACED = "ds_npu_experts"
@@ -88,8 +89,9 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
             )
         if axis.size > 1:
             for leaf in layout.names:
-                yield _shard(name, module, leaf, layout, build.topology)
-            adapters = list(adapter_changes(build.model, name, layout.count, build.topology))
+                shardings = layout.shardings(leaf, build.topology.size("ep"), build.topology.size("etp"))
+                yield expert_shard(f"{name}.{leaf}".lstrip("."), module.get_parameter(leaf), shardings, build.topology)
+            adapters = list(adapter_changes(build.model, name, layout, build.topology))
             if adapters and places is not None:
                 raise ValueError(f"{KEY}: {name} has an adapter, whose factors do not move. What to do: {KEY} 0")
             yield from adapters
@@ -130,17 +132,6 @@ def _finish(model: nn.Module, axis: ExpertAxis) -> None:
         generate_together(model)
     refuse_compiling(model, "expert")
     refuse_saving_shards(model)
-
-
-def _shard(module_name: str, module: nn.Module, leaf: str, layout: Layout, topology: Topology) -> Change:
-    """Reduce one parameter to this rank's experts, and of these to its columns."""
-    shardings = layout.shardings(leaf, topology.size("ep"), topology.size("etp"))
-    ranks = {axis: topology.rank(axis) for axis in shardings}
-    said = [
-        f"dim {each.dim} over {axis}: {each.length(ranks[axis]):,} of {each.size:,}" for axis, each in shardings.items()
-    ]
-    make = partial(keep_expert_shard, module.get_parameter(leaf), shardings, ranks)
-    return Change("shards", f"{module_name}.{leaf}".lstrip("."), "; ".join(said), make)
 
 
 def _described(axis: ExpertAxis, options: ExpertOptions) -> str:

@@ -38,7 +38,7 @@ def limit(model: nn.Module, factor: float, policy: str, pieces: Pieces) -> None:
     found = [module for name, module in model.named_modules() if name.endswith(".experts")]
     assert found
     for module in found:
-        module.forward = _limited_forward(module.forward, len(module.down_proj), (factor, policy, pieces))
+        module.forward = limited_forward(module.forward, len(module.down_proj), (factor, policy, pieces))
 
 
 def limit_scores(model: nn.Module, factor: float, policy: str, pieces: Pieces) -> None:
@@ -48,14 +48,14 @@ def limit_scores(model: nn.Module, factor: float, policy: str, pieces: Pieces) -
         def scored(x, forward=router.forward, k=router.top_k):
             scores, logits = forward(x)
             chosen = scores.topk(k, dim=1)
-            experts = _limited_forward(lambda x, ids, kept: kept, scores.shape[1], (factor, policy, pieces))
+            experts = limited_forward(lambda x, ids, kept: kept, scores.shape[1], (factor, policy, pieces))
             kept = torch.zeros_like(scores).scatter(1, chosen.indices, (experts(x, *chosen[::-1]) > 0).to(scores))
             return scores * kept, logits
 
         router.forward = scored
 
 
-def _limited_forward(forward, experts: int, of: tuple[float, str, Pieces]):
+def limited_forward(forward, experts: int, of: tuple[float, str, Pieces]):
     factor, policy, pieces = of
 
     def run(x, ids, weights):

@@ -45,6 +45,24 @@ def count_experts(optimizer: Any, topology: Topology) -> None:
     optimizer.unscale_and_clip_grads = unscale_and_clip_grads
 
 
+def count_on_every_rank(optimizer: Any) -> None:
+    """Make ``optimizer``, a BF16_Optimizer, take its norm where a rank counts no dense gradient, too.
+
+    Tensor ranks but the first do not count what all of them hold alike; where they hold nothing else, as with experts
+    in a model that is otherwise whole, DeepSpeed stacks an empty list (0.19.8 runtime/utils.py:956).
+    """
+    grads_for_norm = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        found = grads_for_norm(for_clipping)
+        if for_clipping:
+            return found
+        dense, experts = found
+        return dense or [optimizer.fp32_groups_gradients[0][0].new_zeros(1)], experts
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
+
+
 def add_up_experts(optimizer: Any, topology: Topology) -> None:
     """Make ``optimizer``, a DeepSpeedZeroOptimizer_Stage3, add the squares of experts over all ranks that hold some."""
     norm_of, norm_of_offloaded = (

@@ -22,8 +22,10 @@ from ds_npu.engine.expert_checkpoints import ExpertCheckpoints
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.placement import has_experts, placement_of
+from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.expert_norm import count_experts, count_on_every_rank
+from ds_npu.zero_ext.expert_norm import count_on_every_rank
+from ds_npu.zero_ext.gradient_norm import take_joint_norm
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,6 +121,7 @@ class ExpertView(ExpertCheckpoints):
 
     module: nn.Module
     topology: Topology
+    model_axes: tuple[Axis, ...]
     has_moe_layers: bool
     client_lr_scheduler: Any
     lr_scheduler: Any
@@ -163,8 +166,8 @@ class ExpertView(ExpertCheckpoints):
                 "loss by it under ZeRO only), or around an optimizer of apex's older interface. What to do: "
                 "zero_optimization.stage 1, 2 or 3, bf16, or float32"
             )
-        if separate is not None and isinstance(made, FP16_UnfusedOptimizer):
-            count_experts(made, self.topology)
+        if isinstance(made, FP16_UnfusedOptimizer) and not is_legacy:
+            take_joint_norm(made, self.topology, self.model_axes)
         if isinstance(made, BF16_Optimizer):
             count_on_every_rank(made)
 

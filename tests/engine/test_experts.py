@@ -52,6 +52,20 @@ def test_every_stage_of_zero(family, ranks, parallel, moe):
     run_on_ranks(ranks, hold_to_one_process, family, parallel, moe, STAGES, {}, deadline_s=600.0)
 
 
+@pytest.mark.slow
+@pytest.mark.matrix(drawn=1)
+@pytest.mark.parametrize(
+    ("family", "parallel", "moe"),
+    [
+        ("qwen3_moe", {"expert": 2, "expert_tensor": 2}, {"zero_memory": "level0"}),
+        ("mixtral", {"expert": 4, "context": 2}, {}),
+        ("deepseek_v3", {"expert": 4, "expert_tensor": 2, "tensor": 2, "sequence_parallel": True}, {"overlap": True}),
+    ],
+)
+def test_eight_ranks(family, parallel, moe):
+    run_on_ranks(8, hold_to_one_process, family, parallel, moe, (0, 2, 3), {}, deadline_s=900.0)
+
+
 OF_EXPERTS = [
     ("llama4_text", {"expert": 2}, {"zero_memory": "level0", "overlap": True}),
     ("llama4_text", {"expert_tensor": 2}, {"dispatcher": "allgather"}),

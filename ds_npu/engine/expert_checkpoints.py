@@ -16,18 +16,15 @@ from typing import Any
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import nn
 
+from ds_npu.engine.expert_states import State, joined, part_of
 from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
-MODULE, OPTIMIZER, STATE, GROUPS = "module", "optimizer", "state", "param_groups"
-"""Keys of DeepSpeed's files, and of an optimizer's state dict."""
-OF_EXPERTS = "moe"
-"""DeepSpeed's mark on a parameter group of experts."""
+MODULE, OPTIMIZER = "module", "optimizer"
+"""Keys of DeepSpeed's files."""
 LAYOUT = "ds_npu_expert_ranks"
 """The key of a dense file that says over how many ranks, along ep and etp, experts were."""
-
-State = dict[str, Any]
 
 
 class ExpertCheckpoints:
@@ -88,7 +85,7 @@ class ExpertCheckpoints:
             if not self.zero_optimization_partition_weights():
                 names = self._names_of_experts()
                 state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
-                state[OPTIMIZER] = _with_states(state[OPTIMIZER], of_experts=False)
+                state[OPTIMIZER] = part_of(state[OPTIMIZER], of_experts=False)
                 for key in (FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS):
                     frozen: State = state.get(key) or {}
                     state[key] = {name: each for name, each in frozen.items() if name not in names}
@@ -123,10 +120,7 @@ class ExpertCheckpoints:
         if dense.get(FROZEN_PARAM_FRAGMENTS) is not None:
             merged[FROZEN_PARAM_FRAGMENTS] = {**dense[FROZEN_PARAM_FRAGMENTS], **experts[MODULE]}
         if experts[OPTIMIZER] is not None:
-            merged[OPTIMIZER] = {
-                **dense[OPTIMIZER],
-                STATE: {**dense[OPTIMIZER][STATE], **experts[OPTIMIZER][STATE]},
-            }
+            merged[OPTIMIZER] = joined(dense[OPTIMIZER], experts[OPTIMIZER])
         return merged
 
     @property
@@ -141,7 +135,7 @@ class ExpertCheckpoints:
         has_own_states = engine.optimizer is not None and not engine.zero_optimization()
         return {
             MODULE: {name: each for name, each in engine.module_state_dict().items() if name in names},
-            OPTIMIZER: _with_states(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
+            OPTIMIZER: part_of(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
         }
 
     def _names_of_experts(self) -> set[str]:
@@ -156,16 +150,6 @@ class ExpertCheckpoints:
             yield
         finally:
             self.has_moe_layers = before
-
-
-def _with_states(optimizer: State | None, of_experts: bool) -> State | None:
-    """The state dict of an optimizer with the states of experts' groups only, or of all others'."""
-    if optimizer is None:
-        return None
-    chosen = {
-        index for group in optimizer[GROUPS] if bool(group.get(OF_EXPERTS)) == of_experts for index in group["params"]
-    }
-    return {**optimizer, STATE: {index: each for index, each in optimizer[STATE].items() if index in chosen}}
 
 
 class _Merging:

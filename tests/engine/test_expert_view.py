@@ -112,6 +112,12 @@ def test_bf16_without_zero(ranks, parallel):
     run_on_ranks(ranks, expert_precision.all_of, parallel)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, {"expert": 2}), (4, {"expert": 2, "tensor": 4})])
+def test_bf16_without_zero_is_resumed(ranks, parallel, tmp_path):
+    run_on_ranks(ranks, expert_precision.resumed, parallel, str(tmp_path))
+
+
 def test_fp16_without_zero_is_refused():
     run_on_ranks(2, expert_precision.fp16_is_refused)
 

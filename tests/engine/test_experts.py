@@ -113,6 +113,22 @@ def test_a_checkpoint_of_other_expert_ranks_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=1)
+@pytest.mark.parametrize(
+    ("family", "ranks", "parallel", "other", "interval"),
+    [
+        ("mixtral", 2, {"expert": 2}, {"expert_tensor": 2}, 0),
+        ("gpt_oss", 2, {"expert_tensor": 2}, {"expert": 2}, 0),
+        ("qwen3_moe", 2, {"expert": 2}, {"expert_tensor": 2}, 1),
+        ("mixtral", 4, {"expert": 4}, {"expert": 2}, 1),
+        ("llama4_text", 4, {"expert": 2, "expert_tensor": 2}, {"expert": 4}, 0),
+    ],
+)
+def test_experts_resume_on_other_ranks_without_zero(family, ranks, parallel, other, interval, tmp_path):
+    run_on_ranks(ranks, expert_lives.reshaped, family, parallel, other, interval, str(tmp_path))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "ranks", "parallel"),
     [

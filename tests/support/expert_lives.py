@@ -105,7 +105,7 @@ def reshaped(family: str, parallel: dict, other: dict, interval: int, folder: st
     assert second.load_checkpoint(folder)[0] is not None
     resumed = losses(second, range(3, 6))
     pairs = list(zip(resumed, uninterrupted, strict=True))
-    # Sums of float32 in other orders; without the state of the optimizer they are off by more than 1e-2.
+    # Sums of float32 in other orders; without the state of the optimizer they are off by 5e-3.
     assert max(abs(found / expected - 1) for found, expected in pairs) <= 1e-5, (parallel, other, pairs)
     weights = [dense.shared(engine.whole_state_dict()) for engine in (first, second)]
     assert rule.relative(weights[1], weights[0]) <= 1e-5, (parallel, other)

@@ -4,7 +4,8 @@ ZeRO 3 shards each weight over the ranks that hold copies of it (edp). DeepSpeed
 and the tensor ranks (0.19.8 runtime/zero/stage3.py, get_grad_norm_direct and
 complete_grad_norm_calculation_for_cpu_offload); the ranks that hold other experts are the whole expert view. Under
 ZeRO 1 and 2 its sum is over all data and tensor ranks, each of which has another piece. In 16 bits without ZeRO, and
-in its BF16_Optimizer, DeepSpeed adds up the squares over the ranks of the expert view, but for one wrapper.
+in its BF16_Optimizer, DeepSpeed adds up the squares over the ranks of the expert view, but for FP16_UnfusedOptimizer
+(``gradient_norm``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.topology import Topology
@@ -22,27 +22,22 @@ from ds_npu.topology.topology import Topology
 Parameters = Sequence[torch.nn.Parameter]
 
 
-def count_experts(optimizer: Any, topology: Topology) -> None:
-    """Make ``optimizer``, a FP16_UnfusedOptimizer, clip by the norm of all gradients; DeepSpeed leaves out experts'.
+def count_on_every_rank(optimizer: Any) -> None:
+    """Make ``optimizer``, a BF16_Optimizer, take its norm where a rank counts no dense gradient, too.
 
-    Its step (0.19.8 runtime/fp16/unfused_optimizer.py) takes the norm of dense gradients, copies all to float32 (times
-    the loss scale) and calls ``unscale_and_clip_grads`` with the norm.
+    Tensor ranks but the first do not count what all of them hold alike; where they hold nothing else, as with experts
+    in a model that is otherwise whole, DeepSpeed stacks an empty list (0.19.8 runtime/utils.py:956).
     """
-    clip = optimizer.unscale_and_clip_grads
+    grads_for_norm = optimizer.get_grads_for_norm
 
-    def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
-        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        held = [pair for narrow, wide in pairs for pair in zip(narrow, wide, strict=True)]
-        experts = [wide.grad for narrow, wide in held if placement_of(narrow).is_expert]
-        squares = [torch.linalg.vector_norm(each, dtype=torch.float32).square() for each in experts]
-        # A rank has experts, or none has any.
-        total = torch.stack(squares).sum()
-        dist.all_reduce(total, group=topology.group("ep", "etp"))
-        # The loss scale is the host's, which waits for the norm in any case.
-        optimizer._global_grad_norm = (float(total_norm) ** 2 + total.item()) ** 0.5
-        return clip(optimizer._global_grad_norm, apply_scale)
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        found = grads_for_norm(for_clipping)
+        if for_clipping:
+            return found
+        dense, experts = found
+        return dense or [optimizer.fp32_groups_gradients[0][0].new_zeros(1)], experts
 
-    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+    optimizer.get_grads_for_norm = get_grads_for_norm
 
 
 def add_up_experts(optimizer: Any, topology: Topology) -> None:

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model on tensor and pipeline ranks, and clipping by it, without ZeRO.
+"""The norm of all gradients of a model on tensor, expert and pipeline ranks, and clipping by it, without ZeRO.
 
 DeepSpeed's own (0.19.8 runtime/utils.py::clip_grad_norm_) counts parameters that tensor ranks hold alike on model
 rank 0 only, so it leaves out every stage of a pipeline but the first, counts weights that stages share twice, and
@@ -7,7 +7,8 @@ keeps the norm to itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,20 @@ def clip_gradients(
     float32, in float64 where there are float64 gradients. Nothing waits for the device.
     """
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norm = joint_norm(held, topology, model_axes)
+    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    for _, gradient in held:
+        gradient.mul_(factor)
+    return norm
+
+
+def joint_norm(
+    held: Sequence[tuple[torch.nn.Parameter, torch.Tensor]], topology: Topology, model_axes: tuple[Axis, ...]
+) -> torch.Tensor:
+    """The 2-norm, a scalar, of the gradients of all weights of the model: ``held`` are this rank's, with its gradients.
+
+    ``model_axes`` and precision as of ``clip_gradients``.
+    """
     if not held:
         return torch.zeros(())
     dtype = accumulation_dtype(held[0][1].dtype)
@@ -50,8 +65,23 @@ def clip_gradients(
         if topology.rank("tp") == 0:
             dense += experts
     dist.all_reduce(dense, group=topology.group(*model_axes))
-    norm = dense.sqrt()
-    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
-    for _, gradient in held:
-        gradient.mul_(factor)
-    return norm
+    return dense.sqrt()
+
+
+def take_joint_norm(optimizer: Any, topology: Topology, model_axes: tuple[Axis, ...]) -> None:
+    """Make ``optimizer``, a FP16_UnfusedOptimizer, clip by the norm of all gradients.
+
+    Its step (DeepSpeed 0.19.8 runtime/fp16/unfused_optimizer.py) takes the norm of gradients that carry no marks: it
+    leaves out experts, and what tensor ranks but the first hold. Then it copies all to float32 (times the loss scale)
+    and calls ``unscale_and_clip_grads`` with the norm.
+    """
+    clip = optimizer.unscale_and_clip_grads
+
+    def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        held = [(narrow, wide.grad) for each in groups for narrow, wide in zip(*each, strict=True)]
+        # The loss scale is the host's, which waits for the norm in any case.
+        optimizer._global_grad_norm = joint_norm(held, topology, model_axes).item()
+        return clip(optimizer._global_grad_norm, apply_scale)
+
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads

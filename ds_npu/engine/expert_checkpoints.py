@@ -13,21 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import nn
 
+from ds_npu.engine.expert_states import State, joined, part_of
+from ds_npu.engine.reshaped_experts import SHARDED, WrittenExperts, expert_shardings
 from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
-MODULE, OPTIMIZER, STATE, GROUPS = "module", "optimizer", "state", "param_groups"
-"""Keys of DeepSpeed's files, and of an optimizer's state dict."""
-OF_EXPERTS = "moe"
-"""DeepSpeed's mark on a parameter group of experts."""
+MODULE, OPTIMIZER = "module", "optimizer"
+"""Keys of DeepSpeed's files."""
 LAYOUT = "ds_npu_expert_ranks"
 """The key of a dense file that says over how many ranks, along ep and etp, experts were."""
-
-State = dict[str, Any]
 
 
 class ExpertCheckpoints:
@@ -55,7 +54,7 @@ class ExpertCheckpoints:
             return bool(upstream.save_checkpoint(*args, **kwargs))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; raises ValueError for a checkpoint whose experts were on other ranks."""
+        """DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
         upstream: Any = super()
         if not self.has_experts:
             return upstream.load_checkpoint(*args, **kwargs)
@@ -88,7 +87,7 @@ class ExpertCheckpoints:
             if not self.zero_optimization_partition_weights():
                 names = self._names_of_experts()
                 state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
-                state[OPTIMIZER] = _with_states(state[OPTIMIZER], of_experts=False)
+                state[OPTIMIZER] = part_of(state[OPTIMIZER], of_experts=False)
                 for key in (FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS):
                     frozen: State = state.get(key) or {}
                     state[key] = {name: each for name, each in frozen.items() if name not in names}
@@ -101,33 +100,53 @@ class ExpertCheckpoints:
 
     def expert_file(self, folder: Path) -> Path:
         """The file of this rank's experts in the ``folder`` of a checkpoint."""
-        ranks, rank = self.topology.size("ep", "etp"), self.topology.rank("ep", "etp")
+        return folder / self._file_name(self.topology.rank("ep", "etp"), self.topology.size("ep", "etp"))
+
+    def _file_name(self, rank: int, ranks: int) -> str:
         stage = f"stage_{self.topology.rank('pp'):02d}_" if self.topology.size("pp") > 1 else ""
-        return folder / f"experts_{stage}rank_{rank:03d}_of_{ranks:03d}_model_states.pt"
+        return f"experts_{stage}rank_{rank:03d}_of_{ranks:03d}_model_states.pt"
 
     def merge(self, dense: State, folder: Path) -> State:
         """The states that this rank's file of experts adds to those of the ``dense`` file."""
         found = dense.get(LAYOUT)
         if found != self.layout:
-            written = "no experts on ranks" if found is None else f"expert {found['ep']}, expert_tensor {found['etp']}"
-            raise ValueError(
-                f"ds_npu.parallel.expert: the checkpoint in {folder} was written with {written}, and this run has "
-                f"expert {self.layout['ep']}, expert_tensor {self.layout['etp']}. What to do: the same sizes, or "
-                "weights only: engine.save_pretrained in the former run, from_pretrained in this one"
-            )
-        restore_places(self.module, dense.get(PLACES), self.topology)
-        if self.zero_optimization_partition_weights():
-            return dense
-        experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
+            experts = self._reshaped(folder, found)
+        else:
+            restore_places(self.module, dense.get(PLACES), self.topology)
+            if self.zero_optimization_partition_weights():
+                return dense
+            experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
         merged = {**dense, MODULE: {**dense[MODULE], **experts[MODULE]}}
         if dense.get(FROZEN_PARAM_FRAGMENTS) is not None:
             merged[FROZEN_PARAM_FRAGMENTS] = {**dense[FROZEN_PARAM_FRAGMENTS], **experts[MODULE]}
         if experts[OPTIMIZER] is not None:
-            merged[OPTIMIZER] = {
-                **dense[OPTIMIZER],
-                STATE: {**dense[OPTIMIZER][STATE], **experts[OPTIMIZER][STATE]},
-            }
+            merged[OPTIMIZER] = joined(dense[OPTIMIZER], experts[OPTIMIZER])
         return merged
+
+    def _reshaped(self, folder: Path, written: dict[str, int] | None) -> State:
+        """This rank's part of the experts in ``folder``; ``written``: the sizes of the axes they were sharded over."""
+        engine: Any = self
+        paths = self._files_of(folder, written)
+        if paths and written is not None and not engine.zero_optimization():
+            files = [torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths]
+            experts = WrittenExperts(files, written["etp"])
+            if experts.can_be_reshaped:
+                # Wherever the experts of the former run were, those of this one begin in the plain order.
+                restore_places(self.module, None, self.topology)
+                return experts.of_rank(self.module, engine.optimizer.param_groups, self.topology)
+        said = "no experts on ranks" if written is None else f"expert {written['ep']}, expert_tensor {written['etp']}"
+        raise ValueError(
+            f"ds_npu.parallel.expert: the checkpoint in {folder} was written with {said}, and this run has "
+            f"expert {self.layout['ep']}, expert_tensor {self.layout['etp']}. What to do: the same sizes, or weights "
+            "only: engine.save_pretrained in the former run, from_pretrained in this one. Without ZeRO (in float32) "
+            "experts in stacked weights load at any sizes"
+        )
+
+    def _files_of(self, folder: Path, written: dict[str, int] | None) -> list[Path]:
+        """The files of all ranks that wrote experts; none where they are in other files."""
+        ranks = 0 if written is None else written["ep"] * written["etp"]
+        paths = [folder / self._file_name(rank, ranks) for rank in range(ranks)]
+        return paths if all(path.exists() for path in paths) else []
 
     @property
     def _writes_experts(self) -> bool:
@@ -141,7 +160,8 @@ class ExpertCheckpoints:
         has_own_states = engine.optimizer is not None and not engine.zero_optimization()
         return {
             MODULE: {name: each for name, each in engine.module_state_dict().items() if name in names},
-            OPTIMIZER: _with_states(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
+            OPTIMIZER: part_of(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
+            SHARDED: expert_shardings(self.module),
         }
 
     def _names_of_experts(self) -> set[str]:
@@ -156,16 +176,6 @@ class ExpertCheckpoints:
             yield
         finally:
             self.has_moe_layers = before
-
-
-def _with_states(optimizer: State | None, of_experts: bool) -> State | None:
-    """The state dict of an optimizer with the states of experts' groups only, or of all others'."""
-    if optimizer is None:
-        return None
-    chosen = {
-        index for group in optimizer[GROUPS] if bool(group.get(OF_EXPERTS)) == of_experts for index in group["params"]
-    }
-    return {**optimizer, STATE: {index: each for index, each in optimizer[STATE].items() if index in chosen}}
 
 
 class _Merging:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import groups as deepspeed_groups
@@ -21,8 +22,10 @@ from ds_npu.engine.expert_checkpoints import ExpertCheckpoints
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.placement import has_experts, placement_of
+from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.expert_norm import count_experts
+from ds_npu.zero_ext.expert_norm import count_on_every_rank
+from ds_npu.zero_ext.gradient_norm import take_joint_norm
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,6 +121,7 @@ class ExpertView(ExpertCheckpoints):
 
     module: nn.Module
     topology: Topology
+    model_axes: tuple[Axis, ...]
     has_moe_layers: bool
     client_lr_scheduler: Any
     lr_scheduler: Any
@@ -157,12 +161,15 @@ class ExpertView(ExpertCheckpoints):
         is_legacy = made is not None and any(attribute(made, each, bool) for each in LEGACY)
         if separate is not None and (is_legacy or (isinstance(made, IN_16_BITS) and engine_has_fp16(self))):
             raise ValueError(
-                f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__} in fp16, or "
-                "around an optimizer of apex's older interface, of which ds_npu has not proved norm and skipped steps. "
-                "What to do: zero_optimization.stage 1, 2 or 3, bf16, or float32"
+                f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__} in fp16, whose "
+                "steps are too small by the loss scale (DeepSpeed 0.19.8 divides gradients by it, and multiplies the "
+                "loss by it under ZeRO only), or around an optimizer of apex's older interface. What to do: "
+                "zero_optimization.stage 1, 2 or 3, bf16, or float32"
             )
-        if separate is not None and isinstance(made, FP16_UnfusedOptimizer):
-            count_experts(made, self.topology)
+        if isinstance(made, FP16_UnfusedOptimizer) and not is_legacy:
+            take_joint_norm(made, self.topology, self.model_axes)
+        if isinstance(made, BF16_Optimizer):
+            count_on_every_rank(made)
 
     def _configure_lr_scheduler(self) -> None:
         upstream: Any = super()

@@ -143,9 +143,7 @@ def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
     for name, module in modules.items():
         layer = plan.adapted(name) if kinds.own_shapes(module) else None
         role = plan.of(layer) if layer else None
-        if role is Role.EXPERTS:
-            yield name, "what PEFT adds to experts cannot be sharded"
-        elif role not in (None, Role.REPLICATED) and plan.of(name) not in (Role.LORA_A, Role.LORA_B):
+        if role not in (None, Role.REPLICATED) and plan.of(name) not in (Role.LORA_A, Role.LORA_B):
             yield name, f"of what PEFT adds to a {role}, only the two factors of LoRA can be sharded"
 
 

@@ -85,7 +85,14 @@ class _Placing:
     @cached_property
     def decoder(self) -> str:
         """The plain name of the language part."""
-        return self.tree.find(self.root.get_decoder())
+        said = self.tree.find(self.root.get_decoder())
+        # Llama4ForCausalLM says that it is the whole of it: its base_model_prefix is not the name that its decoder has.
+        inner = [name for name in self.tree.within(said).values() if self.stacks_in(name)]
+        return inner[0] if not self.stacks_in(said) and len(inner) == 1 else said
+
+    def stacks_in(self, name: str) -> list[str]:
+        """The lists of blocks directly in the module ``name``."""
+        return [each for each in self.tree.within(name).values() if self.is_stack(each)]
 
     @cached_property
     def config(self) -> HuggingFaceConfig:
@@ -103,7 +110,7 @@ class _Placing:
         return styles.get(names.generic(name.removeprefix(f"{self.decoder}.")))
 
     def everything(self) -> None:
-        stacks = [name for name in self.tree.within(self.decoder).values() if self.is_stack(name)]
+        stacks = self.stacks_in(self.decoder)
         if len(stacks) != 1:
             return
         self.outside()
@@ -209,7 +216,9 @@ class _Placing:
         return kinds.is_linear(module) and kinds.sizes(module)[1] == experts
 
     def experts(self, name: str) -> None:
-        if self.style(f"{name}.gate_up_proj") == PACKED and self.style(f"{name}.down_proj") == "rowwise":
+        packed = self.style(f"{name}.gate_up_proj") == PACKED and self.style(f"{name}.down_proj") == "rowwise"
+        # Transposed ones have an axis of their own, or are refused.
+        if packed or kinds.is_transposed(self.tree.module(name)):
             self.place(name, Role.EXPERTS)
         else:
             self.refuse(name, f"{ORDER_UNKNOWN}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")

@@ -50,6 +50,13 @@ def is_linear(module: nn.Module) -> bool:
     return len(own_shapes(module).get("weight", ())) == 2 and not isinstance(module, nn.Embedding)
 
 
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether the weights of ``experts`` (gate_up_proj, down_proj) are [E, inputs, outputs], as Llama-4's."""
+    shapes = own_shapes(experts)
+    is_gated = shapes.keys() == {"gate_up_proj", "down_proj"}
+    return is_gated and shapes["gate_up_proj"][1] == shapes["down_proj"][2]
+
+
 def holds_list(module: nn.Module) -> bool:
     """Whether ``module`` is, or directly holds, a list of modules."""
     return any(isinstance(each, nn.ModuleList) for each in (module, *module.children()))

@@ -31,6 +31,7 @@ CORNERS = [
     ("deepseek_v3", *WORLDS[1], LOSSES[1]),
     ("mixtral", *WORLDS[2], LOSSES[0]),
     ("qwen3_moe", *WORLDS[3], LOSSES[2]),
+    ("llama4_text", *WORLDS[2], LOSSES[2]),
 ]
 
 

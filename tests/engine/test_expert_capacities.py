@@ -32,6 +32,8 @@ CORNERS = [
     ("qwen3_moe", *WORLDS[0], POLICIES[1]),
     ("mixtral", *WORLDS[1], POLICIES[2]),
     ("deepseek_v3", *WORLDS[2], POLICIES[0]),
+    ("llama4_text", *WORLDS[0], POLICIES[1]),
+    ("llama4_text", *WORLDS[3], POLICIES[0]),
 ]
 
 

@@ -102,14 +102,20 @@ def moe_of_deepspeed() -> None:
         assert losses_of(stage, {"ds_npu": {}}) == alone and alone[0] != alone[-1], stage
 
 
-PRECISE = [(2, {"expert": 2}), (4, {"expert": 2, "context": 2}), (4, {"expert": 4})]
+PRECISE = [(2, {"expert": 2}), (2, {"expert": 2, "tensor": 2}), (4, {"expert": 2, "context": 2}), (4, {"expert": 4})]
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.matrix(corners=2, drawn=1)
 @pytest.mark.parametrize(("ranks", "parallel"), PRECISE)
 def test_bf16_without_zero(ranks, parallel):
     run_on_ranks(ranks, expert_precision.all_of, parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, {"expert": 2}), (4, {"expert": 2, "tensor": 4})])
+def test_bf16_without_zero_is_resumed(ranks, parallel, tmp_path):
+    run_on_ranks(ranks, expert_precision.resumed, parallel, str(tmp_path))
 
 
 def test_fp16_without_zero_is_refused():

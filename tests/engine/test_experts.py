@@ -52,7 +52,41 @@ def test_every_stage_of_zero(family, ranks, parallel, moe):
     run_on_ranks(ranks, hold_to_one_process, family, parallel, moe, STAGES, {}, deadline_s=600.0)
 
 
+@pytest.mark.slow
+@pytest.mark.matrix(drawn=1)
+@pytest.mark.parametrize(
+    ("family", "parallel", "moe"),
+    [
+        ("qwen3_moe", {"expert": 2, "expert_tensor": 2}, {"zero_memory": "level0"}),
+        ("mixtral", {"expert": 4, "context": 2}, {}),
+        ("deepseek_v3", {"expert": 4, "expert_tensor": 2, "tensor": 2, "sequence_parallel": True}, {"overlap": True}),
+    ],
+)
+def test_eight_ranks(family, parallel, moe):
+    run_on_ranks(8, hold_to_one_process, family, parallel, moe, (0, 2, 3), {}, deadline_s=900.0)
+
+
+OF_EXPERTS = [
+    ("llama4_text", {"expert": 2}, {"zero_memory": "level0", "overlap": True}),
+    ("llama4_text", {"expert_tensor": 2}, {"dispatcher": "allgather"}),
+    ("llama4_text", {"expert": 2, "tensor": 2, "sequence_parallel": True}, {}),
+    ("llama4_text", {"expert": 2, "tensor": 2}, {"replica_rows": 1}),
+    ("gpt_oss", {"expert_tensor": 2}, {"zero_memory": "level1"}),
+    ("gpt_oss", {"expert": 2}, {"replica_rows": 1}),
+]
+"""Families whose experts tensor ranks do not shard."""
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=1)
+@pytest.mark.parametrize(("family", "parallel", "moe"), OF_EXPERTS)
+def test_families_of_expert_ranks(family, parallel, moe):
+    run_on_ranks(2, hold_to_one_process, family, parallel, moe, STAGES, {}, deadline_s=600.0)
+
+
 LIVES = [
+    ("llama4_text", 2, {"expert": 2, "tensor": 2}, {"expert_tensor": 2}),
+    ("gpt_oss", 2, {"expert_tensor": 2}, {"expert": 2}),
     ("qwen3_moe", 2, {"expert": 2}, {"expert_tensor": 2}),
     ("mixtral", 2, {"expert": 2, "tensor": 2, "sequence_parallel": True}, {"expert": 2}),
     ("deepseek_v3", 4, {"expert": 2, "expert_tensor": 2, "tensor": 2}, {"expert": 4}),
@@ -79,21 +113,54 @@ def test_a_checkpoint_of_other_expert_ranks_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=1)
 @pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, {"expert": 2}), (4, {"expert": 2, "expert_tensor": 2, "tensor": 2})]
+    ("family", "ranks", "parallel", "other", "interval"),
+    [
+        ("mixtral", 2, {"expert": 2}, {"expert_tensor": 2}, 0),
+        ("gpt_oss", 2, {"expert_tensor": 2}, {"expert": 2}, 0),
+        ("qwen3_moe", 2, {"expert": 2}, {"expert_tensor": 2}, 1),
+        ("mixtral", 4, {"expert": 4}, {"expert": 2}, 1),
+        ("llama4_text", 4, {"expert": 2, "expert_tensor": 2}, {"expert": 4}, 0),
+    ],
 )
-def test_models_made_under_zero_init_train_as_whole_ones(ranks, parallel, tmp_path):
-    run_on_ranks(ranks, expert_lives.made_under_zero_init, "mixtral", parallel, str(tmp_path))
+def test_experts_resume_on_other_ranks_without_zero(family, ranks, parallel, other, interval, tmp_path):
+    run_on_ranks(ranks, expert_lives.reshaped, family, parallel, other, interval, str(tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "moe"), [("mixtral", {"replica_rows": 1}), ("qwen3_moe", {})])
-def test_adapters_of_experts(family, moe, tmp_path):
-    section = {"parallel": {"expert": 2}, "moe": moe}
-    run_on_ranks(2, expert_adapters.step, family, section, STAGES, str(tmp_path), deadline_s=300.0)
+@pytest.mark.parametrize(
+    ("family", "ranks", "parallel"),
+    [
+        ("mixtral", 2, {"expert": 2}),
+        ("llama4_text", 2, {"expert": 2}),
+        ("mixtral", 4, {"expert": 2, "expert_tensor": 2, "tensor": 2}),
+    ],
+)
+def test_models_made_under_zero_init_train_as_whole_ones(family, ranks, parallel, tmp_path):
+    run_on_ranks(ranks, expert_lives.made_under_zero_init, family, parallel, str(tmp_path))
 
 
-def test_adapters_of_shared_experts_are_refused():
+ADAPTED = [
+    ("qwen3_moe", 2, {"expert_tensor": 2, "tensor": 2, "sequence_parallel": True}, {}),
+    ("mixtral", 2, {"expert": 2}, {"replica_rows": 1}),
+    ("mixtral", 2, {"expert": 2, "tensor": 2}, {}),
+    ("llama4_text", 2, {"expert_tensor": 2}, {}),
+    ("gpt_oss", 2, {"expert_tensor": 2}, {"zero_memory": "level1"}),
+    ("gpt_oss", 4, {"expert": 4}, {}),
+    ("mixtral", 4, {"expert": 2, "expert_tensor": 2}, {"dispatcher": "allgather"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=1)
+@pytest.mark.parametrize(("family", "ranks", "parallel", "moe"), ADAPTED)
+def test_adapters_of_experts(family, ranks, parallel, moe, tmp_path):
+    section = {"parallel": parallel, "moe": moe}
+    run_on_ranks(ranks, expert_adapters.step, family, section, STAGES, str(tmp_path), deadline_s=300.0)
+
+
+def test_adapters_that_cannot_be_sharded_are_refused():
     run_on_ranks(2, expert_adapters.refused)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import listed_experts
 import pytest
@@ -44,10 +45,38 @@ def test_every_stage_of_zero(kind, ranks, parallel):
     run_on_ranks(ranks, listed_experts.step, kind, parallel, STAGES, deadline_s=300.0)
 
 
+OPTIONS = [
+    ("gated", {"expert": 2}, {"overlap": True, "zero_memory": "level1"}),
+    ("fused", {"expert": 2}, {"capacity_factor": 0.7, "pad_to_capacity": True, "zero_memory": "level0"}),
+    ("square", {"expert_tensor": 2}, {"dispatcher": "allgather", "zero_memory": "level1"}),
+    ("sequential", {"expert": 2}, {"capacity_factor": 0.6, "dispatcher": "allgather"}),
+    ("gated", {"expert_tensor": 2}, {"overlap": True, "capacity_factor": 0.7}),
+    ("gated", {"expert": 2, "tensor": 2}, {"overlap": True, "zero_memory": "level0"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=1)
+@pytest.mark.parametrize(("kind", "parallel", "moe"), OPTIONS)
+def test_options_of_experts(kind, parallel, moe):
+    run_on_ranks(2, partial(listed_experts.step, moe=moe), kind, parallel, STAGES, deadline_s=300.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gated", "sequential"])
+def test_models_that_zero_init_has_partitioned(kind):
+    run_on_ranks(2, partial(listed_experts.step, is_partitioned=True), kind, {"expert": 2}, (3,), deadline_s=300.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "parallel"), [WORLDS[0], WORLDS[3]])
 def test_resumed_runs_are_uninterrupted_ones(ranks, parallel, tmp_path):
     run_on_ranks(ranks, listed_experts.resumed, "gated", parallel, STAGES, str(tmp_path), deadline_s=300.0)
+
+
+@pytest.mark.parametrize(("parallel", "stage"), [({"expert": 2}, 0), ({"expert": 2}, 3)])
+def test_choices_are_replayed(parallel, stage):
+    run_on_ranks(2, listed_experts.replayed, parallel, stage)
 
 
 def refusal(model: nn.Module, globs: dict[str, str], degrees: Degrees) -> str:

@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
+from ds_npu.config.moe import MoeSection
+from ds_npu.features.build import Build
+from ds_npu.features.driver import apply_features
+from ds_npu.features.experts.feature import MOE
 from ds_npu.ops.all import OPERATORS
 from ds_npu.parallel import RoutingRecord, record_routing, replay_routing
 from ds_npu.parallel.context.load_balance import shard_evenly
@@ -193,3 +197,27 @@ def test_a_step(family, parallel, moe):
 def test_a_step_that_chooses_as_float64(family, parallel, moe):
     """Without a replay rounding flips choices of mixtral, and gradients are off by 0.041 where 0.016 is allowed."""
     run_on_ranks(2, step, family, parallel, moe, 3, True, backend="hccl", sets_device=False)
+
+
+def llama_4_block(degrees: Degrees) -> None:
+    """A block of Llama-4, whose attention computes with complex numbers, which the simulator has not."""
+    called, ranks = count_kernels(), degrees.world_size
+    plain, model = (tiny_models.tiny("llama4_text", torch.float32) for _ in range(2))
+    apply_features([(MOE, MoeSection())], Build(topology := Topology(degrees), model.to("npu"), device_type="npu"))
+    block, other = model.model.layers[0].feed_forward, plain.model.layers[0].feed_forward
+    x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
+    mine, right = x.to("npu").requires_grad_(), x.clone().requires_grad_()
+    for each, given in ((block, mine), (other, right)):
+        each(given)[0].square().sum().backward()
+    pairs = {"x": (mine.grad.cpu(), right.grad)}
+    for name, weight in block.named_parameters():
+        whole = dense.assembled(topology, weight, weight.grad.cpu()) / (ranks if "experts" in name else 1)
+        pairs[name] = whole, other.get_parameter(name).grad
+    errors = {name: float((found - each).norm() / each.norm()) for name, (found, each) in pairs.items()}
+    assert max(errors.values()) <= 1e-5, errors
+    assert called >= OF_EXPERTS, called
+
+
+@pytest.mark.parametrize("degrees", [Degrees(dp=2, ep=2), Degrees(dp=2, etp=2)], ids=str)
+def test_a_block_of_llama_4(degrees):
+    run_on_ranks(2, llama_4_block, degrees, backend="hccl", sets_device=True)

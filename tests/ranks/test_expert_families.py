@@ -18,7 +18,8 @@ CASES = [
     ("glm4_moe", 1, "exact"),
     ("olmoe", 2, "exact"),
     ("aria_text", 2, "exact"),
-    ("llama4_text", 1, NOT_EXPERTS.format("Llama4ForCausalLM")),
+    ("llama4_text", 1, "exact"),
+    ("llama4_text", 2, "exact"),
     ("jetmoe", 1, NOT_EXPERTS.format("JetMoeForCausalLM")),
     ("llama", 1, NOT_EXPERTS.format("LlamaForCausalLM")),
 ]

@@ -10,12 +10,12 @@ import tiny_models
 import torch
 import torch.distributed as dist
 
-TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-def adapted(family: str, dtype: torch.dtype = torch.float64) -> peft.PeftModel:
+def adapted(family: str, dtype: torch.dtype = torch.float64, **changes: object) -> peft.PeftModel:
     """Adapters of all experts and of queries, with factors of which every number matters."""
-    model = tiny_models.tiny(family, torch.float32, output_router_logits=False)
+    model = tiny_models.tiny(family, torch.float32, output_router_logits=False, **changes)
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=TARGETS)
     model = peft.get_peft_model(model, config)
     noise = torch.Generator().manual_seed(8)
@@ -73,7 +73,11 @@ def refused() -> None:
     import pytest
 
     rule.without_extension()
-    config = dense.config(1, torch.float64, {"parallel": {"expert_tensor": 2}})
-    model = adapted("mixtral")
-    with pytest.raises(ValueError, match=r"experts\.base_layer has an adapter, and ranks share each expert"):
-        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    for parallel, said in (
+        ({"tensor": 2}, r"experts\.base_layer\.base_layer .* has an adapter\. What to do: ds_npu\.parallel\.expert or"),
+        ({"expert_tensor": 2}, r"lora_A\.default\.weight has 31 numbers of each .*: a divisor of 31"),
+    ):
+        model = adapted("mixtral") if "tensor" in parallel else adapted("mixtral", hidden_size=31, head_dim=8)
+        config = dense.config(1, torch.float64, {"parallel": parallel})
+        with pytest.raises(ValueError, match=said):
+            deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)

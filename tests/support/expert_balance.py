@@ -35,6 +35,10 @@ class Recorded:
             if type(module).__name__.lower().endswith("topkrouter"):
                 kind = "sigmoid" if "Deepseek" in type(module).__name__ else "softmax"
                 module.register_forward_hook(lambda _, args, out, kind=kind: self.calls.append((out[0], out[2], kind)))
+            if type(module).__name__ == "Llama4Router":
+                module.register_forward_hook(
+                    lambda router, args, out: self.calls.append((out[1], out[1].topk(router.top_k).indices, "sigmoid"))
+                )
 
     def loss(self, moe: dict, samples: int) -> torch.Tensor:
         """Of the last forward, of one micro-batch or of all that ranks have at a time, in layers of ``samples``."""

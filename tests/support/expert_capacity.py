@@ -38,10 +38,24 @@ def limit(model: nn.Module, factor: float, policy: str, pieces: Pieces) -> None:
     found = [module for name, module in model.named_modules() if name.endswith(".experts")]
     assert found
     for module in found:
-        module.forward = _limited_forward(module.forward, len(module.down_proj), (factor, policy, pieces))
+        module.forward = limited_forward(module.forward, len(module.down_proj), (factor, policy, pieces))
 
 
-def _limited_forward(forward, experts: int, of: tuple[float, str, Pieces]):
+def limit_scores(model: nn.Module, factor: float, policy: str, pieces: Pieces) -> None:
+    """As ``limit``, of a plain Llama-4: the score of a choice that is dropped is 0, and so is the expert's input."""
+    for router in [module for name, module in model.named_modules() if name.endswith(".router")]:
+
+        def scored(x, forward=router.forward, k=router.top_k):
+            scores, logits = forward(x)
+            chosen = scores.topk(k, dim=1)
+            experts = limited_forward(lambda x, ids, kept: kept, scores.shape[1], (factor, policy, pieces))
+            kept = torch.zeros_like(scores).scatter(1, chosen.indices, (experts(x, *chosen[::-1]) > 0).to(scores))
+            return scores * kept, logits
+
+        router.forward = scored
+
+
+def limited_forward(forward, experts: int, of: tuple[float, str, Pieces]):
     factor, policy, pieces = of
 
     def run(x, ids, weights):
@@ -64,7 +78,7 @@ def limited_reference(factor: float, policy: str, pieces: Pieces):
 
     def tiny(*args, **kwargs):
         model = made(*args, **kwargs)
-        limit(model, factor, policy, pieces)
+        (limit_scores if args[0] == "llama4_text" else limit)(model, factor, policy, pieces)
         return model
 
     def dropping(*args, **kwargs):

@@ -55,7 +55,7 @@ def started(parallel: dict[str, int], stage: int, kind: type, dtype: torch.dtype
     config["data_types"] = {"grad_accum_dtype": "fp32"} if stage else {}
     del config["optimizer"]
     engine = deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=rule.LR), config=config)[0]
-    assert isinstance(engine.optimizer, WRAPPERS[stage, kind])
+    assert isinstance(engine.optimizer, WRAPPERS.get((stage, kind), FP16_UnfusedOptimizer))
     return engine
 
 
@@ -118,6 +118,27 @@ def all_of(parallel: dict[str, int]) -> None:
     rule.without_extension()
     for stage, kind in WRAPPERS:
         step(parallel, stage, kind)
+
+
+def resumed(parallel: dict[str, int], folder: str) -> None:
+    """A step after a checkpoint is, to the bit, that of the run that wrote it."""
+    rule.without_extension()
+    for stage, kind in [*WRAPPERS, (0, torch.optim.Adam)]:
+        engines = [started(parallel, stage, kind) for _ in range(2)]
+        after = []
+        for index, engine in enumerate(engines):
+            backwards(engine)
+            engine.step()
+            path = f"{folder}/{stage}{kind.__name__}"
+            assert engine.save_checkpoint(path) if index == 0 else engine.load_checkpoint(path)[0]
+            backwards(engine)
+            engine.step()
+            after.append(masters(engine))
+            if index == 0:
+                # The other one is somewhere else when it loads.
+                backwards(engines[1])
+                engines[1].step()
+        assert all(torch.equal(each, after[1][name]) for name, each in after[0].items()), (parallel, stage, kind)
 
 
 def fp16_is_refused() -> None:

@@ -6,15 +6,18 @@ Shape letters: T tokens, K experts of each, E experts, H hidden, F columns of an
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 import gradient_rule as rule
 import tensor_parallel_rule as dense
 import torch
+from expert_capacity import limited_forward
 from gradient_rule import H
 from torch import nn
 from torch.nn import functional
 
 from ds_npu.models.zero3 import unpartitioned_shape
+from ds_npu.parallel import record_routing, replay_routing
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 
 E, F, K = 4, 6, 2
@@ -132,27 +135,66 @@ class ListNet(nn.Module):
         return self.head(self.norm(x + self.moe(x)))
 
 
-def section(parallel: dict) -> dict:
-    return {"parallel": parallel, "plan": PLAN if parallel.get("tensor", 1) > 1 else EXPERTS}
+@dataclass(frozen=True)
+class Case:
+    """What a run is made with."""
+
+    kind: str
+    parallel: dict
+    moe: dict = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    is_frozen: bool = False
+    is_partitioned: bool = False
+    """Whether ZeRO 3 has partitioned the model (zero.Init) before it is given to an engine."""
+
+    @property
+    def section(self) -> dict:
+        plan = PLAN if self.parallel.get("tensor", 1) > 1 else EXPERTS
+        return {"parallel": self.parallel, "moe": self.moe, "plan": plan}
 
 
-def started(kind: str, stage: int, parallel: dict, dtype: torch.dtype = torch.float64, is_frozen: bool = False):
+def started(case: Case, stage: int):
     import deepspeed
 
-    model = ListNet(kind).to(dtype)
-    model.moe.experts.requires_grad_(not is_frozen)
+    model = ListNet(case.kind).to(case.dtype)
+    model.moe.experts.requires_grad_(not case.is_frozen)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    config = rule.config(stage, dtype, parallel, stage3_param_persistence_threshold=0) | {"ds_npu": section(parallel)}
+    config = rule.config(stage, case.dtype, case.parallel, stage3_param_persistence_threshold=0)
+    config["ds_npu"] = case.section
+    if case.is_partitioned:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=case.dtype)
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0], model
 
 
-def step(kind: str, parallel: dict, stages: tuple[int, ...]) -> None:
+def reference(case: Case, count: int) -> rule.Reference:
+    """One process, which drops of each micro-batch what is beyond a capacity."""
+    model, factor = ListNet(case.kind), case.moe.get("capacity_factor")
+    if factor is not None:
+        pieces = [piece.tolist() for piece in torch.arange(count * rule.S).split(rule.MICRO * rule.S)]
+        experts = model.moe.experts
+        experts.forward = limited_forward(experts.forward, E, (factor, "probs", pieces))
+    return rule.reference(count, model)
+
+
+def whole(model: nn.Module, gradients: dict[str, torch.Tensor], topology) -> dict[str, torch.Tensor]:
+    """The gradients of all ranks' experts, from each rank's ``gradients``."""
+    named = dict(model.named_parameters())
+    # DeepSpeed leaves out parameters without elements, as those of other ranks' experts are.
+    missing = {name: each for name, each in named.items() if name not in gradients}
+    absent = {name: torch.zeros(unpartitioned_shape(each)).double() for name, each in missing.items()}
+    assert all(each.numel() == 0 for each in absent.values()) and bool(absent) == (topology.size("ep") > 1)
+    gradients = gradients | absent
+    return {name: dense.assembled(topology, each, gradients[name]).cpu() for name, each in named.items()}
+
+
+def step(kind: str, parallel: dict, stages: tuple[int, ...], **more: object) -> None:
     """Every stage of ZeRO against one process in float64: loss, gradients, norm, and the weights after a step."""
     rule.without_extension()
+    case = Case(kind, parallel, **more)
     for stage in stages:
-        engine, model = started(kind, stage, parallel)
+        engine, model = started(case, stage)
         topology = engine.topology
-        expected = rule.reference(rule.MICRO * rule.ACCUMULATION * topology.size("dp"), ListNet(kind))
+        expected = reference(case, rule.MICRO * rule.ACCUMULATION * topology.size("dp"))
         share = 0.0
         for index, (inputs, labels) in enumerate(rule.my_batches(topology)):
             loss = rule.token_loss(engine(inputs), labels)
@@ -161,17 +203,11 @@ def step(kind: str, parallel: dict, stages: tuple[int, ...]) -> None:
             if index == rule.ACCUMULATION - 1:
                 gradients = rule.reduced_gradients(engine, model)
             engine.step()
-        named = dict(model.named_parameters())
-        # DeepSpeed leaves out parameters without elements, as those of other ranks' experts are.
-        missing = {name: each for name, each in named.items() if name not in gradients}
-        absent = {name: torch.zeros(unpartitioned_shape(each)).double() for name, each in missing.items()}
-        assert all(each.numel() == 0 for each in absent.values()) and bool(absent) == (parallel.get("expert", 1) > 1)
-        gradients |= absent
-        gradients = {name: dense.assembled(topology, each, gradients[name]) for name, each in named.items()}
+        gradients = whole(model, gradients, topology)
         weights = {name: each.double() for name, each in dense.shared(engine.whole_state_dict()).items()}
         assert weights.keys() == expected.weights.keys() == dict(ListNet(kind).state_dict()).keys()
         loose = dense.SINGLE if stage else dense.EXACT
-        where = (kind, parallel, stage)
+        where = (case, stage)
         assert abs(rule.mean_loss(share, topology) / expected.loss - 1) <= dense.EXACT, where
         error = rule.relative(gradients, expected.gradients)
         assert error <= dense.EXACT, (*where, error)
@@ -181,11 +217,32 @@ def step(kind: str, parallel: dict, stages: tuple[int, ...]) -> None:
         assert error <= loose, (*where, error)
 
 
+def replayed(parallel: dict, stage: int) -> None:
+    """Ranks choose the experts that another model chose, whose router is another one."""
+    rule.without_extension()
+    engine, _ = started(Case("gated", parallel), stage)
+    # One process of the same tokens.
+    inputs, labels = rule.my_batches(engine.topology)[0]
+    other = ListNet("gated").double()
+    with record_routing(other, ["moe"]) as record:
+        free = rule.token_loss(ListNet("gated").double()(inputs), labels)
+        with torch.no_grad():
+            other.moe.router.weight.mul_(-1)
+        other(inputs)
+    plain = ListNet("gated").double()
+    with replay_routing(plain, record):
+        expected = rule.token_loss(plain(inputs), labels)
+    with replay_routing(engine.module, record):
+        found = rule.token_loss(engine(inputs), labels)
+    assert abs(found / expected - 1) <= dense.EXACT and abs(free / expected - 1) > dense.SINGLE, (parallel, stage)
+
+
 def resumed(kind: str, parallel: dict, stages: tuple[int, ...], folder: str) -> None:
     """Steps after a checkpoint are, to the bit, those of the run that wrote it, also where experts are frozen."""
     rule.without_extension()
     for stage, is_frozen in [*((stage, False) for stage in stages), (2, True)]:
-        runs = [started(kind, stage, parallel, torch.float32, is_frozen)[0] for _ in range(2)]
+        case = Case(kind, parallel, dtype=torch.float32, is_frozen=is_frozen)
+        runs = [started(case, stage)[0] for _ in range(2)]
         with allow_shard_access():
             for weight in runs[1].module.moe.experts.parameters() if is_frozen else ():
                 weight.data.add_(1)

@@ -94,11 +94,17 @@ SCALED: dict[str, tuple[str, dict[str, object]]] = {
     "granite": ("GraniteForCausalLM", {"logits_scaling": 3.0}),
 }
 """Families that compute logits from the products of their head, for tests of losses."""
+TOP_2_OF_4 = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+OF_EXPERTS = FAMILIES | {
+    "gpt_oss": ("GptOssForCausalLM", TOP_2_OF_4 | {"output_router_logits": True}),
+    "llama4_text": ("Llama4ForCausalLM", TOP_2_OF_4 | {"intermediate_size_mlp": 48}),
+}
+"""With those whose experts only expert ranks shard."""
 
 
 def config_of(family: str, **changes: object) -> transformers.PretrainedConfig:
     """The configuration of a tiny model; ``changes`` are values of its text part."""
-    name, special = (FAMILIES | SCALED)[family]
+    name, special = (OF_EXPERTS | SCALED)[family]
     kind = getattr(transformers, name)
     if family == "gpt2":
         return kind.config_class(**GPT2 | changes)
@@ -115,7 +121,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float64, **changes: object) -> 
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(5)
-    model = getattr(transformers, (FAMILIES | SCALED)[family][0])(config_of(family, **changes))
+    model = getattr(transformers, (OF_EXPERTS | SCALED)[family][0])(config_of(family, **changes))
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -77,6 +77,11 @@ def test_what_does_not_fit_is_an_error():
         record_routing(tiny_models.tiny("llama")),
     ):
         pass
+    with (
+        pytest.raises(ValueError, match="has no module moe, which was named as a block"),
+        record_routing(model, ["moe"]),
+    ):
+        pass
     with replay_routing(model, RoutingRecord()), pytest.raises(RuntimeError, match="nothing is left"):
         logits_of(model)
     # After an error nothing is left on the model or in torch.

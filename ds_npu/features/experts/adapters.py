@@ -1,61 +1,140 @@
-"""PEFT's adapters of experts (``target_parameters``): each rank keeps the factors of its own experts.
+"""PEFT's adapters of experts (``target_parameters``): each rank keeps of the factors what its experts need.
 
 PEFT 0.21 wraps the module once for each parameter that is adapted and, within its forward, adds the product of the
-factors to the parameter (peft.tuners.lora.layer.ParamWrapper.get_delta_weight): A [E * r, in], expert by expert, and
-B [out, r * E], one row of all experts after the other.
+factors to the parameter (peft.tuners.lora.layer.ParamWrapper.get_delta_factors): A [E * r, in], expert by expert, and
+B [out, r * E], one row of all experts after the other. Over ``ep`` both are sharded by experts. Where ``etp`` ranks
+share each expert, the factor along whose dim the weight is sharded is sharded so, too. The product needs all of the
+other one: each rank keeps an even shard of it and gathers it in forward; its gradients are summed and sharded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+import torch
 from torch import nn
 
+from ds_npu.comm.crossing import gather
 from ds_npu.features.declaration import Change
+from ds_npu.features.experts.layout import Layout
+from ds_npu.features.experts.shards import expert_shard
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, set_attribute
-from ds_npu.parallel.placement import keep_expert_shard
 from ds_npu.parallel.tensor.sharding import Sharding, near_even, shard_sections
+from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 
-COUNT = "num_experts"
+COUNT, PARAMETER, IS_OUT_IN = "num_experts", "parameter_name", "_did_swap_in_out_features"
+FIRST, SECOND = "lora_A", "lora_B"
+COMPUTED = "get_delta_factors, get_delta_weight"
 
 
-def adapter_changes(model: nn.Module, experts: str, count: int, topology: Topology) -> Iterator[Change]:
-    """Shard the factors of the adapters around the module ``experts`` of ``count`` experts over ep.
+def adapter_changes(model: nn.Module, experts: str, layout: Layout, topology: Topology) -> Iterator[Change]:
+    """Shard the factors of the adapters around the module ``experts``.
 
-    Raises ValueError for adapters that are not known, and where ranks share the columns of an expert.
+    Raises ValueError for adapters that are not known, and factors that the ``etp`` ranks do not divide.
     """
     modules: Mapping[str, nn.Module] = dict(model.named_modules())
     outer = experts
     while outer.endswith(f".{names.BASE_LAYER}"):
         outer = outer.removesuffix(f".{names.BASE_LAYER}")
         wrapper = modules[outer]
-        found = attribute(wrapper, COUNT, int)
-        if topology.size("etp") > 1 or found != count:
-            why = "ranks share each expert" if found == count else f"{type(wrapper).__name__} is not known"
+        if attribute(wrapper, COUNT, int) != layout.count:
             raise ValueError(
-                f"ds_npu.parallel.expert: {outer} has an adapter, and {why}. What to do: expert_tensor 1 and LoRA by "
-                "target_parameters, or adapters of other modules"
+                f"ds_npu.parallel.expert: {outer} has an adapter, and {type(wrapper).__name__} is not known. What to "
+                "do: LoRA by target_parameters, or adapters of other modules"
             )
-        for name in (f"{outer}.lora_A", f"{outer}.lora_B"):
-            for adapter, linear in modules[name].named_children():
-                yield _shard(f"{name}.{adapter}.weight", linear.get_parameter("weight"), count, topology)
-        yield Change("sets", outer, COUNT, partial(set_attribute, wrapper, COUNT, count // topology.size("ep")))
+        factors = _Factors(wrapper, layout, topology)
+        for leaf in (FIRST, SECOND):
+            for adapter, linear in modules[f"{outer}.{leaf}"].named_children():
+                name, factor = f"{outer}.{leaf}.{adapter}.weight", linear.get_parameter("weight")
+                yield expert_shard(name, factor, factors.shardings(name, factor, leaf), topology)
+        yield Change("sets", outer, f"{COUNT}, {COMPUTED}", factors.install)
 
 
-def _shard(name: str, factor: nn.Parameter, count: int, topology: Topology) -> Change:
-    ep, is_first = topology.size("ep"), ".lora_A." in name
-    rows = factor.shape[0 if is_first else 1]
-    if is_first:
-        sharding = shard_sections(0, [rows], ep, unit=rows // count)
-    else:
-        parts = near_even(count, ep)
-        ranges = tuple(
-            tuple((row * count + start, row * count + stop) for row in range(rows // count)) for start, stop in parts
-        )
-        sharding = Sharding(1, rows, ranges)
-    said = f"dim {sharding.dim} over ep: {sharding.length(topology.rank('ep')):,} of {rows:,}"
-    make = partial(keep_expert_shard, factor, {"ep": sharding}, {"ep": topology.rank("ep")})
-    return Change("shards", name, said, make)
+@dataclass(frozen=True)
+class _Factors:
+    """The factors of the adapters of one parameter [E, out, in], or [E, in, out], of experts."""
+
+    wrapper: Any
+    """PEFT's ParamWrapper."""
+    layout: Layout
+    topology: Topology
+
+    @cached_property
+    def is_out_in(self) -> bool:
+        return bool(attribute(self.wrapper, IS_OUT_IN, bool))
+
+    @cached_property
+    def of_weight(self) -> Sharding | None:
+        """How the parameter is sharded over etp."""
+        name = attribute(self.wrapper, PARAMETER, str)
+        assert name is not None
+        return self.layout.shardings(name, self.topology.size("ep"), self.topology.size("etp")).get("etp")
+
+    @cached_property
+    def gathered(self) -> str | None:
+        """The factor that etp ranks gather: A, along inputs, where the outputs of the weight are sharded, or B."""
+        if self.of_weight is None:
+            return None
+        return FIRST if (self.of_weight.dim == 1) == self.is_out_in else SECOND
+
+    def shardings(self, name: str, factor: nn.Parameter, leaf: str) -> dict[Axis, Sharding]:
+        """Of the ``factor`` A [E * r, in] or B [out, r * E]."""
+        shape, etp = factor.shape, self.topology.size("etp")
+        by_experts, dim = (_rows(shape[0], self), 1) if leaf == FIRST else (_columns(shape[1], self), 0)
+        found: dict[Axis, Sharding] = {"ep": by_experts}
+        if self.of_weight is None:
+            return found
+        if leaf != self.gathered:
+            return found | {"etp": replace(self.of_weight, dim=dim)}
+        if shape[dim] % etp:
+            raise ValueError(
+                f"ds_npu.parallel.expert_tensor: found {etp}; {name} has {shape[dim]} numbers of each expert and rank "
+                f"of the adapter. What to do: a divisor of {shape[dim]}"
+            )
+        return found | {"etp": shard_sections(dim, [shape[dim]], etp)}
+
+    def install(self) -> None:
+        """Make the wrapper compute the product of this rank's experts and columns."""
+        set_attribute(self.wrapper, COUNT, self.layout.count // self.topology.size("ep"))
+        set_attribute(self.wrapper, "get_delta_factors", self.factors)
+        set_attribute(self.wrapper, "get_delta_weight", self.weight)
+
+    def factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """(left [E, n, r], right [E, r, m], factor) of this rank, by whose product the parameter changes."""
+        a, b = (self._whole(leaf, getattr(self.wrapper, leaf)[adapter].weight) for leaf in (FIRST, SECOND))
+        count, dtype = self.layout.count // self.topology.size("ep"), self.wrapper.get_param().dtype
+        a_ErK = a.reshape(count, -1, a.shape[1]).to(dtype)
+        b_ENr = b.reshape(b.shape[0], -1, count).permute(2, 0, 1).to(dtype)
+        scaling: float = self.wrapper.scaling[adapter]
+        return (b_ENr, a_ErK, scaling) if self.is_out_in else (a_ErK.mT, b_ENr.mT, scaling)
+
+    def weight(self, adapter: str) -> torch.Tensor:
+        """What is added to the parameter."""
+        left, right, scaling = self.factors(adapter)
+        return left @ right * scaling
+
+    def _whole(self, leaf: str, factor: torch.Tensor) -> torch.Tensor:
+        if leaf != self.gathered:
+            return factor
+        return gather(factor, 1 if leaf == FIRST else 0, self.topology.group("etp"))
+
+
+def _rows(rows: int, of: _Factors) -> Sharding:
+    """Of A, over ep."""
+    return shard_sections(0, [rows], of.topology.size("ep"), unit=rows // of.layout.count)
+
+
+def _columns(columns: int, of: _Factors) -> Sharding:
+    """Of B, over ep: some columns of each number of the adapter's rank."""
+    count = of.layout.count
+    parts = near_even(count, of.topology.size("ep"))
+    ranges = tuple(
+        tuple((number * count + start, number * count + stop) for number in range(columns // count))
+        for start, stop in parts
+    )
+    return Sharding(1, columns, ranges)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+import torch
 from torch import nn
 
 from ds_npu.config.moe import MoeSection
@@ -17,10 +18,12 @@ from ds_npu.features.experts.balance import balance_changes
 from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
 from ds_npu.features.experts.generation import GENERATE, generate_together
 from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
-from ds_npu.features.experts.layout import Layout, expert_layouts
+from ds_npu.features.experts.layout import ExpertLayout, Layout, expert_layouts
 from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
+from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chosen
+from ds_npu.features.experts.shards import expert_shard
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.experts.traffic import traffic
 from ds_npu.features.feature import Feature
@@ -33,7 +36,7 @@ from ds_npu.parallel.expert.experts import ExpertOptions
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside, compute_experts_in_halves
 from ds_npu.parallel.expert.places import plain_places
 from ds_npu.parallel.expert.relocation import PlacedExperts
-from ds_npu.parallel.placement import has_experts, keep_expert_shard
+from ds_npu.parallel.placement import has_experts
 from ds_npu.topology.topology import Topology
 
 PLACED = "ds_npu_experts"
@@ -65,7 +68,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
     _check(layouts, build.topology)
     build.said += traffic(section, build, layouts)
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
-    return [*balance, *_changes(section, build, layouts, axis)]
+    return [*_changes(section, build, layouts, axis), *balance]
 
 
 def _is_placed(model: nn.Module) -> bool:
@@ -86,29 +89,41 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
             )
         if axis.size > 1:
             for leaf in layout.names:
-                yield _shard(name, module, leaf, layout, build.topology)
-            adapters = list(adapter_changes(build.model, name, layout.count, build.topology))
+                shardings = layout.shardings(leaf, build.topology.size("ep"), build.topology.size("etp"))
+                yield expert_shard(f"{name}.{leaf}".lstrip("."), module.get_parameter(leaf), shardings, build.topology)
+            adapters = list(adapter_changes(build.model, name, layout, build.topology))
             if adapters and places is not None:
                 raise ValueError(f"{KEY}: {name} has an adapter, whose factors do not move. What to do: {KEY} 0")
             yield from adapters
         if places is not None:
             yield Change("sets", name, PLACES, partial(set_attribute, module, PLACES, places))
-        run, how = compute_experts_at_once, ""
-        if section.overlap and (call := shared_call(build.model, name)) is not None:
-            find = partial(build.model.get_submodule, call.shared)
-            beside = SharedExperts(call.shared, call.of_block_input, find)
-            yield from shared_changes(build.model, call, beside)
-            run, how = partial(compute_experts_beside, beside=beside), f", beside {call.shared.rpartition('.')[2]}"
-        elif section.overlap:
-            run, how = compute_experts_in_halves, ", in two halves"
+        run, how, changes = _run(section, build, name)
+        yield from changes
+        run = partial(run, axis=axis, options=options)
+        if isinstance(layout, ExpertLayout) and layout.scales_inputs:
+            make = partial(route_to_chosen, build.model, name)
+            yield Change("computes", names.owner(name), "gives experts the tokens that chose them", make)
+            run = partial(compute_scaled, run)
         capacity = CapacityLimit.of(section, layout.count, name)
         said = _described(axis, options) + how + ("" if capacity is None else f", {capacity}")
-        layer = ExpertLayer(layout, axis, partial(run, axis=axis, options=options), places, capacity)
+        layer = ExpertLayer(layout, axis, run, places, capacity)
         yield Change("computes", name, said, partial(layer.compute_in, module))
     if section.pad_to_capacity and axis.size > 1:
         yield agrees_on_tokens(build.model)
     sets = ", ".join([PLACED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
     yield Change("sets", "", sets, partial(_finish, build.model, axis))
+
+
+def _run(section: MoeSection, build: Build, name: str) -> tuple[Callable[..., torch.Tensor], str, Iterable[Change]]:
+    """What the experts ``name`` run with an axis and options, in words, and what else that changes."""
+    if not section.overlap:
+        return compute_experts_at_once, "", ()
+    call = shared_call(build.model, name)
+    if call is None:
+        return compute_experts_in_halves, ", in two halves", ()
+    beside = SharedExperts(call.shared, call.of_block_input, partial(build.model.get_submodule, call.shared))
+    run = partial(compute_experts_beside, beside=beside)
+    return run, f", beside {call.shared.rpartition('.')[2]}", shared_changes(build.model, call, beside)
 
 
 def _finish(model: nn.Module, axis: ExpertAxis) -> None:
@@ -117,17 +132,6 @@ def _finish(model: nn.Module, axis: ExpertAxis) -> None:
         generate_together(model)
     refuse_compiling(model, "expert")
     refuse_saving_shards(model)
-
-
-def _shard(module_name: str, module: nn.Module, leaf: str, layout: Layout, topology: Topology) -> Change:
-    """Reduce one parameter to this rank's experts, and of these to its columns."""
-    shardings = layout.shardings(leaf, topology.size("ep"), topology.size("etp"))
-    ranks = {axis: topology.rank(axis) for axis in shardings}
-    said = [
-        f"dim {each.dim} over {axis}: {each.length(ranks[axis]):,} of {each.size:,}" for axis, each in shardings.items()
-    ]
-    make = partial(keep_expert_shard, module.get_parameter(leaf), shardings, ranks)
-    return Change("shards", f"{module_name}.{leaf}".lstrip("."), "; ".join(said), make)
 
 
 def _described(axis: ExpertAxis, options: ExpertOptions) -> str:

@@ -48,8 +48,7 @@ class ExpertLayer:
         parameters = list(inspect.signature(module.forward).parameters)[:3]
 
         def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-            given = dict(zip(parameters, args, strict=False)) | kwargs
-            x, ids, weights = (given[each] for each in parameters)
+            x, ids, weights = (*args, *(kwargs[each] for each in parameters[len(args) :]))
             experts, kind = self.layout.weights(module, self.axis), x.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.up.dtype
             out = self._computed((x.flatten(0, -2).to(dtype), ids, weights), experts.to(dtype), module.training)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ds_npu.config.roles import Role
 from ds_npu.features.experts.listed import ListedLayout, Mlp, gated, listed_layout
+from ds_npu.features.experts.scaled_inputs import takes_scaled_inputs
 from ds_npu.models import kinds
 from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.plan import ModelPlan
@@ -44,6 +45,8 @@ class ExpertLayout:
     """Whether weights are [E, in, out]; else they are [E, out, in]."""
     by_turns: bool = False
     """Whether gates and ups stand by turns along the outputs; else all gates, then all ups."""
+    scales_inputs: bool = False
+    """Whether routing weights multiply what experts take (``scaled_inputs``), and not what they give."""
 
     @property
     def up(self) -> str:
@@ -111,9 +114,13 @@ def expert_layouts(model: nn.Module, plan: ModelPlan) -> dict[str, Layout]:
     said = set(plan.named(Role.EXPERTS))
     found: dict[str, Layout] = {}
     examined: dict[Hashable, Mlp | str] = {}
+    blocks: dict[Hashable, bool] = {}
     for name, module in model.named_modules():
         if name in said and not kinds.own_shapes(module):
             found[name] = listed_layout(name, module, examined)
+        elif takes_scaled_inputs(model, name, blocks):
+            count, width, hidden = kinds.own_shapes(module)["down_proj"]
+            found[name] = ExpertLayout(count, width, hidden, is_transposed=True, scales_inputs=True)
         elif is_of_transformers(module) or name in said:
             found[name] = _layout(name, module)
     return found

@@ -1,8 +1,4 @@
-"""What the routers of a model say in one forward: found where transformers says they are, and collected.
-
-transformers 5 names the class of each family's routers, and which of their outputs are logits, as what can be recorded
-of a model (``PreTrainedModel._can_record_outputs``).
-"""
+"""What the routers of a model say in one forward: found where transformers says they are, and collected."""
 
 from __future__ import annotations
 
@@ -15,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_npu.features.experts.scaled_inputs import SCALED
 from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute, set_attribute
+from ds_npu.models.routers import logits_recorders
 from ds_npu.parallel.expert.balance import Routing, Scores
 from ds_npu.parallel.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.micro_batch import Fact, new_forward, running
 
-RECORDED, ROUTER_LOGITS = "_can_record_outputs", "router_logits"
 CORRECTION = "e_score_correction_bias"
 """The buffer that a router adds to scores for the choice alone."""
 
@@ -47,7 +44,7 @@ class Router:
 def router_of(model: nn.Module, experts: str) -> Router | None:
     """The router beside the module ``experts``, if transformers says which it is."""
     around, block = _block(model, experts)
-    recorders = [each for module in model.modules() for each in _recorders(module)]
+    recorders = [each for module in model.modules() for each in logits_recorders(module)]
     found = {
         f"{around}.{name}".lstrip("."): (module, index)
         for name, module in block.named_modules()
@@ -75,15 +72,6 @@ def _block(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
         experts = experts.removesuffix(f".{names.BASE_LAYER}")
     around = experts.rpartition(".")[0]
     return around, model.get_submodule(around)
-
-
-def _recorders(module: nn.Module) -> Iterator[tuple[type[nn.Module], int]]:
-    recorded: Mapping[str, Any] = getattr(module, RECORDED, None) or {}
-    said = recorded.get(ROUTER_LOGITS)
-    for each in said if isinstance(said, list) else [said]:
-        kind, index = getattr(each, "target_class", None), getattr(each, "index", None)
-        if isinstance(kind, type) and isinstance(index, int):
-            yield kind, index
 
 
 @dataclass
@@ -122,12 +110,17 @@ def collecting() -> Iterator[Collected]:
 
 def collect_ids(experts: str, module: nn.Module) -> None:
     """Collect, by the name ``experts``, which experts [T, K] ``module`` is called with."""
-    ids_name = list(inspect.signature(type(module).forward).parameters)[2]
+    names_of = list(inspect.signature(type(module).forward).parameters)[1:]
+    if len(names_of) == 1 and not has_attribute(module, SCALED):
+        raise ValueError(
+            f"ds_npu.moe: {experts} ({type(module).__name__}) is not told which experts its tokens chose, so that "
+            "these cannot be counted. What to do: ds_npu.moe.grouped_matmul true, with which it is"
+        )
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         collected = _COLLECTED.of(running())
         if collected is not None:
-            ids: torch.Tensor = args[1] if len(args) > 1 else kwargs[ids_name]
+            ids: torch.Tensor = args[1] if len(args) > 1 else kwargs[names_of[1]]
             collected.ids.setdefault(experts, []).append(ids.detach())
 
     if not has_attribute(module, COLLECTS):

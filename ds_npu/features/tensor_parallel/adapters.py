@@ -46,8 +46,9 @@ def with_adapter(name: str) -> str:
 
 
 def adapted_layers(plan: ModelPlan) -> list[str]:
-    """The layers that have a LoRA adapter and are not replicated."""
-    return list(dict.fromkeys(layer for name in plan.named(*FACTOR_ROLES) if (layer := plan.adapted(name)) is not None))
+    """The layers that have a LoRA adapter and are neither replicated nor experts."""
+    layers = dict.fromkeys(plan.adapted(name) for name in plan.named(*FACTOR_ROLES))
+    return [each for each in layers if each is not None and plan.roles[each] is not Role.EXPERTS]
 
 
 def check_adapters(plan: ModelPlan, modules: Mapping[str, nn.Module]) -> None:

@@ -57,8 +57,8 @@ def _enter(tokens: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     return all_gather(tokens, TOKENS_DIM, axis.group).wait()
 
 
-def show_all_tokens(router: nn.Module, sequences: SequenceParallel) -> None:
-    """Make ``router``, which returns (logits, weights, experts), return the logits of the tokens of all ranks.
+def show_all_tokens(router: nn.Module, sequences: SequenceParallel, index: int) -> None:
+    """Make ``router``, whose output ``index`` are logits [T, E], return the logits of the tokens of all ranks.
 
     The layer ignores them; the auxiliary load-balancing loss takes means of them over all tokens.
     """
@@ -66,9 +66,10 @@ def show_all_tokens(router: nn.Module, sequences: SequenceParallel) -> None:
     def routed(
         forward: Callable[P, tuple[torch.Tensor, ...]], *args: P.args, **kwargs: P.kwargs
     ) -> tuple[torch.Tensor, ...]:
-        logits_TE, *rest = forward(*args, **kwargs)
-        shards = sequences.find(running())
+        outputs = list(forward(*args, **kwargs))
+        shards, logits_TE = sequences.find(running()), outputs[index]
         all_BSE = shards.collect(logits_TE.view(-1, shards.count, logits_TE.shape[-1]))
-        return (all_BSE.flatten(0, 1), *rest)
+        outputs[index] = all_BSE.flatten(0, 1)
+        return tuple(outputs)
 
     wrap_forward(router, routed, Level.REGION)

@@ -92,7 +92,7 @@ class ModelPart:
         if torch.Size(weights[leaf if role is Role.EXPERTS else "weight"]).numel() // parts <= self.large:
             return None
         if role is Role.EXPERTS:
-            return (2 if is_down else 1), parts
+            return (2 if is_down != kinds.is_transposed(module) else 1), parts
         # LoRA's B has the outputs of its layer, A the inputs; a bias runs along the outputs.
         factor = Role.LORA_A if is_down else Role.LORA_B
         if (layer != owner and self.plan.of(owner) is not factor) or (is_down and dims == 1):

@@ -18,6 +18,7 @@ from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import config_of, has_setting
 from ds_npu.models.plan import ModelPlan
+from ds_npu.models.routers import logits_index
 from ds_npu.parallel.forward_wraps import Level
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.linear import ColumnLinear, project_together
@@ -128,7 +129,9 @@ class Regions:
             make = partial(run_on_whole_sequences, self.modules[name], sequences, **numbers)
             yield wrap(name, "whole sequences", make)
         for name in self.plan.named(Role.ROUTER) if self._counts_tokens else []:
-            yield wrap(name, "logits of all tokens", partial(show_all_tokens, self.modules[name], sequences))
+            router = self.modules[name]
+            make = partial(show_all_tokens, router, sequences, logits_index(self.modules[""], router))
+            yield wrap(name, "logits of all tokens", make)
         for name in dict.fromkeys(around for block in self.plan.blocks for around in names.ancestors(block)):
             yield wrap(name, "begins a MicroBatch", partial(begin_micro_batches, self.modules[name]))
 

@@ -174,11 +174,14 @@ class _ModelSharder:
         found = {}
         # Experts with an axis of their own are the matter of ds_npu.moe.
         for name, module in self._of(Role.EXPERTS) if self.topology.size("ep", "etp") == 1 else ():
-            if not kinds.own_shapes(module):
+            why = "holds its experts in a list" if not kinds.own_shapes(module) else ""
+            why = "holds its experts in weights [E, inputs, outputs]" if kinds.is_transposed(module) else why
+            why = "has an adapter" if with_adapter(name) != name else why
+            if why:
                 raise ValueError(
-                    f"ds_npu.parallel.tensor: found {self.axis.size}; {name} ({type(module).__name__}) holds its "
-                    "experts in a list. What to do: ds_npu.parallel.expert or expert_tensor > 1 beside it, or the role "
-                    "replicated for it in ds_npu.plan"
+                    f"ds_npu.parallel.tensor: found {self.axis.size}; {name} ({type(module).__name__}) {why}. What to "
+                    "do: ds_npu.parallel.expert or expert_tensor > 1 beside it, or the role replicated for it in "
+                    "ds_npu.plan"
                 )
             width = module.get_parameter("down_proj").shape[2]
             found[name] = paired_shards(2 * width, self.axis.size), even_shards(width, self.axis.size)
@@ -287,7 +290,9 @@ class _ModelSharder:
     def _sum_partial_gradients(self) -> Iterator[Change]:
         """Sum over the ranks the gradients of whole weights that each rank uses for its heads or sequence shard."""
         for name, parameter in self.model.named_parameters():
-            whole = name not in self.sharded and self.plan.around(name, Role.EXPERTS) is None
+            layer = self.plan.adapted(names.parent(name)) or names.parent(name)
+            of_experts = self.plan.of(layer) is Role.EXPERTS or self.plan.around(layer, Role.EXPERTS) is not None
+            whole = name not in self.sharded and not of_experts
             if whole and self.regions.is_partial(names.parent(name)):
                 make = partial(sum_gradient, parameter, self.axis.group)
                 yield Change("hooks", name, "the gradient is summed over tp", make)

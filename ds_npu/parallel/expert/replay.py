@@ -8,7 +8,7 @@ values up in its own scores, so that gradients reach the router.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,15 +48,19 @@ class _TopK(TorchFunctionMode):
 
 
 @contextmanager
-def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the choices of every forward of ``model`` within the block, in order; on each rank those of its tokens."""
+def record_routing(model: nn.Module, blocks: Collection[str] = ()) -> Iterator[RoutingRecord]:
+    """Record the choices of every forward of ``model`` within the block, in order; on each rank those of its tokens.
+
+    Choices are made in the modules that hold experts in parameters of three dims, and in those of the names ``blocks``,
+    as models whose experts are in lists need. Raises ValueError where there are none.
+    """
     record = RoutingRecord()
 
     def chosen(name: str, scores: torch.Tensor, result: Result) -> Result:
         record.choices.setdefault(name, []).append(result.indices.detach())
         return result
 
-    with _each_block(model, chosen):
+    with _each_block(model, blocks, chosen):
         yield record
 
 
@@ -80,13 +84,15 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
             )
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
-    with _each_block(model, chosen):
+    with _each_block(model, record.choices.keys(), chosen):
         yield
 
 
 @contextmanager
-def _each_block(model: nn.Module, chosen: Callable[[str, torch.Tensor, Result], Result]) -> Iterator[None]:
-    """Call ``chosen`` for every top-k along the last dim within the modules of ``model`` that hold experts."""
+def _each_block(
+    model: nn.Module, blocks: Collection[str], chosen: Callable[[str, torch.Tensor, Result], Result]
+) -> Iterator[None]:
+    """Call ``chosen`` for every top-k along the last dim within the ``blocks`` of ``model``, and those with experts."""
     running: list[ExitStack] = []
     handles = []
 
@@ -97,8 +103,13 @@ def _each_block(model: nn.Module, chosen: Callable[[str, torch.Tensor, Result], 
     def leave(*_: object) -> None:
         running.pop().close()
 
-    for name, module in model.named_modules():
-        if any(is_experts(child) for child in module.children()):
+    modules = dict(model.named_modules())
+    if missing := set(blocks) - modules.keys():
+        raise ValueError(
+            f"{type(model).__name__} has no module {min(missing)}, which was named as a block with experts"
+        )
+    for name, module in modules.items():
+        if name in blocks or any(is_experts(child) for child in module.children()):
             handles += [
                 module.register_forward_pre_hook(partial(enter, name)),
                 module.register_forward_hook(leave, always_call=True),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_npu.parallel.pipeline.pass_through import TIED_APART
@@ -28,7 +29,10 @@ def equalise_tied(model: nn.Module, topology: Topology, rank_of: Sequence[int]) 
     group = tied_group(topology, rank_of[0], rank_of[-1])
     for weight in model.parameters():
         if TIED_APART.get(weight):
-            dist.broadcast(weight.data, group=group, group_src=0 if rank_of[0] < rank_of[-1] else 1)
+            # The model is still on the host, and NPUs' groups send nothing from there.
+            values = weight.data.to(get_accelerator().current_device_name())
+            dist.broadcast(values, group=group, group_src=0 if rank_of[0] < rank_of[-1] else 1)
+            weight.data.copy_(values)
             REPLICATED.set(weight, topology.rank("pp") == rank_of[-1])
 
 

@@ -20,7 +20,7 @@ from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import PLANNED, switched_on
 from ds_npu.config.trainer_traps import trainer_traps
-from ds_npu.planner.communicators import MIB, planned_communicators
+from ds_npu.planner.communicators import MIB, buffer_mib, planned_communicators
 from ds_npu.planner.context_report import context_part, number_bytes, planned_algorithm
 from ds_npu.planner.model_file import hidden_size_of
 from ds_npu.topology.machine import MACHINES
@@ -99,7 +99,14 @@ def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Names
         tokens = checked.batch.micro * -(-arguments.sequence_length // degrees.cp)
         hidden_mib = -(-tokens * hidden_size_of(arguments.model) * number_bytes(ds_config) // MIB)
     yield from communicator_table(planned_communicators(degrees, ds_config, algorithm, hidden_mib))
-    if algorithm is None and degrees.cp > 1 and degrees.pp == 1:
+    if degrees.pp > 1:
+        module = planned_communicators(degrees, ds_config, None, in_stages=False)
+        count, mib = sum(each.count for each in module), sum(each.device_mib for each in module)
+        yield f"  That is of a model that ds_npu cuts into stages. A deepspeed.PipelineModule has {count}: {mib:,} MiB."
+        if degrees.pp > 2:
+            tied = 2 * buffer_mib(degrees, ("pp",), ds_config)
+            yield f"  Where embedding and head share a weight, the two ranks with them have one more: {tied:,} MiB."
+    if algorithm is None and degrees.cp > 1:
         yield "  The context algorithm is chosen with the first batch; its communicators come on top, too."
 
 

@@ -25,3 +25,6 @@ def model_part(checked: Checked, arguments: Namespace) -> Iterator[str]:
         yield from ("", WITHOUT)
     else:
         yield from cli_module("planned_model").lines(Path(arguments.model), checked)
+        pipeline = cli_module("planned_pipeline")
+        svg = None if arguments.svg is None else pipeline.schedule_file(arguments.svg)
+        yield from pipeline.pipeline_lines(Path(arguments.model), checked, svg)

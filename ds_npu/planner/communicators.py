@@ -30,11 +30,13 @@ class Traffic:
     needs: tuple[Axis, ...]
     messages: str
     size: Literal["buckets", "scalars", "hidden states", "unknown"]
+    only_pipeline_module: bool = False
+    """Whether a model that ds_npu cuts into stages sends nothing of the kind, unless it has experts on other ranks."""
 
 
 TRAFFIC = (
     Traffic(("dp", "cp"), ("dp", "cp"), "buckets of gradients and weights", "buckets"),
-    Traffic(("dp",), ("pp",), "the loss of the last stage", "scalars"),
+    Traffic(("dp",), ("pp",), "the loss of the last stage", "scalars", only_pipeline_module=True),
     Traffic(("cp",), ("cp",), "shares of sequences and losses", "unknown"),
     Traffic(("tp",), ("tp",), "hidden states", "hidden states"),
     Traffic(("pp",), ("pp",), "the loss, for all stages", "scalars"),
@@ -88,19 +90,25 @@ def buffer_mib(degrees: Degrees, axes: tuple[Axis, ...], ds_config: dict[str, An
     """
     most = default_mib(GROUP_BUFFER)
     known = {"buckets": bucket_mib(ds_config), "scalars": 1}
-    sizes = [known.get(each.size) for each in TRAFFIC if degrees.box(*each.axes) == degrees.box(*axes)]
-    return max(1, *(most if size is None else min(most, size) for size in sizes))
+    box, there = degrees.box(*axes), [each for each in TRAFFIC if any(degrees.size(axis) > 1 for axis in each.needs)]
+    sizes = [known.get(each.size) for each in there if degrees.box(*each.axes) == box]
+    return max([1, *(most if size is None else min(most, size) for size in sizes)])
 
 
 def planned_communicators(
-    degrees: Degrees, ds_config: dict[str, Any], algorithm: ContextAlgorithm | None, hidden_mib: int | None = None
+    degrees: Degrees,
+    ds_config: dict[str, Any],
+    algorithm: ContextAlgorithm | None,
+    hidden_mib: int | None = None,
+    in_stages: bool = True,
 ) -> list[Communicator]:
-    """The communicators that a rank opens by the end of a step and a checkpoint, the world's first.
+    """The communicators that a rank opens by the end of a step and a checkpoint, the most of all ranks.
 
     ``algorithm`` shares the sequences of a Hugging Face model; None: nothing does, or it is not known yet. With
-    pipeline ranks the model is taken for a PipelineModule. Experts' communicators are counted where ``degrees`` have
-    them, although only a model with weights on the expert view opens them. ``hidden_mib`` is what the hidden states of
-    a micro-batch take, where that is known; it is said beside the buffer, which is made before the first batch.
+    pipeline ranks the model is cut ``in_stages`` by ds_npu, or is a PipelineModule. Experts' communicators are counted
+    where ``degrees`` have them, although only a model with weights on the expert view opens them. ``hidden_mib`` is
+    what the hidden states of a micro-batch take, where that is known; it is said beside the buffer, which is made
+    before the first batch.
     """
     stated = {"buckets": bucket_mib(ds_config), "hidden states": hidden_mib}
     world = degrees.box("pp", "dp", "cp", "tp")
@@ -110,7 +118,8 @@ def planned_communicators(
     }
     for each in TRAFFIC:
         box = degrees.box(*each.axes)
-        if box and any(degrees.size(axis) > 1 for axis in each.needs):
+        is_there = any(degrees.size(axis) > 1 for axis in each.needs)
+        if box and is_there and not (in_stages and each.only_pipeline_module and degrees.ep == 1):
             name = " * ".join(NAMES[axis] for axis in each.axes if degrees.size(axis) > 1)
             size = stated.get(each.size)
             text = each.messages if size is None else f"{each.messages} ({size:,} MiB)"
@@ -124,12 +133,24 @@ def planned_communicators(
         found.setdefault(group.box, (group.name, [], default_mib(GROUP_BUFFER)))[1].append(group.messages)
         if group.in_pairs and group.box[0][1] % 2 == 0:
             more.append(Communicator(f"{group.name}, second", group.messages, default_mib(GROUP_BUFFER)))
-    if degrees.pp > 1 and default_mib(PAIR_BUFFER):
-        # DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).
-        more.append(
-            Communicator("neighbouring stages", "hidden states", default_mib(PAIR_BUFFER), min(degrees.pp - 1, 2))
-        )
-    return [*(Communicator(name, "; ".join(sent), mib) for name, sent, mib in found.values()), *more]
+    return [
+        *(Communicator(name, "; ".join(sent), mib) for name, sent, mib in found.values()),
+        *more,
+        *_between_stages(degrees, ds_config, in_stages),
+    ]
+
+
+def _between_stages(degrees: Degrees, ds_config: dict[str, Any], in_stages: bool) -> Iterator[Communicator]:
+    """Those of hidden states and their gradients, of a rank that has a stage before and one behind its own."""
+    pairs, mib = min(degrees.pp - 1, 2), default_mib(PAIR_BUFFER)
+    if pairs and mib:
+        # In stages, messages to higher and to lower ranks have a group each, and in each of both a pair its
+        # communicator; DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).
+        directions = 2 if in_stages else 1
+        yield Communicator("neighbouring stages", "hidden states and gradients", mib, directions * pairs)
+    elif pairs and in_stages:
+        mib = buffer_mib(degrees, ("pp",), ds_config)
+        yield Communicator("stages, up and down", "hidden states and gradients", mib, 2)
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,10 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
 def planned_algorithm(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> ContextAlgorithm | None:
     """The algorithm that shares a model's sequences; None without one, and where it depends on the first batch.
 
-    A PipelineModule's sequences are not divided. Raises ConfigError where no algorithm is possible.
+    Raises ConfigError where no algorithm is possible.
     """
     degrees, section = checked.degrees, checked.config.context_parallel
-    if degrees.cp == 1 or degrees.pp > 1:
+    if degrees.cp == 1:
         return None
     left = algorithms(section, degrees.cp)
     if len(left) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import gradient_rule as rule
@@ -16,7 +17,7 @@ import toy_experts
 from ranks import run_on_ranks
 
 from ds_npu.cli.main import main
-from ds_npu.planner.communicators import MIB
+from ds_npu.planner.communicators import MIB, PAIR_BUFFER, default_mib
 
 RANKS = 4
 PAIRS = ("ring, pairs", "outer ring, pairs", "neighbouring stages")
@@ -35,15 +36,21 @@ CASES = {
     "hybrid": (1, {"parallel": {"context": 4}, "context_parallel": {"algorithm": "hybrid", "ulysses": 2}}, {}),
     "experts": (3, {"parallel": {"expert": 2}}, BUCKETS),
     "experts x tensor": (0, {"parallel": {"expert": 2, "tensor": 2}, "plan": rule.REPLICAS}, {}),
-    "stages x data": (1, {"parallel": {"pipeline": 2}}, BUCKETS),
-    "stages x tensor": (0, {"parallel": {"pipeline": 2, "tensor": 2}, "plan": rule.REPLICAS}, {}),
+    "PipelineModule x data": (1, {"parallel": {"pipeline": 2}}, BUCKETS),
+    "PipelineModule x tensor": (0, {"parallel": {"pipeline": 2, "tensor": 2}, "plan": rule.REPLICAS}, {}),
+    "stages x data": (1, {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb_v"}}, BUCKETS),
+    "stages x tensor": (0, {"parallel": {"pipeline": 2, "tensor": 2}}, {}),
+    "stages x context": (1, {"parallel": {"pipeline": 2, "context": 2}, "context_parallel": {"algorithm": "ring"}}, {}),
+    "4 stages": (2, {"parallel": {"pipeline": 4}}, {}),
+    "4 stages, tied": (2, {"parallel": {"pipeline": 4}, "pipeline": {"schedule": "zb_h1"}}, {}),
+    "4 stages, twice": (1, {"parallel": {"pipeline": 4}, "pipeline": {"virtual_stages": 2}}, {}),
 }
 
 
-def model_step(config: dict) -> None:
+def model_step(config: dict, tied: bool = False) -> None:
     import deepspeed
 
-    model = tiny_models.tiny("llama", torch.float32)
+    model = tiny_models.tiny("llama", torch.float32, num_hidden_layers=8, tie_word_embeddings=tied)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     tokens = tiny_models.tokens(rule.MICRO, 16).to(engine.device)
     for _ in range(rule.ACCUMULATION):
@@ -89,29 +96,44 @@ def opened_groups() -> int:
     return sum(bool(backend.get_hccl_comm_name(rank, init_comm=False)) for backend, rank in backends)
 
 
-def count(config_path: str, groups: int, mib: int) -> None:
+def count(config_path: str, name: str, groups: int, mib: int, of_tied: int) -> None:
     rule.without_extension()
     os.environ["DS_NPU_CONFIG"] = config_path
     config = json.loads(Path(config_path).read_text())
     parallel = config["ds_npu"].get("parallel", {})
-    step = pipeline_step if "pipeline" in parallel else expert_step if "expert" in parallel else model_step
+    step = expert_step if "expert" in parallel else partial(model_step, tied="tied" in name)
+    step = pipeline_step if is_module(name) else step
     step(config)
     dist.barrier()  # As DeepSpeed's checkpoints do.
     torch.npu.synchronize()
     free, total = torch.npu.mem_get_info()
     # What the caching allocator has not taken belongs to communicators.
     found = (opened_groups(), (total - free - torch.npu.memory_reserved()) / MIB)
+    ends_of_pipeline = parallel.get("pipeline", 1) == RANKS and dist.get_rank() in (0, RANKS - 1)
+    if ends_of_pipeline and "virtual_stages" not in config["ds_npu"].get("pipeline", {}):
+        # The first and the last stage have one neighbour; check prints those of the others.
+        mib += of_tied * ("tied" in name) - 2 * 2 * default_mib(PAIR_BUFFER)
+        groups += "tied" in name
     assert found == (groups, mib)
 
 
-def printed(text: str) -> tuple[int, int]:
-    """(communicators of groups, MiB of all) in what ``ds_npu check`` prints."""
+def is_module(name: str) -> bool:
+    return name.startswith("PipelineModule")
+
+
+def printed(text: str, name: str) -> tuple[int, int, int]:
+    """(communicators of groups, MiB of all, MiB of tied weights') in what ``ds_npu check`` prints."""
+    if is_module(name):
+        ((number, mib),) = re.findall(r"A deepspeed.PipelineModule has (\d+): ([\d,]+) MiB", text)
+        # It has two stages here: one communicator of the pair.
+        return int(number) - 1, int(mib.replace(",", "")), 0
     _, table = text.split("HCCL communicators of each rank")
     found = re.findall(r"^  (\S.{23}) +(\d+) +([\d,]+)(?:   |$)", table, re.MULTILINE)
     rows = {name.strip(): (int(number), int(mib.replace(",", ""))) for name, number, mib in found}
     pairs = sum(number for name, (number, _) in rows.items() if name in PAIRS)
     number, mib = rows["all"]
-    return number - pairs, mib
+    tied = re.findall(r"share a weight, the two ranks with them have one more: (\d+) MiB", text)
+    return number - pairs, mib, int(*tied)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,4 +143,5 @@ def test_check_prints_what_communicators_take(tmp_path, capsys, name):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config))
     assert main(["check", str(path), "--world-size", str(RANKS)]) == 0
-    run_on_ranks(RANKS, count, str(path), *printed(capsys.readouterr().out), backend="hccl", sets_device=False)
+    said = printed(capsys.readouterr().out, name)
+    run_on_ranks(RANKS, count, str(path), name, *said, backend="hccl", sets_device=False)

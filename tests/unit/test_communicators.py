@@ -57,16 +57,21 @@ def test_a_buffer_holds_the_largest_message_of_all_axes_with_the_same_ranks(monk
     assert [buffer_mib(grid, axes, config) for axes in (("dp", "cp"), ("tp",), ("pp",))] == [4, 4, 1]
 
 
-def names(degrees: Degrees, algorithm: ContextAlgorithm | None = None) -> dict[str, tuple[int, int]]:
+def names(
+    degrees: Degrees, algorithm: ContextAlgorithm | None = None, in_stages: bool = True
+) -> dict[str, tuple[int, int]]:
     """Name -> number and MiB of each buffer."""
-    return {each.name: (each.count, each.mib) for each in planned_communicators(degrees, {}, algorithm)}
+    planned = planned_communicators(degrees, {}, algorithm, in_stages=in_stages)
+    return {each.name: (each.count, each.mib) for each in planned}
 
 
 def test_the_communicators_of_a_rank():
     assert names(Degrees()) == names(Degrees(dp=8)) == {"world": (1, DEFAULT)}
     assert names(Degrees(dp=2, tp=2)) == dict.fromkeys(("world", "data", "tensor"), (1, DEFAULT))
     assert list(names(Degrees(dp=2, cp=2, tp=2))) == ["world", "data * context", "context", "tensor"]
-    assert list(names(Degrees(dp=2, cp=2, pp=2))) == [
+    grid = Degrees(dp=2, cp=2, pp=2)
+    assert list(names(grid)) == ["world", "data * context", "context", "pipeline", "neighbouring stages"]
+    assert list(names(grid, in_stages=False)) == [
         *("world", "data * context", "data", "context", "pipeline"),
         "neighbouring stages",
     ]
@@ -76,7 +81,16 @@ def test_the_communicators_of_a_rank():
 
 @pytest.mark.parametrize(("stages", "neighbours"), [(2, 1), (3, 2), (8, 2)])
 def test_a_stage_has_at_most_two_neighbours(stages, neighbours):
-    assert names(Degrees(pp=stages, dp=2))["neighbouring stages"] == (neighbours, PAIR)
+    """With each a communicator for messages up and one for those down; DeepSpeed's pipelines have one for both."""
+    grid = Degrees(pp=stages, dp=2)
+    assert names(grid)["neighbouring stages"] == (2 * neighbours, PAIR)
+    assert names(grid, in_stages=False)["neighbouring stages"] == (neighbours, PAIR)
+
+
+def test_stages_without_communicators_of_pairs(monkeypatch):
+    monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "0")
+    grid = Degrees(pp=4, dp=2)
+    assert names(grid) == names(grid, in_stages=False) | {"stages, up and down": (2, 1)}
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,11 @@ class EnginePipeline:
 
         Raises ValueError where the gradients of the engine cannot be held back until a batch has been through.
         """
+        if engine.fp16_enabled() and not engine.zero_optimization():
+            raise ValueError(
+                "fp16 without ZeRO: DeepSpeed 0.19.8 does not multiply the loss by the loss scale there, but divides "
+                "gradients by it. What to do: zero_optimization.stage 1 or 2, or bf16"
+            )
         self.engine, self.layout, self.micro_batches = engine, layout, micro_batches
         topology: Topology = engine.topology
         self.rank = topology.rank("pp")

@@ -48,8 +48,9 @@ def cells(client: str, zero: dict[str, str], does: str, test: str) -> tuple[Cell
 CLM = {"tensor": "1, 3", "data, context": "2"}
 CLM |= dict.fromkeys(("context", "tensor, context", "expert", "expert, tensor"), "1")
 ONE = dict.fromkeys(EVERY_STAGE, "1")
+STAGED = {"pipeline": "0-2", "data, pipeline": "1", "pipeline, tensor": "2", "pipeline, context": "1"}
 CELLS = (
-    *cells("Trainer", EVERY_STAGE | SEQUENCES | DATA, ALL, f"{LIFE}test_a_whole_life"),
+    *cells("Trainer", EVERY_STAGE | SEQUENCES | DATA | STAGED, ALL, f"{LIFE}test_a_whole_life"),
     *cells(
         "Trainer",
         {"expert": "0-3", "expert, tensor": "1", "expert_tensor, context": "1", "data, expert, tensor": "1"},

@@ -33,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 """By name: the ranks, and ds_npu.parallel."""
 WHOLE_LIFE, SIGNAL = ["whole", "resumed", "data not skipped"], ["uninterrupted", "terminated", "after it"]
 OTHERS = [title for title in KINDS if title not in WHOLE_LIFE + SIGNAL]
+OF_LOGITS = ("smoothed", "own loss")
+"""Lives that are trained on a loss that the script makes of logits."""
 Told = list[dict[str, Said]]
 
 
@@ -118,6 +120,8 @@ def test_samplers_streams_and_losses(layout: str, stage: int, start: str, alone,
 
 
 def is_possible(title: str, layout: str, stage: int) -> bool:
+    if "pipeline" in LAYOUTS[layout][1] and title in (*OF_LOGITS, "noise"):
+        return False  # Refused, see below; and stages draw other random numbers than one process.
     # The Trainer refuses to look for a batch size under ZeRO 3; of noise see below.
     return not (title == "found" and stage == 3) and not (title == "noise" and "context" in LAYOUTS[layout][1])
 
@@ -130,6 +134,16 @@ def test_a_checkpoint_on_sigterm(layout: str, stage: int, start: str, tmp_path: 
         assert losses[1] + losses[2] == losses[0] and len(losses[1]) == 6
     assert [path.name for path in (tmp_path / "terminated").glob("checkpoint-*")] == ["checkpoint-3"]
     assert not list(tmp_path.glob("terminated/*/*incomplete*"))
+
+
+def refused_in_stages(start: str, folder: str) -> None:
+    for title in OF_LOGITS:
+        with pytest.raises(ValueError, match="in pipeline stages the backward of each micro-batch begins before"):
+            live([title], folder, start, ds_config(1, {"pipeline": 2}))
+
+
+def test_losses_of_logits_are_refused_in_stages(start, tmp_path):
+    run_on_ranks(2, refused_in_stages, start, str(tmp_path))
 
 
 def refused(start: str, folder: str) -> None:

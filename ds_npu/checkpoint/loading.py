@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
 from ds_npu.checkpoint.fit import check_fit
 from ds_npu.models.attributes import copy_attributes, set_attribute
 from ds_npu.models.hugging_face_model import settings
-from ds_npu.parallel.pipeline.pass_through import absent_weights
+from ds_npu.parallel.pipeline.pass_through import absent_weights, tied_in
 from ds_npu.parallel.placement import placement_of
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.degrees import Axis
@@ -93,13 +94,21 @@ def load_checkpoint(
     # What other stages hold belongs to the model, too: the checkpoint fits all of it, or no stage of it.
     elsewhere = {name: torch.empty(shape, device="meta") for name, shape in absent_weights(model).items()}
     every = weights | elsewhere
+    # Two stages hold a weight that the checkpoint may have under either name.
+    tied = tied_in(model) or ()
+    held = next((name for name in tied if name in weights), None)
+    for name in tied:
+        every[name] = every[held or next(iter(tied))]
     found = conversions(model, every, tensors)
     converter = Converter({name: whole_shape(name, each, place) for name, each in every.items()}, model.config)
     loaded = check_fit(model, folder, every, found, converter, tensors) - elsewhere.keys()
+    loaded |= {held} if held is not None else set()
     fresh = _materialize(model, dtype, torch.device(device))
     weights = _weights(model)
     with torch.no_grad():
         for recipe in found.recipes:
+            if recipe.target in tied and held is not None:
+                recipe = replace(recipe, target=held)
             if recipe.target not in elsewhere:
                 _fill(recipe, weights, converter, tensors, place)
     # transformers' save_pretrained reverts these conversions.

@@ -160,13 +160,12 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     _check_cuttable(model, plan, own)
     if own[0].stage.count == 1:
         return
-    stages = [each.stage for each in own]
-    held = OwnStages(stages)
+    held = OwnStages([each.stage for each in own], _tied_names(model, plan) if plan.tied else None)
     outside = {name: None for each in own for name in each.absent}
     for name in outside:
         parent, leaf = model.get_submodule(names.parent(name)), name.rpartition(".")[2]
         sides = {each.stage.index: each.absent[name] for each in own if name in each.absent}
-        passing = PassThrough(model.get_submodule(name), name, sides, stages)
+        passing = PassThrough(model.get_submodule(name), name, sides, held)
         if len(sides) == len(own):
             parent.add_module(leaf, passing)
         else:
@@ -182,6 +181,17 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     if plan.tied:
         _mark_tied(model, plan, own)
     refuse_saving_a_stage(model)
+
+
+def _tied_names(model: nn.Module, plan: ModelPlan) -> tuple[str, str]:
+    """The names of the weight of embedding and head."""
+    embedding, head = plan.embedding, plan.head
+    assert embedding is not None and head is not None, "they share a weight"
+    shared = {id(each): name for name, each in model.get_submodule(embedding).named_parameters()}
+    heads = [
+        (shared[id(each)], name) for name, each in model.get_submodule(head).named_parameters() if id(each) in shared
+    ]
+    return f"{embedding}.{heads[0][0]}", f"{head}.{heads[0][1]}"
 
 
 def _mark_tied(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:

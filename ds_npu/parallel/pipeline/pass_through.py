@@ -92,10 +92,10 @@ class PassThrough(nn.Module):
     whose = ""
     """Name and class of the absent module."""
 
-    def __init__(self, absent: nn.Module, name: str, sides: Mapping[int, Side], stages: Sequence[Stage]) -> None:
-        """``sides``: where it stands in each of ``stages``, all that this rank has, by the stage's index."""
+    def __init__(self, absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnStages) -> None:
+        """``sides``: where it stands in each of the stages ``held``, by the stage's index."""
         super().__init__()
-        self.sides, self.stages = dict(sides), tuple(stages)
+        self.sides, self.held = dict(sides), held
         self.whose = f"{name} ({type(absent).__name__})"
         self.weights: Mapping[str, torch.Size] = {
             each: weight.shape
@@ -109,7 +109,7 @@ class PassThrough(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         states = BORDER_STATES.of(running())
         if states is None:
-            here = " and ".join(map(str, self.stages))
+            here = " and ".join(map(str, self.held.stages))
             raise RuntimeError(
                 f"{self.whose} is not in {here}, and its model was called as if it were whole. What to do: call the "
                 "engine, which runs all stages; or run_stage(model, stage, arrived, ...) of "
@@ -176,10 +176,11 @@ def crossing(stage: Stage, arrived: torch.Tensor | None) -> Iterator[BorderState
 
 
 class OwnStages:
-    """The stages of one model that this rank has, where they are several: which of their modules stand in which."""
+    """The stages of one model that this rank has; where they are several, which of their modules stand in which."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages = tuple(stages)
+    def __init__(self, stages: Sequence[Stage], tied: tuple[str, str] | None = None) -> None:
+        """``tied``: names of the weight of the embedding and of the head, where they are one in the whole model."""
+        self.stages, self.tied = tuple(stages), tied
         self._places: list[tuple[nn.Module, str, PassThrough]] = []
 
     def add(self, parent: nn.Module, name: str, passing: PassThrough) -> None:
@@ -210,7 +211,12 @@ def pass_throughs(model: nn.Module) -> dict[str, PassThrough]:
 
 def stages_in(model: nn.Module) -> tuple[Stage, ...]:
     """The stages that ``model``, as this rank has it, consists of; none where it is not cut into stages."""
-    return next((each.stages for each in pass_throughs(model).values()), ())
+    return next((each.held.stages for each in pass_throughs(model).values()), ())
+
+
+def tied_in(model: nn.Module) -> tuple[str, str] | None:
+    """Names of the weight of embedding and head of ``model``, in stages, where they are one in the whole model."""
+    return next((each.held.tied for each in pass_throughs(model).values()), None)
 
 
 def absent_weights(model: nn.Module) -> dict[str, torch.Size]:

@@ -90,3 +90,41 @@ def test_tied_weights(ranks, schedule):
     """Embedding and head have a copy each, on the first and the last rank; the script has them on the host."""
     tied = {"tie_word_embeddings": True}
     run_on_ranks(ranks, steps, [schedule], (0, 1, 2), {"pipeline": ranks}, tied, backend="hccl", sets_device=False)
+
+
+def loss_scale(stage: int) -> None:
+    """An overflow in one stage skips the step on all of them, and halves the scale of the loss."""
+    gradient_rule.without_extension()
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, "gradient_accumulation_steps": 1}
+    section = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb_h1"}}
+    batch = rule.batches(1)[0][0]
+    plain = rule.model_of("llama", torch.float16).double()
+    plain(**batch).loss.backward()
+    engine = rule.engine_of(rule.model_of("llama", torch.float16), stage, torch.float16, section, **keys)
+    here = {name: each.to(engine.device) for name, each in batch.items()}
+
+    def weights() -> dict[str, torch.Tensor]:
+        return dense.shared({name: each.cpu() for name, each in engine.whole_state_dict().items()})
+
+    start = weights()
+    engine.backward(engine(**here).loss)
+    gradients = gradient_rule.reduced_gradients(engine, engine.module)
+    found = {name: each / 256 for name, each in rule.over_stages(gradients, engine.topology).items()}
+    expected = {name: each.grad for name, each in plain.named_parameters()}
+    assert gradient_rule.relative(found, expected) <= 5e-3
+    engine.step()
+    stepped = weights()
+    assert (engine.skipped_steps, engine.optimizer.cur_scale) == (0, 256)
+    assert any(not torch.equal(each, start[name]) for name, each in stepped.items())
+    if engine.topology.rank("pp") == 0:
+        next(iter(engine.module.parameters())).register_hook(lambda gradient: gradient * float("inf"))
+    engine.backward(engine(**here).loss)
+    engine.step()
+    assert (engine.skipped_steps, engine.optimizer.cur_scale) == (1, 128)
+    assert all(torch.equal(each, stepped[name]) for name, each in weights().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_loss_scale_is_that_of_all_stages(stage):
+    run_on_ranks(2, loss_scale, stage, backend="hccl", sets_device=False)

@@ -119,14 +119,14 @@ def model_without_adapters():
 
 
 @pytest.mark.parametrize("parameters", [["gate_up_proj"], ["gate_up_proj", "down_proj"]])
-def test_adapters_of_experts_are_refused(parameters):
+def test_adapters_of_experts_have_roles(parameters):
+    """Tensor ranks alone cannot shard them: tests/engine/test_experts.py."""
     model = made("MixtralForCausalLM", **GROUPED, num_local_experts=4)
-    targets = [f"mlp.experts.{name}" for name in parameters]
-    with pytest.raises(PlanError) as caught:
-        plan_of(adapted(model, "q_proj", target_parameters=targets))
-    problems = caught.value.problems
-    assert len(problems) == 2 * len(parameters)
-    assert all(text.endswith("what PEFT adds to experts cannot be sharded") for text in problems)
+    plan = plan_of(adapted(model, "q_proj", target_parameters=[f"mlp.experts.{name}" for name in parameters]))
+    for role in (Role.LORA_A, Role.LORA_B):
+        of_experts = [name for name in plan.named(role) if ".experts." in name]
+        assert len(of_experts) == 2 * len(parameters)
+        assert {plan.roles[plan.adapted(name)] for name in of_experts} == {Role.EXPERTS}
 
 
 def test_other_adapters_of_a_layer_that_is_split_are_refused():

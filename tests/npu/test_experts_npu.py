@@ -12,9 +12,8 @@ import pytest
 import tensor_parallel_rule as dense
 import tiny_models
 import torch
+from host_waits import HostWaits
 from ranks import run_on_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.moe import MoeSection
@@ -59,25 +58,6 @@ def layers(degrees: Degrees) -> None:
 @pytest.mark.parametrize("degrees", [Degrees(dp=2, ep=2), Degrees(tp=2, etp=2)], ids=str)
 def test_a_layer(degrees):
     run_on_ranks(2, layers, degrees, backend="hccl", sets_device=True)
-
-
-class HostWaits(TorchDispatchMode):
-    """The operations for which the host needs a device's numbers, while it is entered."""
-
-    NEED = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        from_device = any(each.device.type == "npu" for each in tensors)
-        to_host = isinstance(out, torch.Tensor) and out.device.type == "cpu" and not func._opname.startswith("empty")
-        if from_device and (to_host or func._opname in self.NEED):
-            self.found.append(func._opname)
-        return out
 
 
 def one_wait(dispatcher: str, level: str) -> None:

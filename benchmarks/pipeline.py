@@ -29,7 +29,7 @@ import turns
 from torch.distributed.pipelining import schedules as of_torch
 
 from ds_npu.parallel.pipeline.executor import PipelineRun
-from ds_npu.parallel.pipeline.schedule import Kind, Schedule, from_csv
+from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, from_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
 from ds_npu.parallel.pipeline.transfers import PipelineLinks
@@ -174,7 +174,7 @@ class SleepingFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        time.sleep(ctx.costs.of(ctx.kind))
+        time.sleep(ctx.costs.of(Action(0, ctx.kind, 0)))
         return dy, None, None, None
 
 

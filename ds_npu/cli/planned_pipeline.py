@@ -13,7 +13,6 @@ from ds_npu.models import names
 from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
-from ds_npu.planner.stage_costs import rank_times
 
 WIDEST = 160
 """Columns of the schedule in text."""
@@ -42,7 +41,8 @@ def pipeline_lines(path: Path, checked: Checked, svg: Path | None) -> Iterator[s
         return
     schedule = layout.make(count)
     # All stages of a rank together take 1 for each of F, I and W.
-    run = timeline(schedule, Costs(*[layout.ranks / layout.stages] * 3))
+    share = layout.ranks / layout.stages
+    run = timeline(schedule, Costs(share, share, share))
     yield from (f"  {line}" for line in (*picture(layout.name, run), *bubble_lines(run, planned.loads)))
     yield from ("", "Pipeline ranks", *(f"  {line}" for line in rank_table(planned, schedule)))
     if svg is not None:
@@ -76,23 +76,28 @@ def picture(name: str, run: Timeline) -> Iterator[str]:
 def bubble_lines(run: Timeline, loads: Sequence[float]) -> Iterator[str]:
     """The bubble as a share of the makespan: where all stages are alike, and with the cost of each."""
     alike = run.bubble / run.makespan if run.makespan else 0.0
-    own = rank_times(run.schedule, loads)
-    even = rank_times(run.schedule, [1.0] * run.schedule.stages)
+    own = timeline(run.schedule, Costs(stages=loads))
     yield (
         f"Bubble: {alike:.1%} of the makespan at most, between a rank's first and last action; with what ranks wait "
-        f"before and after, {even.mean_wait:.1%} on average (F = I = W, stages alike, messages take no time)"
+        f"before and after, {mean_idle(run):.1%} on average (F = I = W, stages alike, messages take no time)"
     )
     yield (
         f"With the cost of each stage (matrix products of its blocks and the head; attention not counted): "
-        f"{own.mean_wait:.1%} on average"
+        f"{mean_idle(own):.1%} on average"
     )
+
+
+def mean_idle(run: Timeline) -> float:
+    """The part of the makespan in which a rank does nothing, the mean of all."""
+    ranks = range(len(run.schedule.rows))
+    return sum(map(run.idle, ranks)) / len(ranks)
 
 
 def rank_table(planned: PlannedStages, schedule: Schedule) -> Iterator[str]:
     """A row for each pipeline rank; other ranks of the same stages hold as much."""
-    layout, own = planned.layout, rank_times(schedule, planned.loads)
+    layout, own = planned.layout, timeline(schedule, Costs(stages=planned.loads))
     rows: list[Row] = [("rank", "stages", "layers", "parameters", "peak activations", "work", "waits")]
-    heaviest = max(own.work)
+    heaviest = max(map(own.work, range(layout.ranks)))
     for rank in range(layout.ranks):
         stages = layout.own(rank)
         blocks = [block for stage in stages for block in planned.blocks[stage]]
@@ -104,8 +109,8 @@ def rank_table(planned: PlannedStages, schedule: Schedule) -> Iterator[str]:
                 f"{layers} ({names.abbreviated(blocks)})" if blocks else layers,
                 f"{planned.held[rank]:,}",
                 str(schedule.peak_activations[rank]),
-                f"{own.work[rank] / heaviest:.0%}" if heaviest else "-",
-                f"{own.waits(rank):.0%}",
+                f"{own.work(rank) / heaviest:.0%}" if heaviest else "-",
+                f"{own.idle(rank):.0%}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -32,7 +32,7 @@ WIDEST, ROW, MARGIN, LABEL, SIDE = 1600, 26, 20, 64, 110
 def headline(name: str, run: Timeline) -> str:
     """What ``run`` comes to, in one line."""
     schedule = run.schedule
-    work = max((sum(run.costs.of(each.kind) for each in row) for row in schedule.rows), default=0.0)
+    work = max(map(run.work, range(len(schedule.rows))), default=0.0)
     chunks = max((len(_own_stages(schedule, rank)) for rank in range(len(schedule.rows))), default=0)
     stages = "1 stage" if chunks == 1 else f"{chunks} stages"
     share = f" ({run.bubble / work:.1%} of the work)" if work else ""
@@ -44,7 +44,7 @@ def headline(name: str, run: Timeline) -> str:
 
 def schedule_text(name: str, run: Timeline) -> str:
     """Lines for a terminal: F0 is the forward of micro-batch 0, F0' of the rank's second stage; dots are waiting."""
-    unit = min((run.costs.of(each.kind) for each in run.schedule.actions()), default=1.0) or 1.0
+    unit = min(map(run.costs.of, run.schedule.actions()), default=1.0) or 1.0
     labels = {each: _label(run.schedule, each) for each in run.schedule.actions()}
     width = max(map(len, labels.values()), default=1) + 1
     lines = [headline(name, run)]
@@ -83,7 +83,7 @@ def _row(run: Timeline, rank: int, top: int, scale: float) -> Iterator[str]:
     yield f'<text x="{MARGIN}" y="{top + ROW / 2 + 3}">rank {rank}</text>'
     yield f'<rect x="{left}" y="{top}" width="{scale * run.makespan:.1f}" height="{ROW - 4}" fill="#f1f1f1"/>'
     for action in run.schedule.rows[rank]:
-        x, wide = left + scale * run.start[action], scale * run.costs.of(action.kind)
+        x, wide = left + scale * run.start[action], scale * run.costs.of(action)
         place = _own_stages(run.schedule, rank).index(action.stage)
         colour = COLOURS[action.kind][min(place, len(COLOURS[action.kind]) - 1)]
         yield (

@@ -11,9 +11,9 @@ import pytest
 import transformers
 
 from ds_npu.cli.main import main
+from ds_npu.cli.planned_pipeline import mean_idle
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.timeline import Costs, timeline
-from ds_npu.planner.stage_costs import rank_times
 
 LLAMA = {
     "hidden_size": 32,
@@ -138,13 +138,13 @@ def test_refusals(check, parallel, pipeline, said):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_equal_stages_take_the_time_of_the_timeline(name):
     schedule = SCHEDULES[name].make(3, 7, SCHEDULES[name].chunks or 2)
-    run, own = timeline(schedule, Costs()), rank_times(schedule, [1.0] * schedule.stages)
+    run, own = timeline(schedule, Costs()), timeline(schedule, Costs(stages=[1.0] * schedule.stages))
     assert own.makespan == run.makespan
-    assert own.work == (3.0 * 7 * schedule.stages / 3,) * 3
+    assert [own.work(rank) for rank in range(3)] == [3.0 * 7 * schedule.stages / 3] * 3
 
 
 def test_stages_that_differ():
     """GPipe of 2 ranks and 2 micro-batches; F, I, W of 1 and 3: 0F 0..1..2, 1F 1..4..7, 1B 7..13..19, 0B 13, 19..21."""
-    own = rank_times(SCHEDULES["gpipe"].make(2, 2, 1), [1.0, 3.0])
-    assert (own.makespan, own.work) == (21.0, (6.0, 18.0))
-    assert (own.waits(0), own.waits(1), own.mean_wait) == pytest.approx((15 / 21, 3 / 21, 9 / 21))
+    own = timeline(SCHEDULES["gpipe"].make(2, 2, 1), Costs(stages=[1.0, 3.0]))
+    assert (own.makespan, own.work(0), own.work(1)) == (21.0, 6.0, 18.0)
+    assert (own.idle(0), own.idle(1), mean_idle(own)) == pytest.approx((15 / 21, 3 / 21, 9 / 21))

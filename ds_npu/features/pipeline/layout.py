@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from torch import nn
@@ -37,7 +38,7 @@ class PipelineLayout:
     sample: Schedule
     """One of them."""
 
-    @property
+    @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """By stage."""
         return tuple(self.sample.rank_of[stage] for stage in range(self.sample.stages))
@@ -62,11 +63,15 @@ class PipelineLayout:
 
     def forwards(self, micro_batches: int) -> Schedule:
         """An evaluation: on each rank the micro-batches through one stage after the other."""
-        rows = [
-            [Action(stage, Kind.FORWARD, index) for stage in self.own(rank) for index in range(micro_batches)]
-            for rank in range(self.ranks)
-        ]
-        return Schedule.of(rows)
+        return _forwards(self.rank_of, micro_batches)
+
+
+@lru_cache
+def _forwards(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
+    rows: list[list[Action]] = [[] for _ in range(1 + max(rank_of))]
+    for stage, rank in enumerate(rank_of):
+        rows[rank] += [Action(stage, Kind.FORWARD, index) for index in range(micro_batches)]
+    return Schedule.of(rows)
 
 
 def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
@@ -77,6 +82,8 @@ def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
     named = SCHEDULES[name]
     chunks = section.virtual_stages if named.chunks is None else named.chunks
 
+    # Once for each number: on many ranks some take longer to make than a step may wait.
+    @lru_cache
     def make(micro_batches: int) -> Schedule:
         has_enough = micro_batches >= named.fewest_micro_batches(ranks)
         return (named if has_enough else SCHEDULES[WITH_FEWER[name]]).make(ranks, micro_batches, chunks)

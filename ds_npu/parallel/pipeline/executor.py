@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
-from ds_npu.parallel.pipeline.transfers import PipelineLinks, messages_of
+from ds_npu.parallel.pipeline.transfers import PipelineLinks
 
 
 class WeightPart(Protocol):
@@ -60,7 +60,7 @@ class PipelineRun:
 
         ``shapes``: by micro-batch, what its hidden states' shapes depend on, equal on all ranks.
         """
-        self._links.begin(messages_of(self._schedule, self._rank), shapes)
+        self._links.begin(self._schedule.messages[self._rank], shapes)
         for index, action in enumerate(self._schedule.rows[self._rank]):
             if action.kind is Kind.FORWARD:
                 self._forward(action, index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -43,6 +43,20 @@ class Action(NamedTuple):
 
 
 Rows = Sequence[Sequence[Action]]
+
+
+RESULTS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""Kinds of actions whose results another stage takes."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages of one rank along pp."""
+
+    sent: Mapping[Action, int]
+    """By the action whose result is sent, the rank that it goes to."""
+    received: Mapping[int, tuple[Action, ...]]
+    """By rank, the actions whose results it sends, in the order of its row."""
 
 
 class ScheduleError(ValueError):
@@ -82,9 +96,18 @@ class Schedule:
             yield from row
 
     @cached_property
-    def of_forwards(self) -> Schedule:
-        """Its forwards alone, in their order: an evaluation."""
-        return Schedule.of([[each for each in row if each.kind is Kind.FORWARD] for row in self.rows])
+    def messages(self) -> tuple[Messages, ...]:
+        """By rank: hidden states go from a forward to the rank of the next stage, gradients to that before."""
+        sent: list[dict[Action, int]] = [{} for _ in self.rows]
+        received: list[dict[int, list[Action]]] = [{} for _ in self.rows]
+        for source, row in enumerate(self.rows):
+            for action in row:
+                stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+                if action.kind in RESULTS and 0 <= stage < self.stages and (to := self.rank_of[stage]) != source:
+                    sent[source][action] = to
+                    received[to].setdefault(source, []).append(action)
+        tuples = ({source: tuple(each) for source, each in found.items()} for found in received)
+        return tuple(Messages(*each) for each in zip(sent, tuples, strict=True))
 
     def needs(self, action: Action) -> Iterator[Action]:
         """The actions that have to be done before ``action``; those on other ranks send it what it computes with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError
@@ -10,20 +10,23 @@ from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleEr
 
 @dataclass(frozen=True)
 class Costs:
-    """What one stage costs on one micro-batch, in any unit of time; stages are alike."""
+    """What a stage costs on one micro-batch, in any unit of time."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
     """From one rank to another; it runs beside computation."""
+    stages: Sequence[float] = ()
+    """By stage, what its costs are multiplied by; empty: stages are alike."""
 
-    def of(self, kind: Kind) -> float:
-        if kind is Kind.BACKWARD:
-            return self.backward_input + self.backward_weight
-        if kind is Kind.BACKWARD_INPUT:
-            return self.backward_input
-        return self.backward_weight if kind is Kind.BACKWARD_WEIGHT else self.forward
+    def of(self, action: Action) -> float:
+        cost = {
+            Kind.BACKWARD: self.backward_input + self.backward_weight,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+        }.get(action.kind, self.forward)
+        return cost * self.stages[action.stage] if self.stages else cost
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Timeline:
     start: Mapping[Action, float]
 
     def end(self, action: Action) -> float:
-        return self.start[action] + self.costs.of(action.kind)
+        return self.start[action] + self.costs.of(action)
 
     @property
     def makespan(self) -> float:
@@ -52,7 +55,15 @@ class Timeline:
 
     def _waits(self, rank: int) -> float:
         row = self.schedule.rows[rank]
-        return self.end(row[-1]) - self.start[row[0]] - sum(self.costs.of(each.kind) for each in row) if row else 0.0
+        return self.end(row[-1]) - self.start[row[0]] - self.work(rank) if row else 0.0
+
+    def work(self, rank: int) -> float:
+        """What all actions of ``rank`` take."""
+        return sum(map(self.costs.of, self.schedule.rows[rank]))
+
+    def idle(self, rank: int) -> float:
+        """The part of the makespan in which ``rank`` does nothing, from 0 to 1."""
+        return 1 - self.work(rank) / self.makespan if self.makespan else 0.0
 
 
 def timeline(schedule: Schedule, costs: Costs) -> Timeline:
@@ -74,7 +85,7 @@ def timeline(schedule: Schedule, costs: Costs) -> Timeline:
                     break
                 arrivals = [ends[each] + costs.transfer * (schedule.rank_of[each.stage] != rank) for each in needed]
                 start[action] = max(free[rank], *arrivals) if arrivals else free[rank]
-                free[rank] = ends[action] = start[action] + costs.of(action.kind)
+                free[rank] = ends[action] = start[action] + costs.of(action)
                 done[rank] += 1
                 moved = True
     waiting = {rank: row[done[rank]] for rank, row in enumerate(schedule.rows) if done[rank] < len(row)}

@@ -8,16 +8,15 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ds_npu.comm.pending import Pending
-from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
+from ds_npu.parallel.pipeline.schedule import Action, Kind, Messages
 
-GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Of hidden states; a header has the index."""
 MOST_DIMS = 6
@@ -50,32 +49,6 @@ class HiddenStates:
         """From what ``header`` made; waits for the device."""
         dtype, dims, *sizes = header.tolist()
         return HiddenStates(tuple(sizes[:dims]), DTYPES[dtype])
-
-
-@dataclass(frozen=True)
-class Messages:
-    """The messages of one rank along pp."""
-
-    sent: Mapping[Action, int]
-    """By the action whose result is sent, the rank that it goes to."""
-    received: Mapping[int, tuple[Action, ...]]
-    """By rank, the actions whose results it sends, in the order of its row."""
-
-
-def messages_of(schedule: Schedule, rank: int) -> Messages:
-    """Hidden states go from a forward to the rank of the next stage, gradients to that of the stage before."""
-    target: dict[Action, int] = {}
-    for action in schedule.actions():
-        stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-        travels = action.kind is Kind.FORWARD or action.kind in GRADIENTS
-        if travels and 0 <= stage < schedule.stages and schedule.rank_of[stage] != schedule.rank_of[action.stage]:
-            target[action] = schedule.rank_of[stage]
-    received: dict[int, list[Action]] = {}
-    for action in schedule.actions():
-        if target.get(action) == rank:
-            received.setdefault(schedule.rank_of[action.stage], []).append(action)
-    own = {action: to for action, to in target.items() if schedule.rank_of[action.stage] == rank}
-    return Messages(own, {source: tuple(each) for source, each in received.items()})
 
 
 class PipelineLinks:

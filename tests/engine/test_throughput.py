@@ -31,7 +31,7 @@ def train_with_a_monitor(folder: str, section: dict) -> None:
     import deepspeed
 
     gradient_rule.without_extension()
-    model = tiny_models.tiny("llama", torch.float32)
+    model = tiny_models.tiny("llama", torch.float32, num_hidden_layers=4)
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -46,13 +46,17 @@ def train_with_a_monitor(folder: str, section: dict) -> None:
         engine.step()
 
 
+STAGES = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb_v"}}
+
+
 @pytest.mark.slow
-def test_the_monitor_writes_them(tmp_path):
-    run_on_ranks(2, train_with_a_monitor, f"{tmp_path}", {"parallel": {"tensor": 2}})
+@pytest.mark.parametrize("section", [{"parallel": {"tensor": 2}}, STAGES], ids=["tensor", "stages"])
+def test_the_monitor_writes_them(tmp_path, section):
+    run_on_ranks(2, train_with_a_monitor, f"{tmp_path}", section)
     times, speeds = (rows_of(tmp_path, event) for event in (STEP_TIME, TOKENS))
     assert [step for step, _ in times] == [step for step, _ in speeds] == [6 * step for step in range(2, STEPS + 1)]
     for (_, milliseconds), (_, speed) in zip(times, speeds, strict=True):
-        # Tensor ranks share their tokens.
+        # Tensor and pipeline ranks share their tokens.
         assert speed * milliseconds / 1000 == pytest.approx(ACCUMULATION * SAMPLES * LENGTH, rel=1e-6)
 
 

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ds_npu.parallel.micro_batch import running
+from ds_npu.parallel.pipeline.pass_through import BORDER_STATES, stages_in
+
 Event = tuple[str, float, int]
 STEP_TIME, TOKENS = "Train/Samples/step_time_ms", "Train/Samples/tokens_per_second"
 
@@ -57,7 +60,12 @@ def write_throughput(engine: Any, ranks: int) -> None:
     throughput = Throughput(ranks, engine.global_samples)
     write: Callable[[Sequence[Event]], object] = engine.monitor.write_events
 
+    own = stages_in(engine.module)
+
     def count(module: nn.Module, args: object, kwargs: object) -> None:
+        running_stage = BORDER_STATES.of(running())
+        if own and (running_stage is None or running_stage.stage != own[0]):
+            return  # Every stage of the rank is given each micro-batch, of which one counts.
         if module.training:
             throughput.count((kwargs, args))
         else:

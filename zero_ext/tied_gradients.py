@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import nn
 from ds_npu.parallel.pipeline.pass_through import TIED_APART
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.gradient_norm import REPLICATED
-from ds_npu.zero_ext.pending_gradients import gradient_slots
+from ds_npu.zero_ext.pending_gradients import Slot
 
 
 def tied_group(topology: Topology, first: int, last: int) -> dist.ProcessGroup:
@@ -39,11 +38,11 @@ def equalise_tied(model: nn.Module, topology: Topology, rank_of: Sequence[int]) 
 class TiedGradients:
     """Adds up the gradients that the two ranks of a tied weight have of it."""
 
-    def __init__(self, engine: Any, rank_of: Sequence[int]) -> None:
-        """All ranks make it. ``rank_of``: by stage, its pipeline rank."""
-        self._slots = [slot for slot in gradient_slots(engine) if TIED_APART.get(slot.weight)]
+    def __init__(self, slots: Sequence[Slot], topology: Topology, rank_of: Sequence[int]) -> None:
+        """All ranks make it. ``slots``: of all weights; ``rank_of``: by stage, its pipeline rank."""
+        self._slots = [slot for slot in slots if TIED_APART.get(slot.weight)]
         if rank_of[0] != rank_of[-1]:
-            self._group = tied_group(engine.topology, rank_of[0], rank_of[-1])
+            self._group = tied_group(topology, rank_of[0], rank_of[-1])
 
     @torch.no_grad()
     def add_up(self) -> None:

@@ -170,7 +170,7 @@ class EnginePipeline:
         self.signature = inspect.signature(engine.module.forward)
         self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
         self.pending = PendingGradients(gradient_slots(engine))
-        self.tied = TiedGradients(engine, layout.rank_of)
+        self.tied = TiedGradients(self.pending.slots, topology, layout.rank_of)
         self._has_begun = False
         self.handle: torch.Tensor | None = None
         """The loss that was returned, and whose gradients are pending."""
@@ -188,20 +188,28 @@ class EnginePipeline:
     def batch(self, given: Arguments, trains: bool) -> RunningMicroBatches:
         """The micro-batches of the batch with the arguments ``given``."""
         # On every rank before any begins: one that refuses later leaves the others waiting for it.
-        check_arguments(self.engine.module, given)
-        if trains:
-            self.loss.check_labels(given)
+        self._check(given, trains)
         samples = samples_of(given)
         parts = cut(given, min(self.micro_batches or samples, samples))
-        if not self._has_begun:
-            self._has_begun = True
-            agree_before_stages(self.engine.module, self.engine.topology, given, parts[0])
-        self._check_alike(len(parts))
+        self._agree(given, parts)
         items = self.loss.items(parts)
         if items is not None and self.engine.topology.size("cp") > 1:
             # Context ranks divide their shares themselves.
             parts = [part | {COUNT: items} for part in parts]
         return RunningMicroBatches(parts, items, trains)
+
+    def _check(self, given: Arguments, trains: bool) -> None:
+        """Raise ValueError for what stages cannot be given."""
+        check_arguments(self.engine.module, given)
+        if trains:
+            self.loss.check_labels(given)
+
+    def _agree(self, given: Arguments | Sequence[Arguments], parts: Sequence[Arguments]) -> None:
+        """What all ranks do together before the micro-batches ``parts`` of the batch ``given``."""
+        if not self._has_begun:
+            self._has_begun = True
+            agree_before_stages(self.engine.module, self.engine.topology, given, parts[0])
+        self._check_alike(len(parts))
 
     def _check_alike(self, count: int) -> None:
         """Raise ValueError where data ranks that share experts have other numbers of micro-batches."""
@@ -226,7 +234,8 @@ class EnginePipeline:
     def train_parts(self, parts: Sequence[Arguments]) -> torch.Tensor:
         """The same of micro-batches, whose losses are averaged; returns the loss."""
         for part in parts:
-            self.loss.check_labels(part)
+            self._check(part, trains=True)
+        self._agree(parts, parts)
         return self._trained(RunningMicroBatches(parts, None, trains=True))[1]
 
     def _trained(self, batch: RunningMicroBatches) -> tuple[OutputForm, torch.Tensor]:

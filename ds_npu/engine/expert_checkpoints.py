@@ -18,13 +18,11 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_
 from torch import nn
 
 from ds_npu.engine.expert_states import State, joined, part_of
-from ds_npu.engine.reshaped_experts import SHARDED, WrittenExperts, expert_shardings
+from ds_npu.engine.reshaped_experts import MODULE, OPTIMIZER, SHARDED, WrittenExperts, expert_shardings
 from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
-MODULE, OPTIMIZER = "module", "optimizer"
-"""Keys of DeepSpeed's files."""
 LAYOUT = "ds_npu_expert_ranks"
 """The key of a dense file that says over how many ranks, along ep and etp, experts were."""
 

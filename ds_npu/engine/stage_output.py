@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_npu.models.logits import guard_shard
+from ds_npu.models.logits import AbsentLogits
 
-NOT_KEPT = "the logits of a model in pipeline stages, which are not kept in training (each micro-batch frees its own)"
+NOT_KEPT = (
+    "these are the logits of a model in pipeline stages, which are not kept in training (each micro-batch frees its "
+    "own). What to do: evaluate under torch.no_grad()."
+)
 LOSS, LOGITS = "loss", "logits"
 
 
@@ -102,12 +105,9 @@ def training_output(form: OutputForm, loss: torch.Tensor) -> Any:
     """The output of a batch in training: its loss, and in the place of logits what says that there are none."""
     tensors = {LOSS: loss}
     if issubclass(form.kind, Mapping) and LOGITS in form.tensors:
-        tensors[LOGITS] = guard_shard(loss.new_empty(0), NOT_KEPT, _refuse_likeliest)
+        _, dtype = form.tensors[LOGITS]
+        tensors[LOGITS] = AbsentLogits.like((0,), dtype, loss.device, NOT_KEPT)
     return form.filled(tensors)
-
-
-def _refuse_likeliest(logits: torch.Tensor) -> NoReturn:
-    raise RuntimeError(f"{NOT_KEPT}: the likeliest words are not known. What to do: evaluate under torch.no_grad()")
 
 
 def _joined(outputs: Sequence[Any], averages: bool) -> dict[str, torch.Tensor]:

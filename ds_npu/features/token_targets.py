@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from ds_npu.features.model_loss import users_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel, transformers_module
 from ds_npu.models.logits import IGNORED_LABEL
+from ds_npu.parallel.tensor.cross_entropy import next_token_targets
 
 SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 """Losses of transformers that are a mean over tokens: whether token s predicts token s + 1, or itself."""
@@ -51,7 +51,7 @@ class Targets:
         labels: torch.Tensor | None = given.get("labels")
         if self.tokens is None and labels is not None:
             # Before the sequence is sharded: the last token of a shard predicts the first of another rank's.
-            self.tokens = functional.pad(labels, (0, 1), value=self.ignored)[..., 1:] if shifted else labels
+            self.tokens = next_token_targets(labels, None, self.ignored) if shifted else labels
         self.count: torch.Tensor | int | None = given.get(COUNT)
         if self.tokens is not None and self.count is None:
             self.count = (self.tokens != self.ignored).sum()

@@ -102,6 +102,38 @@ def several_batches() -> None:
         assert rule.rule.relative({name: found[name].double() for name in stepped}, stepped) <= bound
 
 
+def other_losses(micro_batches: int) -> None:
+    """A loss of which each token is its own target, not the next one's."""
+    plain = model_of("llama", torch.float64)
+    keys = TWO | {"pipeline": {"micro_batches": micro_batches}}
+    model = model_of("llama", torch.float64)
+    for each in (plain, model):
+        each.loss_type = "ForMaskedLM"
+    loss_of(plain, one_batch(), torch.float64).backward()
+    engine = engine_of(model, 0, torch.float64, keys)
+    engine.backward(loss_of(engine, one_batch(), torch.float64), scale_wrt_gas=False)
+    engine.step()
+    expected = {name: weight.grad for name, weight in plain.named_parameters()}
+    assert rule.rule.relative(gradients_of(engine), expected) <= EXACT
+
+
+def chosen_algorithm() -> None:
+    """The first batch of a run may be one of ``train_batch``, before which context ranks choose an algorithm."""
+    section = {"parallel": {"pipeline": 2, "context": 2}}
+    engine = engine_of(model_of("llama", torch.float64), 0, torch.float64, section, gradient_clipping=0.0)
+    with pytest.raises(ValueError, match="given output_hidden_states"):
+        engine.train_batch(iter([{**one_batch(step), "output_hidden_states": True} for step in range(2)]))
+    with Float64():
+        loss = engine.train_batch(iter([one_batch(0), one_batch(1)]))
+    plain = model_of("llama", torch.float64)
+    losses = [loss_of(plain, one_batch(step), torch.float64).item() for step in range(2)]
+    assert abs(loss.item() / (sum(losses) / 2) - 1) <= EXACT
+    engine = engine_of(model_of("llama", torch.float64), 0, torch.float64, section)
+    other = {name: each + dist.get_rank() for name, each in one_batch().items()}
+    with pytest.raises(RuntimeError, match="its ranks were given different batches"):
+        engine.train_batch(iter([other, other]))
+
+
 def own_optimizer() -> None:
     """A client's optimizer and schedule, made of the whole model before the engine."""
     import deepspeed
@@ -220,6 +252,15 @@ def test_what_scripts_make_of_a_loss():
 
 def test_several_batches_in_one_run():
     run_on_ranks(2, several_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_losses_that_do_not_shift(micro_batches):
+    run_on_ranks(2, other_losses, micro_batches)
+
+
+def test_a_context_algorithm_is_chosen():
+    run_on_ranks(4, chosen_algorithm)
 
 
 def test_an_optimizer_of_the_client():

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ds_npu.features.declaration import Change
 from ds_npu.features.equivalence import computes_the_same, isolated_on_cpu, random_input
@@ -19,6 +18,7 @@ from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
 from ds_npu.parallel.forward_wraps import disable_tracing
+from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
 
 WORDS = 7
 """The vocabulary of the probe."""
@@ -92,14 +92,6 @@ def causal_lm_loss(
     of which it predicts number s. Raises ValueError where neither is given.
     Source: transformers.loss.loss_utils.ForCausalLMLoss (5.23).
     """
-    if shift_labels is None:
-        if labels is None:
-            raise ValueError("neither labels nor shift_labels were given")
-        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets_T = shift_labels.reshape(-1).to(logits.device)
+    targets_T = next_token_targets(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
     total = cross_entropy(logits.reshape(-1, vocab_size), targets_T, ignore_index).sum()
-    if num_items_in_batch is None:
-        return total / (targets_T != ignore_index).sum()
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+    return mean_loss(total, targets_T, num_items_in_batch, ignore_index)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,24 +83,28 @@ class BatchLoss:
     def items(self, parts: Sequence[Arguments]) -> Items | None:
         """What the losses of ``parts``, all that is given of each micro-batch, are divided by; None: they are averaged.
 
-        Raises ValueError for a loss that is no mean over tokens, or not known.
+        One part alone is divided as its model does. Raises ValueError for a loss that is no mean over tokens, or not
+        known.
         """
         if self._found is None or all(parts[0].get(name) is None for name in LABEL_ARGUMENTS):
             return None
-        shifted = shifts(self._found, KEY, REMEDY) if len(parts) > 1 else True
-        if shifted is None:
-            return None
         given: Items | None = parts[0].get(COUNT)
-        return given if given is not None else sum(self._labels(part, shifted) for part in parts)
+        if given is not None or len(parts) == 1 or self._shifted is None:
+            return given
+        return sum(self._labels(part) for part in parts)
 
     def share(self, loss: torch.Tensor, parts: Sequence[Arguments], index: int, items: Items | None) -> torch.Tensor:
         """What ``loss``, a mean over one of ``parts`` (a router's), adds to the loss of the batch."""
         if items is None or self._found is None:
             return loss / len(parts)
         # In this order: a quotient of integers would be a float32.
-        return loss * self._labels(parts[index], bool(shifts(self._found, KEY, REMEDY))) / items
+        return loss * self._labels(parts[index]) / items
 
-    @staticmethod
-    def _labels(part: Arguments, shifted: bool) -> Items:
-        count = Targets({name: each for name, each in part.items() if name != COUNT}, shifted).count
+    @cached_property
+    def _shifted(self) -> bool | None:
+        """As ``shifts`` says."""
+        return None if self._found is None else shifts(self._found, KEY, REMEDY)
+
+    def _labels(self, part: Arguments) -> Items:
+        count = Targets({name: each for name, each in part.items() if name != COUNT}, bool(self._shifted)).count
         return 0 if count is None else count

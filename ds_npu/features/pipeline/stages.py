@@ -178,8 +178,8 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
         mine = replace(mine, stages=tuple(each.blocks for each in own if each.blocks))
     set_attribute(model, PLAN_ATTRIBUTE, mine)
     set_attribute(model, OWN_STAGES, held)
-    if plan.tied:
-        _mark_tied(model, plan, own)
+    if held.tied is not None:
+        _mark_tied(model, held.tied)
     refuse_saving_a_stage(model)
 
 
@@ -194,12 +194,11 @@ def _tied_names(model: nn.Module, plan: ModelPlan) -> tuple[str, str]:
     return f"{embedding}.{heads[0][0]}", f"{head}.{heads[0][1]}"
 
 
-def _mark_tied(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:
+def _mark_tied(model: nn.Module, tied: tuple[str, str]) -> None:
     """Mark the weight of embedding and head where this rank has one of the two."""
-    tied = [name for name in (plan.embedding, plan.head) if name and any(_side(each, name) is None for each in own)]
-    for name in tied if len(tied) == 1 else ():
-        for weight in model.get_submodule(name).parameters(recurse=False):
-            TIED_APART.set(weight, True)
+    found = [weight for name, weight in model.named_parameters(remove_duplicate=False) if name in tied]
+    if len(found) == 1:
+        TIED_APART.set(found[0], True)
 
 
 def _check_cuttable(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:

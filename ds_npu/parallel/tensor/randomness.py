@@ -38,6 +38,17 @@ def _generators(device_type: str) -> list[_DefaultGenerator]:
     return [torch.random] if device_type == "cpu" else [torch.random, torch.get_device_module(device_type)]
 
 
+def generator_states(device_type: str) -> States:
+    """The states of the default generators of the CPU and of the device, on the host; nothing waits for the device."""
+    return [generator.get_rng_state() for generator in _generators(device_type)]
+
+
+def restore_generators(device_type: str, states: States) -> None:
+    """Set the states that ``generator_states`` gave."""
+    for generator, state in zip(_generators(device_type), states, strict=True):
+        generator.set_rng_state(state)
+
+
 def _seed(device_type: str, seed: int) -> None:
     # Not torch.manual_seed: that seeds every device.
     torch.default_generator.manual_seed(seed)
@@ -103,20 +114,18 @@ class RegionRandomness:
             self._restore(inside)
 
     def _states(self) -> States:
-        return [generator.get_rng_state() for generator in _generators(self.device_type)]
+        return generator_states(self.device_type)
 
     def _restore(self, states: States) -> None:
-        for generator, state in zip(_generators(self.device_type), states, strict=True):
-            generator.set_rng_state(state)
+        restore_generators(self.device_type, states)
 
 
 def align_generators(topology: Topology, device_type: str, axis: Axis = "tp") -> None:
     """Broadcast the states of the default generators (CPU and device) from rank 0 along ``axis``."""
     if topology.size(axis) > 1:
-        states = [generator.get_rng_state() for generator in _generators(device_type)]
+        states = generator_states(device_type)
         dist.broadcast_object_list(states, src=topology.ranks(axis)[0], group=topology.group(axis))
-        for generator, state in zip(_generators(device_type), states, strict=True):
-            generator.set_rng_state(state)
+        restore_generators(device_type, states)
 
 
 def drops(module: nn.Module) -> bool:

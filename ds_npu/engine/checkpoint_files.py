@@ -57,6 +57,10 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         upstream: Any = super()
         self._write(Path(path), lambda unfinished: upstream.save(state_dict, str(unfinished)), tensor_bytes(state_dict))
 
+    def write_text(self, path: Path, text: str) -> None:
+        """Write ``text`` beside the others' files."""
+        self._write(path, lambda unfinished: unfinished.write_text(text), len(text))
+
     def commit(self, info: Any) -> bool:
         folder = Path(info.save_dir)
         if self.save_latest and dist.get_rank() == 0:

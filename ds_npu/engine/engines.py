@@ -24,6 +24,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
+from ds_npu.engine.any_layout import AnyLayoutCheckpoints
 from ds_npu.engine.asked_twice import check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.device import use_own_device
@@ -60,7 +61,7 @@ from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.tied_gradients import equalise_tied
 
 
-class TopologyMixin(ExpertView, WholeWeights, AtomicCheckpoints):
+class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     is_made_narrow = False

@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import nn
 
+from ds_npu.engine.any_layout import REASSEMBLED
 from ds_npu.engine.expert_states import State, joined, part_of
-from ds_npu.engine.reshaped_experts import MODULE, OPTIMIZER, SHARDED, WrittenExperts, expert_shardings
 from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
+MODULE, OPTIMIZER = "module", "optimizer"
+"""Keys of DeepSpeed's files."""
 LAYOUT = "ds_npu_expert_ranks"
 """The key of a dense file that says over how many ranks, along ep and etp, experts were."""
 
@@ -73,7 +74,7 @@ class ExpertCheckpoints:
     def _save_checkpoint(self, save_dir: str, tag: str, *args: Any, **kwargs: Any) -> None:
         upstream: Any = super()
         upstream._save_checkpoint(save_dir, tag, *args, **kwargs)
-        if self._writes_experts:
+        if self.writes_experts:
             self.checkpoint_engine.save(self._states_of_experts(), str(self.expert_file(Path(save_dir, str(tag)))))
 
     def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
@@ -106,14 +107,23 @@ class ExpertCheckpoints:
 
     def merge(self, dense: State, folder: Path) -> State:
         """The states that this rank's file of experts adds to those of the ``dense`` file."""
-        found = dense.get(LAYOUT)
-        if found != self.layout:
-            experts = self._reshaped(folder, found)
-        else:
-            restore_places(self.module, dense.get(PLACES), self.topology)
-            if self.zero_optimization_partition_weights():
-                return dense
-            experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
+        if dense.get(REASSEMBLED):
+            return dense
+        written = dense.get(LAYOUT)
+        if written != self.layout:
+            wrote = "no experts on ranks"
+            if written is not None:
+                wrote = f"expert {written['ep']}, expert_tensor {written['etp']}"
+            raise ValueError(
+                f"ds_npu.parallel.expert: the checkpoint in {folder} was written with {wrote}, without manifests of "
+                f"what is where, and this run has expert {self.layout['ep']}, expert_tensor {self.layout['etp']}. What "
+                "to do: the same sizes, or weights only: engine.save_pretrained in the former run, from_pretrained in "
+                "this one"
+            )
+        restore_places(self.module, dense.get(PLACES), self.topology)
+        if self.zero_optimization_partition_weights():
+            return dense
+        experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
         merged = {**dense, MODULE: {**dense[MODULE], **experts[MODULE]}}
         if dense.get(FROZEN_PARAM_FRAGMENTS) is not None:
             merged[FROZEN_PARAM_FRAGMENTS] = {**dense[FROZEN_PARAM_FRAGMENTS], **experts[MODULE]}
@@ -121,33 +131,9 @@ class ExpertCheckpoints:
             merged[OPTIMIZER] = joined(dense[OPTIMIZER], experts[OPTIMIZER])
         return merged
 
-    def _reshaped(self, folder: Path, written: dict[str, int] | None) -> State:
-        """This rank's part of the experts in ``folder``; ``written``: the sizes of the axes they were sharded over."""
-        engine: Any = self
-        paths = self._files_of(folder, written)
-        if paths and written is not None and not engine.zero_optimization():
-            files = [torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths]
-            experts = WrittenExperts(files, written["etp"])
-            if experts.can_be_reshaped:
-                # Wherever the experts of the former run were, those of this one begin in the plain order.
-                restore_places(self.module, None, self.topology)
-                return experts.of_rank(self.module, engine.optimizer.param_groups, self.topology)
-        said = "no experts on ranks" if written is None else f"expert {written['ep']}, expert_tensor {written['etp']}"
-        raise ValueError(
-            f"ds_npu.parallel.expert: the checkpoint in {folder} was written with {said}, and this run has "
-            f"expert {self.layout['ep']}, expert_tensor {self.layout['etp']}. What to do: the same sizes, or weights "
-            "only: engine.save_pretrained in the former run, from_pretrained in this one. Without ZeRO (in float32) "
-            "experts in stacked weights load at any sizes"
-        )
-
-    def _files_of(self, folder: Path, written: dict[str, int] | None) -> list[Path]:
-        """The files of all ranks that wrote experts; none where they are in other files."""
-        ranks = 0 if written is None else written["ep"] * written["etp"]
-        paths = [folder / self._file_name(rank, ranks) for rank in range(ranks)]
-        return paths if all(path.exists() for path in paths) else []
-
     @property
-    def _writes_experts(self) -> bool:
+    def writes_experts(self) -> bool:
+        """Whether this rank writes a file of experts."""
         if not self.has_experts or self.zero_optimization_partition_weights():
             return False
         return self.topology.rank("edp") == 0
@@ -159,7 +145,6 @@ class ExpertCheckpoints:
         return {
             MODULE: {name: each for name, each in engine.module_state_dict().items() if name in names},
             OPTIMIZER: part_of(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
-            SHARDED: expert_shardings(self.module),
         }
 
     def _names_of_experts(self) -> set[str]:

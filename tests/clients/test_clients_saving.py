@@ -135,12 +135,15 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "stage"),
-    [(4, {"tensor": 2, "context": 2}, 2), (2, {"tensor": 2, "sequence_parallel": True}, 3)],
+    ("ranks", "parallel", "stage", "other"),
+    [
+        (4, {"tensor": 2, "context": 2}, 2, {"pipeline": 2}),
+        (2, {"tensor": 2, "sequence_parallel": True}, 3, {"context": 2}),
+    ],
     ids=["context, ZeRO 2", "sequences, ZeRO 3"],
 )
-def test_the_trainer(ranks, parallel, stage, alone, tmp_path):
-    """An unchanged script saves, rotates its checkpoints, loads the best one and resumes to the bit."""
+def test_the_trainer(ranks, parallel, stage, other, alone, tmp_path):
+    """An unchanged script saves, rotates its checkpoints, loads the best one and resumes, also at another layout."""
     plain, said = alone
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     first = run_trainer(whole, ranks, {"parallel": parallel}, SAVING, stage)
@@ -159,3 +162,6 @@ def test_the_trainer(ranks, parallel, stage, alone, tmp_path):
         assert each["losses"] == before["losses"][-len(each["losses"]) :] and len(each["losses"]) == 7
         assert each["eval_loss"] == before["eval_loss"]
     assert same(weights_in(resumed / "checkpoint-6"), weights_in(whole / "checkpoint-6"))
+    for each in run_trainer(tmp_path / "other", 2, {"parallel": other}, options, 1):
+        torch.testing.assert_close(each["losses"], said["losses"][-len(each["losses"]) :], rtol=1e-5, atol=0)
+    assert rule.relative(weights_in(tmp_path / "other" / "checkpoint-6"), weights_in(plain / "checkpoint-6")) <= 1e-5

@@ -108,8 +108,8 @@ def test_weights_leave_and_come_back_at_other_sizes(family, ranks, parallel, oth
     run_on_ranks(ranks, expert_lives.export, family, parallel, other, STAGES, str(tmp_path), deadline_s=600.0)
 
 
-def test_a_checkpoint_of_other_expert_ranks_is_refused(tmp_path):
-    run_on_ranks(2, expert_lives.other_ranks, str(tmp_path))
+def test_a_checkpoint_of_other_expert_ranks_without_manifests_is_refused(tmp_path):
+    run_on_ranks(2, expert_lives.without_manifests, str(tmp_path))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import gradient_rule as rule
+import pytest
 import tensor_parallel_rule as dense
 import torch
 from expert_capacity import limited_forward
@@ -251,6 +252,11 @@ def resumed(kind: str, parallel: dict, stages: tuple[int, ...], folder: str) -> 
         expected = losses(runs[0], 2)
         assert runs[1].load_checkpoint(f"{folder}/{stage}{is_frozen}")[0] is not None
         assert losses(runs[1], 2) == expected, (kind, parallel, stage)
+        other = Case(kind, {"expert_tensor": 2}, dtype=torch.float32, is_frozen=is_frozen)
+        engine = started(other, (stage + 1) % 4)[0]
+        assert engine.load_checkpoint(f"{folder}/{stage}{is_frozen}")[0] is not None
+        # Sums of float32 in other orders.
+        assert losses(engine, 2) == pytest.approx(expected, rel=1e-5), (kind, parallel, stage)
 
 
 def losses(engine, steps: int) -> list[float]:

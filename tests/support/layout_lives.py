@@ -1,0 +1,172 @@
+"""Runs that are saved at one layout and go on at another, against one process that is not interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import deepspeed
+import gradient_rule as rule
+import peft
+import pytest
+import tensor_parallel_rule as dense
+import tiny_models
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+from ds_npu.checkpoint.files import CheckpointError
+
+SAMPLES, LENGTH = 8, 8
+ADAM = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+"""An eps at which Adam does not make large steps of rounding errors."""
+BOUND = 1e-5
+"""Of losses in float32, summed in other orders; without the optimizer's state they are off by 1e-3."""
+
+
+def model_of(family: str, dtype: torch.dtype, adapters: dict | None = None) -> nn.Module:
+    changes = {"n_layer": 4} if family == "gpt2" else {"num_hidden_layers": 4}
+    if family in tiny_models.OF_EXPERTS:
+        changes["output_router_logits"] = False
+    model = tiny_models.tiny(family, torch.float32, **changes)
+    if adapters:
+        torch.manual_seed(7)
+        model = peft.get_peft_model(model, peft.LoraConfig(**adapters))
+    return model.to(dtype).train()
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(3, 60, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def engine_of(family: str, stage: int, section: dict, dtype: torch.dtype, adapters: dict | None = None, **keys: object):
+    """``section``: with its key ``zero``, what is added to zero_optimization."""
+    rule.without_extension()
+    parallel, section = section.get("parallel", {}), {**section}
+    zero = section.pop("zero", {})
+    shared = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
+    config = dense.config(stage, dtype, section) | keys
+    config |= {"optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}}}
+    config |= {"train_micro_batch_size_per_gpu": SAMPLES * shared // dist.get_world_size()}
+    config["gradient_accumulation_steps"] = 1
+    config["zero_optimization"] = {**config["zero_optimization"], **zero}
+    model = model_of(family, dtype, adapters)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def step_of(engine, step: int, dtype: torch.dtype) -> float:
+    """The mean loss over all ranks, on the same samples whatever the layout."""
+    topology = engine.topology
+    share = SAMPLES // topology.size("dp")
+    ids = tokens(step)[share * topology.rank("dp") :][:share].to(engine.device)
+    loss = dense.loss_of(engine, ids, dtype)
+    engine.backward(loss)
+    engine.step()
+    return rule.mean_loss(loss.item() / topology.size("cp"), topology)
+
+
+def go_on(
+    family: str, layouts: list, begin: int, folder: str, expected: list[float], adapters: dict | None = None
+) -> None:
+    """One step at each layout, from a checkpoint of the one before; ``begin``: the first step, 0 from no checkpoint."""
+    for step, (stage, section) in enumerate(layouts, begin):
+        engine = engine_of(family, stage, section, torch.float32, adapters)
+        if step:
+            path, _ = engine.load_checkpoint(folder)
+            assert path is not None and engine.global_steps == step
+        mean = step_of(engine, step, torch.float32)
+        assert abs(mean / expected[step] - 1) <= BOUND, (step, stage, section, mean, expected[step])
+        engine.save_checkpoint(folder)
+
+
+def moved_experts(family: str, layouts: list, folder: str, expected: list[float]) -> None:
+    """Experts that have moved in the former run begin in the plain order in this one, and move on."""
+    for step, (stage, section) in enumerate(layouts):
+        engine = engine_of(family, stage, section | {"moe": {"placement_interval": 1}}, torch.float32)
+        # What was trained before, at moved places, is no matter.
+        step_of(engine, 50, torch.float32)
+        step_of(engine, 51, torch.float32)
+        if step:
+            assert engine.load_checkpoint(folder)[0] is not None
+        else:
+            again = engine_of(family, stage, section | {"moe": {"placement_interval": 1}}, torch.float32)
+            engine = again
+        mean = step_of(engine, step, torch.float32)
+        assert abs(mean / expected[step] - 1) <= BOUND, (step, stage, section, mean, expected[step])
+        engine.save_checkpoint(folder)
+
+
+def states_of(engine) -> dict[str, torch.Tensor]:
+    """The float32 weights and moments of this rank's parts, as DeepSpeed tells them."""
+    link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None:  # Else it is done by the next step.
+        link()
+    found = {}
+    for name, weight in engine.module.named_parameters():
+        for key in (None, "exp_avg", "exp_avg_sq"):
+            value = safe_get_full_fp32_param(weight) if key is None else safe_get_full_optimizer_state(weight, key)
+            part = dense.assembled(engine.topology, weight, value)
+            found[f"{name}/{key}"] = part
+    return found
+
+
+def in_16_bits(dtype: torch.dtype, layouts: list, folder: str) -> None:
+    """Through all ``layouts``, of which the first is the last, too, float32 weights and moments stay bit for bit."""
+    keys = {"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {"fp16": {"enabled": True, "loss_scale": 8}}
+    first = engine_of("llama", *layouts[0], dtype, **keys)
+    for step in range(2):
+        step_of(first, step, dtype)
+    expected = states_of(first), dense.shared(first.whole_state_dict())
+    first.save_checkpoint(folder)
+    for layout in layouts[1:]:
+        last = engine_of("llama", *layout, dtype, **keys)
+        assert last.load_checkpoint(folder)[0] is not None
+        found = dense.shared(last.whole_state_dict())
+        assert all(torch.equal(found[name], expected[1][name]) for name in found), layout
+        last.save_checkpoint(folder)
+    found = states_of(last)
+    assert expected[0].keys() == found.keys()
+    assert all(torch.equal(found[name], expected[0][name]) for name in found)
+
+
+def parts_of_a_load(folder: str) -> None:
+    """Weights alone, or all but the optimizer's state; files that are missing; a run's own state."""
+    layouts = [(1, {}), (1, {"parallel": {"tensor": 2}}), (0, {"parallel": {"tensor": 2}})]
+    first = engine_of("llama", *layouts[0], torch.float32)
+    step_of(first, 0, torch.float32)
+    first.save_checkpoint(folder, client_state={"mine": 7})
+    expected = dense.shared(first.whole_state_dict())
+    for layout in layouts[1:]:
+        for keys in ({"load_module_only": True}, {"load_optimizer_states": False}):
+            engine = engine_of("llama", *layout, torch.float32)
+            _, client_state = engine.load_checkpoint(folder, **keys)
+            found = dense.shared(engine.whole_state_dict())
+            assert all(torch.equal(found[name], expected[name]) for name in expected), (layout, keys)
+            assert client_state["mine"] == 7
+            assert engine.global_steps == (0 if "load_module_only" in keys else 1)
+    engine = engine_of("llama", 3, {}, torch.float32)
+    with pytest.raises(CheckpointError, match=r"ZeRO 3 .*load_optimizer_states"):
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        next(Path(folder, "global_step1").glob("ds_npu_layout_rank_00001.json")).unlink()
+    dist.barrier()
+    engine = engine_of("llama", *layouts[1], torch.float32)
+    with pytest.raises(CheckpointError, match=r"of the \d+ elements of .* are in its files.*copy the whole folder"):
+        engine.load_checkpoint(folder)
+
+
+def expected_of(family: str, steps: int, adapters: dict | None = None) -> list[float]:
+    """The losses of one process."""
+    model, found = model_of(family, torch.float32, adapters), []
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **ADAM)
+    for step in range(steps):
+        loss = dense.loss_of(model, tokens(step), torch.float32)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, rule.CLIP)
+        optimizer.step()
+        found.append(loss.item())
+    return found

@@ -1,0 +1,126 @@
+"""Where each of DeepSpeed's optimizers has the float32 weights that it steps, and their state, in its state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+Keys = tuple[str | int, ...]
+
+
+class FlatRun(NamedTuple):
+    """A rank's elements of one weight's part, in one of the tensors that the inner optimizer steps."""
+
+    flat: int
+    """The index of that tensor."""
+    start: int
+    first: int
+    """In the weight's part, flat."""
+    numel: int
+    group: int
+    """Of the inner optimizer's parameter groups."""
+    keys: Keys
+    """The way to that tensor from the list of all."""
+
+
+@dataclass(frozen=True)
+class OptimizerLayout:
+    """What is where in the state dict of an optimizer, on this rank."""
+
+    inner: torch.optim.Optimizer
+    flats: Sequence[torch.Tensor]
+    """The tensors that ``inner`` steps, by index."""
+    values: Keys | None
+    """The way to the list of them; None: they are the weights, by name in the model's state dict."""
+    states: Keys
+    """The way to the state dict of ``inner``."""
+    runs: Mapping[int, FlatRun]
+    """By id of a weight that has elements on this rank."""
+
+
+ZERO = "optimizer_state_dict"
+"""The key of a ZeRO optimizer's state dict in its file."""
+PLAIN = "optimizer"
+"""The key of an optimizer's state dict in the file of a model."""
+MASTERS = "single_partition_of_fp32_groups"
+"""The key of float32 weights in the state dicts of ZeRO 1 and 2 and BF16_Optimizer."""
+
+
+def layout_of_optimizer(optimizer: Any, weights: Iterable[nn.Parameter]) -> OptimizerLayout | None:
+    """The layout of ``optimizer``, which is the engine's, of ``weights``; None for one whose layout is not known."""
+    if isinstance(optimizer, FP16_Optimizer):
+        keys = (PLAIN, "fp32_groups_flat"), (PLAIN, "optimizer_state_dict")
+        runs = dict(_one_after_the_other(optimizer.fp16_groups))
+        return OptimizerLayout(optimizer.optimizer, optimizer.fp32_groups_flat, *keys, runs)
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        keys = (PLAIN, "fp32_groups"), (PLAIN, "optimizer_state_dict")
+        flats = [each for group in optimizer.fp32_groups for each in group]
+        return OptimizerLayout(optimizer.optimizer, flats, *keys, dict(_one_by_one(optimizer.fp16_groups)))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = [group["params"] for group in optimizer.param_groups]
+        flats = [weight for group in groups for weight in group]
+        known = {id(each) for each in weights}.issuperset(map(id, flats))
+        return OptimizerLayout(optimizer, flats, None, (PLAIN,), dict(_one_by_one(groups))) if known else None
+    return _sharded(optimizer)
+
+
+def _sharded(optimizer: Any) -> OptimizerLayout | None:
+    """Of optimizers whose states are sharded over data ranks, each rank's in a file of its own."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        # With weights on the host or a disk other attributes hold them.
+        if optimizer.swap_optimizer or optimizer.offload_param:
+            return None
+        keys = (ZERO, "fp32_flat_groups"), (ZERO, "optimizer_state_dict")
+        runs = dict(_of_stage_3(optimizer))
+        return OptimizerLayout(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat, *keys, runs)
+    keys = (ZERO, MASTERS), (ZERO, "base_optimizer_state")
+    if isinstance(optimizer, BF16_Optimizer):
+        runs = dict(_of_fragments(optimizer.bf16_groups))
+        return OptimizerLayout(optimizer.optimizer, optimizer.fp32_groups_flat_partition, *keys, runs)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.elastic_checkpoint:
+        runs = dict(_of_fragments(optimizer.bit16_groups))
+        return OptimizerLayout(optimizer.optimizer, optimizer.single_partition_of_fp32_groups, *keys, runs)
+    return None
+
+
+def _one_by_one(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, FlatRun]]:
+    places = [(group, index) for group, held in enumerate(groups) for index in range(len(held))]
+    for flat, (group, index) in enumerate(places):
+        weight = groups[group][index]
+        yield id(weight), FlatRun(flat, 0, 0, weight.numel(), group, (group, index))
+
+
+def _of_fragments(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[int, FlatRun]]:
+    for index, group in enumerate(groups):
+        for weight in group:
+            mapping = weight._hp_mapping
+            if mapping is not None:
+                held, first = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+                yield id(weight), FlatRun(index, held.start, first, held.numel, index, (index,))
+
+
+def _of_stage_3(optimizer: Any) -> Iterator[tuple[int, FlatRun]]:
+    for group in optimizer.fp16_groups:
+        for weight in group:
+            index, start, numel = optimizer.grad_position[optimizer.get_param_id(weight)]
+            first = numel * optimizer._get_param_partition_rank(weight)
+            held = max(min(numel, weight.ds_numel - first), 0)
+            if held:
+                yield id(weight), FlatRun(index, start, first, held, optimizer.sub_group_to_group_id[index], (index,))
+
+
+def _one_after_the_other(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, FlatRun]]:
+    for index, group in enumerate(groups):
+        start = 0
+        for weight in group:
+            yield id(weight), FlatRun(index, start, 0, weight.numel(), index, (index,))
+            start += weight.numel()

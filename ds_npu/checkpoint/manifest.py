@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -236,8 +237,14 @@ class WrittenCheckpoint:
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            # As DeepSpeed reads them itself; they have its classes in them.
-            self._files[name] = torch.load(self.folder / name, map_location="cpu", mmap=True, weights_only=False)
+            try:
+                # As DeepSpeed reads them itself; they have its classes in them.
+                self._files[name] = torch.load(self.folder / name, map_location="cpu", mmap=True, weights_only=False)
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                raise CheckpointError(
+                    f"{self.folder / name} cannot be read: {error}. What to do: copy the whole folder again, or an "
+                    "earlier checkpoint"
+                ) from error
         return self._files[name]
 
     def _at(self, run: WrittenRun) -> Any:

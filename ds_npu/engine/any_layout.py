@@ -29,6 +29,7 @@ from ds_npu.checkpoint.manifest import (
 )
 from ds_npu.engine.checkpoint_files import CheckpointTransaction
 from ds_npu.features.experts.relocation import PLACES, restore_places
+from ds_npu.log import logger
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.optimizer_layout import PLAIN, ZERO, OptimizerLayout, layout_of_optimizer
@@ -84,6 +85,8 @@ class AnyLayoutCheckpoints:
         if has_experts(self.module):
             # Wherever the experts of the former run were, those of this one begin in the plain order.
             restore_places(self.module, None, self.topology)
+        said = "%s was written at another layout: this rank's part is taken from the files of %s ranks"
+        logger().info(said, written.folder, len(written.manifests))
         self._reassembled = _Reassembly(self, written).state()
         plain = self.checkpoint_engine
         self.checkpoint_engine = _Given(plain, self._reassembled)

@@ -75,7 +75,8 @@ def layout_of_optimizer(optimizer: Any, weights: Iterable[nn.Parameter]) -> Opti
 
 def _sharded(optimizer: Any) -> OptimizerLayout | None:
     """Of optimizers whose states are sharded over data ranks, each rank's in a file of its own."""
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+    # Not of their subclasses (ZenFlow, SuperOffload), which hold more.
+    if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         # With weights on the host or a disk other attributes hold them.
         if optimizer.swap_optimizer or optimizer.offload_param:
             return None
@@ -83,10 +84,10 @@ def _sharded(optimizer: Any) -> OptimizerLayout | None:
         runs = dict(_of_stage_3(optimizer))
         return OptimizerLayout(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat, *keys, runs)
     keys = (ZERO, MASTERS), (ZERO, "base_optimizer_state")
-    if isinstance(optimizer, BF16_Optimizer):
+    if type(optimizer) is BF16_Optimizer:
         runs = dict(_of_fragments(optimizer.bf16_groups))
         return OptimizerLayout(optimizer.optimizer, optimizer.fp32_groups_flat_partition, *keys, runs)
-    if isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.elastic_checkpoint:
+    if type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.elastic_checkpoint:
         runs = dict(_of_fragments(optimizer.bit16_groups))
         return OptimizerLayout(optimizer.optimizer, optimizer.single_partition_of_fp32_groups, *keys, runs)
     return None

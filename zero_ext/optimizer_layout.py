@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -88,7 +90,7 @@ def _sharded(optimizer: Any) -> OptimizerLayout | None:
         runs = dict(_of_fragments(optimizer.bf16_groups))
         return OptimizerLayout(optimizer.optimizer, optimizer.fp32_groups_flat_partition, *keys, runs)
     if type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.elastic_checkpoint:
-        runs = dict(_of_fragments(optimizer.bit16_groups))
+        runs = dict(_of_partitions(optimizer))
         return OptimizerLayout(optimizer.optimizer, optimizer.single_partition_of_fp32_groups, *keys, runs)
     return None
 
@@ -107,6 +109,20 @@ def _of_fragments(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[int, FlatRu
             if mapping is not None:
                 held, first = mapping.hp_fragment_address, mapping.lp_fragment_address.start
                 yield id(weight), FlatRun(index, held.start, first, held.numel, index, (index,))
+
+
+def _of_partitions(optimizer: Any) -> Iterator[tuple[int, FlatRun]]:
+    """Of ZeRO 1 and 2, not by ``_hp_mapping``, which is wrong with ``round_robin_gradients`` (0.19.8)."""
+    for index, weights in enumerate(optimizer.round_robin_bit16_groups):
+        size = optimizer.single_partition_of_fp32_groups[index].numel()
+        begin = size * dist.get_rank(group=optimizer.real_dp_process_group[index])
+        # Releases that tell no offsets have no padding between weights.
+        told = getattr(optimizer, "round_robin_bit16_offsets", None)
+        offsets = told[index] if told else [0, *itertools.accumulate(each.numel() for each in weights[:-1])]
+        for weight, offset in zip(weights, offsets, strict=True):
+            start, stop = max(offset, begin), min(offset + weight.numel(), begin + size)
+            if start < stop:
+                yield id(weight), FlatRun(index, start - begin, start - offset, stop - start, index, (index,))
 
 
 def _of_stage_3(optimizer: Any) -> Iterator[tuple[int, FlatRun]]:

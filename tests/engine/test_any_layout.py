@@ -64,6 +64,14 @@ def test_offloaded_optimizers_go_on_at_other_layouts(tmp_path):
 
 
 @pytest.mark.slow
+def test_other_orders_of_weights(tmp_path):
+    """What DeepSpeed itself tells of a weight's float32 values is another weight's with ``round_robin_gradients``."""
+    around = {"zero": {"round_robin_gradients": True}}
+    chain = [(1, around), (2, {}), (2, around), (2, over(tensor=2) | around), (0, {}), (1, around), (0, {})]
+    run_on_ranks(4, lives.go_on, "llama", chain, 0, str(tmp_path), lives.expected_of("llama", len(chain)))
+
+
+@pytest.mark.slow
 def test_masters_and_moments_stay_bit_for_bit(tmp_path):
     layouts = [(1, {}), (0, {}), (2, over(tensor=2)), (0, over(tensor=2)), (3, {}), (3, over(tensor=2)), (1, {})]
     run_on_ranks(2, lives.in_16_bits, torch.bfloat16, layouts, str(tmp_path))

@@ -10,6 +10,7 @@ from pydantic import Field
 from ds_npu.config.chunked_loss import ChunkedLossTokens
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.config.fused_ops import FusedOpsSection
+from ds_npu.config.memory_report import MemoryReport
 from ds_npu.config.moe import MoeSection
 from ds_npu.config.optimizer_memory import OptimizerMemorySection
 from ds_npu.config.parallel import ParallelSection
@@ -26,7 +27,6 @@ PLANNED = (
     "recompute.budget_gib",
     "swap",
     "optimizer_memory",
-    "memory_report",
     "deterministic",
 )
 """Keys that are not built yet and hence refused; the name of a section stands for all of its keys."""
@@ -51,8 +51,8 @@ class DsNpuConfig(Section):
     optimizer_memory: OptimizerMemorySection = OptimizerMemorySection()
     chunked_loss: ChunkedLossTokens = False
     """Compute logits and loss of a chunk of tokens at a time in training on labels; true: of 1024, or how many."""
-    memory_report: bool = False
-    """Report what device memory is used for."""
+    memory_report: MemoryReport = False
+    """Print what device memory is used for at the peak of the second step; an .svg file: write a picture of it, too."""
     deterministic: bool = False
     """Use deterministic kernels and communication only, so that a run repeats bit for bit."""
     watch: WatchSection = WatchSection()

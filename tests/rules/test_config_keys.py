@@ -60,7 +60,7 @@ KEYS = {
     "optimizer_memory.share_fp32": "boolean",
     "optimizer_memory.moments": "fp32 int8",
     "chunked_loss": "boolean or integer >= 1",
-    "memory_report": "boolean",
+    "memory_report": "boolean or file.svg",
     "deterministic": "boolean",
     "watch.stall_factor": "integer >= 0",
     "watch.finite": "boolean",

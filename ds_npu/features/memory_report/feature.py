@@ -1,0 +1,76 @@
+"""``ds_npu.memory_report``: what device memory is used for in the second optimizer step, when all state is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_npu.config.memory_report import MemoryReport
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change
+from ds_npu.features.feature import Feature
+from ds_npu.features.memory_report.measured_step import MeasuredStep
+from ds_npu.features.memory_report.memory_use import MemoryUse
+from ds_npu.features.memory_report.picture import use_svg
+from ds_npu.features.memory_report.use_table import use_table
+from ds_npu.log import logger
+from ds_npu.models.attributes import set_attribute
+
+PEAK = "Train/Memory/peak_bytes"
+"""The event of DeepSpeed's monitor: the highest peak of all ranks."""
+
+
+def _parts(value: MemoryReport, build: Build) -> Iterable[Change]:
+    if value:
+        what = "a table of what memory is used for in the second step"
+        install = partial(_install, value if isinstance(value, str) else None)
+        yield Change("provides", "a report of memory", what, partial(build.when_built.append, install))
+
+
+def _install(picture: str | None, engine: Any) -> list[str]:
+    """Measure the second step that ``engine`` takes."""
+    if picture is not None and dist.get_rank() == 0:
+        # Now, rather than after two steps, is found out that it cannot be written.
+        Path(picture).parent.mkdir(parents=True, exist_ok=True)
+        Path(picture).touch()
+    take = engine._take_model_step
+    steps = count(1)
+    measured: list[MeasuredStep] = []
+
+    def take_step(*args: Any, **kwargs: Any) -> Any:
+        out = take(*args, **kwargs)
+        step = next(steps)
+        if step == 1:
+            measured.append(MeasuredStep(engine, dist.get_rank()))
+        elif step == 2:
+            _report(engine, measured.pop().finish(), picture)
+        return out
+
+    set_attribute(engine, "_take_model_step", take_step)
+    return []
+
+
+def _report(engine: Any, use: MemoryUse, picture: str | None) -> None:
+    """Print every rank's on rank 0, and draw that of the rank with the highest peak."""
+    found: list[MemoryUse] = [use] * dist.get_world_size()
+    dist.all_gather_object(found, replace(use, curve=[]))
+    highest = max(found, key=lambda each: each.peak).rank
+    drawn = [use]
+    if picture is not None:
+        dist.broadcast_object_list(drawn, src=highest)
+    if dist.get_rank() != 0:
+        return
+    logger().info("%s", use_table(engine.global_steps, found))
+    if engine.monitor.enabled:
+        engine.monitor.write_events([(PEAK, float(found[highest].peak), engine.global_samples)])
+    if picture is not None:
+        Path(picture).write_text(use_svg(engine.global_steps, drawn[0]), encoding="utf-8")
+
+
+MEMORY_REPORT: Feature[MemoryReport] = Feature("memory_report", parts=_parts)

@@ -1,0 +1,173 @@
+"""One optimizer step of an engine in which every storage is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.features.memory_report.memory_use import (
+    ACTIVATIONS,
+    BACKWARD,
+    BETWEEN,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    MemoryUse,
+    memory_use,
+)
+from ds_npu.memory.storage_record import StorageRecord
+from ds_npu.models import names
+from ds_npu.models.attributes import attribute, attributes, has_attribute, remove_attributes, set_attribute
+
+CALLS = ("forward", "backward", "train_batch", "_take_model_step")
+"""Functions of an engine in which storages are recorded; code of the script runs between them."""
+BUCKET = "ipg"
+"""In the names of ZeRO's buckets of gradients, which it makes in backward."""
+OF_GRADIENTS = ("grad", BUCKET, "reduce")
+"""What of an optimizer's attributes has one of these in its name holds gradients."""
+
+
+class MeasuredStep:
+    """Records the storages of ``engine``, a DeepSpeed engine, from now until ``finish``."""
+
+    def __init__(self, engine: Any, rank: int) -> None:
+        self._engine, self._rank = engine, rank
+        self._running: list[str] = []
+        """Modules whose forward runs, innermost last."""
+        self._depth = 0
+        device_type = torch.device(engine.device).type
+        self._device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
+        if self._device is not None:
+            self._device.reset_peak_memory_stats()
+        allocator = None if self._device is None else self._allocated
+        self.record = StorageRecord(device_type, self._use, allocator)
+        self._see_what_is_there()
+        self._undo = ExitStack()
+        self._add_hooks()
+        for name in CALLS:
+            if hasattr(engine, name):
+                self._wrap(name)
+
+    def finish(self) -> MemoryUse:
+        """What the memory was used for."""
+        self._see_what_is_there()
+        self.record.close()
+        self._undo.close()
+        reserved = outside = None
+        if self._device is not None:
+            reserved = int(self._stats()["reserved_bytes"]["all"]["peak"])
+            free, total = self._device.mem_get_info()
+            outside = total - free - int(self._stats()["reserved_bytes"]["all"]["current"])
+        return memory_use(self._rank, self.record, reserved, outside)
+
+    def _use(self) -> str:
+        """What a storage that is made now is for."""
+        if torch._C._current_graph_task_id() >= 0:
+            return BACKWARD
+        return ACTIVATIONS + self._running[-1] if self._running else BETWEEN
+
+    def _stats(self) -> Any:
+        return self._device.memory.memory_stats_as_nested_dict()
+
+    def _allocated(self) -> tuple[int, int]:
+        found = self._stats()["allocated_bytes"]["all"]
+        return int(found["current"]), int(found["peak"])
+
+    def _wrap(self, name: str) -> None:
+        """Record while the engine's function ``name`` runs, which may call another one of CALLS."""
+        engine, function = self._engine, getattr(self._engine, name)
+        before = attribute(engine, name, object) if has_attribute(engine, name) else None
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                if self._depth > 1:
+                    return function(*args, **kwargs)
+                with self.record:
+                    return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        def undo() -> None:
+            remove_attributes(engine, lambda each: each == name)
+            if before is not None:
+                set_attribute(engine, name, before)
+
+        set_attribute(engine, name, recorded)
+        self._undo.callback(undo)
+
+    def _add_hooks(self) -> None:
+        """Follow which module's forward runs, and mark weights that ZeRO gathers and gradients when they are made."""
+        for name, module in self._engine.module.named_modules():
+            self._follow(names.generic(names.plain(name)) or type(module).__name__, module)
+        for weight in self._engine.module.parameters():
+            if weight.requires_grad:
+                self._undo.callback(weight.register_hook(partial(self._see_gradient, weight)).remove)
+
+    def _follow(self, name: str, module: nn.Module) -> None:
+        def enter(*_: object) -> None:
+            self._running.append(name)
+
+        def leave(*_: object) -> None:
+            self._running.pop()
+            for weight in module.parameters(recurse=False):
+                self.record.see(weight, WEIGHTS)
+
+        self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        self._undo.callback(module.register_forward_hook(leave, prepend=True, always_call=True).remove)
+
+    def _see_gradient(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
+        self.record.see(gradient, GRADIENTS)
+        self.record.see(weight, WEIGHTS)
+        optimizer = self._engine.optimizer
+        buckets = attributes(optimizer, object) if _is_own(optimizer) else {}
+        for _, bucket in _tensors([each for name, each in buckets.items() if BUCKET in name], "", {}):
+            self.record.see(bucket, GRADIENTS)
+
+    def _see_what_is_there(self) -> None:
+        """Mark what the optimizer holds, and over that gradients and weights, which it holds too."""
+        model, optimizer = self._engine.module, self._engine.optimizer
+        found = list(_tensors(optimizer, "", {}))
+        for path, tensor in found:
+            if not any(word in path for word in OF_GRADIENTS):
+                self.record.see(tensor, OPTIMIZER)
+        for path, tensor in found:
+            if any(word in path for word in OF_GRADIENTS):
+                self.record.see(tensor, GRADIENTS)
+        for weight in [*model.parameters(), *model.buffers()]:
+            self.record.see(weight, WEIGHTS)
+            shard = getattr(weight, "ds_tensor", None)
+            if isinstance(shard, torch.Tensor):
+                self.record.see(shard, WEIGHTS)
+            if weight.grad is not None:
+                self.record.see(weight.grad, GRADIENTS)
+
+
+def _tensors(holder: object, path: str, known: dict[int, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that ``holder`` has in its attributes, lists and dicts, with where; ``known``: visited, by id."""
+    if id(holder) in known:
+        return
+    known[id(holder)] = holder
+    if isinstance(holder, torch.Tensor):
+        yield path, holder
+        if holder.is_leaf and holder.grad is not None:
+            yield f"{path}.grad", holder.grad
+    elif isinstance(holder, dict):
+        for key, value in list(holder.items()):
+            yield from _tensors(value, f"{path}.{key}" if isinstance(key, str) else path, known)
+    elif isinstance(holder, list | tuple | set):
+        for value in list(holder):
+            yield from _tensors(value, path, known)
+    elif isinstance(holder, torch.optim.Optimizer) or _is_own(holder):
+        yield from _tensors(attributes(holder, object), path, known)
+
+
+def _is_own(holder: object) -> bool:
+    """Whether it is an object of DeepSpeed or ds_npu, and neither a module nor an engine."""
+    is_own = type(holder).__module__.startswith(("deepspeed.", "ds_npu."))
+    return is_own and hasattr(holder, "__dict__") and not isinstance(holder, nn.Module)

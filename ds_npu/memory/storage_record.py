@@ -1,0 +1,119 @@
+"""Which storages there are while something runs: when each is made and freed, and how many bytes it has.
+
+A dispatch mode sees the tensors that operators return, a finalizer when their storage is freed; so it also runs where
+no allocator counts (on the CPU). What is made and freed within one operator is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def has_storage(kind: type) -> bool:
+    """Whether tensors of this type are their storage's: a type that dispatches operators itself may wrap others."""
+    return getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+
+
+@dataclass(frozen=True)
+class StorageChange:
+    """A storage has been made, has been freed, or has another size."""
+
+    storage: int
+    """Its number in ``StorageRecord.uses``."""
+    size: int
+    """Bytes that it has more than before."""
+
+
+@dataclass(frozen=True)
+class AllocatorSample:
+    """What a device's allocator counted when it was asked, in bytes."""
+
+    changes: int
+    """Changes of storages until then."""
+    allocated: int
+    peak: int
+    """The most that was allocated since the record began."""
+
+
+class StorageRecord(TorchDispatchMode):
+    """The storages of ``device_type``: of operators that run while it is entered, and those that it is told of.
+
+    ``use`` says what a storage that is made now is for. ``allocator`` returns (allocated, peak) in bytes.
+    """
+
+    def __init__(
+        self, device_type: str, use: Callable[[], str], allocator: Callable[[], tuple[int, int]] | None = None
+    ) -> None:
+        upstream: Any = super()
+        upstream.__init__()
+        self.uses: list[str] = []
+        """What each storage is for, by its number."""
+        self.changes: list[StorageChange] = []
+        self.samples: list[AllocatorSample] = []
+        self._device_type, self._use, self._allocator = device_type, use, allocator
+        self._known: dict[int, tuple[int, int]] = {}
+        """By storage (its address), its number and bytes."""
+        self._ends: dict[int, weakref.finalize[Any, torch.UntypedStorage]] = {}
+        self._is_closed = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not all(map(has_storage, types)):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if self._is_closed:
+            return out
+        before = len(self.changes)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        if len(self.changes) > before:
+            self._ask_allocator()
+        return out
+
+    def see(self, tensor: torch.Tensor, use: str | None = None) -> None:
+        """Record the storage of ``tensor``; ``use``: what it is for, whatever was said before."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._is_closed or not has_storage(type(tensor)) or tensor.device.type != self._device_type:
+                return
+            storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        number, known = self._known.get(storage._cdata, (None, 0))
+        if number is None:
+            if size == 0:
+                return
+            number = len(self.uses)
+            self.uses.append(use or self._use())
+            end = weakref.finalize(storage, self._freed, storage._cdata)
+            end.atexit = False
+            self._ends[storage._cdata] = end
+        elif use is not None:
+            self.uses[number] = use
+        if size != known:
+            self._known[storage._cdata] = number, size
+            self.changes.append(StorageChange(number, size - known))
+
+    def close(self) -> None:
+        """Record nothing from now on."""
+        self._ask_allocator()
+        self._is_closed = True
+        for end in self._ends.values():
+            end.detach()
+        self._ends.clear()
+
+    def _freed(self, address: int) -> None:
+        number, size = self._known.pop(address)
+        self._ends.pop(address, None)
+        self.changes.append(StorageChange(number, -size))
+
+    def _ask_allocator(self) -> None:
+        if self._allocator is not None:
+            self.samples.append(AllocatorSample(len(self.changes), *self._allocator()))

@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm": {"recompute": {"norm": True}},
     "activation_function": {"recompute": {"activation_function": True}},
     "both": {"recompute": {"norm": True, "activation_function": True}},
+    "swap": {"swap": {"activations": True}},
     "layers all": {"recompute": {"layers": "all"}},
 }
 """By name, the section."""

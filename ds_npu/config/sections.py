@@ -25,7 +25,6 @@ from ds_npu.config.watch import WatchSection
 PLANNED = (
     "pipeline.recompute",
     "recompute.budget_gib",
-    "swap",
     "optimizer_memory",
     "deterministic",
 )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
+from ds_npu.config.recompute import ModuleGlob
 from ds_npu.config.section import Section
+
+Swapped = bool | list[ModuleGlob]
+"""Of every block, or of the modules that the globs match."""
 
 
 class SwapSection(Section):
     """What moves to host memory and back."""
 
-    activations: bool = False
-    """Copy activations to the host after forward and back before their backward."""
+    activations: Swapped = Field(default=False)
+    """Keep what blocks save for backward in host memory until then; globs: what these modules save."""

@@ -21,6 +21,7 @@ from ds_npu.features.memory_report.feature import MEMORY_REPORT
 from ds_npu.features.pipeline.feature import PIPELINE
 from ds_npu.features.plan import PLAN
 from ds_npu.features.recompute.feature import RECOMPUTE
+from ds_npu.features.swap.feature import SWAP
 from ds_npu.features.tensor_parallel.feature import PARALLEL
 from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
 from ds_npu.features.watch.feature import WATCH
@@ -38,6 +39,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     CHUNKED_LOSS,
     CONTEXT_PARALLEL,
     RECOMPUTE,
+    SWAP,
     MEMORY_REPORT,
     WATCH,
 )

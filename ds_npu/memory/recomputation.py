@@ -24,6 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from ds_npu.memory.call_state import CallState
+from ds_npu.memory.held_tensor import HeldTensor, keep
+from ds_npu.memory.swapped_activations import SWAPPED_FORWARD
+from ds_npu.parallel.micro_batch import running
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 
 
@@ -44,21 +47,6 @@ class _Handle:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A tensor that is kept as it is, and its version then."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def get(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise RecomputationError(
-                f"a tensor {list(self.tensor.shape)} that backward needs has been modified in place since it was saved"
-            )
-        return self.tensor
-
-
-@dataclass(frozen=True)
 class _Output:
     """An output that can be computed again."""
 
@@ -71,7 +59,7 @@ class _Output:
 
 
 @dataclass(frozen=True)
-class _PartOfOutput:
+class _PartOfOutput(HeldTensor):
     """In place of a tensor that is an output, or a view of one."""
 
     output: _Output
@@ -84,26 +72,24 @@ class _PartOfOutput:
         return whole.as_strided(self.size, self.stride, self.offset - self.output.offset + whole.storage_offset())
 
 
-Held = _Kept | _PartOfOutput
-
-
 OUTPUT: TensorAttribute[_Output] = TensorAttribute("ds_npu_output")
 """Of a storage that holds an output which can be computed again."""
 
 
-def _hold(tensor: torch.Tensor) -> Held:
-    """``tensor``, or where from it can be computed again."""
+def hold_tensor(tensor: torch.Tensor) -> HeldTensor:
+    """``tensor``, on the host where it is swapped, or where from it can be computed again."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         output = OUTPUT.get(tensor.untyped_storage()) if plain else None
         if output is not None and tensor._version == output.version and tensor.dtype == output.dtype:
             return _PartOfOutput(output, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        return _Kept(tensor, tensor._version)
+        swapped = SWAPPED_FORWARD.of(running())
+        return keep(tensor) if swapped is None else swapped.hold(tensor)
 
 
 def without_outputs() -> AbstractContextManager[object]:
     """A context in which what is saved for backward is kept, but for the outputs of Recomputations."""
-    return saved_tensors_hooks(_hold, lambda held: held.get())
+    return saved_tensors_hooks(hold_tensor, lambda held: held.get())
 
 
 class Recomputation:
@@ -125,7 +111,9 @@ class Recomputation:
 
     def hold(self, *args: Any, **kwargs: Any) -> None:
         """Keep the arguments of the call; those that can be computed again themselves are not kept."""
-        self._arguments = tree_map(lambda each: _hold(each) if isinstance(each, torch.Tensor) else each, (args, kwargs))
+        self._arguments = tree_map(
+            lambda each: hold_tensor(each) if isinstance(each, torch.Tensor) else each, (args, kwargs)
+        )
 
     def saving(self) -> AbstractContextManager[object]:
         """A context in which nothing is kept of what is saved for backward."""
@@ -177,7 +165,7 @@ class Recomputation:
                 raise _EnoughError
             return value
 
-        args, kwargs = tree_map(lambda each: each.get() if isinstance(each, Held) else each, self._arguments)
+        args, kwargs = tree_map(lambda each: each.get() if isinstance(each, HeldTensor) else each, self._arguments)
         with self._state.restored(), torch.enable_grad(), saved_tensors_hooks(pack, lambda value: value):
             try:
                 found = self._function(*args, **kwargs)

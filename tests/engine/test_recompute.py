@@ -8,11 +8,10 @@ import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
 from adapted_models import ATTENTION, MLP, adapted
+from memory_rule import WORLDS, dropping, same
 from ranks import run_on_ranks
 
-from ds_npu.parallel.tensor.shard_access import local_shard
-
-VARIANTS: dict[str, dict[str, object]] = {
+RECOMPUTE: dict[str, dict[str, object]] = {
     "all": {"layers": "all"},
     "uniform": {"layers": 2, "method": "uniform"},
     "block": {"layers": 1, "method": "block", "norm": True, "activation_function": True},
@@ -20,19 +19,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "parts": {"attention_core": True, "norm": True, "activation_function": True},
     "modules": {"modules": ["**.mlp", "**.self_attn"]},
 }
-WORLDS = {
-    "data 2": (2, {}),
-    "tensor 2": (2, {"tensor": 2}),
-    "sequence parallel": (2, {"tensor": 2, "sequence_parallel": True}),
-    "context 2": (2, {"context": 2}),
-    "expert 2": (2, {"expert": 2}),
-    "tensor 2 x context 2": (4, {"tensor": 2, "context": 2, "sequence_parallel": True}),
-}
-"""By name, (ranks, ``ds_npu.parallel``)."""
-DROPS: dict[str, dict[str, float]] = {
-    "gpt2": {"attn_pdrop": 0.3, "embd_pdrop": 0.2, "resid_pdrop": 0.1},
-    "llama": {"attention_dropout": 0.3},
-}
+VARIANTS: dict[str, dict[str, object]] = {name: {"recompute": each} for name, each in RECOMPUTE.items()}
 STAGES = (0, 1, 2, 3)
 CORNERS = [
     ("tensor 2", "gpt2", (0, 3)),
@@ -44,39 +31,9 @@ CORNERS = [
 CASES = [(world, family, STAGES) for world in WORLDS for family in ("llama", "gpt2", "qwen3_moe")]
 
 
-def trained(model: torch.nn.Module, stage: int, section: dict[str, object]) -> list[torch.Tensor]:
-    """The losses of two steps, and the weights after them."""
-    import deepspeed
-
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    config = tensor_rule.config(stage, torch.float32, section)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=weights, config=config)
-    torch.manual_seed(7)
-    losses = []
-    for ids in tensor_rule.batches(2 * rule.MICRO * rule.ACCUMULATION).split(rule.MICRO):
-        loss = engine(input_ids=ids, labels=ids).loss
-        losses.append(loss.detach().clone())
-        engine.backward(loss)
-        engine.step()
-    if stage == 3:
-        kept = [name for name, weight in model.named_parameters() if weight.ds_status.name != "NOT_AVAILABLE"]
-        assert not kept, f"gathered still: {kept}"
-    return [*losses, *map(local_shard, rule.whole_weights(model).values())]
-
-
-def same(model, stage: int, section: dict[str, object], variants=VARIANTS) -> None:
-    """``model`` makes the same one at every call."""
-    expected = trained(model(), stage, section)
-    for name, recompute in variants.items():
-        found = trained(model(), stage, section | {"recompute": recompute})
-        assert len(found) == len(expected) > 10
-        assert all(map(torch.equal, found, expected)), (name, stage, section)
-
-
 def each_stage(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> None:
     rule.without_extension()
-    # Ranks of a ring draw no dropout of attention.
-    changes = {} if "context" in parallel else DROPS.get(family, {})
+    changes = dropping(family, parallel)
     variants = {name: each for name, each in VARIANTS.items() if family != "gpt2" or name != "modules"}
     for stage in stages:
         same(lambda: tiny_models.tiny(family, torch.float32, **changes), stage, {"parallel": parallel}, variants)
@@ -88,7 +45,7 @@ def in_stages(schedules: tuple[str, ...]) -> None:
     for schedule in schedules:
         for stage in (0, 1, 2):
             section = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
-            same(lambda: tiny_models.tiny("llama", torch.float32, num_hidden_layers=5), stage, section)
+            same(lambda: tiny_models.tiny("llama", torch.float32, num_hidden_layers=5), stage, section, VARIANTS)
 
 
 @pytest.mark.slow
@@ -110,7 +67,7 @@ def test_a_run_is_that_without_to_the_bit(world, family, stages):
 def with_adapters() -> None:
     rule.without_extension()
     for stage in (0, 3):
-        same(lambda: adapted("llama", ATTENTION + MLP, lora_dropout=0.2).float(), stage, {})
+        same(lambda: adapted("llama", ATTENTION + MLP, lora_dropout=0.2).float(), stage, {}, VARIANTS)
 
 
 @pytest.mark.slow

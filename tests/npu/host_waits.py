@@ -21,6 +21,9 @@ class HostWaits(TorchDispatchMode):
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         from_device = any(each.device.type == "npu" for each in tensors)
         to_host = isinstance(out, torch.Tensor) and out.device.type == "cpu" and not func._opname.startswith("empty")
+        asynchronous = func._opname == "copy_" and (args[2:3] == (True,) or (kwargs or {}).get("non_blocking", False))
+        if asynchronous and to_host and out.is_pinned():
+            return out
         if from_device and (to_host or func._opname in self.NEED):
             self.found.append(func._opname)
         return out

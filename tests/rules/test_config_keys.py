@@ -55,7 +55,7 @@ KEYS = {
     "recompute.norm": "boolean",
     "recompute.attention_core": "boolean",
     "recompute.budget_gib": "number > 0",
-    "swap.activations": "boolean",
+    "swap.activations": "boolean or list of globs",
     "optimizer_memory.swap": "boolean",
     "optimizer_memory.share_fp32": "boolean",
     "optimizer_memory.moments": "fp32 int8",

@@ -25,6 +25,7 @@ ROOMS = {
     "pipeline": ("config/pipeline.py", "features/pipeline", "parallel/pipeline", "planner"),
     "chunked_loss": ("config/chunked_loss.py", "features/chunked_loss", "parallel/tensor"),
     "recompute": ("config/recompute.py", "features/recompute", "memory"),
+    "swap": ("config/swap.py", "features/swap", "memory"),
     "memory_report": ("config/memory_report.py", "features/memory_report", "memory"),
     "watch": ("config/watch.py", "features/watch"),
 }

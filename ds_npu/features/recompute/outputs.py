@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ds_npu.features.recompute.recomputed_calls import is_recomputed, recomputation_of
-from ds_npu.memory.recomputation import Recomputation, without_outputs
+from ds_npu.memory.held_tensor import HeldTensor
+from ds_npu.memory.recomputation import Recomputation, hold_tensor, without_outputs
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.zero3 import is_partitioned
 from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
@@ -84,7 +85,7 @@ class _Call:
     """One call of an MLP: what its linears returned, by name."""
 
     made: Recomputation | None = None
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, HeldTensor] = field(default_factory=dict)
     rest: ExitStack = field(default_factory=ExitStack)
     """In which what follows the last linear is kept."""
 
@@ -129,8 +130,9 @@ class RecomputedActivation:
         if call is None:
             return forward(*args, **kwargs)
         with without_outputs():
-            call.outputs[name] = forward(*args, **kwargs)
-        return call.outputs[name]
+            y = forward(*args, **kwargs)
+        call.outputs[name] = hold_tensor(y)
+        return y
 
     def _stacked(self, forward: Forward, *args: Any) -> Any:
         call = self._call.of(running())
@@ -138,7 +140,7 @@ class RecomputedActivation:
             return forward(*args)
         with without_outputs():
             whole = forward(*args)
-        call.outputs.update(zip(self.columns, whole, strict=True))
+        call.outputs.update(zip(self.columns, map(hold_tensor, whole), strict=True))
         return whole
 
     def _last(self, forward: Forward, y: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +155,7 @@ class RecomputedActivation:
         if len(call.outputs) < len(self.columns):
             with call.rest:
                 return forward(*args, **kwargs)
-        stand_ins: dict[str, nn.Module] = {name: _KeptLinear(call.outputs[name]) for name in self.columns}
+        stand_ins: dict[str, nn.Module] = {name: _KeptLinear(call.outputs[name].get()) for name in self.columns}
         children = self.mlp._modules
         before = dict(children)
         children.update(stand_ins | {self.down: _EndOfMlp()})

@@ -1,0 +1,50 @@
+"""Host memory that copies from and to a device use again and again: pinning it is slow, and may wait for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+STEPS_OF_A_DOUBLING = 8
+"""Sizes are rounded up to one of so many between a power of two and the next: at most an eighth is not used."""
+
+
+@dataclass
+class HostBuffer:
+    """Bytes of the host: [at least so many as asked for] uint8."""
+
+    data: torch.Tensor
+    read: Any = None
+    """The event behind the last copy that reads it; None: nothing reads it."""
+
+
+class HostPool:
+    """Buffers, pinned for NPUs, that are given back and taken again; they are never freed."""
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._free: dict[int, list[HostBuffer]] = {}
+        self.size = 0
+        """Bytes of all buffers."""
+
+    def take(self, size: int) -> HostBuffer:
+        """A buffer of at least ``size`` bytes, which may only be written behind its ``read``."""
+        rounded = _rounded(size)
+        free = self._free.setdefault(rounded, [])
+        try:
+            # Another thread gives buffers back.
+            return free.pop()
+        except IndexError:
+            self.size += rounded
+            return HostBuffer(torch.empty(rounded, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned))
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take ``buffer`` back, whose last copies may still run."""
+        self._free[buffer.data.numel()].append(buffer)
+
+
+def _rounded(size: int) -> int:
+    step = max(1, (1 << (size - 1).bit_length()) // (2 * STEPS_OF_A_DOUBLING)) if size > 1 else 1
+    return -(-size // step) * step

@@ -1,0 +1,199 @@
+"""What modules save for backward, in host memory until then.
+
+When a module has been called, the storages of what it has saved are copied to the host on a stream of their own, while
+the next one computes. When that has been called, the current stream waits for the copies, and the storages are
+released: what is computed from then on may have their memory, and the host has not waited. In backward the first tensor
+of a module begins the copies back of the ``depth`` modules before it. The last ``depth`` modules, which backward needs
+first, keep what they save.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.log import logger
+from ds_npu.memory.copy_streams import CopyStreams
+from ds_npu.memory.held_tensor import HeldTensor, keep
+from ds_npu.memory.host_pool import HostPool
+from ds_npu.memory.swapped_storage import SWAPPED_STORAGE, SwappedStorage, SwappedTensor
+from ds_npu.parallel.micro_batch import Fact
+
+LEAST_BYTES = 2**20
+"""Of a storage that is swapped: what is smaller takes longer to begin than to copy."""
+MOST_DEPTH = 4
+TIMED_FORWARD = 1
+"""The forward, after the first, whose copies are timed."""
+
+
+class ActivationSwap:
+    """The streams, the host memory and the depth of one model, ``count`` of whose modules are swapped."""
+
+    def __init__(self, device_type: str, count: int) -> None:
+        self.device_type, self.count, self.depth = device_type, count, 1
+        self.streams, self.pool = CopyStreams(device_type), HostPool(is_pinned=device_type != "cpu")
+        self._forwards = 0
+        self._times: list[Any] | None = None
+
+    def begin(self) -> SwappedForward:
+        """A forward of the model begins."""
+        self._set_depth()
+        self._forwards += 1
+        return SwappedForward(self, is_timed=self._forwards == 1 + TIMED_FORWARD)
+
+    def timed(self, begin: Any, computed: Any, copied: Any) -> None:
+        """Keep the events around a module's computation and its copies, to be read when they are over."""
+        self._times = [begin[0], computed[0], computed[1], copied[1]]
+
+    def _set_depth(self) -> None:
+        """So many modules that a copy of one takes no longer than they compute."""
+        if self._times is None or not all(event.query() for event in self._times):
+            return
+        begin, computed, copy_begun, copied = self._times
+        compute_ms, copy_ms = begin.elapsed_time(computed), copy_begun.elapsed_time(copied)
+        self._times = None
+        self.depth = max(1, min(MOST_DEPTH, self.count - 1, math.ceil(copy_ms / max(compute_ms, 1e-3))))
+        logger().info(
+            "swap.activations: a module computes for %.3g ms and is copied in %.3g ms; copies back begin %d ahead, and "
+            "the last %d of %d modules stay on the device",
+            *(compute_ms, copy_ms, self.depth, self.depth, self.count),
+        )
+
+
+class SwapGroup:
+    """What one call of a module has saved."""
+
+    def __init__(self, own: ActivationSwap, stays: bool, kept: Iterable[torch.Tensor]) -> None:
+        """``stays``: on the device; ``kept``: tensors that live longer than the call anyway."""
+        self._swap, self._stays = own, stays
+        with torch._C.DisableTorchFunctionSubclass():
+            self.kept = {each.untyped_storage()._cdata for each in kept}
+        self._own: list[SwappedStorage] = []
+        """Those that are on the device only because of this."""
+        self._needed: dict[int, weakref.ref[SwappedStorage]] = {}
+        self._copied: Any = None
+        self.is_reached = False
+
+    def storage_of(self, tensor: torch.Tensor) -> SwappedStorage | None:
+        """That of ``tensor``, once however many tensors share it; None where it has been modified since."""
+        storage = tensor.untyped_storage()
+        known = SWAPPED_STORAGE.get(storage)
+        found = None if known is None else known()
+        if found is not None and found.version != tensor._version:
+            return None
+        if found is None:
+            found = SwappedStorage(tensor, self._swap.streams, self._swap.pool)
+            SWAPPED_STORAGE.set(storage, weakref.ref(found))
+            self._own.append(found)
+        self._needed[id(found)] = weakref.ref(found)
+        return found
+
+    def copy_out(self) -> None:
+        """The module has been called."""
+        if self._stays:
+            self._own.clear()
+            return
+        copies = {each: each.begin_copy() for each in self._own}
+        self._own = [each for each, copy in copies.items() if copy is not None]
+        self._copied = self._swap.streams.copy_out([copy for copy in copies.values() if copy is not None])
+
+    def release(self) -> None:
+        """Let go of what has been copied."""
+        if self._own:
+            self._swap.streams.wait(self._copied)
+        for each in self._own:
+            each.release()
+        self._own.clear()
+
+    def copy_back(self) -> None:
+        """Begin to copy back what is on the host."""
+        there = [each for each in (known() for known in self._needed.values()) if each is not None]
+        copies = {each: copy for each in there if (copy := each.begin_return()) is not None}
+        if copies:
+            event = self._swap.streams.copy_back(list(copies.values()))
+            for each in copies:
+                each.arrives(event)
+
+
+class SwappedForward:
+    """One forward of a model."""
+
+    def __init__(self, swap: ActivationSwap, is_timed: bool) -> None:
+        self._swap, self._is_timed = swap, is_timed
+        self._groups: list[SwapGroup] = []
+        """In the order of the calls."""
+        self._open: SwapGroup | None = None
+
+    @contextmanager
+    def call(self, place: int, kept: Iterable[torch.Tensor]) -> Iterator[None]:
+        """A context in which the module that has this ``place`` among all is called."""
+        depth, streams = self._swap.depth, self._swap.streams
+        stays = place >= self._swap.count - depth
+        group, around = SwapGroup(self._swap, stays, kept), self._open
+        self._groups.append(group)
+        begin = streams.mark() if self._is_timed and not stays else None
+        self._open = group
+        try:
+            yield
+        finally:
+            self._open = around
+        computed = streams.mark() if begin is not None else None
+        group.copy_out()
+        if begin is not None:
+            self._swap.timed(begin, computed, streams.mark())
+        if len(self._groups) > depth:
+            self._groups[-1 - depth].release()
+
+    def close(self) -> None:
+        """The forward is done."""
+        for group in self._groups:
+            group.release()
+
+    def hold(self, tensor: torch.Tensor) -> HeldTensor:
+        """What stands for ``tensor``, which is saved for backward."""
+        group = self._open
+        with torch._C.DisableTorchFunctionSubclass():
+            if group is None or not _can_be_swapped(tensor, self._swap.device_type, group.kept):
+                return keep(tensor)
+            storage = group.storage_of(tensor)
+            if storage is None:
+                return keep(tensor)
+            place = len(self._groups) - 1
+            offset = int(tensor.storage_offset())
+            return SwappedTensor(
+                storage,
+                lambda: self._reach(place),
+                *(tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.requires_grad),
+            )
+
+    def _reach(self, place: int) -> None:
+        """Backward has come to the call at ``place``."""
+        if self._groups[place].is_reached:
+            # Of a graph that is kept, what is on the device stays there.
+            return
+        self._groups[place].is_reached = True
+        for group in reversed(self._groups[max(0, place - self._swap.depth) : place + 1]):
+            group.copy_back()
+
+
+def _can_be_swapped(tensor: torch.Tensor, device_type: str, kept: set[int]) -> bool:
+    """Whether ``tensor`` is an activation of the device, large enough, and not a weight or part of one."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == device_type
+        and tensor.layout is torch.strided
+        and not (tensor.is_leaf and tensor.requires_grad)
+        and not isinstance(tensor._base, nn.Parameter)
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().nbytes() >= LEAST_BYTES
+        and tensor.untyped_storage()._cdata not in kept
+    )
+
+
+SWAPPED_FORWARD: Fact[SwappedForward] = Fact(while_running=True)

@@ -25,7 +25,6 @@ PLANNED = (
     "pipeline.recompute",
     "recompute.budget_gib",
     "swap",
-    "optimizer_memory",
     "memory_report",
     "deterministic",
 )

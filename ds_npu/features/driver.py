@@ -17,6 +17,7 @@ from ds_npu.features.declaration import Declaration, Phase, check_declarations
 from ds_npu.features.experts.feature import MOE
 from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.feature import FUSED_OPS
+from ds_npu.features.optimizer_memory.feature import OPTIMIZER_MEMORY
 from ds_npu.features.pipeline.feature import PIPELINE
 from ds_npu.features.plan import PLAN
 from ds_npu.features.recompute.feature import RECOMPUTE
@@ -37,6 +38,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     CHUNKED_LOSS,
     CONTEXT_PARALLEL,
     RECOMPUTE,
+    OPTIMIZER_MEMORY,
     WATCH,
 )
 CHANGED_FOR = "ds_npu_changed_for"

@@ -25,6 +25,13 @@ ROOMS = {
     "pipeline": ("config/pipeline.py", "features/pipeline", "parallel/pipeline", "planner"),
     "chunked_loss": ("config/chunked_loss.py", "features/chunked_loss", "parallel/tensor"),
     "recompute": ("config/recompute.py", "features/recompute", "memory"),
+    "optimizer_memory": (
+        "config/optimizer_memory.py",
+        "config/optimizer_memory_keys.py",
+        "features/optimizer_memory",
+        "memory",
+        "zero_ext/optimizer_state.py",
+    ),
     "watch": ("config/watch.py", "features/watch"),
 }
 """For each key of the section that is built, where in ds_npu it lives."""

@@ -13,6 +13,7 @@ from ds_npu.config.batch import Batch, batch_of
 from ds_npu.config.deepspeed_keys import conflicts, misspelt, zero_stage
 from ds_npu.config.deepspeed_readers import deepspeed_problems
 from ds_npu.config.loading import flaws, load
+from ds_npu.config.optimizer_memory_keys import refused_beside_kept_state
 from ds_npu.config.parallel import UNDIVIDED, ParallelSection, fit
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.config.reading import read
@@ -70,6 +71,7 @@ def check(
         *_other_stages(config, stages, doubtful),
         *_sharded_pipeline(ds_config, config.parallel, stages),
         *conflicts(ds_config, config, dp, doubtful),
+        *refused_beside_kept_state(ds_config, config),
         *deepspeed_problems(ds_config),
         *batch_problems,
         *unmet(config),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from ds_npu.config.section import Section
+
+GibOrNothing = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class OptimizerMemorySection(Section):
     """Ways to make the optimizer's state smaller."""
 
     swap: bool = False
-    """Keep the state in host memory and bring it in piece by piece during the step."""
+    """Keep master weights and moments in host memory and bring them in piece by piece during the step."""
+    resident_gib: GibOrNothing = 0
+    """How much of what swap would move stays on the device, in GiB of each rank."""
     share_fp32: bool = False
-    """Keep the bf16 weight as the upper half of its fp32 master weight."""
-    moments: Literal["fp32", "int8"] = "fp32"
-    """Type in which Adam's moments are kept."""
+    """Keep of each fp32 master weight only what its bf16 weight lacks: 2 bytes less, and not a bit lost."""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Type in which Adam's moments are kept between steps; int8: in blocks of 256, each with a scale."""

@@ -145,6 +145,20 @@ def _chunked_loss(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.chunked_loss", config.chunked_loss, accepted)
 
 
+def _resident(config: DsNpuConfig) -> Iterator[Problem]:
+    resident = config.optimizer_memory.resident_gib
+    if resident and not config.optimizer_memory.swap:
+        yield Problem("ds_npu.optimizer_memory.resident_gib", resident, "only with ds_npu.optimizer_memory.swap")
+
+
+def _blocks(config: DsNpuConfig) -> Iterator[Problem]:
+    """Weights that ranks hold alike stand beside others on each, and share a scale with them."""
+    sharing = [axis for axis in ("tensor", "pipeline", "expert_tensor") if dict(config.parallel)[axis] > 1]
+    if config.optimizer_memory.moments == "int8" and sharing:
+        accepted = f"'fp32' or 'bf16' with ds_npu.parallel.{sharing[0]} > 1: blocks of 8 bits differ between its ranks"
+        yield Problem("ds_npu.optimizer_memory.moments", "int8", accepted)
+
+
 def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
     recompute, counted = config.recompute, isinstance(config.recompute.layers, int)
     if counted and recompute.method is None:
@@ -172,4 +186,6 @@ RULES = (
     Rule(("moe",), _balance),
     Rule(("parallel.pipeline", "chunked_loss"), _chunked_loss),
     Rule(("recompute",), _recompute),
+    Rule(("optimizer_memory",), _resident),
+    Rule(("parallel", "optimizer_memory"), _blocks),
 )

@@ -25,7 +25,6 @@ from ds_npu.config.watch import WatchSection
 PLANNED = (
     "pipeline.recompute",
     "recompute.budget_gib",
-    "optimizer_memory",
     "deterministic",
 )
 """Keys that are not built yet and hence refused; the name of a section stands for all of its keys."""

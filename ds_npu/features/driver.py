@@ -18,6 +18,7 @@ from ds_npu.features.experts.feature import MOE
 from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.memory_report.feature import MEMORY_REPORT
+from ds_npu.features.optimizer_memory.feature import OPTIMIZER_MEMORY
 from ds_npu.features.pipeline.feature import PIPELINE
 from ds_npu.features.plan import PLAN
 from ds_npu.features.recompute.feature import RECOMPUTE
@@ -41,6 +42,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     RECOMPUTE,
     SWAP,
     MEMORY_REPORT,
+    OPTIMIZER_MEMORY,
     WATCH,
 )
 CHANGED_FOR = "ds_npu_changed_for"

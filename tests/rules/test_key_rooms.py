@@ -27,6 +27,13 @@ ROOMS = {
     "recompute": ("config/recompute.py", "features/recompute", "memory"),
     "swap": ("config/swap.py", "features/swap", "memory"),
     "memory_report": ("config/memory_report.py", "features/memory_report", "memory"),
+    "optimizer_memory": (
+        "config/optimizer_memory.py",
+        "config/optimizer_memory_keys.py",
+        "features/optimizer_memory",
+        "memory",
+        "zero_ext/optimizer_state.py",
+    ),
     "watch": ("config/watch.py", "features/watch"),
 }
 """For each key of the section that is built, where in ds_npu it lives."""

@@ -1,0 +1,314 @@
+"""DeepSpeed's float32 masters and the inner optimizer's state, kept in another form between steps.
+
+Read from DeepSpeed 0.19.6 to 0.19.8, runtime. Each of its optimizers for 16 bits has masters, for each of them the
+weights of its elements, and an inner optimizer that steps the masters; then it copies the masters into the weights.
+Here its ``step`` steps chunks (``memory.chunked_step``) and rounds them into the weights itself; so that
+DeepSpeed's copy changes nothing, the masters then are the weights. At any other time a master is a placeholder of its
+shape that reads as NaN. Around what reads or writes masters and state (checkpoints, ``safe_get_full_fp32_param``) both
+are there as ever, in float32, in host memory. Only attributes of the engine's own optimizer are set.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import get_full_hp_param, set_full_hp_param
+from torch import optim
+
+from ds_npu.memory.chunked_step import ChunkedStep
+from ds_npu.memory.state_chunks import Keeping, StateChunk, StateShard
+
+Function = Callable[..., Any]
+KEY = "ds_npu.optimizer_memory"
+ADAM = (optim.Adam, optim.AdamW, FusedAdam)
+WRAPPERS = (
+    *(DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer),
+    *(FP16_Optimizer, FP16_UnfusedOptimizer),
+)
+READERS = ("state_dict", "load_state_dict", "refresh_fp32_params", "update_lp_params")
+"""Of wrappers: what reads or writes masters and state of all weights."""
+READERS_OF_ONE = {"get_full_hp_param": get_full_hp_param, "set_full_hp_param": set_full_hp_param}
+"""Of a weight that has a part of a flat master: what reads or writes that."""
+READERS_OF_STAGE_3 = {
+    "get_full_hp_param": 0,
+    "set_full_hp_param": 1,
+    "get_local_fp32_param": 0,
+    "set_local_hp_param": 1,
+}
+"""The same, of ZeRO 3's wrapper: the place of the weight among the arguments."""
+READING = ("state_dict", "get_full_hp_param", "get_local_fp32_param", "update_lp_params")
+"""Those after which nothing has changed."""
+MOVERS = ("offload_states", "reload_states")
+
+
+def why_not_kept(optimizer: Any) -> str | None:
+    """Why the state of an engine's ``optimizer`` cannot be kept in another form, in words; None where it can."""
+    if type(optimizer) not in WRAPPERS:
+        known = ", ".join(each.__name__ for each in WRAPPERS)
+        return f"the engine's optimizer is {type(optimizer).__name__}; one of {known} works"
+    inner = optimizer.optimizer
+    if type(inner) not in ADAM:
+        known = ", ".join(each.__name__ for each in ADAM)
+        return f"{type(inner).__name__} is none of the optimizers whose steps can be divided into chunks: {known}"
+    for group in inner.param_groups:
+        for flag in ("amsgrad", "capturable", "fused", "differentiable"):
+            if group.get(flag):
+                return f"{type(inner).__name__}({flag}=True) was not tried; leave it out"
+    dtypes = {str(weight.dtype) for _, weight in masters_of(optimizer)}
+    return None if dtypes <= {"torch.bfloat16"} else f"weights are {', '.join(sorted(dtypes))}; bf16 works"
+
+
+def masters_of(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The float32 masters of one of WRAPPERS, each with the model's weights of the same elements."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return _pairs(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        partitions = _own(optimizer, optimizer.parallel_partitioned_bit16_groups)
+        return _pairs(optimizer.single_partition_of_fp32_groups, partitions)
+    if isinstance(optimizer, BF16_Optimizer):
+        return _pairs(optimizer.fp32_groups_flat_partition, _own(optimizer, optimizer.bf16_partitioned_groups))
+    if isinstance(optimizer, FP16_Optimizer):
+        return _pairs(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat)
+    groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+    return [pair for masters, weights in groups for pair in _pairs(masters, [each.data for each in weights])]
+
+
+def _pairs(masters: Sequence[Any], weights: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(masters, weights, strict=True))
+
+
+def _own(optimizer: Any, partitions: Sequence[Any]) -> list[torch.Tensor]:
+    """This rank's part of each group."""
+    groups = zip(partitions, optimizer.real_dp_process_group, strict=True)
+    return [parts[dist.get_rank(group)] for parts, group in groups]
+
+
+class KeptState:
+    """The state of one engine's optimizer, from ``install`` on."""
+
+    def __init__(self, optimizer: Any, keeping: Keeping, resident: float | None = None) -> None:
+        """``resident``: the bytes of state that stay on the device; None: all of it."""
+        self.optimizer, self.inner, self.keeping = optimizer, optimizer.optimizer, keeping
+        pairs = masters_of(optimizer)
+        self.shards = [StateShard(*pair, keeping, index) for index, pair in enumerate(pairs)]
+        if resident is not None:
+            for chunk in self.chunks:
+                resident -= chunk.weight.numel() * keeping.bytes_per_weight()
+                chunk.on_host = resident < 0
+        self._is_open = False
+
+    @property
+    def chunks(self) -> list[StateChunk]:
+        """Of all shards, in order."""
+        return [chunk for shard in self.shards for chunk in shard.chunks]
+
+    def __str__(self) -> str:
+        kept, moved = 0, 0
+        for chunk in self.chunks:
+            moved += chunk.weight.numel() * chunk.on_host
+            kept += chunk.weight.numel() * (not chunk.on_host)
+        each = self.keeping.bytes_per_weight()
+        places = [f"of {kept:,} weights on the device"] * (kept > 0) + [f"of {moved:,} in host memory"] * (moved > 0)
+        return f"Adam's state, {each:g} bytes a weight, {' and '.join(places)} of this rank"
+
+    def install(self) -> None:
+        """Take the state over, and be what DeepSpeed's calls go through."""
+        optimizer = self.optimizer
+        for shard in self.shards:
+            shard.take(self.inner.state.pop(shard.master, {}))
+        self.inner.step = ChunkedStep(self.inner, self.shards)
+        optimizer.step = self._in_step(optimizer.step)
+        for name in READERS:
+            if (method := _method(optimizer, name)) is not None:
+                setattr(optimizer, name, self._reader(name, method))
+        for name in MOVERS:
+            if _method(optimizer, name) is not None:
+                setattr(optimizer, name, _refusal(name))
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            for name, place in READERS_OF_STAGE_3.items():
+                setattr(optimizer, name, self._reader_of_stage_3(name, place, _method(optimizer, name)))
+            keep_pieces_of_stage_3(optimizer, self.shards)
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            keep_pieces(optimizer, self.shards)
+        self._link_weights()
+
+    @contextmanager
+    def open(self, shards: Sequence[StateShard], changes: bool) -> Iterator[None]:
+        """Within it, masters and state of ``shards`` are there, in float32, in host memory."""
+        if self._is_open:
+            yield
+            return
+        self._is_open = True
+        for shard in shards:
+            shard.master.data, arrays = shard.whole()
+            if shard.scalars or arrays:
+                self.inner.state[shard.master] = {**shard.scalars, **arrays}
+            self._point(shard)
+        try:
+            yield
+        finally:
+            self._is_open = False
+            with ExitStack() as stack:
+                for shard in shards:
+                    stack.callback(self._leave, shard, changes)
+
+    def _leave(self, shard: StateShard, changes: bool) -> None:
+        state = self.inner.state.pop(shard.master, {})
+        try:
+            if changes:
+                shard.take(state)
+        finally:
+            shard.close()
+            self._point(shard)
+
+    def _in_step(self, step: Function) -> Function:
+        @functools.wraps(step)
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            self._is_open = True
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._is_open = False
+                for shard in self.shards:
+                    shard.use_pieces(None)
+                    shard.close()
+
+        return stepped
+
+    def _reader(self, name: str, method: Function) -> Function:
+        @functools.wraps(method)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            changes = name not in READING
+            with self.open(self.shards, changes):
+                # DeepSpeed returns its masters, which are placeholders when they are saved.
+                whole = {id(shard.master): shard.master.data for shard in self.shards}
+                found = method(*args, **kwargs)
+                found = _with_values(found, whole) if name == "state_dict" else found
+            if changes:
+                self._link_weights()
+            return found
+
+        return read
+
+    def _reader_of_stage_3(self, name: str, place: int, method: Function) -> Function:
+        @functools.wraps(method)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            weight = kwargs["param"] if "param" in kwargs else args[place]
+            if not weight.requires_grad:
+                return method(*args, **kwargs)
+            group, *_ = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
+            with self.open([self.shards[group]], name not in READING):
+                return method(*args, **kwargs)
+
+        return read
+
+    def _link_weights(self) -> None:
+        """What ``link_hp_params`` has given weights is to open their master first."""
+        for group, weights in enumerate(linked_weights(self.optimizer)):
+            for weight in weights:
+                for name, function in READERS_OF_ONE.items():
+                    setattr(weight, name, functools.partial(self._read_one, group, name, function, weight))
+            self._point(self.shards[group])
+
+    def _read_one(self, group: int, name: str, function: Function, *args: Any, **kwargs: Any) -> Any:
+        with self.open([self.shards[group]], name not in READING):
+            return function(*args, **kwargs)
+
+    @torch.no_grad()
+    def _point(self, shard: StateShard) -> None:
+        """Let the weights of ``shard`` know where its master and state are now."""
+        linked = linked_weights(self.optimizer)
+        for weight in linked[shard.index] if linked else ():
+            if (found := weight._hp_mapping) is not None:
+                address = found.hp_fragment_address
+                found.hp_fragment = shard.master.narrow(0, address.start, address.numel)
+                found.set_optim_state_fragment(shard.master, self.inner.state.get(shard.master, {}))
+
+
+def keep_pieces(optimizer: Any, shards: Sequence[StateShard]) -> None:
+    """Keep ZeRO 1 and 2 from making one float32 tensor of a shard's gradient.
+
+    DeepSpeed asks ``_get_preflattened_grad_partition`` for one that is there already (DeepCompile's; from 0.19.7 on).
+    """
+    unscale = optimizer.unscale_and_clip_grads
+
+    def _get_preflattened_grad_partition(group: int) -> torch.Tensor:
+        shards[group].use_pieces(optimizer.averaged_gradients[group])
+        return shards[group].factor()
+
+    def unscale_and_clip_grads(gradients: Sequence[torch.Tensor], norm: Any) -> None:
+        unscale([each[:1] if each.stride() == (0,) else each for each in gradients], norm)
+
+    optimizer._get_preflattened_grad_partition = _get_preflattened_grad_partition
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None:
+    """The same of ZeRO 3."""
+    unscale = optimizer.unscale_and_clip_grads
+
+    def _prepare_fp32_grad_for_sub_group(group: int) -> None:
+        pieces, shard = optimizer.averaged_gradients[group], shards[group]
+        if not get_accelerator().is_synchronized_device():
+            for each in pieces:
+                each.record_stream(get_accelerator().current_stream())
+        shard.use_pieces(pieces)
+        shard.master.grad = shard.factor()
+        optimizer.averaged_gradients[group] = None
+
+    def unscale_and_clip_grads(group: int, norm: Any) -> None:
+        master = shards[group].master
+        gradient, placeholder = master.grad, master.data
+        assert gradient is not None
+        master.grad, master.data = None, placeholder[:1]
+        master.grad = gradient[:1]
+        unscale(group, norm)
+        master.grad, master.data = None, placeholder
+        master.grad = gradient
+
+    optimizer._prepare_fp32_grad_for_sub_group = _prepare_fp32_grad_for_sub_group
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def linked_weights(optimizer: Any) -> Sequence[Sequence[Any]]:
+    """By group, the weights that know their part of a flat master; none of wrappers that link none."""
+    if isinstance(optimizer, BF16_Optimizer):
+        groups: Sequence[Sequence[Any]] = optimizer.bf16_groups
+        return groups
+    linked: Sequence[Sequence[Any]] = optimizer.bit16_groups if type(optimizer) is DeepSpeedZeroOptimizer else ()
+    return linked
+
+
+def _with_values(found: Any, values: Mapping[int, torch.Tensor]) -> Any:
+    """``found`` with other tensors in place of those whose ids are in ``values``."""
+    if isinstance(found, torch.Tensor):
+        return values.get(id(found), found)
+    if isinstance(found, dict):
+        return type(found)((key, _with_values(each, values)) for key, each in found.items())
+    return [_with_values(each, values) for each in found] if isinstance(found, list) else found
+
+
+def _method(optimizer: Any, name: str) -> Any:
+    """A method that not every wrapper has; None without it."""
+    return getattr(optimizer, name) if hasattr(type(optimizer), name) else None
+
+
+def _refusal(name: str) -> Function:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            f"{name}(): found a call; {KEY} keeps the optimizer's state in a form of its own: leave it out"
+        )
+
+    return refuse

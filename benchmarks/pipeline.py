@@ -32,7 +32,7 @@ from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, from_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
-from ds_npu.parallel.pipeline.transfers import PipelineLinks
+from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 
 CHUNKS = 2
 COSTS = (Costs(1, 1, 1), Costs(1.0, 1.2, 0.8), Costs(1.0, 1.0, 0.6))
@@ -203,21 +203,21 @@ class SleepingStage:
         self.weight = torch.zeros(8, requires_grad=True)
         self.kept: dict[int, Alive] = {}
 
-    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
         kept = self.kept[micro_batch] = Alive()
         out: torch.Tensor = SleepingFunction.apply(
-            self.weight if arrived is None else arrived,
+            self.weight if arrived is None else arrived[0],
             kept,
             self.costs,
             Kind.BACKWARD_INPUT if self.splits else Kind.BACKWARD,
         )
         out = out.sum() if self.is_last else out
         self.of_output[id(out)] = micro_batch
-        return out
+        return (out,)
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> SleepingWeights:
-        torch.autograd.backward(output, gradient)
-        kept = self.kept.pop(self.of_output.pop(id(output)))
+    def backward(self, outputs: Tensors, gradients: Tensors | None) -> SleepingWeights:
+        torch.autograd.backward(outputs, gradients)
+        kept = self.kept.pop(self.of_output.pop(id(outputs[0])))
         return SleepingWeights(kept, self.costs.backward_weight if self.splits else 0.0)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_npu.parallel.pipeline.executor import PipelineError, PipelineRun
 from ds_npu.parallel.pipeline.schedule import Schedule
-from ds_npu.parallel.pipeline.transfers import PipelineLinks
+from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 
 H = 5
 
@@ -55,11 +55,12 @@ class ToyStage:
         self.index, self.count = index, count
         self.module = Layers(range(index * layers, (index + 1) * layers))
 
-    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
-        out = self.module(sample(micro_batch)[0] if arrived is None else arrived)
-        return loss_of(out, micro_batch) if self.index == self.count - 1 else out
+    def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
+        out = self.module(sample(micro_batch)[0] if arrived is None else arrived[0])
+        return (loss_of(out, micro_batch) if self.index == self.count - 1 else out,)
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None):
+    def backward(self, outputs: Tensors, gradients: Tensors | None):
+        output, gradient = outputs[0], None if gradients is None else gradients[0]
         weights = list(self.module.parameters())
         leaves = [each for each in _leaves(output) if all(each is not weight for weight in weights)]
         if leaves:
@@ -118,7 +119,7 @@ def dying(schedule: Schedule) -> None:
     if dist.get_rank() == 1:
         forward = stages[1].forward
 
-        def die(micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+        def die(micro_batch: int, arrived: Tensors | None) -> Tensors:
             if micro_batch == 2:
                 os._exit(0)
             return forward(micro_batch, arrived)

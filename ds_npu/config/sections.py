@@ -22,7 +22,6 @@ from ds_npu.config.tensor_overlap import TensorOverlap
 from ds_npu.config.watch import WatchSection
 
 PLANNED = (
-    "pipeline.recompute",
     "recompute.budget_gib",
     "swap",
     "optimizer_memory",

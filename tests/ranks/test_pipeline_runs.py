@@ -9,6 +9,7 @@ import pytest
 import scheduled_engines
 from ranks import run_on_ranks
 
+from ds_npu.parallel.pipeline.recompute_fill import recomputed
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 
 
@@ -23,6 +24,13 @@ def schedules(ranks: int, micro_batches: int):
 def test_every_schedule_computes_what_one_process_does(ranks, more):
     """To the bit: each adds up the gradients of micro-batches in their order."""
     cases = [schedule for schedule, _ in itertools.chain(schedules(ranks, 1), schedules(ranks, more))]
+    run_on_ranks(ranks, pipelines.run_all, *cases)
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, 5), pytest.param(4, 9, marks=pytest.mark.slow)])
+def test_schedules_that_recompute(ranks, more):
+    """To the bit, too; and as many graphs are alive at once as a schedule says."""
+    cases = [recomputed(schedule, ahead) for schedule, _ in schedules(ranks, more) for ahead in (0, 1, 3)]
     run_on_ranks(ranks, pipelines.run_all, *cases)
 
 

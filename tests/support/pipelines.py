@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -48,6 +49,32 @@ def loss_of(output: torch.Tensor, micro_batch: int) -> torch.Tensor:
     return (output - sample(micro_batch)[1]).square().mean()
 
 
+class Alive:
+    """Something that lives as long as the graph of a stage's forward."""
+
+    now = most = 0
+
+    def __init__(self) -> None:
+        Alive.now += 1
+        Alive.most = max(Alive.now, Alive.most)
+
+    def __del__(self) -> None:
+        Alive.now -= 1
+
+
+class Counted(torch.autograd.Function):
+    """``x``, whose graph is counted."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, has_graph: bool) -> torch.Tensor:
+        ctx.alive = Alive() if has_graph else None
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient, None
+
+
 class ToyStage:
     """A stage of ``Layers`` whose weight gradients are computed apart, by autograd, from a graph that is kept."""
 
@@ -57,7 +84,11 @@ class ToyStage:
 
     def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
         out = self.module(sample(micro_batch)[0] if arrived is None else arrived[0])
+        out = Counted.apply(out, torch.is_grad_enabled())
         return (loss_of(out, micro_batch) if self.index == self.count - 1 else out,)
+
+    def state(self):
+        return nullcontext()
 
     def backward(self, outputs: Tensors, gradients: Tensors | None):
         output, gradient = outputs[0], None if gradients is None else gradients[0]
@@ -97,7 +128,9 @@ def run(schedule: Schedule, layers: int = 2) -> None:
     stages = {stage: ToyStage(stage, schedule.stages, layers) for stage in own}
     groups = dist.new_group(), dist.new_group()
     done = PipelineRun(schedule, rank, stages, PipelineLinks(groups, torch.device("cpu")))
+    Alive.now = Alive.most = 0
     done.run(shapes_of(schedule))
+    assert Alive.most == schedule.peak_activations[rank], (Alive.most, schedule.peak_activations)
     whole = Layers(range(schedule.stages * layers))
     losses = []
     # In the order in which the last stage's micro-batches go backwards: sums are then the same to the bit.

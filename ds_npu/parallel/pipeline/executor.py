@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +24,13 @@ class StageWork(Protocol):
     """One stage of a model on this rank."""
 
     def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
-        """What the next stage is given, from what the stage before has sent (None in the first); last: the loss."""
+        """What the next stage is given, from what the stage before has sent (None in the first); last: the loss.
+
+        It may be called twice for a micro-batch, without a graph and then with one.
+        """
+
+    def state(self) -> AbstractContextManager[object]:
+        """A context in which a forward draws the random numbers that one would draw now."""
 
     def backward(self, outputs: Tensors, gradients: Tensors | None) -> WeightPart:
         """The backward of one forward's ``outputs`` (without ``gradients``: of the loss), weight gradients apart."""
@@ -35,6 +42,9 @@ class _Kept:
 
     arrived: Tensors | None
     outputs: Tensors
+    """None of them until the recomputation, where there is one."""
+    state: AbstractContextManager[object] | None = None
+    """For the recomputation."""
 
 
 class PipelineError(RuntimeError):
@@ -64,6 +74,8 @@ class PipelineRun:
         for index, action in enumerate(self._schedule.rows[self._rank]):
             if action.kind is Kind.FORWARD:
                 self._forward(action, index)
+            elif action.kind is Kind.RECOMPUTE:
+                self._recompute(action)
             elif action.kind is Kind.BACKWARD_WEIGHT:
                 self._weights.pop((action.stage, action.micro_batch)).compute()
             else:
@@ -76,14 +88,27 @@ class PipelineRun:
             arrived = self._taken(Action(action.stage - 1, Kind.FORWARD, action.micro_batch), action, index)
             for each in differentiable(arrived):
                 each.requires_grad_(self._goes_back)
-        outputs = self._stages[action.stage].forward(action.micro_batch, arrived)
+        stage, kept = self._stages[action.stage], _Kept(arrived, ())
+        if action._replace(kind=Kind.RECOMPUTE) in self._schedule.cells:
+            kept.state = stage.state()
+            with torch.no_grad():
+                outputs = stage.forward(action.micro_batch, arrived)
+        else:
+            kept.outputs = outputs = stage.forward(action.micro_batch, arrived)
         if self._goes_back:
-            self._kept[action.stage, action.micro_batch] = _Kept(arrived, outputs)
+            self._kept[action.stage, action.micro_batch] = kept
         detached = tuple(each.detach() for each in outputs)
         if action.stage == self._schedule.stages - 1:
             (self.losses[action.micro_batch],) = detached
         else:
             self._given(action, detached)
+
+    def _recompute(self, action: Action) -> None:
+        """Run the forward again, as it ran, and keep its graph."""
+        kept = self._kept[action.stage, action.micro_batch]
+        assert kept.state is not None, "a forward that is recomputed has left a state"
+        with kept.state:
+            kept.outputs = self._stages[action.stage].forward(action.micro_batch, kept.arrived)
 
     def _backward(self, action: Action, index: int) -> None:
         kept = self._kept.pop((action.stage, action.micro_batch))

@@ -2,23 +2,26 @@
 
     python benchmarks/pipeline.py
 
-`bubbles`: the bubble of every schedule beside its paper's formula, and beside torch.distributed.pipelining's, on which
-the same timeline runs. `sleeping`: 4 ranks on the CPU (gloo) run the schedules with the executor; a stage sleeps for
-what its forward and both parts of its backward cost. Sleeping needs no core, so 4 ranks fit on 2. What disturbs a turn
-only adds to it, so the least times are compared: that over 1F1B's stands beside what the timeline predicts, and the
-most (stage, micro-batch) whose graph or weight part was alive at once beside the schedule's.
+`bubbles`: the bubble of every schedule beside its paper's formula, and beside torch.distributed.pipelining's, on
+which the same timeline runs. `recomputation`: makespans with forwards that run again, in the same timeline.
+`sleeping`: 4 ranks on the CPU (gloo) run the schedules with the executor; a stage sleeps for what its forward and both
+parts of its backward cost. Sleeping needs no core, so 4 ranks fit on 2. What disturbs a turn only adds to it, so the
+least times are compared: that over 1F1B's stands beside what the timeline predicts, and the most (stage, micro-batch)
+whose graph or weight part was alive at once beside the schedule's.
 pipeline_engines.py measures real models.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +32,11 @@ import turns
 from torch.distributed.pipelining import schedules as of_torch
 
 from ds_npu.parallel.pipeline.executor import PipelineRun
+from ds_npu.parallel.pipeline.recompute_fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, from_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
-from ds_npu.parallel.pipeline.transfers import PipelineLinks
+from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 
 CHUNKS = 2
 COSTS = (Costs(1, 1, 1), Costs(1.0, 1.2, 0.8), Costs(1.0, 1.0, 0.6))
@@ -54,6 +58,7 @@ OF_TORCH = {
     "zb_v": "ScheduleZBVZeroBubble",
     "dualpipe_v": "ScheduleDualPipeV",
 }
+PARTS = ["bubbles", "recomputation", "sleeping"]
 V_SHAPES = ("zb_v", "dualpipe_v")
 
 
@@ -143,6 +148,21 @@ def bubbles(ranks: Sequence[int]) -> None:
                 )
 
 
+def recomputation(ranks: Sequence[int]) -> None:
+    """Print the makespans of each schedule with and without recomputation, and most activations kept."""
+    print("Makespan where F, I, W and R of a rank's stages take 1 each, and (stage, micro-batch) kept at most")
+    print(f"{'':<12}{'ranks':>6}{'without':>16}{'in the backward':>17}{'just before':>16}{'moved':>16}")
+    unit = COSTS[0]
+    for name in SCHEDULES:
+        for count in ranks:
+            plain = made(name, count, 4 * count)
+            inside = run_of(plain, dataclasses.replace(unit, backward_input=2 * unit.backward_input)).makespan
+            cells = [f"{inside:.1f}"]
+            for schedule in (plain, recomputed(plain), recomputed(plain, 1)):
+                cells.append(f"{run_of(schedule, unit).makespan:.1f} ({max(schedule.peak_activations)})")
+            print(f"{name:<12}{count:>6}{cells[1]:>16}{cells[0]:>17}{cells[2]:>16}{cells[3]:>16}")
+
+
 def _in_words(costs: Costs) -> str:
     return f"{costs.forward:g}, {costs.backward_input:g}, {costs.backward_weight:g}"
 
@@ -203,21 +223,24 @@ class SleepingStage:
         self.weight = torch.zeros(8, requires_grad=True)
         self.kept: dict[int, Alive] = {}
 
-    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
         kept = self.kept[micro_batch] = Alive()
         out: torch.Tensor = SleepingFunction.apply(
-            self.weight if arrived is None else arrived,
+            self.weight if arrived is None else arrived[0],
             kept,
             self.costs,
             Kind.BACKWARD_INPUT if self.splits else Kind.BACKWARD,
         )
         out = out.sum() if self.is_last else out
         self.of_output[id(out)] = micro_batch
-        return out
+        return (out,)
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> SleepingWeights:
-        torch.autograd.backward(output, gradient)
-        kept = self.kept.pop(self.of_output.pop(id(output)))
+    def state(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def backward(self, outputs: Tensors, gradients: Tensors | None) -> SleepingWeights:
+        torch.autograd.backward(outputs, gradients)
+        kept = self.kept.pop(self.of_output.pop(id(outputs[0])))
         return SleepingWeights(kept, self.costs.backward_weight if self.splits else 0.0)
 
 
@@ -286,7 +309,7 @@ def sleeping(args: argparse.Namespace) -> None:
 def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("bubbles", "sleeping"), default=["bubbles", "sleeping"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="that sleep (default 4)")
     parser.add_argument("--micro-batches", type=int, default=12, metavar="N", help="of a batch (default 12)")
     parser.add_argument("--seconds", type=float, default=0.03, metavar="S", help="of the forward of a rank's stages")
@@ -299,6 +322,8 @@ def main() -> None:
     print(turns.machine(), flush=True)
     if "bubbles" in args.parts:
         bubbles((2, 4, 8))
+    if "recomputation" in args.parts:
+        recomputation((2, 4, 8))
     if "sleeping" in args.parts:
         sleeping(args)
 

@@ -27,7 +27,7 @@ from ds_npu.parallel.tensor.direct_layers import (
     use_direct_gradient,
 )
 from ds_npu.parallel.tensor.weight_gradient import GradientQueue, GradientSink, QueuedGradients, gradient_sink
-from ds_npu.zero_ext.gradient_buffer import accumulator, foreign_accumulation
+from ds_npu.zero_ext.gradient_buffer import GRAD_ACCUM, accumulator, foreign_accumulation
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -137,6 +137,21 @@ def _reduce(engine: Any) -> None:
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         optimizer.set_gradient_accumulation_boundary(True)
+        _add_missing(optimizer)
         engine._flush_coalesced_reduction_zero12(optimizer)
     else:
         engine.allreduce_gradients()
+
+
+def _add_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Give the weights that no batch of this rank has used (of a vision tower, without images) gradients of zeros.
+
+    DeepSpeed 0.19.8 leaves them out of its buckets, and other data ranks, whose batches used them, would wait.
+    """
+    for weight in (each for group in optimizer.bit16_groups for each in group if each.requires_grad):
+        if optimizer.get_gradient_for_reduction(weight) is not None:
+            continue
+        if optimizer.use_grad_accum_attribute:
+            GRAD_ACCUM.set(weight, torch.zeros_like(weight, dtype=optimizer.gradient_accumulation_dtype))
+        else:
+            weight.grad = torch.zeros_like(weight)

@@ -79,7 +79,7 @@ def bubble_lines(run: Timeline, loads: Sequence[float]) -> Iterator[str]:
     own = timeline(run.schedule, Costs(stages=loads))
     yield (
         f"Bubble: {alike:.1%} of the makespan at most, between a rank's first and last action; with what ranks wait "
-        f"before and after, {mean_idle(run):.1%} on average (F = I = W, stages alike, messages take no time)"
+        f"before and after, {mean_idle(run):.1%} on average (F = I = W, and R; stages alike; messages take no time)"
     )
     yield (
         f"With the cost of each stage (matrix products of its blocks and the head; attention not counted): "
@@ -117,4 +117,5 @@ def rank_table(planned: PlannedStages, schedule: Schedule) -> Iterator[str]:
     for row in rows:
         yield "  ".join(f"{each:<{width}}" for each, width in zip(row, widths, strict=True)).rstrip()
     of = "a micro-batch of one stage" + (f" (1/{layout.chunks} of a rank's layers)" if layout.chunks > 1 else "")
-    yield f"Parameters: before ZeRO shards them. Peak activations: of {of}. Work: of the slowest rank's."
+    again = " from its second forward (R) on; of the others inputs are kept" if layout.recomputes else ""
+    yield f"Parameters: before ZeRO shards them. Peak activations: of {of}{again}. Work: of the slowest rank's."

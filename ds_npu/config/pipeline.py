@@ -32,8 +32,8 @@ class PipelineSection(Section):
     """Layers of each stage, first to last; empty: so that the slowest stage is the fastest, its matrices counted."""
     noop_layers: list[AtLeastZero] = Field(default=[])
     """Positions at which a layer that does nothing is counted, to make a division even."""
-    recompute: Literal["inline", "bubble"] = "inline"
-    """Recompute activations just before their backward, or earlier, where the rank would wait."""
+    recompute: Literal["inline", "bubble"] | None = None
+    """Keep each stage's inputs only, and run its forward again just before the backward, or where the rank waits."""
 
 
 def two_divisions(section: PipelineSection) -> Iterator[Problem]:

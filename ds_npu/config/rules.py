@@ -168,6 +168,13 @@ def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.recompute.method", recompute.method, accepted)
 
 
+def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
+    asked = {path: value for path, value in switched_on(config) if path in ("recompute.layers", "recompute.modules")}
+    if config.pipeline.recompute is not None:
+        accepted = "nothing beside ds_npu.pipeline.recompute: layers would be computed twice again"
+        yield from (Problem(f"ds_npu.{path}", value, accepted) for path, value in asked.items())
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -188,4 +195,5 @@ RULES = (
     Rule(("recompute",), _recompute),
     Rule(("optimizer_memory",), _resident),
     Rule(("parallel", "optimizer_memory"), _blocks),
+    Rule(("recompute", "pipeline.recompute"), _recomputed_twice),
 )

@@ -23,7 +23,6 @@ from ds_npu.config.tensor_overlap import TensorOverlap
 from ds_npu.config.watch import WatchSection
 
 PLANNED = (
-    "pipeline.recompute",
     "recompute.budget_gib",
     "deterministic",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +19,16 @@ from ds_npu.config.pipeline import PipelineSection
 from ds_npu.engine.same_batch import agree_before_stages
 from ds_npu.engine.stage_output import LOSS, OutputForm, StageOutputs, tensors_of, training_output
 from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_loss
-from ds_npu.features.pipeline.layout import PipelineLayout, layout_of
+from ds_npu.features.pipeline.images import check_no_pixels, image_pieces
+from ds_npu.features.pipeline.layout import PipelineLayout, check_recomputed_once, layout_of
 from ds_npu.features.pipeline.micro_batches import Arguments, cut, samples_of, shape_of
 from ds_npu.features.pipeline.stages import check_arguments, run_stage
 from ds_npu.features.token_targets import COUNT
+from ds_npu.memory.call_state import CallState
 from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
 from ds_npu.parallel.pipeline.schedule import Schedule
-from ds_npu.parallel.pipeline.transfers import PipelineLinks
+from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 from ds_npu.parallel.tensor.randomness import RegionRandomness
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.held_reduction import HeldReduction
@@ -91,8 +94,13 @@ class RunningMicroBatches:
     trains: bool
     outputs: list[Any] = field(default_factory=list)
     """By micro-batch, what the last stage has returned: in an evaluation, all; in training, the first."""
-    losses: list[torch.Tensor] = field(default_factory=list)
-    """All that this rank's stages add to the loss of the batch, without graphs."""
+    losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """By micro-batch and stage, what this rank's stages add to the loss of the batch, without graphs."""
+
+    @property
+    def own_losses(self) -> list[torch.Tensor]:
+        """In an order that no schedule changes."""
+        return [self.losses[place] for place in sorted(self.losses)]
 
 
 class StageOfEngine:
@@ -101,7 +109,7 @@ class StageOfEngine:
     def __init__(self, pipeline: EnginePipeline, stage: Stage, batch: RunningMicroBatches) -> None:
         self.pipeline, self.stage, self.batch = pipeline, stage, batch
 
-    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
         engine, batch = self.pipeline.engine, self.batch
         losses: list[torch.Tensor] = []
         with self.pipeline.random_numbers(), autocast_if_enabled(engine), divided_by(batch.items):
@@ -109,13 +117,13 @@ class StageOfEngine:
         own = None
         if losses and batch.trains:
             own = self.pipeline.loss.share(torch.stack(losses).sum(), batch.parts, micro_batch, batch.items)
-            batch.losses.append(own.detach())
+            batch.losses[micro_batch, self.stage.index] = own.detach()
         if self.stage.index < self.stage.count - 1:
-            hidden: torch.Tensor = out
-            return hidden if own is None else with_loss(hidden, loss_scaled(engine, own))
+            hidden, *others = out
+            return (hidden if own is None else with_loss(hidden, loss_scaled(engine, own)), *others)
         if not batch.trains:
             batch.outputs.append(out)
-            return torch.zeros((), device=engine.device)
+            return (torch.zeros((), device=engine.device),)
         loss = tensors_of(out).get(LOSS)
         if loss is None or loss.dim() > 0:
             raise ValueError(
@@ -126,13 +134,17 @@ class StageOfEngine:
         if not batch.outputs:
             batch.outputs.append(out)
         loss = loss if batch.items is not None else loss / len(batch.parts)
-        batch.losses.append(loss.detach())
-        return loss if own is None else loss + own
+        loss = loss if own is None else loss + own
+        batch.losses[micro_batch, self.stage.index] = loss.detach()
+        return (loss,)
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
-        if gradient is None:
-            output = loss_scaled(self.pipeline.engine, output)
-        return self.pipeline.held.backward(output, gradient)
+    def state(self) -> AbstractContextManager[object]:
+        return CallState(get_accelerator().device_name()).restored()
+
+    def backward(self, outputs: Tensors, gradients: Tensors | None) -> Any:
+        if gradients is None:
+            outputs = (loss_scaled(self.pipeline.engine, outputs[0]),)
+        return self.pipeline.held.backward(outputs, gradients)
 
 
 def loss_scaled(engine: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -190,7 +202,8 @@ class EnginePipeline:
         # On every rank before any begins: one that refuses later leaves the others waiting for it.
         self._check(given, trains)
         samples = samples_of(given)
-        parts = cut(given, min(self.micro_batches or samples, samples))
+        count = min(self.micro_batches or samples, samples)
+        parts = cut(given, count, image_pieces(self.engine.module, given, count))
         self._agree(given, parts)
         items = self.loss.items(parts)
         if items is not None and self.engine.topology.size("cp") > 1:
@@ -201,6 +214,8 @@ class EnginePipeline:
     def _check(self, given: Arguments, trains: bool) -> None:
         """Raise ValueError for what stages cannot be given."""
         check_arguments(self.engine.module, given)
+        if self.engine.topology.size("cp") > 1:
+            check_no_pixels(self.engine.module, given)
         if trains:
             self.loss.check_labels(given)
 
@@ -208,6 +223,8 @@ class EnginePipeline:
         """What all ranks do together before the micro-batches ``parts`` of the batch ``given``."""
         if not self._has_begun:
             self._has_begun = True
+            if self.layout.recomputes:
+                check_recomputed_once(self.engine.module)
             agree_before_stages(self.engine.module, self.engine.topology, given, parts[0])
         self._check_alike(len(parts))
 
@@ -248,7 +265,7 @@ class EnginePipeline:
             self.drop()
             raise
         key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
-        form, loss = self.outputs.of_training(batch.outputs, batch.losses, key)
+        form, loss = self.outputs.of_training(batch.outputs, batch.own_losses, key)
         self.handle = loss.requires_grad_()
         # A copy: the caller may scale it in place.
         return form, self.handle * 1

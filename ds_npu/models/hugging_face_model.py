@@ -30,6 +30,8 @@ class HuggingFaceConfig(Protocol):
     base_model_tp_plan: Mapping[str, str] | None
     """transformers' own tensor-parallel plan: from a module's name, * for indices, to a style."""
     is_encoder_decoder: bool
+    model_type: str
+    """The name of the family."""
     num_attention_heads: int
     _attn_implementation: str
     _experts_implementation: str | None

@@ -57,8 +57,9 @@ class Runner:
     def forward(self, index: int) -> None:
         words_BS, labels_BS = self.batches[index][:, :-1], self.batches[index][:, 1:]
         x = None if self.first else self.receive(words_BS).requires_grad_()
-        y = run_stage(self.model, self.own, x, input=words_BS)
+        y = run_stage(self.model, self.own, None if x is None else (x,), input=words_BS)
         if self.first:
+            (y,) = y
             self.send(y)
         else:
             y = rule.token_loss(y, labels_BS) / MICRO_BATCHES

@@ -65,7 +65,7 @@ def one_step(engine: Any) -> float:
     loss = torch.zeros(())
     with HeldReduction(engine) as held, Float64():
         if stage.index == 0:
-            x = run_stage(engine.module, stage, None, **labelled())
+            (x,) = run_stage(engine.module, stage, None, **labelled())
             dist.broadcast_object_list([x.shape], first, group=group)
             dist.broadcast(x.detach().contiguous(), first, group=group)
             gradient = torch.empty(x.shape, dtype=dtype)
@@ -77,7 +77,7 @@ def one_step(engine: Any) -> float:
             x = torch.empty(shape[0], dtype=dtype)
             dist.broadcast(x, first, group=group)
             x.requires_grad_()
-            loss = run_stage(engine.module, stage, x, **labelled()).loss
+            loss = run_stage(engine.module, stage, (x,), **labelled()).loss
             held.backward(loss)
             dist.broadcast(x.grad.contiguous(), last, group=group)
     return loss.item()

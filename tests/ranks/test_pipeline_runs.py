@@ -6,9 +6,13 @@ import itertools
 
 import pipelines
 import pytest
+import random_schedules
 import scheduled_engines
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from ranks import run_on_ranks
 
+from ds_npu.parallel.pipeline.recompute_fill import recomputed
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 
 
@@ -24,6 +28,22 @@ def test_every_schedule_computes_what_one_process_does(ranks, more):
     """To the bit: each adds up the gradients of micro-batches in their order."""
     cases = [schedule for schedule, _ in itertools.chain(schedules(ranks, 1), schedules(ranks, more))]
     run_on_ranks(ranks, pipelines.run_all, *cases)
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, 5), pytest.param(4, 9, marks=pytest.mark.slow)])
+def test_schedules_that_recompute(ranks, more):
+    """To the bit, too; and as many graphs are alive at once as a schedule says."""
+    cases = [recomputed(schedule, ahead) for schedule, _ in schedules(ranks, more) for ahead in (0, 1, 3)]
+    run_on_ranks(ranks, pipelines.run_all, *cases)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@settings(max_examples=1, deadline=None, phases=[Phase.generate])
+@given(st.data())
+def test_random_schedules_run(ranks, data):
+    """Stages in any place, whole and split backwards, recomputations: one world runs 40 of them."""
+    drawn = data.draw(st.lists(random_schedules.schedules(ranks), min_size=40, max_size=40))
+    run_on_ranks(ranks, pipelines.run_in_any_order, *drawn)
 
 
 def test_a_rank_that_waits_for_a_dead_one_says_for_what():

@@ -17,7 +17,7 @@ from ds_npu.models.globs import plan_for
 from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
-from ds_npu.parallel.pipeline.transfers import PipelineLinks
+from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 from ds_npu.zero_ext.held_reduction import HeldReduction
 
 EXACT, SINGLE = dense.EXACT, dense.SINGLE
@@ -41,12 +41,12 @@ class EngineStage:
     def __init__(self, model: nn.Module, stage: Stage, held: HeldReduction) -> None:
         self.model, self.stage, self.held = model, stage, held
 
-    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
         out = run_stage(self.model, self.stage, arrived, **batches()[micro_batch])
-        return out.loss * share(micro_batch) if self.stage.index == self.stage.count - 1 else out
+        return (out.loss * share(micro_batch),) if self.stage.index == self.stage.count - 1 else out
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None):
-        return self.held.backward(output, gradient)
+    def backward(self, outputs: Tensors, gradients: Tensors | None):
+        return self.held.backward(outputs, gradients)
 
 
 def engine_of(model: nn.Module, zero: int, ranks: int):

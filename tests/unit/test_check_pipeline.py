@@ -105,6 +105,13 @@ def test_more_micro_batches_than_samples(check):
     assert any(line.startswith(text) for line in lines)
 
 
+def test_recomputation_is_shown(check):
+    code, lines, _ = check({"pipeline": 2}, {"split": [5, 3], "recompute": "inline"}, 2)
+    assert code == 0 and rows(lines)[0][3] == rows(lines)[1][3] == 1
+    assert any(re.match(r"rank 0 +F0 F1 R0 \.*B0 +F2 R1", line) for line in lines)
+    assert any("from its second forward (R) on" in line for line in lines)
+
+
 def test_no_pipeline(check):
     code, lines, _ = check({"tensor": 2}, {}, 2)
     assert code == 0 and "Pipeline ranks" not in lines

@@ -21,7 +21,7 @@ from ds_npu.features.build import PLAN_ATTRIBUTE, Build
 from ds_npu.features.pipeline.stages import cut_into_stages, run_stage, stages_of
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import PlanError
-from ds_npu.parallel.pipeline.pass_through import PassThrough, Side, Stage, absent_weights, stages_in
+from ds_npu.parallel.pipeline.pass_through import PassThrough, Side, absent_weights, stages_in
 
 EXACT = 1e-12
 
@@ -156,16 +156,6 @@ def test_a_stage_that_is_called_as_if_it_were_whole():
         run_stage(parts[0], first.stage, None, **labelled(), output_attentions=True)
     with pytest.raises(RuntimeError, match="would write one stage's weights as if they were all"):
         parts[0].save_pretrained("nowhere")
-    images = [stageable("qwen2_5_vl") for _ in range(2)]
-    cut(images, 2)
-    with pytest.raises(AttributeError, match=r"model\.visual .* is in another stage"):
-        run_stage(images[1], Stage(1, 2, 1), torch.zeros(2, 9, 32), **labelled(), **pictures(images[1]))
-
-
-def pictures(model: nn.Module) -> dict[str, torch.Tensor]:
-    vision = model.config.vision_config
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return {"pixel_values": torch.zeros(4, width), "image_grid_thw": torch.tensor([[1, 2, 2]])}
 
 
 class Twice(nn.Module):

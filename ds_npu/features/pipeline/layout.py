@@ -11,8 +11,10 @@ from torch import nn
 
 from ds_npu.config.pipeline import PipelineSection
 from ds_npu.config.problems import ConfigError, Problem
+from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import hugging_face_model, setting
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.pipeline.recompute_fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.validation import check_schedule
@@ -22,6 +24,8 @@ KEY = "ds_npu.pipeline"
 DEFAULT = "1f1b"
 WITH_FEWER = {"dualpipe_v": "zb_v"}
 """A schedule that needs several micro-batches, and one with the same stages on each rank that needs none."""
+MOST_AHEAD = {"inline": 0, "bubble": 1}
+"""By ``recompute``, how many recomputations may wait for their backwards beside the one that is next."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -37,6 +41,8 @@ class PipelineLayout:
     """From a number of micro-batches; raises ScheduleError where there is none."""
     sample: Schedule
     """One of them."""
+    recomputes: bool
+    """Whether forwards run again before their backwards, where activations would be kept meanwhile."""
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
@@ -86,9 +92,27 @@ def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
     @lru_cache
     def make(micro_batches: int) -> Schedule:
         has_enough = micro_batches >= named.fewest_micro_batches(ranks)
-        return (named if has_enough else SCHEDULES[WITH_FEWER[name]]).make(ranks, micro_batches, chunks)
+        made = (named if has_enough else SCHEDULES[WITH_FEWER[name]]).make(ranks, micro_batches, chunks)
+        return _with_recomputation(section, made)
 
-    return PipelineLayout(name, ranks, chunks, make, make(named.fewest_micro_batches(ranks)))
+    sample = make(named.fewest_micro_batches(ranks))
+    return PipelineLayout(name, ranks, chunks, make, sample, section.recompute is not None)
+
+
+def _with_recomputation(section: PipelineSection, schedule: Schedule) -> Schedule:
+    """``schedule`` with the recomputations that ``section`` asks for."""
+    return schedule if section.recompute is None else recomputed(schedule, MOST_AHEAD[section.recompute])
+
+
+def check_recomputed_once(model: nn.Module) -> None:
+    """Raise ValueError where transformers' checkpointing is on in ``model``, whose schedule recomputes its forwards."""
+    found = next((each for each in model.modules() if attribute(each, "gradient_checkpointing", bool)), None)
+    if found is not None:
+        raise ValueError(
+            f"{KEY}.recompute, and gradient checkpointing of {type(found).__name__} is on: activations would be "
+            "computed twice again. What to do: leave out gradient_checkpointing (of the Trainer, or "
+            f"model.gradient_checkpointing_enable()), or {KEY}.recompute"
+        )
 
 
 def _layout_of_file(section: PipelineSection, name: str, ranks: int) -> PipelineLayout:
@@ -99,6 +123,11 @@ def _layout_of_file(section: PipelineSection, name: str, ranks: int) -> Pipeline
     except (OSError, UnicodeDecodeError, ScheduleError) as error:
         accepted = f"a file with a row of actions for each rank that can run: {error}"
         raise ConfigError([Problem(path, name, accepted)]) from error
+    has_own = any(each.kind is Kind.RECOMPUTE for each in found.actions())
+    if section.recompute is not None and has_own:
+        accepted = f"nothing beside ds_npu.pipeline.schedule {name!r}, which has recomputations (R) of its own"
+        raise ConfigError([Problem(f"{KEY}.recompute", section.recompute, accepted)])
+    found = _with_recomputation(section, found)
     chunks = {sum(rank == owner for owner in found.rank_of.values()) for rank in range(len(found.rows))}
     if len(found.rows) != ranks or len(chunks) != 1:
         accepted = f"{ranks} rows (ds_npu.parallel.pipeline) with equally many stages each; it has {len(found.rows)}"
@@ -112,7 +141,7 @@ def _layout_of_file(section: PipelineSection, name: str, ranks: int) -> Pipeline
             )
         return found
 
-    return PipelineLayout(name, ranks, chunks.pop(), make, found)
+    return PipelineLayout(name, ranks, chunks.pop(), make, found, has_own or section.recompute is not None)
 
 
 def blocks_of_stages(section: PipelineSection, model: nn.Module, plan: ModelPlan, stages: int) -> list[int]:

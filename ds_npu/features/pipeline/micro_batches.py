@@ -26,19 +26,26 @@ def samples_of(given: Mapping[str, Any]) -> int:
     return 1 if found is None else len(found)
 
 
-def cut(given: Arguments, count: int) -> list[Arguments]:
+def sizes_of_parts(samples: int, count: int) -> list[int]:
+    """How many samples each of ``count`` micro-batches has."""
+    return [samples // count + (index < samples % count) for index in range(count)]
+
+
+def cut(given: Arguments, count: int, pieces: Mapping[str, Sequence[Any]] | None = None) -> list[Arguments]:
     """The arguments of ``count`` micro-batches; tensors of the batch's samples are cut, all else is whole in each.
 
-    Raises ValueError for a tensor of which it is not known how it belongs to the samples.
+    ``pieces``: by argument, what each micro-batch has of those that are cut in another way. Raises ValueError for a
+    tensor of which it is not known how it belongs to the samples.
     """
     if count == 1:
         return [given]
-    samples, parts = samples_of(given), [dict[str, Any]() for _ in range(count)]
-    for name, value in given.items():
-        leaves, tree = tree_flatten(value)
-        pieces = [_pieces(name, leaf, samples, count) for leaf in leaves]
+    found = dict(pieces or {})
+    samples, parts = samples_of(given), [{name: each[index] for name, each in found.items()} for index in range(count)]
+    for name in given.keys() - found.keys():
+        leaves, tree = tree_flatten(given[name])
+        of_leaves = [_pieces(name, leaf, samples, count) for leaf in leaves]
         for index, part in enumerate(parts):
-            part[name] = tree_unflatten([each[index] for each in pieces], tree)
+            part[name] = tree_unflatten([each[index] for each in of_leaves], tree)
     return parts
 
 

@@ -19,6 +19,8 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.build import PLAN_ATTRIBUTE
+from ds_npu.features.pipeline.deep_stack import link_deep_stack
+from ds_npu.features.pipeline.images import check_images, without_pixels
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.guarded_saving import check_before_saving
@@ -37,6 +39,7 @@ from ds_npu.parallel.pipeline.pass_through import (
     follow_block,
     stages_in,
 )
+from ds_npu.parallel.pipeline.transfers import Tensors
 from ds_npu.parallel.placement import Placement, placement_of
 
 FIRST = (Role.EMBEDDING, Role.POSITION_EMBEDDING, Role.NORM)
@@ -86,7 +89,7 @@ def stages_of(plan: ModelPlan, split: int | Sequence[int]) -> list[StageModules]
             sides |= dict.fromkeys(last, Side.AFTER)
         place = {name: next(at for at, each in enumerate(every) if names.is_inside(each, name)) for name in sides}
         absent = {name: sides[name] for name in sorted(sides, key=place.__getitem__)}
-        found.append(StageModules(Stage(index, len(counts), counts[index]), plan.blocks[begin:end], absent))
+        found.append(StageModules(Stage(index, len(counts), counts[index], begin), plan.blocks[begin:end], absent))
     return found
 
 
@@ -173,6 +176,7 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     for each in own:
         for name in each.blocks:
             follow_block(model.get_submodule(name), name)
+    link_deep_stack(model)
     mine = plan.without([name for name in outside if all(name in each.absent for each in own)])
     if len(own) > 1:
         mine = replace(mine, stages=tuple(each.blocks for each in own if each.blocks))
@@ -249,17 +253,18 @@ def _side(own: StageModules, name: str) -> Side | None:
 def run_stage(
     model: nn.Module,
     stage: Stage,
-    arrived: torch.Tensor | None,
+    arrived: Tensors | None,
     losses: list[torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """One forward of ``model``, which is ``stage``, on a batch: the hidden states [B, S, H] for the next stage.
+    """One forward of ``model``, which is ``stage``, on a batch: the tensors for the next stage.
 
-    The last stage returns what the model returns. ``arrived``: hidden states [B, S, H] of the stage before, None in the
-    first stage; with context parallelism those of this rank's tokens. Every stage is given the whole batch by name;
-    labels are used by the last stage only. ``losses``: to which those of the stage's own layers are appended. Raises
-    ValueError for hidden states that no or another stage has sent, and for arguments that a stage cannot serve: caches,
-    and what asks for something of every layer.
+    They are the hidden states [B, S, H], and behind them what else later blocks take. The last stage returns what the
+    model returns. ``arrived``: the tensors of the stage before, None in the first stage; with context parallelism those
+    of this rank's tokens. Every stage is given the whole batch by name; labels are used by the last stage only, pixels
+    by the first. ``losses``: to which those of the stage's own layers are appended. Raises ValueError for hidden states
+    that no or another stage has sent, and for arguments that a stage cannot serve: caches, and what asks for something
+    of every layer.
     """
     if (arrived is None) != (stage.index == 0):
         raise ValueError(
@@ -270,6 +275,8 @@ def run_stage(
     is_last = stage.index == stage.count - 1
     if not is_last:
         kwargs = {key: value for key, value in kwargs.items() if key not in LABEL_ARGUMENTS}
+    if stage.index > 0:
+        kwargs = without_pixels(model, kwargs)
     several = own_stages(model)
     with nullcontext() if several is None else several.only(stage), crossing(stage, arrived) as states:
         out = model(**kwargs)
@@ -279,7 +286,7 @@ def run_stage(
         return out
     if states.leaving is None:
         raise RuntimeError(f"{type(model).__name__}: {stage} has returned before its blocks were behind it")
-    return states.leaving
+    return (states.leaving, *states.leaving_beside)
 
 
 def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
@@ -290,6 +297,7 @@ def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
             f"{type(model).__name__} is cut into stages, and is given {', '.join(refused)}: {UNSERVED[refused[0]]}. "
             "What to do: leave it out, or ds_npu.parallel.pipeline 1"
         )
+    check_images(model, given)
 
 
 def own_stages(model: nn.Module) -> OwnStages | None:

@@ -66,9 +66,9 @@ def write_throughput(engine: Any, ranks: int) -> None:
         running_stage = BORDER_STATES.of(running())
         if own and (running_stage is None or running_stage.stage != own[0]):
             return  # Every stage of the rank is given each micro-batch, of which one counts.
-        if module.training:
+        if module.training and torch.is_grad_enabled():
             throughput.count((kwargs, args))
-        else:
+        elif not module.training:
             throughput.began = None  # The next step's time would have the evaluation in it.
 
     def write_events(events: Sequence[Event]) -> None:

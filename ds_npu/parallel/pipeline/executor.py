@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
-from ds_npu.parallel.pipeline.transfers import PipelineLinks
+from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors, differentiable
 
 
 class WeightPart(Protocol):
@@ -22,19 +23,28 @@ class WeightPart(Protocol):
 class StageWork(Protocol):
     """One stage of a model on this rank."""
 
-    def forward(self, micro_batch: int, arrived: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states for the next stage from those of the stage before (None in the first); last: the loss."""
+    def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
+        """What the next stage is given, from what the stage before has sent (None in the first); last: the loss.
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> WeightPart:
-        """The backward of one forward's ``output`` (without ``gradient``: of the loss), weight gradients apart."""
+        It may be called twice for a micro-batch, without a graph and then with one.
+        """
+
+    def state(self) -> AbstractContextManager[object]:
+        """A context in which a forward draws the random numbers that one would draw now."""
+
+    def backward(self, outputs: Tensors, gradients: Tensors | None) -> WeightPart:
+        """The backward of one forward's ``outputs`` (without ``gradients``: of the loss), weight gradients apart."""
 
 
 @dataclass
 class _Kept:
     """What one forward leaves for its backward."""
 
-    arrived: torch.Tensor | None
-    output: torch.Tensor
+    arrived: Tensors | None
+    outputs: Tensors
+    """None of them until the recomputation, where there is one."""
+    state: AbstractContextManager[object] | None = None
+    """For the recomputation."""
 
 
 class PipelineError(RuntimeError):
@@ -49,7 +59,7 @@ class PipelineRun:
         self._schedule, self._rank, self._stages, self._links = schedule, rank, stages, links
         self._goes_back = any(each.kind is not Kind.FORWARD for each in schedule.rows[rank])
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._handed: dict[Action, torch.Tensor] = {}
+        self._handed: dict[Action, Tensors] = {}
         """Results that another stage of this rank is to take."""
         self._weights: dict[tuple[int, int], WeightPart] = {}
         self.losses: dict[int, torch.Tensor] = {}
@@ -58,12 +68,14 @@ class PipelineRun:
     def run(self, shapes: Sequence[Hashable]) -> None:
         """Run all actions of the rank. Raises PipelineError where another rank has failed or does not answer.
 
-        ``shapes``: by micro-batch, what its hidden states' shapes depend on, equal on all ranks.
+        ``shapes``: by micro-batch, what its tensors' shapes and number depend on, equal on all ranks.
         """
         self._links.begin(self._schedule.messages[self._rank], shapes)
         for index, action in enumerate(self._schedule.rows[self._rank]):
             if action.kind is Kind.FORWARD:
                 self._forward(action, index)
+            elif action.kind is Kind.RECOMPUTE:
+                self._recompute(action)
             elif action.kind is Kind.BACKWARD_WEIGHT:
                 self._weights.pop((action.stage, action.micro_batch)).compute()
             else:
@@ -74,31 +86,46 @@ class PipelineRun:
         arrived = None
         if action.stage > 0:
             arrived = self._taken(Action(action.stage - 1, Kind.FORWARD, action.micro_batch), action, index)
-            arrived.requires_grad_(self._goes_back)
-        output = self._stages[action.stage].forward(action.micro_batch, arrived)
-        if self._goes_back:
-            self._kept[action.stage, action.micro_batch] = _Kept(arrived, output)
-        if action.stage == self._schedule.stages - 1:
-            self.losses[action.micro_batch] = output.detach()
+            for each in differentiable(arrived):
+                each.requires_grad_(self._goes_back)
+        stage, kept = self._stages[action.stage], _Kept(arrived, ())
+        if action._replace(kind=Kind.RECOMPUTE) in self._schedule.cells:
+            kept.state = stage.state()
+            with torch.no_grad():
+                outputs = stage.forward(action.micro_batch, arrived)
         else:
-            self._given(action, output.detach())
+            kept.outputs = outputs = stage.forward(action.micro_batch, arrived)
+        if self._goes_back:
+            self._kept[action.stage, action.micro_batch] = kept
+        detached = tuple(each.detach() for each in outputs)
+        if action.stage == self._schedule.stages - 1:
+            (self.losses[action.micro_batch],) = detached
+        else:
+            self._given(action, detached)
+
+    def _recompute(self, action: Action) -> None:
+        """Run the forward again, as it ran, and keep its graph."""
+        kept = self._kept[action.stage, action.micro_batch]
+        assert kept.state is not None, "a forward that is recomputed has left a state"
+        with kept.state:
+            kept.outputs = self._stages[action.stage].forward(action.micro_batch, kept.arrived)
 
     def _backward(self, action: Action, index: int) -> None:
         kept = self._kept.pop((action.stage, action.micro_batch))
-        gradient = None
+        outputs, gradients = differentiable(kept.outputs), None
         if action.stage < self._schedule.stages - 1:
             needed = next(each for each in self._schedule.needs(action) if each.stage > action.stage)
-            gradient = self._taken(needed, action, index)
-        weights = self._stages[action.stage].backward(kept.output, gradient)
+            gradients = self._taken(needed, action, index)
+            outputs, gradients = _with_graph(outputs, gradients)
+        weights = self._stages[action.stage].backward(outputs, gradients)
         if kept.arrived is not None:
-            assert kept.arrived.grad is not None, "hidden states that arrive have a gradient"
-            self._given(action, kept.arrived.grad)
+            self._given(action, tuple(map(_gradient, differentiable(kept.arrived))))
         if action.kind is Kind.BACKWARD:
             weights.compute()
         else:
             self._weights[action.stage, action.micro_batch] = weights
 
-    def _given(self, action: Action, values: torch.Tensor) -> None:
+    def _given(self, action: Action, values: Tensors) -> None:
         """Hand the result of ``action`` to the stage that needs it."""
         stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
         if self._schedule.rank_of[stage] == self._rank:
@@ -106,7 +133,7 @@ class PipelineRun:
         else:
             self._links.send(action, values)
 
-    def _taken(self, needed: Action, action: Action, index: int) -> torch.Tensor:
+    def _taken(self, needed: Action, action: Action, index: int) -> Tensors:
         """The result of ``needed``, for ``action`` in cell ``index``."""
         source = self._schedule.rank_of[needed.stage]
         if source == self._rank:
@@ -118,3 +145,15 @@ class PipelineRun:
                 f"ds_npu.parallel.pipeline: rank {self._rank} waited in cell {index} ({action}) for {needed} of rank "
                 f"{source}, which failed or did not answer in time: {error}"
             ) from error
+
+
+def _with_graph(outputs: Tensors, gradients: Tensors) -> tuple[Tensors, Tensors]:
+    """Without those of ``outputs`` that nothing trained has made, but for the hidden states."""
+    pairs = zip(outputs, gradients, strict=True)
+    kept = [pair for index, pair in enumerate(pairs) if index == 0 or pair[0].requires_grad]
+    return tuple(output for output, _ in kept), tuple(gradient for _, gradient in kept)
+
+
+def _gradient(arrived: torch.Tensor) -> torch.Tensor:
+    """Of what has arrived; zeros where the stage has used it for nothing."""
+    return torch.zeros_like(arrived) if arrived.grad is None else arrived.grad

@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_npu.parallel.forward_wraps import first_parameter_name
 from ds_npu.parallel.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.pipeline.transfers import Tensors
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 
 
@@ -39,6 +40,8 @@ class Stage:
     count: int
     blocks: int
     """How many it has."""
+    before: int = 0
+    """Blocks of all stages before."""
 
     def __str__(self) -> str:
         return f"stage {self.index} of 0..{self.count - 1}"
@@ -46,13 +49,16 @@ class Stage:
 
 @dataclass
 class BorderStates:
-    """The hidden states [B, S, H] that cross the borders of ``stage`` in one forward."""
+    """The hidden states [B, S, H] that cross the borders of ``stage`` in one forward, and what crosses beside them."""
 
     stage: Stage
     arrived: torch.Tensor | None
     """From the stage before; None in the first stage."""
+    arrived_beside: Tensors = ()
+    """Other tensors that blocks of this or of a later stage take (deep-stacked visual features)."""
     leaving: torch.Tensor | None = None
     """For the stage behind; None in the last stage."""
+    leaving_beside: Tensors = ()
     losses: list[torch.Tensor] = field(default_factory=list)
     """Scalars that the layers of this stage add to the loss of the batch (routers' auxiliary losses)."""
     blocks_run: int = 0
@@ -167,9 +173,9 @@ def follow_block(block: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def crossing(stage: Stage, arrived: torch.Tensor | None) -> Iterator[BorderStates]:
-    """Make the calls within one forward of ``stage``, to which the hidden states ``arrived`` (None in the first)."""
-    states = BorderStates(stage, arrived)
+def crossing(stage: Stage, arrived: Tensors | None) -> Iterator[BorderStates]:
+    """Make the calls within one forward of ``stage``, to which the tensors ``arrived`` (None in the first)."""
+    states = BorderStates(stage, None) if arrived is None else BorderStates(stage, arrived[0], arrived[1:])
     with new_forward() as micro_batch:
         BORDER_STATES.set(micro_batch, states)
         yield states

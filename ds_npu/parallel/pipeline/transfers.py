@@ -3,7 +3,7 @@
 All messages from one rank to another are sent in the order of the sender's row, and received in the same order: on NPUs
 messages have no names. Messages to higher and to lower ranks have groups of their own, so that no rank waits for a
 message behind one that waits for it. Of batches of a new shape, a header says before the first hidden states how large
-they are.
+they are, and how many tensors.
 """
 
 from __future__ import annotations
@@ -17,38 +17,57 @@ import torch.distributed as dist
 from ds_npu.comm.pending import Pending
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Messages
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Of hidden states; a header has the index."""
-MOST_DIMS = 6
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.int32)
+"""Of what travels; a header has the index."""
+MOST_TENSORS, MOST_DIMS = 16, 6
+
+Tensors = tuple[torch.Tensor, ...]
+"""What crosses a border in one micro-batch: hidden states first, then what else the blocks behind it take."""
+
+
+def differentiable(values: Tensors) -> Tensors:
+    """Those of ``values`` whose gradients come back, all of floating point."""
+    return tuple(each for each in values if each.is_floating_point())
 
 
 @dataclass(frozen=True)
-class HiddenStates:
-    """The hidden states of one micro-batch, as this rank knows them before they arrive; gradients are alike."""
+class Form:
+    """What crosses a border in one micro-batch, as a rank knows it before it arrives: shape and dtype of each."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @staticmethod
-    def of(values: torch.Tensor) -> HiddenStates:
-        """Raises ValueError for hidden states that no header describes."""
-        if values.dtype not in DTYPES or values.dim() > MOST_DIMS:
+    def of(values: Tensors) -> Form:
+        """Raises ValueError for tensors that no header describes."""
+        wrong = [each for each in values if each.dtype not in DTYPES or each.dim() > MOST_DIMS]
+        if wrong or len(values) > MOST_TENSORS:
+            found = wrong[0] if wrong else values[MOST_TENSORS]
             raise ValueError(
-                f"hidden states {list(values.shape)} of {values.dtype} leave a pipeline stage; accepted are at most "
-                f"{MOST_DIMS} dims of {', '.join(map(str, DTYPES))}"
+                f"{len(values)} tensors leave a pipeline stage, among them {list(found.shape)} of {found.dtype}; "
+                f"accepted are {MOST_TENSORS} of at most {MOST_DIMS} dims, of {', '.join(map(str, DTYPES))}"
             )
-        return HiddenStates(tuple(values.shape), values.dtype)
+        return Form(tuple((tuple(each.shape), each.dtype) for each in values))
+
+    @property
+    def gradients(self) -> Form:
+        """The gradients that come back."""
+        return Form(tuple(each for each in self.tensors if each[1].is_floating_point))
 
     def header(self, device: torch.device) -> torch.Tensor:
-        """int64 [2 + MOST_DIMS]: index of the dtype, number of dims, sizes."""
-        padding = [0] * (MOST_DIMS - len(self.shape))
-        return torch.tensor([DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding], device=device)
+        """int64 [1 + MOST_TENSORS * (2 + MOST_DIMS)]: how many; of each the index of the dtype, dims, sizes."""
+        rows = [[DTYPES.index(dtype), len(shape), *shape] for shape, dtype in self.tensors]
+        padded = [number for row in rows for number in (*row, *[0] * (2 + MOST_DIMS - len(row)))]
+        return torch.tensor([len(rows), *padded, *[0] * (HEADER - 1 - len(padded))], device=device)
 
     @staticmethod
-    def read(header: torch.Tensor) -> HiddenStates:
+    def read(header: torch.Tensor) -> Form:
         """From what ``header`` made; waits for the device."""
-        dtype, dims, *sizes = header.tolist()
-        return HiddenStates(tuple(sizes[:dims]), DTYPES[dtype])
+        count, *numbers = header.tolist()
+        rows = [numbers[index * (2 + MOST_DIMS) :][: 2 + MOST_DIMS] for index in range(count)]
+        return Form(tuple((tuple(sizes[:dims]), DTYPES[dtype]) for dtype, dims, *sizes in rows))
+
+
+HEADER = 1 + MOST_TENSORS * (2 + MOST_DIMS)
 
 
 class PipelineLinks:
@@ -58,37 +77,44 @@ class PipelineLinks:
         """``groups`` of the ranks along pp: for messages to higher and to lower ones."""
         self._groups, self._device = groups, device
         self._own = dist.get_rank(groups[0])
-        self._known: dict[tuple[Hashable, int], HiddenStates] = {}
-        """By shape of a batch and stage, the hidden states that leave the stage, once they have."""
+        self._known: dict[tuple[Hashable, int], Form] = {}
+        """By shape of a batch and stage, what leaves the stage, once it has."""
         self._sending: list[Pending[torch.Tensor]] = []
 
     def begin(self, messages: Messages, shapes: Sequence[Hashable]) -> None:
-        """A run begins. ``shapes``: by micro-batch, what its hidden states' shapes depend on, equal on all ranks."""
+        """A run begins. ``shapes``: by micro-batch, what its tensors' shapes depend on, equal on all ranks."""
         self._messages, self._shapes = messages, shapes
-        self._posted: dict[Action, Pending[torch.Tensor]] = {}
+        self._posted: dict[Action, list[Pending[torch.Tensor]]] = {}
         self._next = dict.fromkeys(messages.received, 0)
 
-    def send(self, action: Action, values: torch.Tensor) -> None:
+    def send(self, action: Action, values: Tensors) -> None:
         """Send ``values``, the result of ``action``, if another rank needs it; nobody waits."""
         target = self._messages.sent.get(action)
         if target is None:
             return
-        values = values.detach().contiguous()
-        border = self._border(action)
-        if border not in self._known:
-            self._known[border] = HiddenStates.of(values)
-            self._send(self._known[border].header(self._device), target)
-        self._send(values, target)
+        values = tuple(each.detach().contiguous() for each in values)
+        form = self._forward_form(action)
+        if form is None:
+            form = self._known[self._border(action)] = Form.of(values)
+            self._send(form.header(self._device), target)
+        expected = self._of(action, form)
+        if Form.of(values) != expected:
+            raise ValueError(
+                f"{Form.of(values)} leaves a pipeline stage in {action}, and {expected} did for a micro-batch of the "
+                "same shapes: what crosses a border must depend on shapes alone"
+            )
+        for each in values:
+            self._send(each, target)
 
-    def receive(self, action: Action) -> torch.Tensor:
+    def receive(self, action: Action) -> Tensors:
         """Wait for the result of ``action`` of another rank; behind it the next message from there may arrive."""
         source = next(rank for rank, each in self._messages.received.items() if action in each)
         queue = self._messages.received[source]
         while action not in self._posted:
             self._post(source)
-        found = self._posted.pop(action).wait()
+        found = tuple(each.wait() for each in self._posted.pop(action))
         # Of an unknown shape the host would have to wait for the header.
-        if self._next[source] < len(queue) and self._border(queue[self._next[source]]) in self._known:
+        if self._next[source] < len(queue) and self._forward_form(queue[self._next[source]]) is not None:
             self._post(source)
         return found
 
@@ -109,15 +135,26 @@ class PipelineLinks:
     def _post(self, source: int) -> None:
         action = self._messages.received[source][self._next[source]]
         self._next[source] += 1
-        border = self._border(action)
-        if border not in self._known:
-            header = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=self._device)
-            dist.recv(header, group=self._group(source, self._own), group_src=source)
-            self._known[border] = HiddenStates.read(header)
-        hidden = self._known[border]
-        values = torch.empty(hidden.shape, dtype=hidden.dtype, device=self._device)
-        work = dist.irecv(values, group=self._group(source, self._own), group_src=source)
-        self._posted[action] = Pending(values, work)
+        group = self._group(source, self._own)
+        form = self._forward_form(action)
+        if form is None:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
+            dist.recv(header, group=group, group_src=source)
+            form = self._known[self._border(action)] = Form.read(header)
+        self._posted[action] = []
+        for shape, dtype in self._of(action, form).tensors:
+            values = torch.empty(shape, dtype=dtype, device=self._device)
+            work = dist.irecv(values, group=group, group_src=source)
+            self._posted[action].append(Pending(values, work))
+
+    def _forward_form(self, action: Action) -> Form | None:
+        """What crosses forwards the border that the result of ``action`` crosses; None where nothing has yet."""
+        return self._known.get(self._border(action))
+
+    @staticmethod
+    def _of(action: Action, form: Form) -> Form:
+        """The form of the result of ``action``, where ``form`` is what crosses the border forwards."""
+        return form if action.kind is Kind.FORWARD else form.gradients
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._groups[0 if source < target else 1]

@@ -1,0 +1,157 @@
+"""Images in the batches of a model in stages: its vision tower stands in the first one, which merges what it returns.
+
+Pixels are concatenated over the samples of a batch. The tokens that they are merged into say how many images belong to
+a sample. Positions of tokens depend on the sizes of images alone, and every stage computes them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.features.pipeline.micro_batches import KEY, Arguments, sizes_of_parts
+from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model, setting, settings
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """One kind of them: images or videos."""
+
+    pixels: str
+    """The argument with their pixels, of all samples: [rows, ...]."""
+    token: str
+    """The setting that is the token which stands for a piece of one."""
+    grid: str | None = None
+    """The argument with their sizes in rows of pixels [count, 3]; None: each is a row, and has equally many tokens."""
+    of_each: tuple[str, ...] = ()
+    """More arguments [count, ...]."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.pixels, self.grid))) + self.of_each
+
+
+QWEN = (
+    Pictures("pixel_values", "image_token_id", "image_grid_thw"),
+    Pictures("pixel_values_videos", "video_token_id", "video_grid_thw", ("second_per_grid_ts",)),
+)
+ONE_SIZE = (Pictures("pixel_values", "image_token_id"),)
+SERVED: dict[str, tuple[Pictures, ...]] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN)
+SERVED |= dict.fromkeys(("llava", "gemma3"), ONE_SIZE)
+"""By the type of a model. Pixels become nothing but embeddings of tokens, and what DeepStack adds."""
+INPUTS = (
+    *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_embeds", "video_embeds"),
+    *("input_features", "input_values", "audio_values", "mm_encoder_outputs"),
+)
+"""Arguments of transformers' models for the modules that stand before their text model."""
+
+
+def pictures_of(model: nn.Module) -> tuple[Pictures, ...]:
+    """The kinds that stages of ``model`` can be given."""
+    found = hugging_face_model(model)
+    return () if found is None else SERVED.get(found.config.model_type, ())
+
+
+def check_images(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for inputs other than tokens that stages of ``model`` cannot be given."""
+    served = [each.pixels for each in pictures_of(model)]
+    refused = [name for name in INPUTS if given.get(name) is not None and name not in served]
+    if refused:
+        raise ValueError(
+            f"{type(model).__name__} is cut into stages, and is given {', '.join(refused)}: only the first stage has "
+            "what they are for, and it is not known what the other stages need of them. Accepted are "
+            f"{', '.join(served) or 'tokens'}; pixels in models of the types {', '.join(SERVED)}. What to do: "
+            "ds_npu.parallel.pipeline 1"
+        )
+
+
+def check_no_pixels(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for pixels in a model whose sequences are sharded."""
+    found = [each.pixels for each in pictures_of(model) if given.get(each.pixels) is not None]
+    if found:
+        raise ValueError(
+            f"{type(model).__name__} is given {', '.join(found)}, and ds_npu.parallel.context shards its sequences: "
+            "each of its ranks has a part of the tokens that images are merged into. What to do: leave "
+            "ds_npu.parallel.context out"
+        )
+
+
+def without_pixels(model: nn.Module, given: Arguments) -> Arguments:
+    """What stages behind the first are given."""
+    pixels = [each.pixels for each in pictures_of(model)]
+    return {name: each for name, each in given.items() if name not in pixels}
+
+
+def image_pieces(model: nn.Module, given: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:
+    """By argument about images, what each of ``count`` micro-batches has of it; those without images have no pixels.
+
+    Raises ValueError where the tokens of the samples do not say to which of them an image belongs.
+    """
+    found: dict[str, Sequence[Any]] = {}
+    for kind in pictures_of(model) if count > 1 else ():
+        if any(given.get(name) is not None for name in kind.arguments):
+            found |= _pieces(model, kind, given, count)
+    return found
+
+
+def _pieces(model: nn.Module, kind: Pictures, given: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:
+    root = hugging_face_model(model)
+    token = None if root is None else setting(root.config, kind.token, int)
+    ids = given.get("input_ids")
+    if token is None or ids is None:
+        what = "no input_ids" if ids is None else f"no {kind.token} in its config"
+        raise ValueError(f"{_named(model, kind, given)}, and {what}, which say to which sample each belongs. {REMEDY}")
+    # The host waits for the device, once in a batch: sizes of tensors depend on it.
+    of_samples: list[int] = (ids == token).sum(1).tolist()
+    rows, tokens = _sizes(root, kind, given, sum(of_samples))
+    ends, row_ends = [0, *accumulate(tokens)], [0, *accumulate(rows)]
+    token_ends, at = [0, *accumulate(of_samples)], [0, *accumulate(sizes_of_parts(len(of_samples), count))]
+    places = [bisect_left(ends, token_ends[sample]) for sample in at]
+    if [ends[place] if place < len(ends) else None for place in places] != [token_ends[sample] for sample in at]:
+        raise ValueError(
+            f"{_named(model, kind, given)} of {', '.join(map(str, tokens))} tokens, and samples of "
+            f"{', '.join(map(str, of_samples))} of them ({kind.token} {token}): it is not known which belong to a "
+            f"sample. {REMEDY}"
+        )
+    parts = list(pairwise(places))
+    found: dict[str, Sequence[Any]] = {}
+    for name in kind.arguments:
+        whole = given.get(name)
+        if whole is None:
+            continue
+        by = row_ends if name == kind.pixels else range(len(ends))
+        # An empty grid, not none: positions are then numbered as beside images.
+        found[name] = [
+            None if name == kind.pixels and first == last else whole[by[first] : by[last]] for first, last in parts
+        ]
+    return found
+
+
+REMEDY = f"What to do: {KEY} 1, which leaves the batch whole, and more gradient accumulation steps or train_batch"
+
+
+def _named(model: nn.Module, kind: Pictures, given: Mapping[str, Any]) -> str:
+    shapes = {name: list(given[name].shape) for name in kind.arguments if isinstance(given.get(name), torch.Tensor)}
+    return f"{type(model).__name__} is given " + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+
+
+def _sizes(
+    model: HuggingFaceModel | None, kind: Pictures, given: Mapping[str, Any], total: int
+) -> tuple[list[int], list[int]]:
+    """Of each picture its rows of pixels and its tokens, of which the batch has ``total``."""
+    if kind.grid is None:
+        count = len(given[kind.pixels])
+        return [1] * count, [total // count if total % max(count, 1) == 0 else -1] * count
+    grid = given.get(kind.grid)
+    if grid is None:
+        raise ValueError(f"{kind.pixels} are given without {kind.grid}, which says how large each of them is")
+    assert model is not None
+    merged = settings(model.config)["vision_config"].spatial_merge_size ** 2
+    rows: list[int] = grid.prod(-1).tolist()
+    return rows, [each // merged for each in rows]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_npu.acceptance.case import Case, Scope
-from ds_npu.acceptance.operator_cases import short
+from ds_npu.acceptance.operator_cases import LARGE_S, short
 
 KINDS = (
     "all-reduce",
@@ -31,6 +31,11 @@ KINDS = (
 )
 OBJECTS = "objects"
 FUSED = ("product fused with an all-gather", "product fused with a reduce-scatter")
+REAL_PRODUCTS = {
+    FUSED[0]: ((4096, 4096, 3584), (1023, 8192, 7168)),
+    FUSED[1]: ((8192, 3584, 4096), (8200, 3584, 8192)),
+}
+"""Rows on a rank, inner dimension and columns: the MLPs of Llama-3 8B and 70B over 4 or 8 tensor ranks."""
 MIB = 1 << 20
 BUFFER_MIB = 200
 """Of a communicator where HCCL_BUFFSIZE is not set, by CANN's HCCL user guide."""
@@ -57,6 +62,9 @@ class CollectiveCase(Case):
     kind: str = OBJECTS
     dtype: torch.dtype = torch.float32
     count: int = 1
+    inner: int = 256
+    columns: int = 384
+    """Of a fused product's matrix, ``count`` being its rows on a rank."""
     buffer_mib: int | None = None
     """The HCCL buffer of a communicator that is made for the case; None: the world's own communicator."""
 
@@ -76,6 +84,7 @@ def collective_cases(scope: Scope) -> list[CollectiveCase]:
                 for kind in FUSED
                 for dtype in (torch.bfloat16, torch.float16)
             ]
+            found += [] if scope.small else _real_products(ranks)
     return found
 
 
@@ -96,6 +105,23 @@ def _of_kind(kind: str, ranks: int, small: bool, whole: bool) -> list[Collective
         over = (int(os.environ.get("HCCL_BUFFSIZE") or BUFFER_MIB) + 50) * MIB // 4
         found.append(_case(kind, ranks, torch.float32, over // parts + 3))
     return found
+
+
+def _real_products(ranks: int) -> list[CollectiveCase]:
+    return [
+        CollectiveCase(
+            f"{kind}, {rows} x {inner} x {columns}, bfloat16, {ranks} ranks",
+            ranks,
+            LARGE_S,
+            kind=kind,
+            dtype=torch.bfloat16,
+            count=rows,
+            inner=inner,
+            columns=columns,
+        )
+        for kind, sizes in REAL_PRODUCTS.items()
+        for rows, inner, columns in sizes
+    ]
 
 
 def _case(kind: str, ranks: int, dtype: torch.dtype, count: int, buffer_mib: int | None = None) -> CollectiveCase:

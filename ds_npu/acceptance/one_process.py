@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.acceptance.training_cases import STEPS, Model, ModelSizes, TrainingRecipe
+from ds_npu.acceptance.training_cases import Model, ModelSizes, TrainingRecipe
 
 CLIP = 0.8
 LEARNING_RATES = {"SGD": 0.1, "AdamW": 1e-3}
@@ -139,7 +139,7 @@ def trained(recipe: TrainingRecipe, compute: torch.dtype) -> Curve:
     masters, weights = list(whole.parameters()), list(model.parameters())
     optimizer = optimizer_of(recipe, masters)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(recipe.steps):
         loss = 0.0
         for tokens in batch(recipe.sizes, step).chunk(PIECES):
             piece = loss_of(recipe, model, tokens) / PIECES

@@ -41,6 +41,9 @@ class ModelSizes:
 SMALL_SIZES = ModelSizes(32, 48, 1, 4, 2, 64, sequences=2, length=24)
 LARGE_SIZES = ModelSizes(256, 704, 4, 8, 4, 1024, sequences=16, length=256)
 """Of two tensor ranks each has what the fused matrix products take (256 to 65534 inputs)."""
+REAL_SIZES = ModelSizes(4096, 14336, 1, 32, 8, 512, sequences=2, length=1024)
+"""A block of Llama-3 8B; one process on the CPU computes 3 TFLOP a step."""
+REAL_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class TrainingRecipe:
     sizes: ModelSizes
     dtype: str
     optimizer: str = "SGD"
+    steps: int = STEPS
 
     @property
     def file(self) -> str:
@@ -85,6 +89,8 @@ def training_cases(scope: Scope) -> list[TrainingCase]:
         cases += [*_zero(scope.npus), *_two_npus()]
     if scope.npus >= 4:
         cases += _four_npus(scope.npus - scope.npus % 4)
+    if scope.npus > 1:
+        cases += _real(scope.npus)
     return cases
 
 
@@ -121,6 +127,25 @@ def _case(
         section=section,
         stage=stage,
     )
+
+
+def _real(npus: int) -> Iterator[TrainingCase]:
+    """A block of a real model, on as many NPUs as have key heads, over each axis that shards it."""
+    ranks = max(size for size in (2, 4, 8) if size <= npus)
+    axes = {"tensor": _tensor(ranks, True), "context": _context(ranks, "ring")}
+    if ranks >= 4:
+        degrees = {"tensor": 2, "sequence_parallel": True, "context": ranks // 2}
+        axes["tensor and context"] = {"parallel": degrees}
+    for axis, section in axes.items():
+        yield TrainingCase(
+            f"{axis} over {ranks}, a block of hidden size {REAL_SIZES.hidden}, ZeRO 1, float32",
+            ranks,
+            LARGE_S,
+            alone=True,
+            recipe=TrainingRecipe("decoder", REAL_SIZES, "float32", steps=REAL_STEPS),
+            section=section,
+            stage=1,
+        )
 
 
 def _one_npu() -> Iterator[TrainingCase]:

@@ -31,6 +31,7 @@ from ds_npu.engine.device import use_own_device
 from ds_npu.engine.engine_pipeline import EnginePipeline, keep_own_parameters, own_layout
 from ds_npu.engine.expert_view import ExpertView
 from ds_npu.engine.grid import ContextGrid
+from ds_npu.engine.joint_calls import joint_calls_of_this_world
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.own_moe import check_no_own_experts
 from ds_npu.engine.placements import equalise_copies, place_parameters
@@ -78,6 +79,7 @@ class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckp
         device = get_accelerator().device_name()
         self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)
         self.topology = session.topology
+        self.joint_calls = joint_calls_of_this_world()
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         with shards_from_partitions(model, session.topology):
             apply_features(values_in(session.config), self.build)

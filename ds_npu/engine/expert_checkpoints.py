@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_npu.engine.any_layout import REASSEMBLED
 from ds_npu.engine.expert_states import State, joined, part_of
+from ds_npu.engine.joint_calls import JointCalls, joint
 from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
@@ -35,6 +36,7 @@ class ExpertCheckpoints:
     topology: Topology
     has_moe_layers: bool
     checkpoint_engine: Any
+    joint_calls: JointCalls
     places: State
     """Where experts are, as a checkpoint that is being written says."""
     zero_optimization_partition_weights: Callable[[], bool]
@@ -45,6 +47,7 @@ class ExpertCheckpoints:
         """Whether the model has weights on the expert view."""
         return has_experts(self.module)
 
+    @joint("engine.save_checkpoint")
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, and the files of experts."""
         upstream: Any = super()

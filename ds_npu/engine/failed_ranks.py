@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from ds_npu.config.problems import ConfigError, printable
@@ -38,7 +39,7 @@ PEER_GONE = re.compile(
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms|(?:Socket|Store|Wait) ?[Tt]imeout|HCCL_E_TIMEOUT|EI000[26]\b|wait timeout"
 )
-LIBRARIES = ("site-packages", "dist-packages", "<frozen")
+LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[1]), os.path.dirname(os.__file__))
 """What the path of a file holds that is not the user's script."""
 
 
@@ -209,10 +210,14 @@ def _places(traceback: TracebackType | None) -> list[tuple[str, bool]]:
     found = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        is_script = not any(part in code.co_filename for part in LIBRARIES)
-        found.append((f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}", is_script))
+        found.append((f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}", is_of_script(code.co_filename)))
         traceback = traceback.tb_next
     return found
+
+
+def is_of_script(file: str) -> bool:
+    """Whether ``file`` is the user's, and of no library."""
+    return not any(part in file for part in LIBRARIES)
 
 
 class _SaidAgain(logging.NullHandler):

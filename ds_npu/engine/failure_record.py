@@ -87,11 +87,11 @@ class FailureRecord:
     def note(self, mine: Failure) -> Failure | None:
         """Note ``mine`` unless another rank was first; returns the first (None: the store does not answer)."""
         said = json.dumps(asdict(mine))
-        return self._ask(lambda: _read(self.store.compare_set("first", "", said)), None)
+        return self.ask(lambda: _read(self.store.compare_set("first", "", said)), None)
 
     def first(self) -> Failure | None:
         """The failure that was noted first, if any."""
-        return self._ask(lambda: _read(self.store.get("first")) if self.store.check(["first"]) else None, None)
+        return self.ask(lambda: _read(self.store.get("first")) if self.store.check(["first"]) else None, None)
 
     def speaker_of(self, mine: Failure) -> int:
         """The rank that says an error of this kind: rank 0 if it has it, too, else the first that asks."""
@@ -104,11 +104,11 @@ class FailureRecord:
             self._wait_for(said)
             return 0 if self.store.check([said]) else self._first_to_ask(mine.kind)
 
-        return self._ask(ask, self.rank)
+        return self.ask(ask, self.rank)
 
     def witness(self) -> int:
         """The rank that says that another one is gone of which nobody knows why: the first that asks."""
-        return self._ask(lambda: self._first_to_ask("gone"), self.rank)
+        return self.ask(lambda: self._first_to_ask("gone"), self.rank)
 
     def _first_to_ask(self, what: str) -> int:
         return int(self.store.compare_set(f"speaker of {what}", "", str(self.rank)))
@@ -133,7 +133,7 @@ class FailureRecord:
                 self._wait_for("rank 0 has printed")
 
         with _silent():
-            self._ask(others_are_told, None)
+            self.ask(others_are_told, None)
 
     def _wait_for(self, key: str) -> None:
         # Not the store's own wait, which complains on the screen when the time is over.
@@ -141,7 +141,7 @@ class FailureRecord:
         while not self.store.check([key]) and time.monotonic() < end:
             time.sleep(LOOK_EVERY_SECONDS)
 
-    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+    def ask(self, question: Callable[[], T], otherwise: T) -> T:
         """The answer of ``question``, or ``otherwise`` where there is none in time: a store may also just be silent."""
         answers: list[T] = []
 

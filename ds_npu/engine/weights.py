@@ -16,10 +16,13 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.engine.joint_calls import JointCalls, joint
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.placement import has_experts
 from ds_npu.topology.degrees import Axis
+
+SAVE_16BIT = "engine.save_16bit_model"
 
 
 class WholeWeights:
@@ -27,6 +30,7 @@ class WholeWeights:
 
     topology: Any
     module: nn.Module
+    joint_calls: JointCalls
 
     @property
     def stages(self) -> int:
@@ -44,7 +48,8 @@ class WholeWeights:
         Names and shapes are those of the model before it was sharded, so that it loads into the plain one. Weights are
         gathered one at a time.
         """
-        weights = self._gathered_weights()
+        with self._together("engine.whole_state_dict"):
+            weights = self._gathered_weights()
         # A rank that ends right after this has sent its part: on NPUs collectives are only queued when they return.
         get_accelerator().synchronize()
         return weights
@@ -71,7 +76,19 @@ class WholeWeights:
             device=None if device is None else torch.device(device),
             gather=self._gather,
         )
-        return _with_all_sent(found)
+        return self._begun_together(found)
+
+    def _begun_together(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._together("engine.whole_weights"):
+            pass
+        yield from weights
+        # See whole_state_dict.
+        get_accelerator().synchronize()
+
+    def _together(self, name: str) -> AbstractContextManager[None]:
+        """A block that no rank begins before all of them do, where ranks hold parts of the weights."""
+        holds_part = self.is_sharded or self._gather is _gathered
+        return self.joint_calls.call(name) if holds_part else nullcontext()
 
     def _holders(self, every_rank: bool) -> Any:
         """The ranks that gather the weights of each view; without ``every_rank`` those around global rank 0."""
@@ -107,6 +124,7 @@ class WholeWeights:
             return {}
         return whole_state_dict(self.module, holders, gather=gather)
 
+    @joint("engine.save_pretrained")
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model, whole, as Hugging Face's ``save_pretrained`` does, for ``from_pretrained`` to read.
 
@@ -123,7 +141,7 @@ class WholeWeights:
         final, unfinished = Path(save_dir, save_filename), Path(save_dir, f".{save_filename}.unfinished")
         if not self.is_sharded:
             upstream: Any = super()
-            with _named_together(unfinished, final, self.module.state_dict()):
+            with self._together(SAVE_16BIT), _named_together(unfinished, final, self.module.state_dict()):
                 return bool(upstream.save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))
         left_out = self._frozen() if exclude_frozen_parameters else set()
 
@@ -133,7 +151,8 @@ class WholeWeights:
                 final.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(chosen, unfinished)
 
-        self._write(write, save_dir)
+        with self._together(SAVE_16BIT):
+            self._write(write, save_dir)
         return True
 
     # What accelerate and the Hugging Face Trainer ask DeepSpeed's engine for under ZeRO-3.
@@ -146,7 +165,8 @@ class WholeWeights:
         """DeepSpeed's, with whole weights where this rank has a part of the model."""
         if not self.is_sharded:
             upstream: Any = super()
-            return upstream._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+            with self._together("the gathering of a model's weights"):
+                return upstream._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         left_out = self._frozen() if exclude_frozen_parameters else set()
         return {name: each for name, each in self.whole_state_dict().items() if name not in left_out}
 
@@ -170,12 +190,6 @@ class WholeWeights:
         dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:
             raise RuntimeError(f"{os.fspath(place)}: the whole model could not be written there: {failure[0]}")
-
-
-def _with_all_sent(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from weights
-    # See whole_state_dict.
-    get_accelerator().synchronize()
 
 
 @contextmanager

@@ -120,6 +120,12 @@ CELLS = (
         ALL,
         "npu/test_run_clm_npu.py::test_within_twice_the_error_of_one_process",
     ),
+    *cells(
+        "run_clm.py: the same to the bit with chaos seeds 1 to 3",
+        ONE,
+        TRAINS,
+        "npu/test_run_clm_npu.py::test_the_same_in_whatever_order_the_devices_work",
+    ),
     *(
         Cell(client, "tensor; context", "1", TRAINS, f"clients/test_{file}.py::test_every_stage_is_that_of_one_process")
         for client, file in (

@@ -18,6 +18,7 @@ import pytest
 import tiny_models
 import torch
 from client_runs import BATCHES, STAND_INS, TRAINING
+from endings import free_port
 from safetensors.torch import load_file
 from trl_script import tokenizer
 
@@ -108,7 +109,8 @@ def run_clm(inputs: Path, folder: Path, layout: Layout, options: dict[str, objec
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     given: dict[str, object] = USUAL | {"model_name_or_path": inputs, "output_dir": folder, "deepspeed": path}
     given |= {"train_file": inputs / "train.txt", "validation_file": inputs / "eval.txt"} | options
-    command = [*(torchrun if is_cpu else ["deepspeed", "--num_gpus", str(ranks)]), str(script())]
+    launcher = ["deepspeed", "--master_port", str(free_port()), "--num_gpus", str(ranks)]
+    command = [*(torchrun if is_cpu else launcher), str(script())]
     command += [str(word) for name, value in given.items() for word in (f"--{name}", value)]
     command += ["--use_cpu"] if is_cpu else []
     changed = {"PYTHONPATH": str(STAND_INS), "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(inputs / "cache")}

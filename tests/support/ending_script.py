@@ -1,7 +1,8 @@
 """A script of one linear layer, whose ranks end as the last argument says. Run by tests, with DeepSpeed or without.
 
 refused: the config is wrong. alike: all ranks raise. alone0, alone1: one rank raises in its second step. killed0,
-killed1: one rank is killed there. interrupted: Ctrl-C on all. late: all raise, rank 0 a second later.
+killed1: one rank is killed there. interrupted: Ctrl-C on all. late: all raise, rank 0 a second later. saves0, saves1:
+one rank saves alone at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 
 import torch
@@ -60,6 +62,9 @@ def train(rank: int) -> None:
     for step in range(3):
         engine.backward(engine(read_batch(rank, step)).square().mean())
         engine.step()
+    if f"saves{rank}" == HOW:
+        with tempfile.TemporaryDirectory() as folder:
+            engine.save_checkpoint(folder)
 
 
 if __name__ == "__main__":

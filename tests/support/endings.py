@@ -14,7 +14,8 @@ TIMEOUT_SECONDS = 150
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -28,7 +29,7 @@ def _environment() -> dict[str, str]:
 
 def of_ranks(how: str, size: int = 2) -> list[list[str]]:
     """The lines of each rank's screen, where no launcher ends the others."""
-    port = str(_free_port())
+    port = str(free_port())
     ranks = []
     for rank in range(size):
         mine = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1"}
@@ -49,7 +50,7 @@ def of_ranks(how: str, size: int = 2) -> list[list[str]]:
 
 def of_launcher(launcher: str, how: str) -> list[str]:
     """The lines of the screen of a launcher with two ranks."""
-    port = str(_free_port())
+    port = str(free_port())
     start = {
         "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
         "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port],

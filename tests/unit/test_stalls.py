@@ -93,7 +93,7 @@ def test_the_thread_prints_the_stacks_of_all_threads_and_ends_with_the_engine(mo
     done = threading.Event()
     other = threading.Thread(target=done.wait, name="a loader", daemon=True)
     other.start()
-    thread = watch_for_stalls(engine, StallWatch(2, "rank 0 of 1", least=0.2, pause=0.5))
+    thread = watch_for_stalls(engine, StallWatch(2, "rank 0 of 1", least=0.2, pause=0.5), lambda: None)
     for _ in range(5):
         time.sleep(0.05)
         engine.global_steps += 1

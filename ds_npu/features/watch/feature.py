@@ -36,7 +36,8 @@ def _quietly(install: Callable[[Any], object], engine: Any) -> list[str]:
 
 
 def _look_after_steps(factor: int, engine: Any) -> None:
-    watch_for_stalls(engine, StallWatch(factor, f"rank {dist.get_rank()} of {dist.get_world_size()}"))
+    watch = StallWatch(factor, f"rank {dist.get_rank()} of {dist.get_world_size()}")
+    watch_for_stalls(engine, watch, engine.joint_calls.say_where)
 
 
 def _write_throughput(build: Build, engine: Any) -> None:

@@ -14,6 +14,7 @@ import time
 import traceback
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -25,6 +26,7 @@ PAUSES = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_model"
 """Functions of DeepSpeed, of the Trainer and of many scripts in which no step ends."""
 MOST_REPORTS = 3
 LOOK_EVERY_SECONDS = 1.0
+STILL_SECONDS = 5.0
 REMEMBERED_STEPS = 50
 KNOWN_AFTER_STEPS = 3
 MOST_FRAMES = 25
@@ -94,12 +96,15 @@ class StallWatch:
         self.counters, self.moved, self.is_reported = counters, now, False
 
 
-def watch_for_stalls(engine: Any, watch: StallWatch) -> threading.Thread:
-    """Start the thread that looks after ``engine``, a DeepSpeed engine; it ends with the engine."""
+def watch_for_stalls(engine: Any, watch: StallWatch, when_still: Callable[[], None]) -> threading.Thread:
+    """Start the thread that looks after ``engine``, a DeepSpeed engine; it ends with the engine.
+
+    ``when_still`` is called every STILL_SECONDS while nothing moves.
+    """
     alive = weakref.ref(engine)
 
     def look_again_and_again() -> None:
-        watch.moved = time.monotonic()
+        watch.moved = asked = time.monotonic()
         while True:
             time.sleep(LOOK_EVERY_SECONDS)
             engine = alive()
@@ -108,6 +113,9 @@ def watch_for_stalls(engine: Any, watch: StallWatch) -> threading.Thread:
             counters, is_training = (engine.global_steps, engine.micro_steps), engine.module.training
             del engine
             said = watch.look(time.monotonic(), counters, is_training=is_training)
+            if time.monotonic() - max(watch.moved, asked) > STILL_SECONDS:
+                asked = time.monotonic()
+                when_still()
             if said is not None:
                 os.write(2, f"[ds_npu] WARNING: {said}\n".encode())
 

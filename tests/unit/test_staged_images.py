@@ -12,7 +12,7 @@ from ds_npu.features.pipeline.images import check_no_pixels, image_pieces
 from ds_npu.features.pipeline.micro_batches import cut as cut_batch
 from ds_npu.features.pipeline.stages import run_stage
 from ds_npu.parallel.pipeline.pass_through import Side
-from ds_npu.parallel.pipeline.transfers import Form
+from ds_npu.parallel.pipeline.transfers import MessageForm
 
 KINDS = tuple(image_models.KINDS)
 
@@ -102,10 +102,10 @@ def test_inputs_that_stages_are_not_given():
 
 def test_headers_say_what_crosses():
     values = torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.bool), torch.zeros(5, 4)
-    form = Form.of(values)
-    assert Form.read(form.header(torch.device("cpu"))) == form
-    assert form.gradients == Form.of((values[0], values[2]))
+    form = MessageForm.of(values)
+    assert MessageForm.read(form.header(torch.device("cpu"))) == form
+    assert form.gradients == MessageForm.of((values[0], values[2]))
     with pytest.raises(ValueError, match=r"17 tensors leave a pipeline stage, among them \[5, 4\] of torch.float32"):
-        Form.of((values[2],) * 17)
+        MessageForm.of((values[2],) * 17)
     with pytest.raises(ValueError, match=r"\[1\] of torch.complex64; accepted are 16 of at most 6 dims"):
-        Form.of((torch.zeros(1, dtype=torch.complex64),))
+        MessageForm.of((torch.zeros(1, dtype=torch.complex64),))

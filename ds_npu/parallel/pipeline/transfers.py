@@ -31,13 +31,13 @@ def differentiable(values: Tensors) -> Tensors:
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageForm:
     """What crosses a border in one micro-batch, as a rank knows it before it arrives: shape and dtype of each."""
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @staticmethod
-    def of(values: Tensors) -> Form:
+    def of(values: Tensors) -> MessageForm:
         """Raises ValueError for tensors that no header describes."""
         wrong = [each for each in values if each.dtype not in DTYPES or each.dim() > MOST_DIMS]
         if wrong or len(values) > MOST_TENSORS:
@@ -46,12 +46,12 @@ class Form:
                 f"{len(values)} tensors leave a pipeline stage, among them {list(found.shape)} of {found.dtype}; "
                 f"accepted are {MOST_TENSORS} of at most {MOST_DIMS} dims, of {', '.join(map(str, DTYPES))}"
             )
-        return Form(tuple((tuple(each.shape), each.dtype) for each in values))
+        return MessageForm(tuple((tuple(each.shape), each.dtype) for each in values))
 
     @property
-    def gradients(self) -> Form:
+    def gradients(self) -> MessageForm:
         """The gradients that come back."""
-        return Form(tuple(each for each in self.tensors if each[1].is_floating_point))
+        return MessageForm(tuple(each for each in self.tensors if each[1].is_floating_point))
 
     def header(self, device: torch.device) -> torch.Tensor:
         """int64 [1 + MOST_TENSORS * (2 + MOST_DIMS)]: how many; of each the index of the dtype, dims, sizes."""
@@ -60,11 +60,11 @@ class Form:
         return torch.tensor([len(rows), *padded, *[0] * (HEADER - 1 - len(padded))], device=device)
 
     @staticmethod
-    def read(header: torch.Tensor) -> Form:
+    def read(header: torch.Tensor) -> MessageForm:
         """From what ``header`` made; waits for the device."""
         count, *numbers = header.tolist()
         rows = [numbers[index * (2 + MOST_DIMS) :][: 2 + MOST_DIMS] for index in range(count)]
-        return Form(tuple((tuple(sizes[:dims]), DTYPES[dtype]) for dtype, dims, *sizes in rows))
+        return MessageForm(tuple((tuple(sizes[:dims]), DTYPES[dtype]) for dtype, dims, *sizes in rows))
 
 
 HEADER = 1 + MOST_TENSORS * (2 + MOST_DIMS)
@@ -77,7 +77,7 @@ class PipelineLinks:
         """``groups`` of the ranks along pp: for messages to higher and to lower ones."""
         self._groups, self._device = groups, device
         self._own = dist.get_rank(groups[0])
-        self._known: dict[tuple[Hashable, int], Form] = {}
+        self._known: dict[tuple[Hashable, int], MessageForm] = {}
         """By shape of a batch and stage, what leaves the stage, once it has."""
         self._sending: list[Pending[torch.Tensor]] = []
 
@@ -95,13 +95,13 @@ class PipelineLinks:
         values = tuple(each.detach().contiguous() for each in values)
         form = self._forward_form(action)
         if form is None:
-            form = self._known[self._border(action)] = Form.of(values)
+            form = self._known[self._border(action)] = MessageForm.of(values)
             self._send(form.header(self._device), target)
-        expected = self._of(action, form)
-        if Form.of(values) != expected:
+        found, expected = MessageForm.of(values), self._of(action, form)
+        if found != expected:
             raise ValueError(
-                f"{Form.of(values)} leaves a pipeline stage in {action}, and {expected} did for a micro-batch of the "
-                "same shapes: what crosses a border must depend on shapes alone"
+                f"{found} leaves a pipeline stage in {action}, and {expected} did for a micro-batch of the same "
+                "shapes: what crosses a border must depend on shapes alone"
             )
         for each in values:
             self._send(each, target)
@@ -140,19 +140,19 @@ class PipelineLinks:
         if form is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
             dist.recv(header, group=group, group_src=source)
-            form = self._known[self._border(action)] = Form.read(header)
+            form = self._known[self._border(action)] = MessageForm.read(header)
         self._posted[action] = []
         for shape, dtype in self._of(action, form).tensors:
             values = torch.empty(shape, dtype=dtype, device=self._device)
             work = dist.irecv(values, group=group, group_src=source)
             self._posted[action].append(Pending(values, work))
 
-    def _forward_form(self, action: Action) -> Form | None:
+    def _forward_form(self, action: Action) -> MessageForm | None:
         """What crosses forwards the border that the result of ``action`` crosses; None where nothing has yet."""
         return self._known.get(self._border(action))
 
     @staticmethod
-    def _of(action: Action, form: Form) -> Form:
+    def _of(action: Action, form: MessageForm) -> MessageForm:
         """The form of the result of ``action``, where ``form`` is what crosses the border forwards."""
         return form if action.kind is Kind.FORWARD else form.gradients
 

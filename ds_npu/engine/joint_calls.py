@@ -3,7 +3,8 @@
 A script with ``if rank == 0: engine.save_checkpoint(...)`` makes collectives that the others do not join: rank 0 would
 wait until the timeout, or its collective would meet one of another call. So ranks meet at the start of such a call,
 over the store of the default process group. The wait ends with one error on every rank that is in the call: when
-another one has ended its script or makes another such call, and at last when the process group's timeout is over.
+another one has ended its script or makes another such call, and at last when the process group's timeout is over. For a
+rank that tells nothing of itself nobody waits here: it may be dead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import Store
 
 from ds_npu.engine.failed_ranks import is_of_script
@@ -29,6 +31,8 @@ T = TypeVar("T")
 
 SAID_AFTER_SECONDS = 60.0
 """How long a rank waits before it says for whom; the others may be late for good reasons."""
+SILENT_SECONDS = 15.0
+"""After so long a rank that says nothing of itself may be dead, which the call's own collectives find out at once."""
 LONGEST_PAUSE_SECONDS = 1.0
 SHOWN = 4
 """Ranks of which a message says where they stand."""
@@ -67,6 +71,8 @@ class JointCalls:
         self.depth += 1
         try:
             if self.record is not None and self.depth == 1:
+                # What a dead rank has left undone is an error here, and not in a thread that ends this process.
+                get_accelerator().synchronize()
                 self.number = self.record.store.add(_count(self.record.rank), 1)
                 _meet(self.record, name, self.number)
             yield
@@ -141,7 +147,7 @@ def joint(name: str) -> Callable[[Callable[Concatenate[E, P], T]], Callable[Conc
 
 
 def _meet(record: FailureRecord, name: str, number: int) -> None:
-    """Wait until all ranks are in their call ``number``; raise RuntimeError where they are not to meet."""
+    """Wait until all ranks are in call ``number``, or one is silent; raise RuntimeError where they do not meet."""
     store = record.store
     store.set(_place(number, record.rank), name)
     others = store.compare_set(f"joint call {number}", "", name).decode()
@@ -155,6 +161,8 @@ def _meet(record: FailureRecord, name: str, number: int) -> None:
         waited = time.monotonic() - begun
         if waited > timeout_s:
             _settle(record, number, f"after {waited:.0f} s, the timeout of the process group")
+        elif waited > SILENT_SECONDS and "" in _places(record, number):
+            return
         elif waited > SAID_AFTER_SECONDS and not is_said:
             is_said = True
             if record.rank == _places(record, number).index(name):

@@ -15,6 +15,8 @@ class HostWaits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.awaited_later: list[str] = []
+        """Copies into pinned memory, for which the host waits later, or never."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -23,6 +25,7 @@ class HostWaits(TorchDispatchMode):
         to_host = isinstance(out, torch.Tensor) and out.device.type == "cpu" and not func._opname.startswith("empty")
         asynchronous = func._opname == "copy_" and (args[2:3] == (True,) or (kwargs or {}).get("non_blocking", False))
         if asynchronous and to_host and out.is_pinned():
+            self.awaited_later.append(func._opname)
             return out
         if from_device and (to_host or func._opname in self.NEED):
             self.found.append(func._opname)

@@ -69,10 +69,10 @@ def one_wait(dispatcher: str, level: str) -> None:
     options = expert_cases.ExpertOptions(dispatcher, level)
     with HostWaits() as forward:
         out = expert_cases.compute_experts(x, ids, weights, experts, axis, options)
-    assert forward.found == ["copy_"], (dispatcher, level, forward.found)
+    assert (forward.found, forward.awaited_later) == ([], ["copy_"]), (dispatcher, level, forward.found)
     with HostWaits() as backward:
         out.sum().backward()
-    assert backward.found == [], (dispatcher, level, backward.found)
+    assert (backward.found, backward.awaited_later) == ([], []), (dispatcher, level, backward.found)
 
 
 def waits_of_each() -> None:

@@ -77,5 +77,14 @@ def test_masters_and_moments_stay_bit_for_bit(tmp_path):
     run_on_ranks(2, lives.in_16_bits, torch.bfloat16, layouts, str(tmp_path))
 
 
+KEPT = {"optimizer_memory": {"share_fp32": True, "swap": True}}
+
+
+@pytest.mark.slow
+def test_kept_states_stay_bit_for_bit(tmp_path):
+    layouts = [(1, {}), (2, over(tensor=2) | KEPT), (3, KEPT), (0, over(tensor=2) | KEPT), (1, KEPT), (1, {})]
+    run_on_ranks(2, lives.in_16_bits, torch.bfloat16, layouts, str(tmp_path))
+
+
 def test_parts_of_a_checkpoint(tmp_path):
     run_on_ranks(2, lives.parts_of_a_load, str(tmp_path))

@@ -109,10 +109,14 @@ class AnyLayoutCheckpoints:
 
     def _get_all_ckpt_names(self, folder: str, tag: str) -> list[str]:
         upstream: Any = super()
-        if self._reassembled is None:
-            names: list[str] = upstream._get_all_ckpt_names(folder, tag)
+        if self._reassembled is not None:
+            return [str(next(Path(folder, str(tag)).glob("*model_states.pt")))] * self.mp_world_size
+        names: list[str] = upstream._get_all_ckpt_names(folder, tag)
+        if self.load_universal_checkpoint() or _written_in(folder, tag) is None:
             return names
-        return [str(next(Path(folder, str(tag)).glob("*model_states.pt")))] * self.mp_world_size
+        # Of the same name there may have been a checkpoint of more ranks.
+        own = {upstream._get_ckpt_name(folder, tag, f"{rank:02d}") for rank in range(self.mp_world_size)}
+        return [name for name in names if name in own]
 
     def _get_all_zero_checkpoints(self, folder: str, tag: str) -> Any:
         upstream: Any = super()

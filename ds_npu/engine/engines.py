@@ -56,6 +56,7 @@ from ds_npu.zero_ext.data_average import average_over_data_ranks
 from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
 from ds_npu.zero_ext.expert_norm import add_up_experts
 from ds_npu.zero_ext.float64_reduction import reduce_in_float64
+from ds_npu.zero_ext.gather_after_step import gather_after_steps
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
@@ -140,6 +141,7 @@ class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckp
             reduce_in_float64(zero)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
+            gather_after_steps(zero)
             if self.has_experts:
                 add_up_experts(zero, self.topology)
         return zero

@@ -61,7 +61,7 @@ def loaders_share_out(parallel: dict[str, int], count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "parallel"),
-    [(2, {}), (4, {"context": 2}), (4, {"tensor": 2}), (4, {"pipeline": 2}), (4, {"tensor": 2, "context": 2})],
+    [(2, {}), (4, {"context": 2}), (4, {"tensor": 2}), (4, {"tensor": 2, "context": 2})],
     ids=str,
 )
 def test_each_dp_rank_gets_its_share_and_its_peers_the_same(world, parallel):

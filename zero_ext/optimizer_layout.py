@@ -16,6 +16,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_npu.zero_ext.optimizer_state import masters_of
+
 Keys = tuple[str | int, ...]
 
 
@@ -62,11 +64,12 @@ def layout_of_optimizer(optimizer: Any, weights: Iterable[nn.Parameter]) -> Opti
     if isinstance(optimizer, FP16_Optimizer):
         keys = (PLAIN, "fp32_groups_flat"), (PLAIN, "optimizer_state_dict")
         runs = dict(_one_after_the_other(optimizer.fp16_groups))
-        return OptimizerLayout(optimizer.optimizer, optimizer.fp32_groups_flat, *keys, runs)
+        return OptimizerLayout(optimizer.optimizer, _masters(optimizer), *keys, runs)
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         keys = (PLAIN, "fp32_groups"), (PLAIN, "optimizer_state_dict")
-        flats = [each for group in optimizer.fp32_groups for each in group]
-        return OptimizerLayout(optimizer.optimizer, flats, *keys, dict(_one_by_one(optimizer.fp16_groups)))
+        return OptimizerLayout(
+            optimizer.optimizer, _masters(optimizer), *keys, dict(_one_by_one(optimizer.fp16_groups))
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = [group["params"] for group in optimizer.param_groups]
         flats = [weight for group in groups for weight in group]
@@ -78,21 +81,21 @@ def layout_of_optimizer(optimizer: Any, weights: Iterable[nn.Parameter]) -> Opti
 def _sharded(optimizer: Any) -> OptimizerLayout | None:
     """Of optimizers whose states are sharded over data ranks, each rank's in a file of its own."""
     # Not of their subclasses (ZenFlow, SuperOffload), which hold more.
-    if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
-        # With weights on the host or a disk other attributes hold them.
-        if optimizer.swap_optimizer or optimizer.offload_param:
-            return None
-        keys = (ZERO, "fp32_flat_groups"), (ZERO, "optimizer_state_dict")
-        runs = dict(_of_stage_3(optimizer))
-        return OptimizerLayout(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat, *keys, runs)
-    keys = (ZERO, MASTERS), (ZERO, "base_optimizer_state")
-    if type(optimizer) is BF16_Optimizer:
-        runs = dict(_of_fragments(optimizer.bf16_groups))
-        return OptimizerLayout(optimizer.optimizer, optimizer.fp32_groups_flat_partition, *keys, runs)
-    if type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.elastic_checkpoint:
-        runs = dict(_of_partitions(optimizer))
-        return OptimizerLayout(optimizer.optimizer, optimizer.single_partition_of_fp32_groups, *keys, runs)
-    return None
+    kind, keys = type(optimizer), ((ZERO, MASTERS), (ZERO, "base_optimizer_state"))
+    # With weights on the host or a disk other attributes hold them.
+    if kind is DeepSpeedZeroOptimizer_Stage3 and not (optimizer.swap_optimizer or optimizer.offload_param):
+        keys, runs = ((ZERO, "fp32_flat_groups"), (ZERO, "optimizer_state_dict")), _of_stage_3(optimizer)
+    elif kind is BF16_Optimizer:
+        runs = _of_fragments(optimizer.bf16_groups)
+    elif kind is DeepSpeedZeroOptimizer and not optimizer.elastic_checkpoint:
+        runs = _of_partitions(optimizer)
+    else:
+        return None
+    return OptimizerLayout(optimizer.optimizer, _masters(optimizer), *keys, dict(runs))
+
+
+def _masters(optimizer: Any) -> list[torch.Tensor]:
+    return [master for master, _ in masters_of(optimizer)]
 
 
 def _one_by_one(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, FlatRun]]:

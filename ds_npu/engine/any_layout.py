@@ -331,7 +331,8 @@ class _Reassembly:
             settings.setdefault(run.group, self.written.settings(name))
             mine = slice(run.start, run.start + run.numel), slice(run.first, run.first + run.numel)
             if layout.values is not None:
-                flats[run.flat].view(-1)[mine[0]] = self._own(weight, self.written.value(name)).reshape(-1)[mine[1]]
+                part = self._own(weight, self.written.value(name)) if self.is_partitioned else found[MODULE][name]
+                flats[run.flat].view(-1)[mine[0]] = part.reshape(-1)[mine[1]]
             for each, value in self.written.state(name).items():
                 own = states.setdefault(run.flat, {})
                 if not isinstance(value, torch.Tensor) or value.dim() == 0:

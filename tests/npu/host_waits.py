@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import deepspeed
+import gradient_rule as rule
+import pytest
+import tensor_parallel_rule as tensor_rule
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,3 +34,19 @@ class HostWaits(TorchDispatchMode):
         if from_device and (to_host or func._opname in self.NEED):
             self.found.append(func._opname)
         return out
+
+
+def check_no_wait(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Let torch_npu raise where the host waits, from the first block to the end of backward.
+
+    Before, transformers looks for packed sequences, on the host. torch_npu overlooks copies, HostWaits does not.
+    """
+    ids = tensor_rule.batches(rule.MICRO).to(engine.device)
+    try:
+        with engine.module.model.layers[0].register_forward_pre_hook(lambda *_: torch.npu.set_sync_debug_mode("error")):
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            loss.item()
+    finally:
+        torch.npu.set_sync_debug_mode("default")

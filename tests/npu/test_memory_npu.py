@@ -7,11 +7,10 @@ from unittest import mock
 
 import deepspeed
 import gradient_rule as rule
-import pytest
 import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
-from host_waits import HostWaits
+from host_waits import HostWaits, check_no_wait
 from ranks import run_on_ranks
 
 from ds_npu.memory.recomputation import Recomputation
@@ -80,22 +79,6 @@ def trained(family: str, stage: int, section: dict[str, object]) -> Run:
             with waits:
                 engine.step()
     return Run(losses, gradients, waits.found, engine)
-
-
-def check_no_wait(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Let torch_npu raise where the host waits, from the first block to the end of backward.
-
-    Before, transformers looks for packed sequences, on the host. torch_npu overlooks copies, HostWaits does not.
-    """
-    ids = tensor_rule.batches(rule.MICRO).to(engine.device)
-    try:
-        with engine.module.model.layers[0].register_forward_pre_hook(lambda *_: torch.npu.set_sync_debug_mode("error")):
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            loss.item()
-    finally:
-        torch.npu.set_sync_debug_mode("default")
 
 
 def same(found: Run, expected: Run) -> bool:

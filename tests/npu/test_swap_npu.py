@@ -6,11 +6,10 @@ import gc
 
 import deepspeed
 import gradient_rule as rule
-import pytest
 import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
-from host_waits import HostWaits
+from host_waits import HostWaits, check_no_wait
 from ranks import run_on_ranks
 
 from ds_npu.memory import swapped_activations
@@ -49,19 +48,6 @@ def trained(stage: int, section: dict[str, object]) -> tuple[list[torch.Tensor],
         # ZeRO 3 waits in backward, and pipelines for messages.
         check_no_wait(engine)
     return [*losses, *map(local_shard, rule.whole_weights(engine.module).values())], waits.found
-
-
-def check_no_wait(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Let torch_npu raise where the host waits, from the first block to the end of backward."""
-    ids = tensor_rule.batches(rule.MICRO).to(engine.device)
-    try:
-        with engine.module.model.layers[0].register_forward_pre_hook(lambda *_: torch.npu.set_sync_debug_mode("error")):
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            loss.item()
-    finally:
-        torch.npu.set_sync_debug_mode("default")
 
 
 def runs(cases: list[tuple[dict[str, object], int]]) -> None:

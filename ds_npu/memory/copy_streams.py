@@ -22,7 +22,12 @@ class CopyStreams:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
+        self.device_type = device_type
+
+    @cached_property
+    def _device(self) -> Any:
+        # When the first copy asks: `ds_npu check` changes models where there is no such device.
+        return None if self.device_type == "cpu" else torch.get_device_module(self.device_type)
 
     @cached_property
     def _out(self) -> Any:

@@ -130,6 +130,7 @@ SECTIONS = {
     "fused": {"fused_ops": {**FUSED, "flash_attention": True}},
     "chunked": {"chunked_loss": True},
     "recomputed": {"recompute": PARTS | {"layers": 1, "method": "block"}},
+    "swapped": {"swap": {"activations": True}},
     "all": {
         "parallel": {**TENSOR, "sequence_parallel": True, "context": 2},
         "chunked_loss": 8,
@@ -166,10 +167,22 @@ def test_a_llama_is_changed_as_it_should(name):
         "chunked": {"wraps": 2, "links": 1},
         # A block; of the other its own, two norms, the MLP and its linears; the final norm.
         "recomputed": {"wraps": 1 + 1 + 2 + 4 + 1},
+        # Two blocks and the model.
+        "swapped": {"wraps": 3},
         "all": {**tensor, "wraps": 21 + 3 + 2 + 2, "hooks": 4 + 2, "computes": 9, "links": 4},
     }
     found = acts(changed(tiny_models.tiny("llama", torch.float32), SECTIONS[name], degrees))
     assert {act: found[act] for act in expected[name]} == expected[name]
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_check_changes_a_model_where_there_is_no_npu(name, tmp_path):
+    """As for ``ds_npu check --model`` on a machine whose torch does not know the device."""
+    tiny_models.tiny("llama", torch.float32).config.save_pretrained(tmp_path)
+    parallel = SECTIONS[name].get("parallel", {})
+    topology = PlannedTopology(Degrees(tp=parallel.get("tensor", 1), cp=parallel.get("context", 1)))
+    build = Build(topology, model_without_weights(tmp_path), {}, "npu", is_planned=True)
+    assert apply_features(values_in(DsNpuConfig.model_validate(SECTIONS[name])), build)
 
 
 @pytest.mark.parametrize(("family", "wraps"), [("deepseek_v3", 4), ("qwen3_moe", 0)])

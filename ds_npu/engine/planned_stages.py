@@ -41,7 +41,7 @@ def planned_stages(model: nn.Module, config: DsNpuConfig, degrees: Degrees) -> P
     topology = PlannedTopology(dataclasses.replace(degrees, pp=1))
     build = Build(topology, model, config.plan, "npu", is_planned=True)
     plan = build.plan
-    every = stages_of(plan, blocks_of_stages(config.pipeline, model, plan, layout.stages))
+    every = stages_of(plan, blocks_of_stages(config.pipeline, model, plan, layout))
     of_block = dict(zip(plan.blocks, costs(model, plan), strict=True))
     loads = [sum(of_block[name] for name in each.blocks) for each in every]
     loads[-1] += head_cost(model, plan)

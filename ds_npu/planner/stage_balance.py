@@ -1,10 +1,65 @@
-"""How many blocks each pipeline stage has, so that the slowest stage is as fast as it can be."""
+"""How many blocks each pipeline stage has, so that the slowest rank is as fast as it can be."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate, permutations
 
 ROUNDING, HALVINGS = 1e-9, 60
+
+
+def counts_by_rank(
+    costs: Sequence[float], rank_of: Sequence[int], work: Sequence[float], behind: float = 0.0
+) -> list[int]:
+    """The number of consecutive blocks of each stage: work is divided evenly over ranks.
+
+    ``rank_of``, ``work``: of each stage, its rank, and what its costs are multiplied by (more where it runs a forward
+    again); ``costs``, ``behind``: as in ``balanced_counts``, which is the answer where each rank has one stage and all
+    work alike. Elsewhere the slowest rank is as fast as moves of single blocks make it, and then stages are alike
+    (their squares add up to the least). Raises ValueError where there are fewer blocks than stages.
+    """
+    stages = len(rank_of)
+    counts = balanced_counts(costs, stages, behind)
+    if stages == len(set(rank_of)) and len(set(work)) == 1:
+        return counts
+    ends = [0.0, *accumulate(costs)]
+
+    def score(counts: Sequence[int]) -> tuple[float, float]:
+        at = [0, *accumulate(counts)]
+        loads = [
+            (ends[at[stage + 1]] - ends[at[stage]] + behind * (stage == stages - 1)) * work[stage]
+            for stage in range(stages)
+        ]
+        of_ranks = [sum(load for load, rank in zip(loads, rank_of, strict=True) if rank == own) for own in set(rank_of)]
+        return max(of_ranks), sum(load * load for load in loads)
+
+    best = score(counts)
+    while True:
+        moved = [(score(each), each) for each in _moves(counts)]
+        found, candidate = min(moved, default=(best, counts))
+        if not _is_less(found, best):
+            return counts
+        best, counts = found, candidate
+
+
+def _is_less(found: tuple[float, float], best: tuple[float, float]) -> bool:
+    """Whether ``found`` is before ``best``, by more than rounding."""
+    for one, other in zip(found, best, strict=True):
+        if abs(one - other) > ROUNDING * other:
+            return one < other
+    return False
+
+
+def _moves(counts: list[int]) -> list[list[int]]:
+    """One block from a stage to another; those between keep their number. All but the last stage keep one."""
+    found = []
+    for source, target in permutations(range(len(counts)), 2):
+        if counts[source] > (source < len(counts) - 1):
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            found.append(moved)
+    return found
 
 
 def balanced_counts(costs: Sequence[float], stages: int, behind: float = 0.0) -> list[int]:

@@ -50,7 +50,7 @@ def _declare(section: PipelineSection, build: Build) -> Iterable[Change]:
     if not applies(build) or stages_in(build.model):
         return
     layout = layout_of(section, build.topology.size("pp"))
-    every = stages_of(build.plan, blocks_of_stages(section, build.model, build.plan, layout.stages))
+    every = stages_of(build.plan, blocks_of_stages(section, build.model, build.plan, layout))
     own = [every[stage] for stage in layout.own(build.topology.rank("pp"))]
     build.said.append(f"pipeline: {layout_in_words(layout, every)}")
     yield from _changes(build, own)

@@ -17,8 +17,9 @@ from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.pipeline.recompute_fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
+from ds_npu.parallel.pipeline.timeline import Costs
 from ds_npu.parallel.pipeline.validation import check_schedule
-from ds_npu.planner.stage_balance import balanced_counts, even_counts
+from ds_npu.planner.stage_balance import counts_by_rank, even_counts
 
 KEY = "ds_npu.pipeline"
 DEFAULT = "1f1b"
@@ -40,7 +41,7 @@ class PipelineLayout:
     make: Callable[[int], Schedule]
     """From a number of micro-batches; raises ScheduleError where there is none."""
     sample: Schedule
-    """One of them."""
+    """One of them, long enough that its stages do what those of a longer one do."""
     recomputes: bool
     """Whether forwards run again before their backwards, where activations would be kept meanwhile."""
 
@@ -48,6 +49,14 @@ class PipelineLayout:
     def rank_of(self) -> tuple[int, ...]:
         """By stage."""
         return tuple(self.sample.rank_of[stage] for stage in range(self.sample.stages))
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """By stage, what its actions on one micro-batch take, in units of F = I = W = R."""
+        taken = [0.0] * self.stages
+        for action in self.sample.actions():
+            taken[action.stage] += Costs().of(action) / self.sample.micro_batches
+        return tuple(taken)
 
     @property
     def splits_backward(self) -> bool:
@@ -95,7 +104,7 @@ def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
         made = (named if has_enough else SCHEDULES[WITH_FEWER[name]]).make(ranks, micro_batches, chunks)
         return _with_recomputation(section, made)
 
-    sample = make(named.fewest_micro_batches(ranks))
+    sample = make(max(named.fewest_micro_batches(ranks), 2 * ranks))
     return PipelineLayout(name, ranks, chunks, make, sample, section.recompute is not None)
 
 
@@ -144,9 +153,9 @@ def _layout_of_file(section: PipelineSection, name: str, ranks: int) -> Pipeline
     return PipelineLayout(name, ranks, chunks.pop(), make, found, has_own or section.recompute is not None)
 
 
-def blocks_of_stages(section: PipelineSection, model: nn.Module, plan: ModelPlan, stages: int) -> list[int]:
-    """How many blocks each of ``stages`` has: as ``section`` says, else by cost. Raises ConfigError where it cannot."""
-    blocks = len(plan.blocks)
+def blocks_of_stages(section: PipelineSection, model: nn.Module, plan: ModelPlan, layout: PipelineLayout) -> list[int]:
+    """How many blocks each stage has: as ``section`` says, else by cost. Raises ConfigError where it cannot."""
+    blocks, stages = len(plan.blocks), layout.stages
     if section.split:
         if len(section.split) != stages or sum(section.split) != blocks:
             accepted = f"{stages} numbers, for the stages, that add up to the {blocks} blocks of {plan.model}"
@@ -155,7 +164,7 @@ def blocks_of_stages(section: PipelineSection, model: nn.Module, plan: ModelPlan
     try:
         if section.noop_layers:
             return even_counts(blocks, stages, section.noop_layers)
-        return balanced_counts(costs(model, plan), stages, head_cost(model, plan))
+        return counts_by_rank(costs(model, plan), layout.rank_of, layout.work, head_cost(model, plan))
     except ValueError as error:
         key = f"{KEY}.noop_layers" if section.noop_layers else "ds_npu.parallel.pipeline"
         value = section.noop_layers or stages

@@ -113,6 +113,11 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
+def has_class_forward(module: nn.Module) -> bool:
+    """Whether the forward of ``module``, inside of all wraps, is that of its class."""
+    return bool(innermost_forward(module) == type(module).forward.__get__(module))
+
+
 def first_parameter_name(module: nn.Module) -> str:
     """The name of the first parameter of ``module``'s forward: its hidden states."""
     return next(iter(inspect.signature(module.forward).parameters))

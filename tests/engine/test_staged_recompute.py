@@ -68,6 +68,23 @@ def test_with_parts_of_layers_recomputed(keys):
     run_on_ranks(2, compare, ("1f1b", "llama", 1, DROPPED, {"recompute": keys}), deadline_s=600.0)
 
 
+def sums_of_products(*schedules: str) -> None:
+    """In bf16, where a product that is added to a sum is rounded once, and one by itself twice."""
+    for schedule in schedules:
+        found = []
+        for recompute in ({}, {"recompute": {"norm": True, "activation_function": True}}):
+            asked = section(schedule, None, fused_ops={"matmul_accumulate": True}) | recompute
+            engine = rule.engine_of(rule.model_of("llama", torch.bfloat16), 1, torch.bfloat16, asked)
+            engine.backward(engine(**rule.batches(1)[0][0]).loss)
+            found.append({name: weight.grad.clone() for name, weight in engine.module.named_parameters()})
+        plain, again = found
+        assert all(torch.equal(again[name], each) for name, each in plain.items()), schedule
+
+
+def test_weight_gradients_of_recomputed_mlps_are_added_up_alike():
+    run_on_ranks(2, sums_of_products, "1f1b", "zb_h1")
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 def test_two_stages_are_one_process(schedule):
     run_on_ranks(2, rule.hold_all, "llama", (0, 1, 2), [section(schedule, "bubble")], {}, deadline_s=600.0)

@@ -15,8 +15,9 @@ from ranks import run_on_ranks
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ds_npu.parallel.forward_wraps import Level, replace_innermost_forward, wrap_forward
 from ds_npu.parallel.tensor import weight_gradient
-from ds_npu.parallel.tensor.direct_layers import use_direct_gradient
+from ds_npu.parallel.tensor.direct_layers import is_plain, use_direct_gradient
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, ColumnParallelLinear, RowParallelLinear
 from ds_npu.parallel.tensor.weight_gradient import GradientQueue, GradientSink, gradient_sink
@@ -179,6 +180,35 @@ def test_autocast_adds_to_a_float32_buffer_without_rounding(dtype):
     assert asked == [dtype] and layer.weight.grad is None and layer.bias.grad.dtype == torch.float32
     true = dy.double().t() @ x.to(dtype).double()
     assert (buffer - true).norm() / true.norm() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_outputs_that_are_changed_in_place(kind):
+    layer, buffer = direct(kind)
+    x = inputs(2, 4, K)
+    layer(x).relu_().sum().backward()
+    plain, other = copy.deepcopy(layer), inputs(2, 4, K)
+    plain(other).relu().sum().backward()
+    torch.testing.assert_close((buffer - 1, x.grad), (plain.weight.grad, other.grad), rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_with_a_wrapped_forward():
+    layer, (x, calls) = nn.Linear(K, N).double(), (inputs(4, K), [])
+    wrap_forward(layer, lambda forward, x: calls.append(layer) or forward(x), Level.RECOMPUTE)
+    assert is_plain(layer)
+    use_direct_gradient(layer)
+    buffer = torch.zeros_like(layer.weight)
+    GradientSink(layer.weight, lambda dtype: buffer)
+    other = copy.deepcopy(layer)
+    layer(x).sum().backward()
+    assert len(calls) == 1 and layer.weight.grad is None
+    assert torch.equal(buffer, torch.ones(N, 4).double() @ x.detach())
+    with torch.no_grad():
+        other.weight.zero_()
+    assert type(other) is nn.Linear and torch.equal(other(x), other.bias.expand(4, N))
+    replace_innermost_forward(layer, lambda x: x)
+    layer.__class__ = nn.Linear
+    assert not is_plain(layer)
 
 
 def test_a_buffer_of_another_low_dtype_is_left_alone():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.ops.autograd import Context, applied
-from ds_npu.parallel.forward_wraps import has_own_forward
+from ds_npu.parallel.forward_wraps import has_class_forward, has_own_forward, replace_innermost_forward
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, linear
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
@@ -85,12 +85,12 @@ def is_plain(module: nn.Module) -> bool:
     """Whether ``module`` is exactly an nn.Linear or a Conv1D of transformers, with the forward of its class."""
     kind = type(module)
     known = kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
-    return known and not has_own_forward(module)
+    return known and has_class_forward(module)
 
 
 def is_lookup(module: nn.Module) -> bool:
     """Whether ``module`` is an embedding, or one of a subclass, with a dense gradient of each lookup by itself."""
-    if not isinstance(module, nn.Embedding) or isinstance(module, DirectEmbedding) or has_own_forward(module):
+    if not isinstance(module, nn.Embedding) or isinstance(module, DirectEmbedding) or not has_class_forward(module):
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
@@ -100,6 +100,14 @@ def use_direct_gradient(module: nn.Module) -> None:
     # A class, and not a forward of its own: a copy of the module multiplies with its own weight.
     kind: Any = type(module)
     object.__setattr__(module, "__class__", _direct(kind))
+    if has_own_forward(module):
+        # Its wraps have the forward of the class that it had.
+        replace_innermost_forward(module, functools.partial(_class_forward, module))
+
+
+def _class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the class that ``module`` has: a copy of a DirectLinear is plain."""
+    return type(module).forward(module, *args, **kwargs)
 
 
 USES_SINK = TensorAttribute[bool]("ds_npu_uses_sink")

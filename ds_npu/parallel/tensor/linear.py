@@ -172,7 +172,10 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layout, ctx.sink = layout, gradient_sink(weight)
         ctx.save_for_backward(x, weight, bias)
-        return functional.linear(x, layout.matrix(weight).t(), layout.used(bias))
+        y = functional.linear(x, layout.matrix(weight).t(), layout.used(bias))
+        # autograd lets nobody change a view in place that a Function returns, as nn.ReLU(inplace=True) does.
+        not_a_view: torch.Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        return not_a_view
 
     @staticmethod
     def backward(ctx: _LinearContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

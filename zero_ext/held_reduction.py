@@ -43,7 +43,7 @@ class HeldReduction:
     Their operands stay in memory until then (with sequence parallelism, of the whole sequence). A weight has its
     gradient in backward, as ever, where a user's code multiplies by it or a user's hook changes its gradient.
 
-    Raises ValueError under ZeRO 3, for a PipelineModule, and where it is not known how gradients are accumulated.
+    Raises ValueError under ZeRO 3, and where it is not known how gradients are accumulated.
     """
 
     def __init__(self, engine: Any, queue_weight_gradients: bool = False) -> None:
@@ -112,8 +112,6 @@ class HeldReduction:
 def _why_not(engine: Any) -> str | None:
     if engine.zero_optimization_partition_weights():
         return "ZeRO 3 reduces the gradient of each weight in its backward; use zero_optimization.stage 0, 1 or 2"
-    if engine.pipeline_parallelism:
-        return "a PipelineModule has a schedule of its own"
     if not engine.managed_gradient_accumulation():
         return "engine.step() reduces them; leave managed_gradient_accumulation out"
     return foreign_accumulation(engine)

@@ -139,12 +139,6 @@ def _balance(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.moe.load_report", report, "the name of an SVG file, which ends in .svg")
 
 
-def _chunked_loss(config: DsNpuConfig) -> Iterator[Problem]:
-    if config.chunked_loss and config.parallel.pipeline > 1:
-        accepted = f"false with ds_npu.parallel.pipeline {config.parallel.pipeline}: the loss is the last stage's own"
-        yield Problem("ds_npu.chunked_loss", config.chunked_loss, accepted)
-
-
 def _resident(config: DsNpuConfig) -> Iterator[Problem]:
     resident = config.optimizer_memory.resident_gib
     if resident and not config.optimizer_memory.swap:
@@ -191,7 +185,6 @@ RULES = (
     Rule(("moe",), _capacity),
     Rule(("moe",), _replicas),
     Rule(("moe",), _balance),
-    Rule(("parallel.pipeline", "chunked_loss"), _chunked_loss),
     Rule(("recompute",), _recompute),
     Rule(("optimizer_memory",), _resident),
     Rule(("parallel", "optimizer_memory"), _blocks),

@@ -17,13 +17,14 @@ from torch import nn
 
 from ds_npu.config.pipeline import PipelineSection
 from ds_npu.engine.same_batch import agree_before_stages
-from ds_npu.engine.stage_output import LOSS, OutputForm, StageOutputs, tensors_of, training_output
+from ds_npu.engine.stage_output import LOSS, OutputForm, StageOutputs, detached, tensors_of, training_output
 from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_loss
 from ds_npu.features.pipeline.images import check_no_pixels, image_pieces
 from ds_npu.features.pipeline.layout import PipelineLayout, check_recomputed_once, layout_of
 from ds_npu.features.pipeline.micro_batches import Arguments, cut, samples_of, shape_of
 from ds_npu.features.pipeline.stages import check_arguments, run_stage
-from ds_npu.features.token_targets import COUNT
+from ds_npu.features.pipeline.token_scores import with_graph
+from ds_npu.features.token_targets import COUNT, asks_for_scores
 from ds_npu.memory.call_state import CallState
 from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
@@ -36,6 +37,10 @@ from ds_npu.zero_ext.pending_gradients import PendingGradients, gradient_slots
 from ds_npu.zero_ext.tied_gradients import TiedGradients
 
 WITHOUT_CACHE = {"use_cache": False}
+WITHOUT_THEIR_LOSS = (
+    "ds_npu.moe.aux_loss and z_loss are added to the loss that a model returns, and this batch is to return "
+    "log-probabilities, of which the caller makes a loss of its own (TRL). What to do: leave them out"
+)
 
 
 def own_layout(section: PipelineSection, model: nn.Module, topology: Topology) -> PipelineLayout | None:
@@ -92,10 +97,19 @@ class RunningMicroBatches:
     items: Items | None
     """What their losses are divided by; None: they are averaged."""
     trains: bool
-    outputs: list[Any] = field(default_factory=list)
-    """By micro-batch, what the last stage has returned: in an evaluation, all; in training, the first."""
+    scores: bool = False
+    """Whether scores of tokens are returned in training, too."""
+    form: OutputForm | None = None
+    """In training, of what the last stage has returned."""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """By micro-batch, what the last stage has returned, where it is not the loss alone that is returned."""
     losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """By micro-batch and stage, what this rank's stages add to the loss of the batch, without graphs."""
+
+    @property
+    def own_outputs(self) -> list[Any]:
+        """In the order of the micro-batches."""
+        return [self.outputs[index] for index in sorted(self.outputs)]
 
     @property
     def own_losses(self) -> list[torch.Tensor]:
@@ -116,13 +130,16 @@ class StageOfEngine:
             out = run_stage(engine.module, self.stage, arrived, losses, **batch.parts[micro_batch])
         own = None
         if losses and batch.trains:
+            if batch.scores:
+                raise ValueError(WITHOUT_THEIR_LOSS)
             own = self.pipeline.loss.share(torch.stack(losses).sum(), batch.parts, micro_batch, batch.items)
             batch.losses[micro_batch, self.stage.index] = own.detach()
         if self.stage.index < self.stage.count - 1:
             hidden, *others = out
             return (hidden if own is None else with_loss(hidden, loss_scaled(engine, own)), *others)
+        if not batch.trains or batch.scores:
+            batch.outputs[micro_batch] = detached(out)
         if not batch.trains:
-            batch.outputs.append(out)
             return (torch.zeros((), device=engine.device),)
         loss = tensors_of(out).get(LOSS)
         if loss is None or loss.dim() > 0:
@@ -131,8 +148,7 @@ class StageOfEngine:
                 "of ds_npu.parallel.pipeline computes. What to do: return a scalar, a tuple that begins with one, or a "
                 "mapping with the key loss"
             )
-        if not batch.outputs:
-            batch.outputs.append(out)
+        batch.form = batch.form or OutputForm.of(out)
         loss = loss if batch.items is not None else loss / len(batch.parts)
         loss = loss if own is None else loss + own
         batch.losses[micro_batch, self.stage.index] = loss.detach()
@@ -156,6 +172,22 @@ def loss_scaled(engine: Any, loss: torch.Tensor) -> torch.Tensor:
     return scaler.scale(loss) if scaler else loss
 
 
+def check_scales_losses(engine: Any) -> None:
+    """Raise ValueError where the gradients of ``engine`` are divided by a loss scale that no loss is multiplied by."""
+    if engine.fp16_enabled() and not engine.zero_optimization():
+        raise ValueError(
+            "fp16 without ZeRO: DeepSpeed 0.19.8 does not multiply the loss by the loss scale there, but divides "
+            "gradients by it. What to do: zero_optimization.stage 1 or 2, or bf16"
+        )
+
+
+def pipeline_links(topology: Topology, device: torch.device) -> PipelineLinks:
+    """Between the ranks along pp, on groups of their own."""
+    every = [range(topology.size("pp"))]
+    up, down = (topology.within("pp", every, f"to {which} ranks", own=True) for which in ("higher", "lower"))
+    return PipelineLinks((up, down), device)
+
+
 class EnginePipeline:
     """Runs the batches of one engine, which is complete, through the ranks along pp."""
 
@@ -164,17 +196,11 @@ class EnginePipeline:
 
         Raises ValueError where the gradients of the engine cannot be held back until a batch has been through.
         """
-        if engine.fp16_enabled() and not engine.zero_optimization():
-            raise ValueError(
-                "fp16 without ZeRO: DeepSpeed 0.19.8 does not multiply the loss by the loss scale there, but divides "
-                "gradients by it. What to do: zero_optimization.stage 1 or 2, or bf16"
-            )
+        check_scales_losses(engine)
         self.engine, self.layout, self.micro_batches = engine, layout, micro_batches
         topology: Topology = engine.topology
         self.rank = topology.rank("pp")
-        every = [range(layout.ranks)]
-        up, down = (topology.within("pp", every, f"to {which} ranks", own=True) for which in ("higher", "lower"))
-        self.links = PipelineLinks((up, down), engine.device)
+        self.links = pipeline_links(topology, engine.device)
         self.outputs = StageOutputs(topology.group("pp"), layout.last_rank, engine.device)
         self.random_numbers = RegionRandomness(topology, get_accelerator().device_name(), "pp").region
         self.stages = {stage.index: stage for stage in stages_in(engine.module)}
@@ -205,11 +231,12 @@ class EnginePipeline:
         count = min(self.micro_batches or samples, samples)
         parts = cut(given, count, image_pieces(self.engine.module, given, count))
         self._agree(given, parts)
-        items = self.loss.items(parts)
-        if items is not None and self.engine.topology.size("cp") > 1:
-            # Context ranks divide their shares themselves.
+        scores = asks_for_scores(given)
+        items = self.loss.items_of_scores(parts) if scores else self.loss.items(parts)
+        if items is not None and (scores or self.engine.topology.size("cp") > 1):
+            # Context ranks divide their shares themselves, and so does a fused head.
             parts = [part | {COUNT: items} for part in parts]
-        return RunningMicroBatches(parts, items, trains)
+        return RunningMicroBatches(parts, items, trains, scores)
 
     def _check(self, given: Arguments, trains: bool) -> None:
         """Raise ValueError for what stages cannot be given."""
@@ -246,6 +273,11 @@ class EnginePipeline:
     def train(self, batch: RunningMicroBatches) -> Any:
         """Run ``batch``; its gradients are pending until ``commit``. The output, whose loss has a graph of its own."""
         form, loss = self._trained(batch)
+        if batch.scores:
+            assert self.handle is not None and batch.items is not None
+            out = self.outputs.of_evaluation(batch.own_outputs, averages=False)
+            with_graph(out, self.handle, batch.items)
+            return out
         return training_output(form, loss)
 
     def train_parts(self, parts: Sequence[Arguments]) -> torch.Tensor:
@@ -265,7 +297,7 @@ class EnginePipeline:
             self.drop()
             raise
         key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
-        form, loss = self.outputs.of_training(batch.outputs, batch.own_losses, key)
+        form, loss = self.outputs.of_training(batch.form, batch.own_losses, key)
         self.handle = loss.requires_grad_()
         # A copy: the caller may scale it in place.
         return form, self.handle * 1
@@ -274,7 +306,7 @@ class EnginePipeline:
         """Run the forwards of ``batch``; the output, the same on every rank along pp."""
         with torch.no_grad():
             self._run(self.layout.forwards(len(batch.parts)), batch)
-            return self.outputs.of_evaluation(batch.outputs, averages=batch.items is None)
+            return self.outputs.of_evaluation(batch.own_outputs, averages=batch.items is None)
 
     def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> None:
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.schedule import TrainSchedule
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
@@ -37,6 +38,7 @@ from ds_npu.engine.own_moe import check_no_own_experts
 from ds_npu.engine.placements import equalise_copies, place_parameters
 from ds_npu.engine.quantized import check_not_quantized
 from ds_npu.engine.same_batch import agree_on_first_batch
+from ds_npu.engine.scheduled_module import scheduled_module
 from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.engine.staged_engine import StagedEngine
 from ds_npu.engine.weights import WholeWeights
@@ -196,7 +198,10 @@ class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckp
 
 
 class PipelineMixin(TopologyMixin):
-    """What a context axis changes in a pipeline."""
+    """What a context axis and a schedule of ours change in a pipeline."""
+
+    has_own_schedule = False
+    """Whether its modules have two stages on each rank, for DualPipeV."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model, topology = kwargs["model"], kwargs["config_class"].ds_npu.topology
@@ -210,6 +215,20 @@ class PipelineMixin(TopologyMixin):
         model._grid = narrowed(grid, topology)
         super().__init__(*args, **kwargs)
         model._grid = grid
+        self.scheduled = scheduled_module(self, kwargs["config_class"].ds_npu.config.pipeline)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        upstream: Any = super()
+        if self.scheduled is None or not isinstance(pipe_schedule, TrainSchedule):
+            upstream._exec_schedule(pipe_schedule)
+        else:
+            self.scheduled.train()
+
+    def reset_activation_shape(self) -> None:
+        upstream: Any = super()
+        upstream.reset_activation_shape()
+        if self.scheduled is not None:
+            self.scheduled.shapes += 1
 
     def _aggregate_total_loss(self) -> Any:
         if self.is_last_stage():  # type: ignore[attr-defined]
@@ -258,5 +277,7 @@ if _dualpipev is not None:  # DeepSpeed has it from 0.19.8 on.
 
     class NpuDualPipeVEngine(PipelineMixin, _dualpipev.DualPipeVEngine):  # type: ignore[name-defined,misc]
         """DualPipeVEngine over the topology."""
+
+        has_own_schedule = True
 
     ENGINES[_dualpipev.DualPipeVEngine] = NpuDualPipeVEngine

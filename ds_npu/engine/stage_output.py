@@ -51,6 +51,12 @@ def tensors_of(output: Any) -> dict[str, torch.Tensor]:
     return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
 
 
+def detached(output: Any) -> Any:
+    """``output`` with its tensors, without their graphs."""
+    found = {name: each.detach() for name, each in tensors_of(output).items()}
+    return OutputForm.of(output).filled(found)
+
+
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
@@ -64,14 +70,14 @@ class StageOutputs:
         self._forms: dict[Any, OutputForm] = {}
 
     def of_training(
-        self, outputs: Sequence[Any], losses: Sequence[torch.Tensor], key: Any
+        self, found: OutputForm | None, losses: Sequence[torch.Tensor], key: Any
     ) -> tuple[OutputForm, torch.Tensor]:
         """The form of the output of a batch to whose loss this rank adds ``losses``, and the loss.
 
-        ``outputs``: of the first micro-batch, on the last rank. ``key``: what the form of the output depends on.
+        ``found``: the form, on the last rank. ``key``: what it depends on.
         """
         if key not in self._forms:
-            self._forms[key] = self._from_last(OutputForm.of(outputs[0]) if self._is_last else None)
+            self._forms[key] = self._from_last(found)
         form = self._forms[key]
         dtype = form.tensors[LOSS][1]
         own = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._device)

@@ -10,12 +10,16 @@ import torch
 
 from ds_npu.features.model_loss import users_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel, transformers_module
-from ds_npu.models.logits import IGNORED_LABEL
+from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS
 from ds_npu.parallel.tensor.cross_entropy import next_token_targets
 
 SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 """Losses of transformers that are a mean over tokens: whether token s predicts token s + 1, or itself."""
 COUNT = "num_items_in_batch"
+FUSED_HEAD = "fused_lm_head"
+"""The argument with which TRL's trainers ask a model for the scores of its labelled tokens in place of logits."""
+LOG_PROBS, LABEL_MASK = "log_probs", "label_mask"
+"""Of these scores, the log-probability of each label, and whether there is one."""
 
 
 def shifts(model: HuggingFaceModel, key: str, remedy: str) -> bool | None:
@@ -39,6 +43,11 @@ def shifts(model: HuggingFaceModel, key: str, remedy: str) -> bool | None:
             f"tokens. What to do: {remedy}"
         )
     return SHIFTS[name]
+
+
+def asks_for_scores(given: Mapping[str, Any]) -> bool:
+    """Whether a forward with the arguments ``given`` returns scores in place of logits."""
+    return bool(given.get(FUSED_HEAD)) and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
 
 
 class Targets:

@@ -104,12 +104,19 @@ CELLS = (
         for client in ("SFT, packed, padding-free, of answers only", "DPO", "GRPO", "RLOO")
         for each in cells(f"TRL: {client}", ONE, TRAINS, f"{TRL}test_losses_norms_and_metrics_are_those_of_one_process")
     ),
+    *cells(
+        "TRL: SFT, padding-free, of answers only",
+        {"pipeline": "1", "pipeline, tensor": "1"},
+        TRAINS,
+        f"{TRL}test_losses_norms_and_metrics_are_those_of_one_process",
+    ),
+    Cell("TRL: SFT dft, DPO, GRPO", "pipeline", "1", "refused", f"{TRL}test_other_losses_are_refused_in_stages"),
     Cell("TRL: SFT, DPO, GRPO, RLOO", "tensor", "3", "refused", f"{TRL}test_a_head_that_zero_3_partitions_is_refused"),
     Cell("TRL: Reward", "tensor", "1", TRAINS, f"{TRL}test_losses_norms_and_metrics_are_those_of_one_process"),
     Cell("TRL: Reward", "context", "1", "refused", f"{TRL}test_scores_of_sequences_are_refused"),
     *cells(
         "Trainer, TRL: SFT: bf16, recomputed, on simulated NPUs",
-        ONE,
+        ONE | {"pipeline": "1", "pipeline, tensor": "1"},
         TRAINS,
         "npu/test_clients_npu.py::test_a_script_in_bf16",
     ),

@@ -39,17 +39,21 @@ KINDS = {
     ),
 }
 PARALLEL = {"context": (2, {"context": 2}), "tensor": (2, {"tensor": 2}), "both": (4, {"tensor": 2, "context": 2})}
+STAGED = {"pipeline": (2, {"pipeline": 2}), "pipeline, tensor": (4, {"pipeline": 2, "tensor": 2})}
+SUMS = ("sft", "sft, padding free", "sft, assistant only")
+"""Their losses are sums of log-probabilities."""
 
 
 CASES = [(kind, parallel) for kind in KINDS for parallel in PARALLEL if kind != "reward" or parallel == "tensor"]
 """Context ranks refuse a reward; see below."""
+CASES += [(kind, parallel) for kind in SUMS for parallel in STAGED]
 
 
 @pytest.mark.matrix(corners=1, drawn=0)
 @pytest.mark.parametrize(("kind", "parallel"), CASES)
 def test_losses_norms_and_metrics_are_those_of_one_process(kind, parallel, tmp_path):
     trainer, options = KINDS[kind]
-    ranks, degrees = PARALLEL[parallel]
+    ranks, degrees = (PARALLEL | STAGED)[parallel]
     script = (SCRIPT, trainer)
     (expected,) = run_trainer(tmp_path / "one", 1, None, USUAL | options, script=script)
     everyones = run_trainer(tmp_path / "many", ranks, {"parallel": degrees}, USUAL | options, script=script)
@@ -71,6 +75,23 @@ def test_scores_of_sequences_are_refused(parallel, tmp_path):
     said = "LlamaForSequenceClassification has the loss ForSequenceClassificationLoss"
     with pytest.raises(AssertionError, match=said):
         run_trainer(tmp_path, ranks, {"parallel": degrees}, USUAL | KINDS["reward"][1], script=(SCRIPT, "reward"))
+
+
+REFUSED = {
+    "sft, packed, dft": "the loss weighs the log-probabilities of tokens differently",
+    "dpo": "the loss weighs the log-probabilities of tokens differently",
+    "grpo": "is in pipeline stages, which do not generate",
+    "rloo": "is in pipeline stages, which do not generate",
+    "reward": "pipeline",
+}
+
+
+@pytest.mark.matrix(corners=0, drawn=0)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_losses_are_refused_in_stages(kind, tmp_path):
+    trainer, options = KINDS[kind]
+    with pytest.raises(AssertionError, match=REFUSED[kind]):
+        run_trainer(tmp_path, 2, {"parallel": {"pipeline": 2}}, USUAL | options, script=(SCRIPT, trainer))
 
 
 @pytest.mark.matrix(corners=0, drawn=0)

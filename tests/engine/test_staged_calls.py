@@ -190,8 +190,6 @@ def refused() -> None:
         engine(**batch, token_type_ids=torch.zeros(3))
     with pytest.raises(ValueError, match="given output_hidden_states"):
         engine(**batch, output_hidden_states=True)
-    with pytest.raises(ValueError, match="given fused_lm_head: TRL's trainers compute their losses"):
-        engine(**batch, fused_lm_head=True)
     other = {name: each + dist.get_rank() for name, each in batch.items()}
     engine = engine_of(model_of("llama", torch.float32), 1, torch.float32, TWO)
     with pytest.raises(

@@ -105,7 +105,7 @@ def over_stages(mine: dict, topology) -> dict:
     return {name: value for each in every for name, value in each.items()}
 
 
-def step_of(engine, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+def step_of(engine, dtype: torch.dtype, loss_of=loss_of) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of one step, on every rank, and all gradients before it."""
     topology, share = engine.topology, 0.0
     dp = topology.size("dp")

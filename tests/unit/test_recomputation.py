@@ -261,15 +261,11 @@ def test_what_a_model_does_not_have(recompute, said):
         changed(tiny_models.tiny("llama"), recompute)
 
 
-PIPELINE = {"pipeline": 2}
-
-
 @pytest.mark.parametrize(
     ("section", "path", "said"),
     [
         ({"recompute": {"layers": 2}}, "recompute.layers", "'all', or ds_npu.recompute.method beside a number"),
         ({"recompute": {"method": "block"}}, "recompute.method", "only with a number at ds_npu.recompute.layers"),
-        ({"parallel": PIPELINE, "chunked_loss": 7}, "chunked_loss", "the loss is the last stage's own"),
     ],
 )
 def test_keys_that_contradict_each_other(section, path, said):

@@ -17,6 +17,7 @@ from ds_npu.features.model_loss import LossLevel, has_causal_lm_loss, users_loss
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.parallel.forward_wraps import Level
+from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.chunked_head import TOKENS
 from ds_npu.parallel.tensor.linear import ColumnLinear
 
@@ -29,12 +30,19 @@ def _tokens(value: ChunkedLossTokens) -> int:
     return TOKENS if value is True else value
 
 
+def _parts(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
+    if value and not stages_in(build.model):
+        # Before the model is cut: every rank refuses what only the last stage would find.
+        _chunkable(build)
+    return ()
+
+
 def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
-    if not value:
+    stages = stages_in(build.model)
+    if not value or (stages and stages[-1].index < stages[-1].count - 1):
+        # The last stage of a pipeline has the head, and computes the loss.
         return
-    heads = build.plan.named(Role.HEAD)
-    owner = names.owner(heads[0]) if heads else ""
-    model = _model(build, heads, owner)
+    model, owner, heads = _chunkable(build)
     chunked = ChunkedModel(model, build.topology, _tokens(value))
     what = f"logits of {_tokens(value)} tokens at a time in training on labels"
     yield Change(
@@ -51,12 +59,14 @@ def _wrap_head(chunked: ChunkedModel, model: nn.Module, name: str) -> None:
     chunked.wrap_head(model.get_submodule(name))
 
 
-def _model(build: Build, heads: list[str], owner: str) -> HuggingFaceModel:
-    """The model whose heads these are; raises ValueError where its loss cannot be chunked."""
+def _chunkable(build: Build) -> tuple[HuggingFaceModel, str, list[str]]:
+    """The model with a head, its name, its heads' names; raises ValueError where its loss cannot be chunked."""
+    heads = build.plan.named(Role.HEAD)
+    owner = names.owner(heads[0]) if heads else ""
     reason, who = "", type(build.model).__name__
     model = build.model.get_submodule(owner)
-    if build.is_cut_into_stages:
-        reason = f"the loss of {who} is computed by the last stage of a pipeline"
+    if build.is_pipeline:
+        reason = f"{who} is a deepspeed.PipelineModule, whose loss is a function of its own"
     elif not heads:
         reason = f"{who} has no head, a linear layer from hidden states to logits"
     elif adapted := [each for each in heads if names.is_adapted(each)]:
@@ -67,11 +77,11 @@ def _model(build: Build, heads: list[str], owner: str) -> HuggingFaceModel:
         reason = f"the loss of {type(model).__name__} is not transformers' ForCausalLMLoss, the mean over next tokens"
     if reason or not has_causal_lm_loss(model):
         raise ValueError(f"ds_npu.{KEY}: {reason}. What to do: leave ds_npu.{KEY} out")
-    return model
+    return model, owner, heads
 
 
 def _is_linear(head: nn.Module) -> bool:
     return type(head) in (nn.Linear, ColumnLinear)
 
 
-CHUNKED_LOSS: Feature[ChunkedLossTokens] = Feature(KEY, Phase.OPERATORS, declare=_declare, asked=_asked)
+CHUNKED_LOSS: Feature[ChunkedLossTokens] = Feature(KEY, Phase.OPERATORS, declare=_declare, parts=_parts, asked=_asked)

@@ -15,17 +15,10 @@ import torch
 
 from ds_npu.comm.crossing import reduce
 from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
-from ds_npu.features.token_targets import COUNT, Targets
-from ds_npu.models.logits import LABEL_ARGUMENTS
+from ds_npu.features.token_targets import COUNT, LABEL_MASK, LOG_PROBS, Targets
 
-LOG_PROBS = "log_probs"
-SCORES = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+SCORES = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", LABEL_MASK)
 """Outputs of one number for each target."""
-
-
-def asks_for_scores(given: Mapping[str, Any]) -> bool:
-    """Whether a forward with the arguments ``given`` returns scores in place of logits."""
-    return bool(given.get("fused_lm_head")) and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
 
 
 class TargetScores:

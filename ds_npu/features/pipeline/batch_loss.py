@@ -93,6 +93,14 @@ class BatchLoss:
             return given
         return sum(self._labels(part) for part in parts)
 
+    def items_of_scores(self, parts: Sequence[Arguments]) -> Items:
+        """What a head that returns scores of tokens divides the sum over the tokens of each of ``parts`` by."""
+        given: Items | None = parts[0].get(COUNT)
+        if given is not None:
+            return given
+        # At least 1, as TRL does for a batch without targets.
+        return torch.as_tensor(sum(_count(part, shifted=True) for part in parts)).clamp(min=1)
+
     def share(self, loss: torch.Tensor, parts: Sequence[Arguments], index: int, items: Items | None) -> torch.Tensor:
         """What ``loss``, a mean over one of ``parts`` (a router's), adds to the loss of the batch."""
         if items is None or self._found is None:
@@ -106,5 +114,10 @@ class BatchLoss:
         return None if self._found is None else shifts(self._found, KEY, REMEDY)
 
     def _labels(self, part: Arguments) -> Items:
-        count = Targets({name: each for name, each in part.items() if name != COUNT}, bool(self._shifted)).count
-        return 0 if count is None else count
+        return _count(part, bool(self._shifted))
+
+
+def _count(part: Arguments, shifted: bool) -> Items:
+    """How many tokens of ``part`` have a target."""
+    count = Targets({name: each for name, each in part.items() if name != COUNT}, shifted).count
+    return 0 if count is None else count

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NoReturn
 
-from ds_npu.config.pipeline import PipelineSection
+from ds_npu.config.pipeline import ONE_STAGE, PipelineSection
 from ds_npu.config.sections import switched_on
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
@@ -19,6 +19,9 @@ from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.randomness import align_generators
+
+OF_MODULES = ("schedule", "recompute")
+"""Keys that a PipelineModule follows, too."""
 
 
 def applies(build: Build) -> bool:
@@ -34,16 +37,27 @@ def _asked(section: PipelineSection, build: Build) -> str:
 
 
 def _parts(section: PipelineSection, build: Build) -> Iterable[Change]:
-    if build.is_pipeline and (keys := dict(switched_on(section))):
-        named = ", ".join(f"ds_npu.pipeline.{key} {value}" for key, value in keys.items())
-        raise ValueError(
-            f"{named}: found for a deepspeed.PipelineModule, which has its own schedule and stages. What to do: leave "
-            "them out, or give deepspeed.initialize the plain model, which is cut into stages then"
-        )
+    if build.is_pipeline:
+        _check_module(section, build)
     if applies(build):
         # What scripts draw (the order of samples) must agree over ranks that share samples.
         make = partial(align_generators, build.topology, build.device_type, "pp")
         yield Change("provides", "random generators over pp", "states of the first pipeline rank", make)
+
+
+def _check_module(section: PipelineSection, build: Build) -> None:
+    """Raise ValueError for keys that a PipelineModule, which has its own stages, cannot follow."""
+    wrong = {key: value for key, value in switched_on(section) if key not in OF_MODULES}
+    ranks = build.topology.size("pp")
+    if not wrong and ranks > 1 and layout_of(section, ranks).chunks > 1:
+        wrong = {"schedule": section.schedule}
+    if wrong:
+        named = ", ".join(f"ds_npu.pipeline.{key} {value}" for key, value in wrong.items())
+        raise ValueError(
+            f"{named}: found for a deepspeed.PipelineModule, which has one stage on each rank, of its own layers. What "
+            f"to do: leave them out (a schedule of {', '.join(ONE_STAGE)} is accepted), or give deepspeed.initialize "
+            "the plain model, which is cut into stages then"
+        )
 
 
 def _declare(section: PipelineSection, build: Build) -> Iterable[Change]:

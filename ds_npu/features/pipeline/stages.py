@@ -21,6 +21,7 @@ from ds_npu.config.roles import Role
 from ds_npu.features.build import PLAN_ATTRIBUTE
 from ds_npu.features.pipeline.deep_stack import link_deep_stack
 from ds_npu.features.pipeline.images import check_images, without_pixels
+from ds_npu.features.token_targets import FUSED_HEAD
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.guarded_saving import check_before_saving
@@ -48,8 +49,7 @@ LAST = (Role.FINAL_NORM, Role.HEAD)
 OF_ALL_LAYERS = ("output_router_logits", "output_attentions", "output_hidden_states")
 """Settings, and arguments of a forward, with which a model returns, or adds to its loss, something of every layer."""
 UNSERVED = dict.fromkeys(OF_ALL_LAYERS, "a stage has a part of the layers") | {
-    "past_key_values": "stages keep no caches",
-    "fused_lm_head": "TRL's trainers compute their losses of what the head of the last stage returns, on every rank",
+    "past_key_values": "stages keep no caches"
 }
 """Arguments of a forward that no stage can serve, and why."""
 OWN_STAGES = "ds_npu_own_stages"
@@ -274,7 +274,7 @@ def run_stage(
         check_arguments(model, kwargs)
     is_last = stage.index == stage.count - 1
     if not is_last:
-        kwargs = {key: value for key, value in kwargs.items() if key not in LABEL_ARGUMENTS}
+        kwargs = {key: value for key, value in kwargs.items() if key not in (*LABEL_ARGUMENTS, FUSED_HEAD)}
     if stage.index > 0:
         kwargs = without_pixels(model, kwargs)
     several = own_stages(model)

@@ -19,7 +19,13 @@ from trainer_runs import run_trainer, weights_in
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = {"tensor": (2, {"tensor": 2}), "context": (2, {"context": 2}), "both": (4, {"tensor": 2, "context": 2})}
+LAYOUTS = {
+    "tensor": (2, {"tensor": 2}),
+    "context": (2, {"context": 2}),
+    "both": (4, {"tensor": 2, "context": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "pipeline, tensor": (4, {"pipeline": 2, "tensor": 2}),
+}
 SCRIPTS = {
     "run_clm": (str(trainer_runs.SCRIPT),),
     "sft": (str(trainer_runs.SCRIPT.with_name("trl_script.py")), "sft"),

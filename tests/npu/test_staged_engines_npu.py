@@ -7,6 +7,7 @@ orders that CANN allows.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import gradient_rule
@@ -33,21 +34,25 @@ def on_npu(model: nn.Module) -> nn.Module:
     return model.to("npu")
 
 
-def steps(schedules: Sequence[str], stages: Sequence[int], parallel: dict[str, int], more: dict[str, bool]) -> None:
+def steps(
+    schedules: Sequence[str], stages: Sequence[int], parallel: dict[str, int], more: dict[str, bool], family: str
+) -> None:
     """bf16 within twice the error of one process, from the same weights and batches."""
-    changes = BLOCKS | more
-    dp = dist.get_world_size() // (parallel["pipeline"] * parallel.get("tensor", 1))
-    expected = rule.reference(rule.model_of("llama", BF16, **changes).double(), dp, F64)
+    changes = more if family == "gpt2" else BLOCKS | more
+    dp = dist.get_world_size() // math.prod(parallel.get(axis, 1) for axis in ("pipeline", "tensor", "context"))
+    expected = rule.reference(rule.model_of(family, BF16, **changes).double(), dp, F64)
     found = {}
     # The engines first: nothing here sets the device.
     for schedule, stage in itertools.product(schedules, stages):
         section = {"parallel": parallel, "pipeline": {"schedule": schedule}}
-        engine = rule.engine_of(rule.model_of("llama", BF16, **changes), stage, BF16, section)
+        section["pipeline"] |= {"virtual_stages": 2} if schedule == "interleaved" else {}
+        section |= {"context_parallel": {"algorithm": "ring"}} if "context" in parallel else {}
+        engine = rule.engine_of(rule.model_of(family, BF16, **changes), stage, BF16, section)
         loss, gradients = rule.step_of(engine, BF16)
         norm = float(engine.get_global_grad_norm())
         weights = {name: each.double() for name, each in dense.shared(engine.whole_state_dict()).items()}
         found[schedule, stage] = errors_of(expected, loss, gradients, norm, weights)
-    single = rule.reference(on_npu(rule.model_of("llama", BF16, **changes)), dp, BF16)
+    single = rule.reference(on_npu(rule.model_of(family, BF16, **changes)), dp, BF16)
     bound = 2 * gradient_rule.relative(single.gradients, expected.gradients)
     for where, errors in found.items():
         assert max(errors.gradient, errors.norm) <= bound and errors.loss <= 4e-3, (where, errors, bound)
@@ -81,7 +86,25 @@ CASES = [
 @pytest.mark.matrix(corners=3, drawn=1)
 @pytest.mark.parametrize(("ranks", "schedule", "stages", "parallel"), CASES)
 def test_a_step(ranks, schedule, stages, parallel):
-    run_on_ranks(ranks, steps, [schedule], stages, parallel, {}, backend="hccl", sets_device=False, deadline_s=400.0)
+    asked = ([schedule], stages, parallel, {}, "llama")
+    run_on_ranks(ranks, steps, *asked, backend="hccl", sets_device=False, deadline_s=400.0)
+
+
+EIGHT = [
+    ("qwen3_moe", "zb_h1", (1,), {"pipeline": 2, "tensor": 2, "expert": 2}),
+    ("llama", "1f1b", (0, 2), {"pipeline": 2, "tensor": 2, "context": 2}),
+    ("qwen3_moe", "interleaved", (0, 2), {"pipeline": 2, "context": 2, "expert": 2}),
+    ("gpt2", "zb_v", (1,), {"pipeline": 2, "tensor": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=0, drawn=1)
+@pytest.mark.parametrize(("family", "schedule", "stages", "parallel"), EIGHT)
+def test_a_step_of_eight_ranks(family, schedule, stages, parallel):
+    more = {"output_router_logits": False} if family == "qwen3_moe" else {}
+    asked = ([schedule], stages, parallel, more, family)
+    run_on_ranks(8, steps, *asked, backend="hccl", sets_device=False, deadline_s=900.0)
 
 
 @pytest.mark.slow
@@ -89,7 +112,8 @@ def test_a_step(ranks, schedule, stages, parallel):
 def test_tied_weights(ranks, schedule):
     """Embedding and head have a copy each, on the first and the last rank; the script has them on the host."""
     tied = {"tie_word_embeddings": True}
-    run_on_ranks(ranks, steps, [schedule], (0, 1, 2), {"pipeline": ranks}, tied, backend="hccl", sets_device=False)
+    asked = ([schedule], (0, 1, 2), {"pipeline": ranks}, tied, "llama")
+    run_on_ranks(ranks, steps, *asked, backend="hccl", sets_device=False)
 
 
 def loss_scale(stage: int) -> None:

@@ -6,7 +6,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -20,6 +20,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def npu_kernels(module: str) -> Any:
+    """The ``module`` with calls of torch_npu, which can be imported only where torch_npu can."""
+    return importlib.import_module(module)
 
 
 @dataclass(eq=False)
@@ -102,7 +107,7 @@ class Operator(Generic[P, R]):
 
     def _import_kernel(self) -> Callable[P, R]:
         module, function = self.kernel.split(":")
-        kernel: Callable[P, R] = vars(importlib.import_module(module))[function]
+        kernel: Callable[P, R] = vars(npu_kernels(module))[function]
         return kernel
 
     def _missing(self) -> Unavailable | None:

@@ -19,8 +19,8 @@ class AuxLossSection(Section):
 class MoeSection(Section):
     """How tokens reach their experts, and how the experts compute."""
 
-    dispatcher: Literal["alltoall", "allgather"] | None = None
-    """Send each token to its experts' ranks, or every token to every rank; left out: alltoall."""
+    dispatcher: Literal["alltoall", "allgather", "fused"] | None = None
+    """Send each token to its experts' ranks, every token to every rank, or in one kernel with the products (A3)."""
     tp_extends_ep: bool = False
     """Distribute whole experts over the tensor ranks too, instead of sharding each expert over them."""
     grouped_matmul: bool | None = None
@@ -35,6 +35,8 @@ class MoeSection(Section):
     """Keep the choices with the largest routing weights, or those of the first tokens."""
     pad_to_capacity: bool = False
     """Fill every expert up to its capacity, so that no layer waits for the host."""
+    row_margin: AboveZero | None = None
+    """Send in buffers of so many times the rows that earlier forwards needed; no layer waits, overflow is redone."""
     aux_loss: AuxLossSection = AuxLossSection()
     z_loss: AboveZero | None = None
     """How much of the mean square of the router logits' logsumexp is added to the loss for each layer."""

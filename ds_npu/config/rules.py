@@ -17,6 +17,7 @@ NEEDS_RANKS = {
     "pipeline": "pipeline",
     "moe.placement_interval": "expert",
     "moe.replica_rows": "expert",
+    "moe.row_margin": "expert",
 }
 """Keys (or whole sections) that mean something only where an axis of ``parallel`` has more than one rank."""
 
@@ -119,15 +120,43 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
         for key, value in (("capacity_policy", moe.capacity_policy), ("pad_to_capacity", moe.pad_to_capacity)):
             if value not in ("probs", False):
                 yield Problem(f"ds_npu.moe.{key}", value, "only with ds_npu.moe.capacity_factor")
-    elif moe.pad_to_capacity and moe.dispatcher == "allgather":
+    elif moe.pad_to_capacity and moe.dispatcher not in (None, "alltoall"):
         accepted = "'alltoall' or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks only"
-        yield Problem("ds_npu.moe.dispatcher", "allgather", accepted)
+        yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, accepted)
 
 
 def _replicas(config: DsNpuConfig) -> Iterator[Problem]:
     if config.moe.replica_rows and config.moe.pad_to_capacity:
         accepted = "0 with ds_npu.moe.pad_to_capacity: all experts have equally many rows"
         yield Problem("ds_npu.moe.replica_rows", config.moe.replica_rows, accepted)
+
+
+def _fused_dispatcher(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.moe.dispatcher != "fused":
+        return
+    why = "with ds_npu.moe.dispatcher 'fused', whose kernels compute all at once"
+    for name, off in (("overlap", "false"), ("zero_memory", "'none'"), ("replica_rows", "0")):
+        if (found := dict(config.moe)[name]) not in (False, "none", 0):
+            yield Problem(f"ds_npu.moe.{name}", found, f"{off} {why}")
+    if config.axes.expert_tensor > 1:
+        accepted = f"1 {why}: they take whole experts"
+        yield Problem("ds_npu.parallel.expert_tensor", config.axes.expert_tensor, accepted)
+
+
+def _row_margin(config: DsNpuConfig) -> Iterator[Problem]:
+    moe, key = config.moe, "ds_npu.moe.row_margin"
+    if moe.row_margin is None:
+        return
+    if moe.row_margin < 1:
+        yield Problem(key, moe.row_margin, "a number >= 1: buffers have to hold what earlier forwards needed")
+    if moe.dispatcher not in (None, "alltoall"):
+        yield Problem(key, moe.row_margin, f"left out with ds_npu.moe.dispatcher {moe.dispatcher!r}")
+    for name in ("pad_to_capacity", "replica_rows", "placement_interval"):
+        if dict(moe)[name]:
+            yield Problem(key, moe.row_margin, f"left out with ds_npu.moe.{name} {dict(moe)[name]}")
+    if config.parallel.pipeline > 1:
+        accepted = f"left out with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not run again"
+        yield Problem(key, moe.row_margin, accepted)
 
 
 def _balance(config: DsNpuConfig) -> Iterator[Problem]:
@@ -184,6 +213,8 @@ RULES = (
     Rule(("parallel.pipeline", "moe.placement_interval"), _relocation),
     Rule(("moe",), _capacity),
     Rule(("moe",), _replicas),
+    Rule(("moe", "parallel.pipeline"), _row_margin),
+    Rule(("moe", "parallel.expert_tensor"), _fused_dispatcher),
     Rule(("moe",), _balance),
     Rule(("recompute",), _recompute),
     Rule(("optimizer_memory",), _resident),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from ds_npu import capability
+from ds_npu.config.moe import MoeSection
 from ds_npu.config.sections import PLANNED, DsNpuConfig
 from ds_npu.engine.patches import FAILED
 from ds_npu.features.driver import FEATURES
@@ -83,7 +84,11 @@ def show_installed_operators() -> None:
 def feature_report() -> list[FeatureRow]:
     """Each key of the section, and why it cannot be used: not built in this version, or missing on this machine."""
     features = {feature.key: feature for feature in FEATURES}
-    return [(key, [NOT_BUILT] if key in PLANNED else features[key].unmet(default)) for key, default in DsNpuConfig()]
+    rows = [(key, [NOT_BUILT] if key in PLANNED else features[key].unmet(default)) for key, default in DsNpuConfig()]
+    if capability.torch_npu_state().usable:
+        # What some NPUs have, and others do not.
+        rows.append(("moe.dispatcher fused", features["moe"].unmet(MoeSection(dispatcher="fused"))))
+    return rows
 
 
 def _builders() -> list[Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import layouts, on_npu, within
+from agreement import agree, layouts, numbers, on_npu, within
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,3 +74,15 @@ def test_a_scalar_changes_the_type_as_in_torch(dtype, scalar):
     cpu_scalar = torch.tensor(scalar)
     assert torch.equal((value.npu() * cpu_scalar).cpu(), value * cpu_scalar)
     assert torch.equal((cpu_scalar + value.npu()).cpu(), cpu_scalar + value)
+
+
+def test_complex_numbers_of_their_parts():
+    first, second = numbers(3, 1, 8, seed=1, dtype=torch.float32), numbers(1, 5, 8, seed=2, dtype=torch.float32)
+    left, right = first.float().npu(), second.float().npu()
+    pairs = [
+        (torch.polar(left, right), torch.polar(*torch.broadcast_tensors(first, second))),
+        (torch.complex(left, right), torch.complex(*torch.broadcast_tensors(first, second))),
+    ]
+    for found, expected in pairs:
+        assert found.dtype == torch.complex64
+        agree(torch.view_as_real(found), torch.view_as_real(expected), roundings=4)

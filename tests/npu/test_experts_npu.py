@@ -179,8 +179,14 @@ def test_a_step_that_chooses_as_float64(family, parallel, moe):
     run_on_ranks(2, step, family, parallel, moe, 3, True, backend="hccl", sets_device=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"expert": 2}, {"expert": 2, "tensor": 2}], ids=str)
+def test_a_step_of_llama_4(parallel):
+    run_on_ranks(2, step, "llama4_text", parallel, {}, 3, True, backend="hccl", sets_device=False)
+
+
 def llama_4_block(degrees: Degrees) -> None:
-    """A block of Llama-4, whose attention computes with complex numbers, which the simulator has not."""
+    """A block of Llama-4 in float32, bound to the rounding of its sums."""
     called, ranks = count_kernels(), degrees.world_size
     plain, model = (tiny_models.tiny("llama4_text", torch.float32) for _ in range(2))
     apply_features([(MOE, MoeSection())], Build(topology := Topology(degrees), model.to("npu"), device_type="npu"))

@@ -67,13 +67,13 @@ def expected_biases(dp: int) -> torch.Tensor:
     return bias
 
 
-def biases_follow_the_load(parallel: dict, stage: int, checkpoints: bool) -> None:
+def biases_follow_the_load(parallel: dict, stage: int, checkpoints: bool, **moe: object) -> None:
     # What is computed again is computed in float32: Float64 does not reach into a backward.
     model = tiny_models.tiny("deepseek_v3", torch.float32 if checkpoints else torch.float64)
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     more = {"context_parallel": {"algorithm": "ring"}} if "context" in parallel else {}
-    engine = engine_of(model, {"parallel": parallel, "moe": {"bias_update_rate": RATE}} | more, stage)
+    engine = engine_of(model, {"parallel": parallel, "moe": {"bias_update_rate": RATE, **moe}} | more, stage)
     expected = expected_biases(engine.topology.size("dp"))
     train(engine, STEPS)
     found = model.get_buffer(f"{NAME}.gate.e_score_correction_bias")

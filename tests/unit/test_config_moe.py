@@ -30,6 +30,15 @@ MISTAKES = [
         "replica_rows",
         "0 with ds_npu.moe.pad_to_capacity",
     ),
+    ({}, {"row_margin": 1.5}, "row_margin", "only with ds_npu.parallel.expert > 1"),
+    ({"expert": 2}, {"row_margin": 0.9}, "row_margin", "a number >= 1"),
+    ({"expert": 2}, {"row_margin": 1.5, "dispatcher": "allgather"}, "row_margin", "dispatcher 'allgather'"),
+    ({"expert": 2}, {"row_margin": 1.5, "replica_rows": 9}, "row_margin", "left out with ds_npu.moe.replica_rows 9"),
+    ({"expert": 2}, {"row_margin": 1.5, "placement_interval": 9}, "row_margin", "ds_npu.moe.placement_interval 9"),
+    ({"expert": 2, "pipeline": 2}, {"row_margin": 1.5}, "row_margin", "left out with ds_npu.parallel.pipeline 2"),
+    ({"expert": 8}, {"dispatcher": "fused", "overlap": True}, "overlap", "false with ds_npu.moe.dispatcher 'fused'"),
+    ({"expert": 8}, {"dispatcher": "fused", "zero_memory": "level0"}, "zero_memory", "'none' with ds_npu.moe.dispat"),
+    ({"expert": 8}, {"dispatcher": "fused", "replica_rows": 5}, "replica_rows", "0 with ds_npu.moe.dispatcher 'fused'"),
 ]
 
 

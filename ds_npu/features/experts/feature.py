@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
 from ds_npu.features.experts.layout import ExpertLayout, Layout, expert_layouts
 from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
+from ds_npu.features.experts.presized import PresizedForward, presized_changes
 from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
 from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chosen
 from ds_npu.features.experts.shards import expert_shard
@@ -31,8 +33,10 @@ from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.guarded_saving import refuse_saving_shards
+from ds_npu.ops import expert_exchange
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions
+from ds_npu.parallel.expert.fused import compute_experts_fused
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside, compute_experts_in_halves
 from ds_npu.parallel.expert.places import plain_places
 from ds_npu.parallel.expert.relocation import PlacedExperts
@@ -79,6 +83,10 @@ def _is_placed(model: nn.Module) -> bool:
 def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis: ExpertAxis) -> Iterator[Change]:
     dispatcher = "evenly" if section.pad_to_capacity else section.dispatcher or "alltoall"
     options = ExpertOptions(dispatcher, section.zero_memory, section.replica_rows)
+    presized = None
+    if section.row_margin is not None and axis.size > 1:
+        presized = PresizedForward(build.model, list(layouts), section.row_margin, build.topology)
+        yield from presized_changes(build.model, list(layouts), presized)
     for name, layout in layouts.items():
         module = build.model.get_submodule(name)
         places = PlacedExperts(plain_places(layout.count, axis.ep)) if section.placement_interval else None
@@ -99,7 +107,8 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
             yield Change("sets", name, PLACES, partial(set_attribute, module, PLACES, places))
         run, how, changes = _run(section, build, name)
         yield from changes
-        run = partial(run, axis=axis, options=options)
+        presize = None if presized is None else partial(presized.plans, name)
+        run = partial(run, axis=axis, options=replace(options, presize=presize))
         if isinstance(layout, ExpertLayout) and layout.scales_inputs:
             make = partial(route_to_chosen, build.model, name)
             yield Change("computes", names.owner(name), "gives experts the tokens that chose them", make)
@@ -116,6 +125,8 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
 
 def _run(section: MoeSection, build: Build, name: str) -> tuple[Callable[..., torch.Tensor], str, Iterable[Change]]:
     """What the experts ``name`` run with an axis and options, in words, and what else that changes."""
+    if section.dispatcher == "fused" and build.topology.size("ep") > 1:
+        return compute_experts_fused, "", ()
     if not section.overlap:
         return compute_experts_at_once, "", ()
     call = shared_call(build.model, name)
@@ -185,6 +196,11 @@ def _without_plan(build: Build) -> str:
     return "expert parallelism works" if known else ""
 
 
+def _unmet(section: MoeSection) -> list[str]:
+    reason = expert_exchange.why_not_fused() if section.dispatcher == "fused" else None
+    return [f"dispatcher 'fused': its kernels are not available: {reason}"] if reason else []
+
+
 MOE: Feature[MoeSection] = Feature(
-    "moe", Phase.SHARDS, declare=_declare, parts=_parts, asked=_asked, without_plan=_without_plan
+    "moe", Phase.SHARDS, declare=_declare, parts=_parts, asked=_asked, without_plan=_without_plan, unmet=_unmet
 )

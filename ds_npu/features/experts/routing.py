@@ -108,6 +108,13 @@ def collecting() -> Iterator[Collected]:
         yield collected
 
 
+def forget_collected() -> None:
+    """Forget what was collected in the forward that runs: it is computed again."""
+    if collected := _COLLECTED.of(running()):
+        collected.logits.clear()
+        collected.ids.clear()
+
+
 def collect_ids(experts: str, module: nn.Module) -> None:
     """Collect, by the name ``experts``, which experts [T, K] ``module`` is called with."""
     names_of = list(inspect.signature(type(module).forward).parameters)[1:]

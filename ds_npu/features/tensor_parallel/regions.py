@@ -9,10 +9,10 @@ from functools import cached_property, partial
 from torch import nn
 
 from ds_npu.config.roles import Role
+from ds_npu.features.closing_checkpoint import recompute_in_micro_batch
 from ds_npu.features.declaration import Change
 from ds_npu.features.tensor_parallel.adapters import is_at_border, with_adapter
 from ds_npu.features.tensor_parallel.experts import show_all_tokens
-from ds_npu.features.tensor_parallel.recomputation import recompute_in_micro_batch
 from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES
 from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import names

@@ -32,6 +32,10 @@ class Dispatch(Protocol):
     def pairs_of_experts(self) -> tuple[int, ...]:
         """How many rows each expert of this rank gets."""
 
+    @property
+    def fills_up(self) -> bool:
+        """Whether there may be more rows than experts get: rows of no expert, of which the sum alone is known."""
+
     def send(self, x: torch.Tensor) -> Pending[torch.Tensor]:
         """Rows [N, ...] of this rank's experts from tokens [T, ...] of all ranks."""
 
@@ -55,6 +59,9 @@ class Plan(Protocol):
     def copies(self, x: torch.Tensor) -> torch.Tensor:
         """The tokens [T, ...] as they are sent, and perhaps more behind them."""
 
+    def labels(self, routing: torch.Tensor) -> torch.Tensor:
+        """As ``copies``, of numbers [T, L] that are 0 in rows which only fill up."""
+
     def dispatch(self, counts_RC: list[list[int]]) -> Dispatch:
         """The dispatch, by the counts of all ranks."""
 
@@ -70,6 +77,7 @@ class AllToAll:
     received: tuple[int, ...]
     """Rows to and from each rank."""
     pairs_of_experts: tuple[int, ...]
+    fills_up: bool = False
 
     def send(self, x: torch.Tensor) -> Pending[torch.Tensor]:
         return exchange_rows(self.order.permuted(x), self.sent, self.received, self.group)
@@ -103,6 +111,8 @@ class AllToAllPlan:
     def copies(self, x: torch.Tensor) -> torch.Tensor:
         return self.order.permuted(x)
 
+    labels = copies
+
     def dispatch(self, counts_RC: list[list[int]]) -> AllToAll:
         rank, size = self.axis.rank, self.axis.size
         sent = counts_RC[rank][:size]
@@ -125,6 +135,7 @@ class AllGather:
     most_tokens: int
     """Of any rank: the others' are followed by zeros."""
     pairs_of_experts: tuple[int, ...]
+    fills_up: bool = False
 
     def send(self, x: torch.Tensor) -> Pending[torch.Tensor]:
         missing = self.most_tokens - self.tokens
@@ -154,6 +165,8 @@ class AllGatherPlan:
 
     def copies(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    labels = copies
 
     def dispatch(self, counts_RC: list[list[int]]) -> AllGather:
         most = max(each[0] for each in counts_RC)
@@ -201,6 +214,8 @@ class EvenPlan:
     def copies(self, x: torch.Tensor) -> torch.Tensor:
         return self.order.permuted(x)
 
+    labels = copies
+
     def dispatch(self, counts_RC: list[list[int]]) -> AllToAll:
         rows = (self.local * self.each,) * self.axis.size
         return AllToAll(self.axis.group, self.order, rows, rows, (self.axis.size * self.each,) * self.local)
@@ -219,29 +234,35 @@ class Agreement:
     """The dispatches by ``plans``, on which the ranks of ``axis`` agree: one message of counts, one wait of the host.
 
     Where sizes are known there is neither. Every rank of the axis makes it at the same time, of as many plans. The host
-    waits at the first ``dispatch``.
+    waits at the first ``dispatch``, or at ``counts``.
     """
 
     def __init__(self, plans: Sequence[Plan], axis: ExpertAxis) -> None:
         self.plans = plans
-        self._counts: HostCopy | None = None
-        self._dispatches: list[Dispatch] = []
+        self._copy: HostCopy | None = None
         mine = [plan.counts for plan in plans if plan.counts is not None]
         counts = all_gather(torch.stack(mine), 0, axis.group) if mine else None
         for plan in plans:
             plan.prepare()
         if counts is not None:
-            self._counts = HostCopy(counts.wait().view(axis.size, len(plans), -1))
+            self._copy = HostCopy(counts.wait().view(axis.size, len(plans), -1))
+
+    @cached_property
+    def counts(self) -> list[list[list[int]]]:
+        """By plan and rank, its counts; empty where sizes are known."""
+        if self._copy is None:
+            return [[] for _ in self.plans]
+        # The host needs them: they are the sizes of messages and tensors.
+        counts_PRC: list[list[list[int]]] = self._copy.read().transpose(0, 1).tolist()
+        return counts_PRC
 
     def dispatch(self, index: int) -> Dispatch:
         """The dispatch by ``plans[index]``."""
-        if not self._dispatches:
-            counts_PRC: list[list[list[int]]] = [[] for _ in self.plans]
-            if self._counts is not None:
-                # The host needs them: they are the sizes of messages and tensors.
-                counts_PRC = self._counts.read().transpose(0, 1).tolist()
-            self._dispatches = [plan.dispatch(each) for plan, each in zip(self.plans, counts_PRC, strict=True)]
         return self._dispatches[index]
+
+    @cached_property
+    def _dispatches(self) -> list[Dispatch]:
+        return [plan.dispatch(each) for plan, each in zip(self.plans, self.counts, strict=True)]
 
 
 def pairs_of(ids_TK: torch.Tensor, experts: int) -> torch.Tensor:

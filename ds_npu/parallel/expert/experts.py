@@ -17,7 +17,7 @@ Shape letters as in ``routing``; H hidden, F outputs of the first product, I inp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +30,7 @@ from ds_npu.ops.grouped_matmul import grouped_matmul
 from ds_npu.ops.token_permutation import token_permute, token_unpermute
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import DISPATCHERS, Agreement, Dispatch, Plan
+from ds_npu.parallel.expert.presized import in_room
 from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
 from ds_npu.parallel.expert.weights import ExpertWeights, product_of_linear
@@ -42,10 +43,12 @@ ZeroMemory = Literal["none", "level0", "level1"]
 class ExpertOptions:
     """How tokens reach their experts, and what backward computes again."""
 
-    dispatcher: Literal["alltoall", "allgather", "evenly"] = "alltoall"
+    dispatcher: Literal["alltoall", "allgather", "evenly", "fused"] = "alltoall"
     zero_memory: ZeroMemory = "none"
     replica_rows: int = 0
     """The rows for which an expert is computed on another rank, too (``sharing``); 0: never."""
+    presize: Callable[[Sequence[Plan]], Sequence[Plan]] | None = None
+    """Makes plans whose sizes are known (``presized``) of those of all pieces; None: sizes are exact."""
 
 
 def compute_experts(
@@ -101,7 +104,7 @@ def send_to_experts(
         all_ids, replicas = shared_over_ranks(all_ids, count * axis.ep, axis, options.replica_rows)
         count = max(count if each is None else each.plan.slots for each in replicas)
     plans = [DISPATCHERS[options.dispatcher](ids, count * axis.ep, axis) for ids in all_ids]
-    agreement = Agreement(plans, axis)
+    agreement = Agreement(plans if options.presize is None else options.presize(plans), axis)
     return [
         RoutedTokens(x, weights, _Call(agreement, index, ids, experts, axis, options.zero_memory, each))
         for index, ((x, _, weights), ids, each) in enumerate(zip(pieces, all_ids, replicas, strict=True))
@@ -204,11 +207,14 @@ def _received(rows_NH: torch.Tensor, routing_N2K: torch.Tensor, call: _Call) -> 
     weights_NK, numbers_NK = routing_N2K.chunk(2, dim=1)
     count = call.count
     local_NK = local_ids(numbers_NK.to(torch.int64) - 1, call.axis.ep_rank * count, count)
-    permuted_PH, places = token_permute(rows_NH, local_NK, sum(call.dispatch.pairs_of_experts))
+    permuted_PH, places = token_permute(rows_NH, local_NK, min(sum(call.dispatch.pairs_of_experts), local_NK.numel()))
     pairs = inverse(places)[: len(permuted_PH)].long()
-    order = Order(pairs // local_NK.shape[1], places.view_as(local_NK))
+    places_NK, counts = places.view_as(local_NK), histogram(local_NK, count)
     weights = weights_NK.flatten().index_select(0, pairs)
-    return permuted_PH, _Rows(histogram(local_NK, count), order, weights)
+    if call.dispatch.fills_up:
+        counts, places_NK, has_expert = in_room(counts, places_NK, local_NK, len(permuted_PH))
+        weights = weights * has_expert
+    return permuted_PH, _Rows(counts, Order(pairs // local_NK.shape[1], places_NK), weights)
 
 
 class _CallContext(Context):
@@ -219,7 +225,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _CallContext, x_TH: torch.Tensor, weights_TK: torch.Tensor, call: _Call) -> torch.Tensor:
         ctx.call = call
-        copies, routing = call.plan.copies(x_TH), call.plan.copies(call.routing(weights_TK))
+        copies, routing = call.plan.copies(x_TH), call.plan.labels(call.routing(weights_TK))
         call.tokens.post(call.dispatch.send_copies(copies))
         call.beside.post(call.dispatch.send_copies(routing))
         call.fetch()

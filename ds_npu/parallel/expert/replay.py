@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from ds_npu.parallel.expert.weights import is_experts
 
+WATCHED = "ds_npu_routing_is_watched"
+"""The attribute of a block, True while its choices are recorded or replayed."""
+
 Result = torch.return_types.topk
 
 
@@ -103,13 +106,15 @@ def _each_block(
     def leave(*_: object) -> None:
         running.pop().close()
 
-    modules = dict(model.named_modules())
+    modules, watched = dict(model.named_modules()), []
     if missing := set(blocks) - modules.keys():
         raise ValueError(
             f"{type(model).__name__} has no module {min(missing)}, which was named as a block with experts"
         )
     for name, module in modules.items():
         if name in blocks or any(is_experts(child) for child in module.children()):
+            setattr(module, WATCHED, True)
+            watched.append(module)
             handles += [
                 module.register_forward_pre_hook(partial(enter, name)),
                 module.register_forward_hook(leave, always_call=True),
@@ -121,3 +126,5 @@ def _each_block(
     finally:
         for handle in handles:
             handle.remove()
+        for module in watched:
+            setattr(module, WATCHED, False)

@@ -7,7 +7,6 @@ b and c: batch entries and rows of a shard in one piece. Plain tensors: gradient
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ds_npu.comm.collectives import all_gather, gather_parts, scatter_parts
 from ds_npu.comm.pending import Pending
 from ds_npu.log import warn_once
 from ds_npu.ops import matmul_collective
+from ds_npu.ops.operator import npu_kernels
 from ds_npu.parallel.tensor.axis import unflatten_rows
 from ds_npu.topology.machine import A2
 
@@ -246,7 +246,7 @@ class Fused:
 
     @functools.cached_property
     def _kernels(self) -> FusedKernels:
-        kernels: FusedKernels = importlib.import_module("ds_npu.ops.npu.matmul_collective")
+        kernels: FusedKernels = npu_kernels("ds_npu.ops.npu.matmul_collective")
         return kernels
 
     def _unmet(self, x: torch.Tensor, matrix: torch.Tensor) -> str | None:

@@ -86,6 +86,8 @@ ACLNN(InplacePowTensorScalar, (Tensor& self, const Scalar& exponent)) { self.pow
 
 ACLNN(Atan2, (const Tensor& self, const Tensor& other, Tensor& out)) { at::atan2_out(out, self, other); }
 ACLNN(InplaceAtan2, (Tensor& self, const Tensor& other)) { self.atan2_(other); }
+ACLNN(Polar, (const Tensor& abs, const Tensor& angle, Tensor& out)) { at::polar_out(out, abs, angle); }
+ACLNN(Complex, (const Tensor& real, const Tensor& imag, Tensor& out)) { at::complex_out(out, real, imag); }
 ACLNN(LogAddExp, (const Tensor& self, const Tensor& other, Tensor& out)) { at::logaddexp_out(out, self, other); }
 ACLNN(XLogYTensor, (const Tensor& self, const Tensor& other, Tensor& out)) { at::xlogy_out(out, self, other); }
 ACLNN(XLogYScalarSelf, (const Scalar& self, const Tensor& other, Tensor& out)) { at::xlogy_out(out, self, other); }

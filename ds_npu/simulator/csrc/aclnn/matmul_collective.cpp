@@ -1,43 +1,11 @@
 // Matrix products fused with an all-gather of their operands or a reduce-scatter of their results.
-#include "aclnn/operator.h"
-#include "hccl/collectives.h"
+#include "aclnn/communicator_argument.h"
 
 using namespace sim;
 
 namespace {
 
-// The communicator of that name and the operator's place among its calls, which it takes when it is launched.
-struct Group {
-  std::shared_ptr<hccl::Communicator> communicator;
-  std::uint64_t sequence = 0;
-  void launched() { sequence = communicator->reserve(); }
-};
-
-}  // namespace
-
-namespace sim {
-
-template <>
-struct Argument<const Group&> {
-  using C = const char*;
-  using Kept = Group;
-  static Kept keep(C name) {
-    if (name == nullptr) missing_argument("the communicator's name");
-    return {hccl::communicator_named(name)};
-  }
-};
-
-}  // namespace sim
-
-namespace {
-
-[[noreturn]] void not_supported(const std::string& what) { throw Failure(ACL_ERROR_API_NOT_SUPPORT, what); }
-
-void check_types(const Tensor& x1, const Tensor& x2) {
-  if ((x1.scalar_type() != at::kHalf && x1.scalar_type() != at::kBFloat16) || x2.scalar_type() != x1.scalar_type())
-    not_supported(std::string("CANN multiplies two fp16 or two bf16 matrices here, not ") + c10::toString(x1.scalar_type()) +
-                  " and " + c10::toString(x2.scalar_type()));
-}
+using Group = CommunicatorArgument;
 
 void check_turn(int64_t comm_turn) {
   if (comm_turn != 0) not_supported("commTurn is " + std::to_string(comm_turn) + "; CANN supports 0 only");
@@ -51,27 +19,6 @@ void check_no_bias(const OptionalTensor& bias) {
   if (bias && bias->count_nonzero().item<int64_t>() != 0) not_supported("CANN supports no bias but zeros here");
 }
 
-HcclDataType hccl_type(const Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf ? HCCL_DATA_TYPE_FP16 : HCCL_DATA_TYPE_BFP16;
-}
-
-// Device memory for the duration of an operator. It belongs to the communicator's buffers, so it is not counted again.
-class Scratch {
- public:
-  Scratch(const Group& group, const Tensor& like, IntArrayRef sizes)
-      : memory_(group.communicator->device().memory()),
-        address_(memory_.reserve(static_cast<std::size_t>(c10::multiply_integers(sizes)) * like.element_size())),
-        tensor_(at::from_blob(address_, sizes, at::TensorOptions(like.scalar_type()))) {}
-  ~Scratch() { memory_.unreserve(address_); }
-  Scratch(const Scratch&) = delete;
-  Tensor& tensor() { return tensor_; }
-
- private:
-  Memory& memory_;
-  void* address_;
-  Tensor tensor_;
-};
-
 // Added up in float32 and rounded once.
 void product(Tensor& out, const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const OptionalTensor& addend = {}) {
   Tensor sum = at::matmul(x1.to(at::kFloat), x2.to(at::kFloat));
@@ -83,7 +30,7 @@ void product(Tensor& out, const Tensor& x1, const Tensor& x2, const OptionalTens
 // Each rank's product is rounded to the output's type before the products are added.
 void product_summed_over_ranks(const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const OptionalTensor& addend,
                                const Group& group, const std::string& reduction, int64_t comm_turn, Tensor& out) {
-  check_types(x1, x2);
+  check_halves(x1, x2);
   check_sum(reduction);
   check_turn(comm_turn);
   Scratch partial(group, out, out.sizes());
@@ -98,7 +45,7 @@ void product_summed_over_ranks(const Tensor& x1, const Tensor& x2, const Optiona
 
 ACLNN(AllGatherMatmul, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
                         int64_t gather_index, int64_t comm_turn, int64_t, Tensor& out, const OptionalTensor& gathered)) {
-  check_types(x1, x2);
+  check_halves(x1, x2);
   check_turn(comm_turn);
   check_no_bias(bias);
   if (gather_index != 0) not_supported("gatherIndex is " + std::to_string(gather_index) + "; CANN supports 0 only");
@@ -113,7 +60,7 @@ ACLNN(AllGatherMatmul, (const Tensor& x1, const Tensor& x2, const OptionalTensor
 
 ACLNN(MatmulReduceScatter, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
                             const std::string& reduction, int64_t comm_turn, int64_t, Tensor& out)) {
-  check_types(x1, x2);
+  check_halves(x1, x2);
   check_sum(reduction);
   check_turn(comm_turn);
   check_no_bias(bias);

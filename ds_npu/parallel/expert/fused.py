@@ -1,0 +1,225 @@
+"""Experts whose products are fused with the all-to-alls of their rows: multiplied as they come, sent as they are done.
+
+A token is sent once for each of its experts, and not once to a rank as by the other dispatchers: the kernels know rows
+of experts only. Kernels that do not take a layer, or a micro-batch, leave it to ``compute_experts``, and a warning says
+why. Source: MindSpeed (moe-alltoall-mc2).
+
+Shape letters as in ``routing`` and in ``ops.npu.expert_exchange``; S rows sent, one for each choice of a token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ds_npu.comm.collectives import exchange_rows
+from ds_npu.log import warn_once
+from ds_npu.ops import expert_exchange
+from ds_npu.ops.autograd import Context, applied
+from ds_npu.ops.operator import npu_kernels
+from ds_npu.ops.token_permutation import token_unpermute
+from ds_npu.parallel.context.load_balance import copy_to_device
+from ds_npu.parallel.expert.axis import ExpertAxis
+from ds_npu.parallel.expert.dispatch import Agreement, all_to_all
+from ds_npu.parallel.expert.experts import ExpertOptions, Piece, compute_experts
+from ds_npu.parallel.expert.routing import Order, order_by
+from ds_npu.parallel.expert.weights import ExpertWeights, product_of_linear
+from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
+
+Optional = torch.Tensor | None
+Counts = Sequence[int]
+
+
+class Kernels(Protocol):
+    """``ds_npu.ops.npu.expert_exchange``, which can be imported only where torch_npu can."""
+
+    def alltoall_matmul(
+        self, x_SK: torch.Tensor, weight_EKN: torch.Tensor, communicator: str, sent: Counts, received: Counts
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def matmul_alltoall(
+        self, x_PK: torch.Tensor, weight_EKN: torch.Tensor, communicator: str, sent: Counts, received: Counts
+    ) -> torch.Tensor: ...
+
+
+@functools.cache
+def exchange_kernels() -> Kernels:
+    """torch_npu's."""
+    kernels: Kernels = npu_kernels("ds_npu.ops.npu.expert_exchange")
+    return kernels
+
+
+@functools.cache
+def communicator(group: dist.ProcessGroup) -> str:
+    """HCCL's name of the group's communicator, which this opens if nothing has."""
+    backend: Any = group._get_backend(torch.device("npu"))  # torch_npu's
+    name: str = backend.get_hccl_comm_name(dist.get_rank())
+    return name
+
+
+def compute_experts_fused(
+    piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
+) -> torch.Tensor:
+    """``compute_experts`` of x, ids and weights, in fused kernels where they take them."""
+    x_TH, ids_TK, weights_TK = piece
+    reason = _unmet(x_TH, experts, axis)
+    agreement = None
+    if reason is None:
+        agreement = Agreement([all_to_all(ids_TK, len(experts) * axis.ep, axis)], axis)
+        pairs_RE = [counts[axis.size :] for counts in agreement.counts[0]]
+        reason = expert_exchange.unmet_bytes(_bytes(pairs_RE, axis, x_TH))
+    if reason is not None:
+        warn_once(f"moe.dispatcher: experts are dispatched by alltoall, not fused: {reason}")
+        return compute_experts(x_TH, ids_TK, weights_TK, experts, axis, replace(options, dispatcher="alltoall"))
+    exchange = _Exchange.of(pairs_RE, ids_TK, experts, axis)
+    return _fused(x_TH, weights_TK, exchange, experts.up, experts.down)
+
+
+def _unmet(x: torch.Tensor, experts: ExpertWeights, axis: ExpertAxis) -> str | None:
+    if experts.up_bias is not None or experts.down_bias is not None:
+        return "the experts have biases, which the kernels do not add"
+    dtypes = frozenset({x.dtype, experts.up.dtype, experts.down.dtype})
+    widths = max(experts.up.shape[1:]), max(experts.down.shape[1:])
+    return expert_exchange.unmet(x.device.type, dtypes, widths, len(experts), axis.size)
+
+
+def _bytes(pairs_RE: list[list[int]], axis: ExpertAxis, x_TH: torch.Tensor) -> list[int]:
+    """What each rank sends, and what each gets."""
+    local, size = len(pairs_RE[0]) // axis.ep, x_TH.shape[1] * x_TH.element_size()
+    columns = [sum(each) for each in zip(*pairs_RE, strict=True)]
+    received = [sum(columns[rank * local : (rank + 1) * local]) for rank in range(axis.ep)]
+    return [rows * size for rows in (*map(sum, pairs_RE), *received)]
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """The ways of one micro-batch's rows through one layer."""
+
+    experts: ExpertWeights
+    axis: ExpertAxis
+    order: Order
+    """Of the rows that are sent."""
+    choices: torch.Tensor
+    """[S] int64: which choice, of all T * K, each of them is."""
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    by_expert: Order
+    """Of the rows that come, which come by rank and then by expert."""
+    counts: torch.Tensor
+    """[E] int64: of each expert of this rank."""
+
+    @staticmethod
+    def of(pairs_RE: list[list[int]], ids_TK: torch.Tensor, experts: ExpertWeights, axis: ExpertAxis) -> _Exchange:
+        """By the counts of all ranks, which are on the host; nothing waits for the device."""
+        local, device = len(experts), ids_TK.device
+        mine = slice(axis.ep_rank * local, (axis.ep_rank + 1) * local)
+        sent, received_RE = pairs_RE[axis.rank], torch.tensor([each[mine] for each in pairs_RE])
+        count = local * axis.ep
+        keys_TK = torch.where((ids_TK >= 0) & (ids_TK < count), ids_TK, count)
+        choices = order_by(keys_TK.view(-1, 1), sum(sent))
+        order = Order(choices.rows // ids_TK.shape[1], choices.places.view_as(ids_TK))
+        numbers = torch.arange(local).repeat(axis.ep).repeat_interleave(received_RE.flatten())
+        by_expert = order_by(copy_to_device(numbers, device).unsqueeze(1), len(numbers))
+        counts = copy_to_device(received_RE.sum(0), device)
+        received = tuple(received_RE.flatten().tolist())
+        return _Exchange(experts, axis, order, choices.rows, tuple(sent), received, by_expert, counts)
+
+    def multiplied(self, x_SK: torch.Tensor, weight_EKN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The products [P, N] of the rows that come, and these [P, K]."""
+        return exchange_kernels().alltoall_matmul(x_SK, weight_EKN, self._communicator, self.sent, self.received)
+
+    def returned(self, x_PK: torch.Tensor, weight_EKN: torch.Tensor) -> torch.Tensor:
+        """The products [S, N] of this rank's rows, which the others' experts computed."""
+        return exchange_kernels().matmul_alltoall(x_PK, weight_EKN, self._communicator, self.sent, self.received)
+
+    def exchanged(self, values_S: torch.Tensor) -> torch.Tensor:
+        """A number of each row at its expert, [P]."""
+        of_ranks = self._of_ranks
+        arrived = exchange_rows(values_S, of_ranks[0], of_ranks[1], self.axis.group).wait()
+        return self.by_expert.permuted(arrived)
+
+    def exchanged_back(self, values_P: torch.Tensor) -> torch.Tensor:
+        """A number of each row at its token's choice, [T, K]; 0 for those without an expert."""
+        of_ranks = self._of_ranks
+        leaving = self.by_expert.placed(values_P).flatten()
+        return self.order.placed(exchange_rows(leaving, of_ranks[1], of_ranks[0], self.axis.group).wait())
+
+    @property
+    def _of_ranks(self) -> list[list[int]]:
+        """Rows to each rank, and from each."""
+        local = len(self.experts)
+        return [
+            [sum(counts[begin : begin + local]) for begin in range(0, len(counts), local)]
+            for counts in (self.sent, self.received)
+        ]
+
+    @property
+    def _communicator(self) -> str:
+        return communicator(self.axis.group)
+
+
+class _FusedContext(Context):
+    exchange: _Exchange
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _FusedContext,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        exchange: _Exchange,
+        up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        experts = exchange.experts
+        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+        weights_P = exchange.exchanged(weights_TK.to(wide).flatten().index_select(0, exchange.choices))
+        first_PF, rows_PH = exchange.multiplied(
+            exchange.order.permuted(x_TH), up if experts.is_transposed else up.transpose(1, 2)
+        )
+        weighted_PI = _weighted(experts.activation(first_PF), weights_P)
+        y_SH = exchange.returned(weighted_PI, down if experts.is_transposed else down.transpose(1, 2))
+        ctx.exchange = exchange
+        ctx.save_for_backward(rows_PH, first_PF, weights_P, up, down)
+        return token_unpermute(y_SH, exchange.order.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _FusedContext, dout_TH: torch.Tensor) -> tuple[Optional, ...]:
+        exchange, (rows_PH, first_PF, weights_P, up, down) = ctx.exchange, ctx.saved_tensors
+        experts = exchange.experts
+        dweighted_PI, dy_PH = exchange.multiplied(
+            exchange.order.permuted(dout_TH), down.transpose(1, 2) if experts.is_transposed else down
+        )
+        with torch.enable_grad():
+            first_PF = first_PF.detach().requires_grad_()
+            activated_PI = experts.activation(first_PF)
+        (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, _weighted(dweighted_PI, weights_P))
+        activated_PI = activated_PI.detach()
+        dx_SH = exchange.returned(dfirst_PF, up.transpose(1, 2) if experts.is_transposed else up)
+        dx_TH = token_unpermute(dx_SH, exchange.order.places)
+        dweights_P = (activated_PI.to(weights_P.dtype) * dweighted_PI).sum(1)
+        dweights_TK = exchange.exchanged_back(dweights_P)
+        dup = ddown = None
+        if ctx.needs_input_grad[3]:
+            product = product_of_linear(dfirst_PF, rows_PH, exchange.counts, experts.is_transposed)
+            dup = taken(gradient_sink(up), product)
+        if ctx.needs_input_grad[4]:
+            weighted_PI = _weighted(activated_PI, weights_P)
+            product = product_of_linear(dy_PH, weighted_PI, exchange.counts, experts.is_transposed)
+            ddown = taken(gradient_sink(down), product)
+        return dx_TH, dweights_TK, None, dup, ddown
+
+
+def _weighted(x: torch.Tensor, weights_P: torch.Tensor) -> torch.Tensor:
+    return (x * weights_P.unsqueeze(1)).to(x.dtype)
+
+
+_fused = applied(_Fused, _Fused.forward)

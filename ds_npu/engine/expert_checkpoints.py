@@ -63,8 +63,8 @@ class ExpertCheckpoints:
         if self.load_universal_checkpoint():
             raise ValueError(
                 "checkpoint.load_universal: found true for a model with experts on the ranks of "
-                "ds_npu.parallel.expert, whose universal checkpoints this version does not read. What to do: load the "
-                "weights by from_pretrained"
+                "ds_npu.parallel.expert, whose universal checkpoints this version does not read. What to do: leave "
+                "the key out; the checkpoint itself loads at any layout (docs/checkpoints.md)"
             )
         plain = self.checkpoint_engine
         self.checkpoint_engine = _Merging(plain, self)

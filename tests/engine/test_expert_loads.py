@@ -13,6 +13,7 @@ WORLDS = [
     (2, {"expert": 2, "context": 2}),
     (1, {}),
     (4, {"expert": 2}),
+    (2, {"pipeline": 2}),
 ]
 
 
@@ -20,7 +21,7 @@ WORLDS = [
 @pytest.mark.matrix(corners=3, drawn=1)
 @pytest.mark.parametrize(
     ("ranks", "parallel", "stage", "checkpoints"),
-    [(*world, stage, stage == 2) for world, stage in zip(WORLDS, (2, 0, 3, 1, 0, 2), strict=True)],
+    [(*world, stage, stage == 2) for world, stage in zip(WORLDS, (2, 0, 3, 1, 0, 2, 0), strict=True)],
 )
 def test_biases_follow_the_load(ranks, parallel, stage, checkpoints):
     run_on_ranks(ranks, expert_loads.biases_follow_the_load, parallel, stage, checkpoints)
@@ -32,7 +33,9 @@ def test_biases_stay_in_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "factor"), [({"expert": 2}, None), ({"expert": 2, "tensor": 2}, 0.6)])
+@pytest.mark.parametrize(
+    ("parallel", "factor"), [({"expert": 2}, None), ({"expert": 2, "tensor": 2}, 0.6), ({"pipeline": 2}, None)]
+)
 def test_loads_are_written(parallel, factor, tmp_path):
     run_on_ranks(2, expert_loads.loads_are_written, str(tmp_path), parallel, factor)
 

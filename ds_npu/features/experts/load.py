@@ -5,6 +5,7 @@ Counts stay on the device; the host reads them once in each of DeepSpeed's loggi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,10 @@ class Counts:
     @property
     def dropped_fraction(self) -> float:
         return self.dropped / max(1, sum(self.chosen))
+
+
+Layers = dict[str, Counts]
+"""By name."""
 
 
 class ExpertLoad:
@@ -97,9 +102,9 @@ class ExpertLoad:
 
 def load_parts(section: MoeSection, build: Build, computes: bool) -> Iterator[Change]:
     """What counts the load; raises ValueError where ``bias_update_rate`` finds no bias."""
-    if build.topology.size("pp") > 1:
+    if build.is_pipeline:
         if section.bias_update_rate is not None or section.load_report:
-            raise ValueError("ds_npu.moe.bias_update_rate and load_report do not work with ds_npu.parallel.pipeline")
+            raise ValueError("ds_npu.moe.bias_update_rate and load_report do not work with a deepspeed.PipelineModule")
         return
     corrections = {}
     if section.bias_update_rate is not None:
@@ -122,7 +127,7 @@ def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, to
             )
         buffer, values = found
         yield name, (buffer, values.to(torch.promote_types(values.dtype, torch.float32), copy=True))
-    if not layouts:
+    if not layouts and not build.is_cut_into_stages:
         raise ValueError(f"ds_npu.moe.bias_update_rate: {type(build.model).__name__} has no experts that ds_npu knows")
 
 
@@ -143,14 +148,17 @@ def _install(
         return []
     layouts = expert_layouts(model, build.partial_plan)
     experts = {name: layout.count * _shards(build, name) for name, layout in layouts.items()}
-    if not layouts:
+    if not layouts and not build.is_cut_into_stages:
         return []
     load = ExpertLoad(experts, section.capacity_factor, token_ranks(build).everyone)
     for name in layouts:
         collect_ids(name, model.get_submodule(name))
     wrap_forward(model, partial(_counted, model, load), Level.MODEL)
-    biases = {name: _kept_wide(model, *correction) for name, correction in corrections.items()}
-    report = _Report(load, section.load_report) if writes and dist.get_rank() == 0 else None
+    # Of the layers of this stage; corrections may have been found in the whole model.
+    biases = {name: _kept_wide(model, *each) for name, each in corrections.items() if name in layouts}
+    # One rank of each stage says what its layers had.
+    is_first = not any(build.topology.rank(axis) for axis in ("dp", "cp", "tp"))
+    report = _Report(load, section.load_report, build.topology.group("pp")) if writes and is_first else None
     after = _AfterSteps(engine, load, biases, section.bias_update_rate or 0.0, writes, report)
     engine._take_model_step = partial(after.take_step, engine._take_model_step)
     return []
@@ -197,14 +205,13 @@ class _AfterSteps:
         take(*args, **kwargs)
         is_written = self.writes and self.engine.global_steps % (self.engine.steps_per_print() or INTERVAL) == 0
         counts = self.load.take() if self.biases or is_written else None
-        if counts is None:
-            return
-        if self.engine.skipped_steps == skipped:
-            for name, bias in self.biases.items():
-                update_bias_(bias, self.load.parts(counts)[name][:-1], self.rate)
-        if self.writes:
-            self._since = counts if self._since is None else self._since + counts
-        if is_written and self._since is not None:
+        if counts is not None:
+            if self.engine.skipped_steps == skipped:
+                for name, bias in self.biases.items():
+                    update_bias_(bias, self.load.parts(counts)[name][:-1], self.rate)
+            if self.writes:
+                self._since = counts if self._since is None else self._since + counts
+        if is_written:
             since, self._since = self._since, None
             if self.report is not None:
                 self.report.write(self.engine, since)
@@ -221,20 +228,19 @@ def update_bias_(bias_E: torch.Tensor, chosen_E: torch.Tensor, rate: float) -> N
 
 
 class _Report:
-    """Writes counts of all ranks, on rank 0."""
+    """Writes counts of all ranks, on rank 0; made on one rank of each stage, which call it together."""
 
-    def __init__(self, load: ExpertLoad, path: str | None) -> None:
-        self.load, self.path = load, None if path is None else Path(path)
+    def __init__(self, load: ExpertLoad, path: str | None, stages: dist.ProcessGroup) -> None:
+        self.load, self.path, self._stages = load, None if path is None else Path(path), stages
         self.history = LoadHistory()
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def write(self, engine: Any, counts: torch.Tensor) -> None:
-        layers = {}
-        # Waits for the device, once in an interval.
-        for name, each in self.load.parts(counts.cpu()).items():
-            *chosen, dropped = each.tolist()
-            layers[name.removesuffix(".experts")] = Counts(chosen, dropped)
+    def write(self, engine: Any, counts: torch.Tensor | None) -> None:
+        """``counts`` of this stage's layers; None where it has none, or no forward was trained."""
+        layers = self._of_stages({} if counts is None else self._layers(counts))
+        if dist.get_rank() != 0 or not layers:
+            return
         if engine.monitor.enabled:
             at = engine.global_samples
             events = [(MAX_LOAD.format(name), each.max_over_mean, at) for name, each in layers.items()]
@@ -244,3 +250,20 @@ class _Report:
         if self.path is not None:
             self.history.add(engine.global_steps, {name: each.chosen for name, each in layers.items()})
             self.path.write_text(load_svg(self.history), encoding="utf-8")
+
+    def _layers(self, counts: torch.Tensor) -> Layers:
+        found = {}
+        # Waits for the device, once in an interval.
+        for name, each in self.load.parts(counts.cpu()).items():
+            *chosen, dropped = each.tolist()
+            found[name.removesuffix(".experts")] = Counts(chosen, dropped)
+        return found
+
+    def _of_stages(self, mine: Layers) -> Layers:
+        """Of the layers of all stages, by their numbers."""
+        if dist.get_world_size(self._stages) == 1:
+            return mine
+        found: list[Layers] = [{} for _ in range(dist.get_world_size(self._stages))]
+        dist.all_gather_object(found, mine, group=self._stages)
+        layers = {name: each for stage in found for name, each in stage.items()}
+        return dict(sorted(layers.items(), key=lambda each: [int(part) for part in re.findall(r"\d+", each[0])]))

@@ -12,10 +12,14 @@ UNTOUCHED = "What was saved there before is as it was. What to do: make room the
 
 
 def why_not_written(error: Exception, path: Path, needed: int) -> str:
-    """Why writing ``needed`` bytes (0: not known) to ``path`` raised ``error``: a full disk, or another reason."""
+    """Why writing ``needed`` bytes (0: not known) to ``path`` raised ``error``: a full disk, or another reason.
+
+    What other ranks have written must still be there: torch's errors do not say that a disk is full, so its free space
+    has to. A file at ``path``, as far as it was written, counts as free.
+    """
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     disk = next(folder for folder in (existing, *existing.absolute().parents) if folder.is_mount())
-    free = shutil.disk_usage(disk).free
+    free = shutil.disk_usage(disk).free + (path.stat().st_size if path.is_file() else 0)
     said = f"{error}".strip().split("\n")[0]
     if "No space left on device" in said or needed > free:
         size = f"{needed:,} bytes are needed" if needed else "a few bytes are needed"

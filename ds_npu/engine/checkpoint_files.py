@@ -76,15 +76,15 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         return True
 
     def attempt(self, path: Path, action: Callable[[], object], needed: int = 0) -> None:
-        """Do ``action``, which writes ``path``, unless something has failed already; keep the reason if it fails."""
+        """Do ``action``, which writes ``path``, unless something has failed already; keep the reason if it fails.
+
+        What it has written by then stays until all ranks know: another rank may ask for the reason, too.
+        """
         if self.failure is not None:
             return
         try:
             action()
         except (OSError, RuntimeError) as error:
-            with suppress(OSError):
-                if path.suffix == UNFINISHED:
-                    path.unlink()
             self.error = error
             self.failure = f"{path.name.removesuffix(UNFINISHED)}: {why_not_written(error, path, needed)}"
 
@@ -95,9 +95,8 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
 
     def _write(self, path: Path, write: Callable[[Path], object], needed: int) -> None:
         unfinished = path.with_name(path.name + UNFINISHED)
+        self.unfinished.append(unfinished)
         self.attempt(unfinished, lambda: write(unfinished), needed)
-        if self.failure is None:
-            self.unfinished.append(unfinished)
 
     def _agree(self, info: Any) -> None:
         """Raise RuntimeError on every rank if one of them has failed; nothing of this checkpoint is left then."""

@@ -12,7 +12,10 @@ import tensor_parallel_rule
 import tiny_models
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from ranks import run_on_ranks
+
+from ds_npu.engine.checkpoint_files import UNFINISHED, CheckpointTransaction
 
 SIZE = 7 * 2**20
 FULL = r"the disk /\S*/disk is full: [\d,]{7,} bytes are needed, [\d,]+ are free.*What to do: make room there"
@@ -112,6 +115,24 @@ def fills_up(folder: Path, tensor: int, stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("tensor", "stages"), [(2, (1,)), pytest.param(1, (0, 2, 3), marks=pytest.mark.slow)])
 def test_nothing_is_lost_and_every_rank_says_why(tensor, stages, disk):
     run_on_ranks(2, fills_up, disk, tensor, stages)
+
+
+def test_files_that_fill_a_disk_together(disk):
+    """Each has room by itself: no rank removes what it has written before the others have looked at the disk."""
+    ranks = [CheckpointTransaction(TorchCheckpointEngine(), save_latest=False) for _ in range(2)]
+    needed = 2 * SIZE // 3
+
+    def write(rank: int) -> None:
+        path = disk / f"{rank}{UNFINISHED}"
+        path.write_bytes(bytes(SIZE // 2))
+        if rank == 0:
+            ranks[1].attempt(disk / f"1{UNFINISHED}", lambda: write(1), needed)
+        raise RuntimeError("basic_ios::clear: iostream error")  # As torch.save says it.
+
+    ranks[0].attempt(disk / f"0{UNFINISHED}", lambda: write(0), needed)
+    for rank, each in enumerate(ranks):
+        found = f"{rank}: the disk {disk} is full: {needed:,} bytes are needed, {SIZE // 2:,} are free"
+        assert each.failure == found
 
 
 def refuses(folder: Path) -> None:

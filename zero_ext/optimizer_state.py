@@ -63,7 +63,7 @@ def why_not_kept(optimizer: Any) -> str | None:
         known = ", ".join(each.__name__ for each in ADAM)
         return f"{type(inner).__name__} is none of the optimizers whose steps can be divided into chunks: {known}"
     for group in inner.param_groups:
-        for flag in ("amsgrad", "capturable", "fused", "differentiable"):
+        for flag in ("amsgrad", "capturable", "differentiable"):
             if group.get(flag):
                 return f"{type(inner).__name__}({flag}=True) was not tried; leave it out"
     dtypes = {str(weight.dtype) for _, weight in masters_of(optimizer)}

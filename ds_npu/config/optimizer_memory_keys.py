@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ds_npu.config.deepspeed_keys import value_at
+from ds_npu.config.deepspeed_readers import value_of
+from ds_npu.config.deepspeed_schema import is_auto
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig, switched_on
 
@@ -35,7 +37,8 @@ def refused_beside_kept_state(ds_config: dict[str, Any], config: DsNpuConfig) ->
     if not asked:
         return
     keys = ", ".join(asked)
-    if not value_at(ds_config, "bf16.enabled"):
+    # "auto": the Trainer and accelerate have not filled it in yet.
+    if not value_at(ds_config, "bf16.enabled") and not is_auto(value_of(ds_config, "bf16.enabled")):
         yield Problem("bf16.enabled", value_at(ds_config, "bf16.enabled"), f"true with {keys}; or leave {keys} out")
     optimizer = value_at(ds_config, "optimizer.type")
     if isinstance(optimizer, str) and optimizer.lower() not in ADAM:

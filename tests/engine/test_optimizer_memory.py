@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import deepspeed
 import gradient_rule as rule
 import kept_state as rig
@@ -34,6 +36,7 @@ WRAPPERS = {
     "ZeRO 2": Case(2),
     "ZeRO 2, float32 gradients": Case(2, "fp32"),
     "ZeRO 3": Case(3),
+    "ZeRO 2, fused AdamW": Case(2, torch_fused=True),
 }
 
 
@@ -67,7 +70,7 @@ def test_shared_and_swapped_runs_are_those_without_to_the_bit(world, wrapper):
     ranks, parallel = WORLDS[world]
     case = WRAPPERS[wrapper]
     family = "qwen3_moe" if "expert" in parallel else "llama"
-    case = Case(case.stage, case.accumulated, tuple(parallel.items()), family)
+    case = dataclasses.replace(case, parallel=tuple(parallel.items()), family=family)
     run_on_ranks(ranks, train_alike, [case], [SHARED, SWAPPED, BOTH, PARTLY])
 
 

@@ -45,14 +45,18 @@ class Case:
     family: str = "llama"
     fused: bool = False
     """Whether the optimizer is DeepSpeed's FusedAdam, not torch's."""
+    torch_fused: bool = False
+    """Whether torch's AdamW is told to be fused, as the Trainer's is."""
 
     def config(self, memory: dict[str, object], **more: object) -> dict[str, object]:
         section: dict[str, object] = {"parallel": dict(self.parallel)}
+        adam = {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": not self.fused}
+        adam |= {"fused": True} if self.torch_fused else {}
         config: dict[str, object] = {
             "train_micro_batch_size_per_gpu": rule.MICRO,
             "gradient_accumulation_steps": rule.ACCUMULATION,
             "gradient_clipping": rule.CLIP,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": not self.fused}},
+            "optimizer": {"type": "AdamW", "params": adam},
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0, **more},
             "bf16": {"enabled": True},
             "ds_npu": section | ({"optimizer_memory": memory} if memory else {}),

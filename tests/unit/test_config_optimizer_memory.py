@@ -77,6 +77,8 @@ def test_other_precisions_and_optimizers_are_refused(name):
         assert "'Adam' or 'AdamW'" in problems(asked)["optimizer.type"]
     check(config(SECTIONS[name]), 8)
     check(config(SECTIONS[name], optimizer={"type": "Adam", "params": {"lr": 1e-3}}), 8)
+    # As in the Trainer's configs, which it fills in after the first check.
+    check(config(SECTIONS[name], bf16={"enabled": "auto"}), 8)
 
 
 def test_keys_that_contradict_each_other():

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ds_npu.accelerator.environment import apply_defaults, bound_to_cores
 from ds_npu.acceptance.case import Case, Check, Measured, NotRunError, Scope
+from ds_npu.acceptance.machine import simulated
 
 C = TypeVar("C", bound=Case)
 
@@ -158,8 +159,13 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of ``call`` on the device: the median of TIMED_CALLS after one that is not counted."""
+def timed(call: Callable[[], object]) -> float | None:
+    """Seconds of ``call`` on the device: the median of TIMED_CALLS after one that is not counted.
+
+    None on simulated NPUs: their times say nothing.
+    """
+    if simulated():
+        return None
     npu = npu_module()
     call()
     seconds = []

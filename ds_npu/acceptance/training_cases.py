@@ -152,15 +152,15 @@ def _one_npu() -> Iterator[TrainingCase]:
     # Without a section DeepSpeed 0.19.8 tells no gradient norm in float32 without ZeRO.
     yield _case("one NPU", 1, {}, 0, "float32")
     yield _case("one NPU", 1, {}, 1, "bfloat16")
-    yield TrainingCase(
-        "one NPU, DeepSpeed's FusedAdam, ZeRO 1, float32",
-        1,
-        LARGE_S,
-        alone=True,
-        recipe=TrainingRecipe("decoder", LARGE_SIZES, "float32", "AdamW"),
-        section={},
-        stage=1,
+    in_host_memory = {"swap": {"activations": True}, "optimizer_memory": {"share_fp32": True, "swap": True}}
+    fused_adams: tuple[tuple[str, Mapping[str, object], str], ...] = (
+        ("one NPU, DeepSpeed's FusedAdam", {}, "float32"),
+        ("one NPU, activations and optimizer state in host memory", in_host_memory, "bfloat16"),
     )
+    for name, section, dtype in fused_adams:
+        recipe = TrainingRecipe("decoder", LARGE_SIZES, dtype, "AdamW")
+        title = f"{name}, ZeRO 1, {dtype}"
+        yield TrainingCase(title, 1, LARGE_S, alone=True, recipe=recipe, section=section, stage=1)
 
 
 def _zero(npus: int) -> Iterator[TrainingCase]:
@@ -181,8 +181,12 @@ def _two_npus() -> Iterator[TrainingCase]:
         yield _case(f"context 2 by {algorithm}", 2, _context(2, algorithm), 1, "float32")
     # In bf16 some tokens have other experts than in float64.
     yield _case("expert 2", 2, {"parallel": {"expert": 2}}, 1, "float32", model="experts")
-    yield _case("pipeline 2", 2, {"parallel": {"pipeline": 2}}, 0, "float32", model="layers")
-    yield _case("pipeline 2", 2, {"parallel": {"pipeline": 2}}, 1, "bfloat16", model="layers")
+    yield _case("expert_tensor 2", 2, {"parallel": {"expert_tensor": 2}}, 1, "float32", model="experts")
+    for schedule, dtype in (("1f1b", "float32"), ("zb_v", "bfloat16")):
+        section = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
+        yield _case(f"pipeline 2 by {schedule}", 2, section, 1, dtype)
+    yield _case("pipeline 2 of layers", 2, {"parallel": {"pipeline": 2}}, 0, "float32", model="layers")
+    yield _case("pipeline 2 of layers", 2, {"parallel": {"pipeline": 2}}, 1, "bfloat16", model="layers")
 
 
 def _four_npus(npus: int) -> Iterator[TrainingCase]:
@@ -195,7 +199,9 @@ def _four_npus(npus: int) -> Iterator[TrainingCase]:
     yield _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 1, "bfloat16")
     experts = {"parallel": {"expert": 2, "tensor": 2}}
     yield _case(f"expert 2, tensor 2, data {ranks // 2}", ranks, experts, 2, "float32", model="experts")
-    yield _case("pipeline 2, data 2", 4, {"parallel": {"pipeline": 2}}, 1, "float32", model="layers")
+    yield _case("pipeline 2 of layers, data 2", 4, {"parallel": {"pipeline": 2}}, 1, "float32", model="layers")
+    staged = {"parallel": {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, "pipeline": {"schedule": "zb_h1"}}
+    yield _case("pipeline 2 by zb_h1, tensor 2", 4, staged, 1, "bfloat16")
 
 
 def _tensor(ranks: int, sequence_parallel: bool = False) -> dict[str, object]:

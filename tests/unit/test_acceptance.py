@@ -37,6 +37,7 @@ from ds_npu.capability.releases import CANN_OF_TORCH_NPU, PYTHON_OF_TORCH
 from ds_npu.cli import accept, acceptance_run
 from ds_npu.cli.main import main
 from ds_npu.config.check import check
+from ds_npu.config.parallel import ParallelSection
 from ds_npu.ops.all import OPERATORS
 from ds_npu.ops.attention import attention, kernel_refusal
 
@@ -94,7 +95,7 @@ def test_every_axis_that_is_built_is_trained():
     cases = training_cases(Scope(8, False))
     assert {case.stage for case in cases} == {0, 1, 2, 3}
     keys = {key for case in cases for key in dict((case.section or {}).get("parallel", {}))}
-    assert keys == {"tensor", "sequence_parallel", "context", "pipeline", "expert"}
+    assert keys == {*ParallelSection.model_fields} - {"probe"}
     algorithms = {(case.section or {}).get("context_parallel", {}).get("algorithm") for case in cases}
     assert algorithms == {None, "ring", "ulysses", "allgather", "hybrid"}
     assert {(case.section or {}).get("tensor_overlap") for case in cases} == {None, "pipelined", "fused"}

@@ -140,13 +140,16 @@ def differing(plain: Outcomes, ours: Outcomes) -> dict[str, str]:
 
 
 QUICK = """
+import multiprocessing
 import os
 import deepspeed.ops
+multiprocessing.set_forkserver_preload(["deepspeed", "pytest", "torch._dynamo", "unit.common", "unit.simple_model"])
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 if "DS_NPU_TEST_SECTION" in os.environ:
     import deepspeed_section
 """
-"""At the end of files that every process of the tests imports: without collectives that take minutes to compile."""
+"""At the end of files that every process of the tests imports: without collectives that take minutes to compile, and
+with ranks that are forked from a process that has imported DeepSpeed."""
 
 
 def prepare(tests: Path) -> None:

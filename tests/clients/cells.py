@@ -49,6 +49,7 @@ CLM = {"tensor": "1, 3", "data, context": "2"}
 CLM |= dict.fromkeys(("context", "tensor, context", "expert", "expert, tensor"), "1")
 ONE = dict.fromkeys(EVERY_STAGE, "1")
 STAGED = {"pipeline": "0-2", "data, pipeline": "1", "pipeline, tensor": "2", "pipeline, context": "1"}
+MEMORY = {"pipeline": "1", "context": "1", "pipeline, tensor": "1", "tensor": "2, 3", "data": "3"}
 CELLS = (
     *cells("Trainer", EVERY_STAGE | SEQUENCES | DATA | STAGED, ALL, f"{LIFE}test_a_whole_life"),
     *cells(
@@ -56,6 +57,12 @@ CELLS = (
         {"expert": "0-3", "expert, tensor": "1", "expert_tensor, context": "1", "data, expert, tensor": "1"},
         ALL,
         "clients/test_experts_life.py::test_a_whole_life",
+    ),
+    *cells(
+        "Trainer: swap, optimizer_memory, memory_report, in bf16",
+        MEMORY,
+        ALL,
+        "clients/test_trainer_memory.py::test_a_whole_life",
     ),
     *cells("Trainer: samplers, streams, losses of one's own", SOME, "train", f"{LIFE}test_samplers_streams_and_losses"),
     *cells("Trainer: SIGTERM", SOME, "train save resume", f"{LIFE}test_a_checkpoint_on_sigterm"),

@@ -79,7 +79,7 @@ class Kind:
     """TrainingArguments."""
     more: Callable[[], dict[str, Any]] = dict
     """Arguments of the Trainer."""
-    trainer: type[Life] = Life
+    trainer: type[Watched] = Life
     stream: bool = False
     resumes: str | None = None
     """A checkpoint, in the folder of all lives."""
@@ -185,6 +185,12 @@ ADAPTED: dict[str, Kind] = {
 }
 """Lives of a model with PEFT's adapters."""
 
+# With the Trainer's own AdamW, or the config's.
+IN_BF16: dict[str, Kind] = {
+    "bf16": Kind(WHOLE | {"bf16": True}, trainer=Watched, ends=saved_and_predicted),
+    "bf16, resumed": Kind(WHOLE | {"bf16": True}, trainer=Watched, resumes="bf16/checkpoint-2"),
+}
+
 
 def timeless(logged: dict[str, Any]) -> dict[str, Any]:
     """Without what a clock said, and without FLOP, which are counted of each rank's weights."""
@@ -211,7 +217,7 @@ def ds_config(stage: int, parallel: dict[str, object] | None, **zero: object) ->
 
 def lived(title: str, folder: Path, start: str, config: dict[str, object]) -> Said:
     """What this rank can say of the life ``title``."""
-    kind = (KINDS | ADAPTED)[title]
+    kind = (KINDS | ADAPTED | IN_BF16)[title]
     usual = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2}
     usual |= {"logging_steps": 1, "learning_rate": 0.05, "max_grad_norm": 0.5, "save_strategy": "no", "seed": 3}
     usual |= {"report_to": "none", "disable_tqdm": True, "use_cpu": os.environ.get("DS_ACCELERATOR") == "cpu"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import tiny_models
 import torch
 from ranks import run_on_ranks
 from trainer_lives import assert_close, ds_config, live, told
-from trainer_runs import same, weights_in
+from trainer_runs import completed, same, weights_in
 
 pytestmark = pytest.mark.slow
+DYING = Path(tiny_models.__file__).with_name("dying_trainer.py")
 
 LIVES = ["bf16", "bf16, resumed"]
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
@@ -24,24 +26,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 CASES = [("pipeline", 1), ("tensor", 2), ("data", 3), ("context", 1), ("pipeline, tensor", 1), ("tensor", 3)]
 """Layouts and stages of ZeRO."""
 
+KEYS = {"swap": {"activations": True}, "optimizer_memory": {"share_fp32": True, "swap": True}}
+
 
 def lives(folder: str, start: str, stage: int, parallel: dict[str, object]) -> None:
     """The body of a rank: the same lives without the keys and with them."""
     picture = f"{folder}/memory.svg"
-    keys = {
-        "swap": {"activations": True},
-        "optimizer_memory": {"share_fp32": True, "swap": True},
-        "memory_report": picture,
-    }
-    for name, more in (("without", {}), ("with", keys)):
+    for name, more in (("without", {}), ("with", KEYS | {"memory_report": picture})):
         config = ds_config(stage, parallel)
         config |= {"bf16": {"enabled": "auto"}}
         config["ds_npu"] |= more
         live(LIVES, f"{folder}/{name}", start, config)
         assert Path(picture).exists() == bool(more)
-
-
-ADAM = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 
 
 @pytest.mark.matrix(corners=2, drawn=1)
@@ -59,3 +55,22 @@ def test_a_whole_life(layout: str, stage: int, tmp_path: Path):
         assert resumed == whole[4:] and len(resumed) > 4
     for saved in ("bf16", "bf16/checkpoint-2", "bf16, resumed/checkpoint-8"):
         assert same(weights_in(tmp_path / "with" / saved), weights_in(tmp_path / "without" / saved)), saved
+
+
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize(("layout", "how"), [("pipeline", "killed"), ("pipeline", "raises"), ("tensor", "killed")])
+def test_a_rank_that_dies_in_a_step(layout: str, how: str, tmp_path: Path):
+    """The run ends, with one error, or none where a rank was killed, and its last words are not the transport's."""
+    ranks, parallel = LAYOUTS[layout]
+    section = {"parallel": parallel, **KEYS, "memory_report": True}
+    begun = time.monotonic()
+    done = completed(tmp_path, ranks, section, {"bf16": True, "max_steps": 4}, 1, (str(DYING), how))
+    assert time.monotonic() - begun < 150
+    text = done.stderr
+    assert done.returncode == 1, text
+    if how == "raises":
+        assert text.count("in die\n") == 1 and "rank 0 of 2 ended because of rank 1" in text, text
+        assert "KeyError: 'no such column'" in "\n".join(text.splitlines()[-12:]), text
+    else:
+        assert "Signal 9 (SIGKILL)" in "\n".join(text.splitlines()[-12:]), text
+        assert "third_party/gloo" not in text or "[ds_npu] ERROR: rank 0 of 2" in text.rpartition("third_party/gloo")[2]

@@ -14,18 +14,22 @@ from safetensors.torch import load_file
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 
 
-def run_trainer(
+def run_trainer(folder: Path, ranks: int, *args: object, **kwargs: object) -> list[dict[str, object]]:
+    """What each rank says of a run, given as to ``completed``."""
+    done = completed(folder, ranks, *args, **kwargs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"said by {rank}.json").read_text()) for rank in range(ranks)]
+
+
+def completed(
     folder: Path,
     ranks: int,
     section: dict[str, object] | None,
     options: dict[str, object],
     stage: int = 1,
     script: tuple[str, ...] = (str(SCRIPT),),
-) -> list[dict[str, object]]:
-    """What each rank says of a run that writes to ``folder``; ``options`` are those of the script.
-
-    ``script``: its path and first arguments.
-    """
+) -> subprocess.CompletedProcess[str]:
+    """A run that writes to ``folder``; ``options`` are those of ``script``, its path and first arguments."""
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -46,9 +50,7 @@ def run_trainer(
     usual = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "report_to": "none"}
     usual |= {"lr_scheduler_type": "linear", "logging_strategy": "no"}
     command += [str(word) for name, value in (usual | options).items() for word in (f"--{name}", value)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"said by {rank}.json").read_text()) for rank in range(ranks)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ)
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_npu.comm.pinned import pinned
+
 
 class LateReading:
     """Copies ``scalar`` to the host behind the work that makes it."""
@@ -15,7 +17,7 @@ class LateReading:
         if self.is_there:
             self._host = scalar.clone()
             return
-        self._host = get_accelerator().pin_memory(torch.empty((), dtype=torch.float32))
+        self._host = pinned(get_accelerator().pin_memory(torch.empty((), dtype=torch.float32)))
         self._host.copy_(scalar, non_blocking=True)
         self._copied = get_accelerator().Event()
         self._copied.record()

@@ -28,7 +28,7 @@ from deepspeed.utils.tensor_fragment import get_full_hp_param, set_full_hp_param
 from torch import optim
 
 from ds_npu.memory.chunked_step import ChunkedStep
-from ds_npu.memory.state_chunks import Keeping, StateChunk, StateShard
+from ds_npu.memory.state_chunks import Keeping, MasterError, StateChunk, StateShard
 
 Function = Callable[..., Any]
 KEY = "ds_npu.optimizer_memory"
@@ -51,6 +51,7 @@ READERS_OF_STAGE_3 = {
 READING = ("state_dict", "get_full_hp_param", "get_local_fp32_param", "update_lp_params")
 """Those after which nothing has changed."""
 MOVERS = ("offload_states", "reload_states")
+LOADING = "load_state_dict"
 
 
 def why_not_kept(optimizer: Any) -> str | None:
@@ -108,6 +109,8 @@ class KeptState:
                 resident -= chunk.weight.numel() * keeping.bytes_per_weight()
                 chunk.on_host = resident < 0
         self._is_open = False
+        self._half_changed: str | None = None
+        """The error that ended a step, or a load, which had begun to change weights or state; None: both are whole."""
 
     @property
     def chunks(self) -> list[StateChunk]:
@@ -128,8 +131,8 @@ class KeptState:
         optimizer = self.optimizer
         for shard in self.shards:
             shard.take(self.inner.state.pop(shard.master, {}))
-        self.inner.step = ChunkedStep(self.inner, self.shards)
-        optimizer.step = self._in_step(optimizer.step)
+        self.inner.step = stepping = ChunkedStep(self.inner, self.shards)
+        optimizer.step = self._in_step(optimizer.step, stepping)
         for name in READERS:
             if (method := _method(optimizer, name)) is not None:
                 setattr(optimizer, name, self._reader(name, method))
@@ -151,36 +154,70 @@ class KeptState:
             yield
             return
         self._is_open = True
-        for shard in shards:
-            shard.master.data, arrays = shard.whole()
-            if shard.scalars or arrays:
-                self.inner.state[shard.master] = {**shard.scalars, **arrays}
-            self._point(shard)
+        try:
+            for shard in shards:
+                shard.master.data, arrays = shard.whole() if self._half_changed is None else shard.anew()
+                if shard.scalars or arrays:
+                    self.inner.state[shard.master] = {**shard.scalars, **arrays}
+                self._point(shard)
+        except BaseException:
+            self._close(shards, changes=False)
+            raise
         try:
             yield
         finally:
-            self._is_open = False
-            with ExitStack() as stack:
-                for shard in shards:
-                    stack.callback(self._leave, shard, changes)
+            self._close(shards, changes)
+
+    def _close(self, shards: Sequence[StateShard], changes: bool) -> None:
+        self._is_open = False
+        with ExitStack() as stack:
+            for shard in shards:
+                stack.callback(self._leave, shard, changes)
 
     def _leave(self, shard: StateShard, changes: bool) -> None:
         state = self.inner.state.pop(shard.master, {})
         try:
             if changes:
-                shard.take(state)
+                with self._changing(lambda error: not isinstance(error, MasterError)):
+                    shard.take(state)
         finally:
             shard.close()
             self._point(shard)
 
-    def _in_step(self, step: Function) -> Function:
+    def check_whole(self, call: str) -> None:
+        """Raise RuntimeError where a step, or a load, has changed a part of weights and state only."""
+        if self._half_changed is not None:
+            raise RuntimeError(
+                f"{call}: {KEY} was changing weights and optimizer state when this ended it: {self._half_changed}. A "
+                "part of them is changed, and cannot be saved or trained on. What to do: load the last checkpoint, "
+                "with its optimizer state"
+            )
+
+    @contextmanager
+    def _changing(self, has_begun: Callable[[BaseException], bool]) -> Iterator[None]:
+        """Within it weights and state change; they are not whole where it ends with an error that ``has_begun`` to."""
+        try:
+            yield
+        except BaseException as error:
+            if has_begun(error):
+                self._half_changed = f"{type(error).__name__}: {error}"
+            raise
+
+    def _in_step(self, step: Function, stepping: ChunkedStep) -> Function:
         @functools.wraps(step)
         def stepped(*args: Any, **kwargs: Any) -> Any:
+            self.check_whole("step")
+            stepping.has_changed = False
+            # ZeRO 3 gives the group that it steps its master, and takes it away behind the step.
+            groups = [(group, group["params"]) for group in self.inner.param_groups]
             self._is_open = True
             try:
-                return step(*args, **kwargs)
+                with self._changing(lambda _: stepping.has_changed):
+                    return step(*args, **kwargs)
             finally:
                 self._is_open = False
+                for group, masters in groups:
+                    group["params"] = masters
                 for shard in self.shards:
                     shard.use_pieces(None)
                     shard.close()
@@ -191,12 +228,15 @@ class KeptState:
         @functools.wraps(method)
         def read(*args: Any, **kwargs: Any) -> Any:
             changes = name not in READING
-            with self.open(self.shards, changes):
+            if name != LOADING:
+                self.check_whole(name)
+            with self._changing(lambda _: changes), self.open(self.shards, changes):
                 # DeepSpeed returns its masters, which are placeholders when they are saved.
                 whole = {id(shard.master): shard.master.data for shard in self.shards}
                 found = method(*args, **kwargs)
                 found = _with_values(found, whole) if name == "state_dict" else found
             if changes:
+                self._half_changed = None
                 self._link_weights()
             return found
 
@@ -209,8 +249,7 @@ class KeptState:
             if not weight.requires_grad:
                 return method(*args, **kwargs)
             group, *_ = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
-            with self.open([self.shards[group]], name not in READING):
-                return method(*args, **kwargs)
+            return self._read_shard(group, name, method, *args, **kwargs)
 
         return read
 
@@ -219,10 +258,11 @@ class KeptState:
         for group, weights in enumerate(linked_weights(self.optimizer)):
             for weight in weights:
                 for name, function in READERS_OF_ONE.items():
-                    setattr(weight, name, functools.partial(self._read_one, group, name, function, weight))
+                    setattr(weight, name, functools.partial(self._read_shard, group, name, function, weight))
             self._point(self.shards[group])
 
-    def _read_one(self, group: int, name: str, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def _read_shard(self, group: int, name: str, function: Function, *args: Any, **kwargs: Any) -> Any:
+        self.check_whole(name)
         with self.open([self.shards[group]], name not in READING):
             return function(*args, **kwargs)
 

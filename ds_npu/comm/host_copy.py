@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ds_npu.comm.pinned import pinned
+
 
 class HostCopy:
     """A copy of ``x`` to pinned memory: the host waits for it only, and only when it reads the numbers.
@@ -14,7 +16,7 @@ class HostCopy:
     def __init__(self, x: torch.Tensor) -> None:
         self._host, self._event = x, None
         if x.device.type != "cpu":
-            self._host = torch.empty_like(x, device="cpu", pin_memory=True)
+            self._host = pinned(torch.empty_like(x, device="cpu", pin_memory=True))
             self._host.copy_(x, non_blocking=True)
             self._event = torch.Event(x.device)
             self._event.record()

@@ -21,6 +21,8 @@ class RecomputeSection(Section):
     """Number of layers: runs of so many, of which the first input is kept (uniform), or the first so many (block)."""
     modules: list[ModuleGlob] = Field(default=[])
     """Globs over the names of modules to recompute."""
+    keep: list[Literal["matmul", "attention"]] = Field(default=[])
+    """What layers and modules name keeps these results: of matrix products, of attention kernels; not the rest."""
     activation_function: bool = False
     """Recompute what each feed-forward layer computes between its linears, and do not keep its output."""
     norm: bool = False

@@ -189,6 +189,14 @@ def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
     if recompute.method is not None and not counted:
         accepted = "only with a number at ds_npu.recompute.layers"
         yield Problem("ds_npu.recompute.method", recompute.method, accepted)
+    if recompute.keep and recompute.layers == "none" and not recompute.modules:
+        accepted = "only with ds_npu.recompute.layers or ds_npu.recompute.modules, of which it keeps a part"
+        yield Problem("ds_npu.recompute.keep", recompute.keep, accepted)
+
+
+def _swap(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.swap.hidden_only and not config.swap.activations:
+        yield Problem("ds_npu.swap.hidden_only", True, "only with ds_npu.swap.activations, of which it chooses a part")
 
 
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
@@ -217,6 +225,7 @@ RULES = (
     Rule(("moe", "parallel.expert_tensor"), _fused_dispatcher),
     Rule(("moe",), _balance),
     Rule(("recompute",), _recompute),
+    Rule(("swap",), _swap),
     Rule(("optimizer_memory",), _resident),
     Rule(("parallel", "optimizer_memory"), _blocks),
     Rule(("recompute", "pipeline.recompute"), _recomputed_twice),

@@ -16,3 +16,5 @@ class SwapSection(Section):
 
     activations: Swapped = Field(default=False)
     """Keep what blocks save for backward in host memory until then; globs: what these modules save."""
+    hidden_only: bool = False
+    """Swap of each module only so much that a copy takes no longer than the module computes, largest tensors first."""

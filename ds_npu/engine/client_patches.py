@@ -221,6 +221,16 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         module="transformers.trainer",
+        name="Trainer.compute_loss",
+        factory="ds_npu.engine.label_smoothing:compute_loss",
+        parameters=("self", "model", "inputs"),
+        what="with ds_npu.chunked_loss, label_smoothing_factor is a part of the loss that the model computes",
+        why="it is computed of the logits of all tokens, which do not exist",
+        upstream="transformers/trainer.py, Trainer.compute_loss (5.23.0)",
+        until="transformers gives its models' loss functions the smoothing",
+    ),
+    Patch(
+        module="transformers.trainer",
         name="Trainer._track_num_input_tokens",
         factory="ds_npu.engine.accelerate:called_as_data_rank",
         parameters=("self", "inputs"),

@@ -24,6 +24,8 @@ class ChunkedStep:
         self._step: Callable[[], object] = optimizer.step
         self._shard_of = {id(shard.master): shard for shard in shards}
         self._transfers = StateTransfers(shards[0].weight.device)
+        self.has_changed = False
+        """Whether this step has begun to change weights or state; for who calls it to reset."""
 
     @torch.no_grad()
     def __call__(self, closure: object = None) -> None:
@@ -37,14 +39,16 @@ class ChunkedStep:
             if master.grad is not None
         ]
         coming = deque(chunk for _, shard in found for chunk in shard.chunks if chunk.on_host)
-        self._transfers.begin(coming)
-        for group, shard in found:
-            scalars = shard.scalars
-            for chunk in shard.chunks:
-                scalars = self._step_chunk(group, shard, chunk)
-            shard.scalars, shard.steps = scalars, shard.steps + 1
-            shard.show_weights()
-        self._transfers.end()
+        try:
+            self._transfers.begin(coming)
+            for group, shard in found:
+                scalars = shard.scalars
+                for chunk in shard.chunks:
+                    scalars = self._step_chunk(group, shard, chunk)
+                shard.scalars, shard.steps = scalars, shard.steps + 1
+                shard.show_weights()
+        finally:
+            self._transfers.end()
 
     def _step_chunk(self, group: Group, shard: StateShard, chunk: StateChunk) -> Scalars:
         parts = self._transfers.receive(chunk) if chunk.on_host else chunk.kept
@@ -68,6 +72,7 @@ class ChunkedStep:
             optimizer.state[parameter] = {**{name: _copied(each) for name, each in shard.scalars.items()}, **values}
         alone = {**group, "params": [parameter]}
         optimizer.param_groups = [alone]
+        self.has_changed = True
         try:
             self._step()
         finally:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ds_npu.comm.pinned import pinned
+
 STEPS_OF_A_DOUBLING = 8
 """Sizes are rounded up to one of so many between a power of two and the next: at most an eighth is not used."""
 
@@ -30,15 +32,16 @@ class HostPool:
         """Bytes of all buffers."""
 
     def take(self, size: int) -> HostBuffer:
-        """A buffer of at least ``size`` bytes, which may only be written behind its ``read``."""
+        """A buffer of at least ``size`` bytes, which may only be written behind its ``read``; raises MemoryError."""
         rounded = _rounded(size)
         free = self._free.setdefault(rounded, [])
         try:
             # Another thread gives buffers back.
             return free.pop()
         except IndexError:
+            made = HostBuffer(pinned(torch.empty(rounded, dtype=torch.uint8, pin_memory=self._is_pinned)))
             self.size += rounded
-            return HostBuffer(torch.empty(rounded, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned))
+            return made
 
     def give(self, buffer: HostBuffer) -> None:
         """Take ``buffer`` back, whose last copies may still run."""

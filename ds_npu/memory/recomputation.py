@@ -14,8 +14,8 @@ storages instead.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.memory.call_state import CallState
 from ds_npu.memory.held_tensor import HeldTensor, keep
+from ds_npu.memory.kept_results import KeptResults, Recording, Replaying
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD
 from ds_npu.parallel.micro_batch import running
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
@@ -95,9 +96,15 @@ def without_outputs() -> AbstractContextManager[object]:
 class Recomputation:
     """One call of ``function``, whose result does not depend on more than its arguments and ``CallState``."""
 
-    def __init__(self, function: Callable[..., Any], device_type: str, stops_early: bool = True) -> None:
-        """``stops_early``: computing again ends when the last saved tensor is there, before the function does."""
+    def __init__(
+        self, function: Callable[..., Any], device_type: str, stops_early: bool = True, kept: Iterable[str] = ()
+    ) -> None:
+        """``stops_early``: computing again ends when the last saved tensor is there, before the function does.
+
+        ``kept``: operators whose results are kept (``kept_results.OPERATORS``), of a function that stops early.
+        """
         self._function, self._stops_early = function, stops_early
+        self._results = KeptResults(kept, device_type) if kept else None
         self._state = CallState(device_type)
         self._handles: list[weakref.ref[_Handle]] = []
         self._arguments: Any = None
@@ -115,9 +122,16 @@ class Recomputation:
             lambda each: hold_tensor(each) if isinstance(each, torch.Tensor) else each, (args, kwargs)
         )
 
-    def saving(self) -> AbstractContextManager[object]:
-        """A context in which nothing is kept of what is saved for backward."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A context in which nothing is kept of what is saved for backward, but for results that are to be kept."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            if self._results is None:
+                yield
+                return
+            with Recording(self._results, hold_tensor):
+                yield
+            self._results.close()
 
     def forget(self, output: torch.Tensor) -> None:
         """Within ``without_outputs``, keep nothing of ``output``, which is what the function returns."""
@@ -137,6 +151,8 @@ class Recomputation:
     def _pack(self, tensor: torch.Tensor) -> _Handle:
         handle = _Handle(self, tensor)
         self._handles.append(weakref.ref(handle))
+        if self._results is not None:
+            self._results.need()
         return handle
 
     def _unpack(self, handle: _Handle) -> torch.Tensor:
@@ -166,7 +182,12 @@ class Recomputation:
             return value
 
         args, kwargs = tree_map(lambda each: each.get() if isinstance(each, HeldTensor) else each, self._arguments)
-        with self._state.restored(), torch.enable_grad(), saved_tensors_hooks(pack, lambda value: value):
+        with ExitStack() as stack:
+            stack.enter_context(self._state.restored())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(pack, lambda value: value))
+            if self._results is not None:
+                stack.enter_context(Replaying(self._results))
             try:
                 found = self._function(*args, **kwargs)
             except _EnoughError:

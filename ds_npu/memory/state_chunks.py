@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_npu.comm.pinned import pinned
 from ds_npu.memory.moment_forms import FP32, Form, Parts, form_of
 from ds_npu.memory.weight_residual import Residual, master_of, residual_of
 
@@ -17,6 +18,10 @@ CHUNK = 1 << 22
 MASTER = "master"
 Values = dict[str, torch.Tensor]
 """By name (MASTER, or a key of the optimizer's state), flat float32 tensors of a chunk or of a shard."""
+
+
+class MasterError(ValueError):
+    """A master that cannot be shared with its weights; what was kept before is as it was."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,7 @@ class StateChunk:
     def _home(self, like: torch.Tensor) -> torch.Tensor:
         if not self.on_host:
             return torch.empty_like(like)
-        pinned = self.weight.device.type != "cpu"
-        return torch.empty_like(like, device="cpu", pin_memory=pinned)
+        return pinned(torch.empty_like(like, device="cpu", pin_memory=self.weight.device.type != "cpu"))
 
 
 class StateShard:
@@ -131,14 +135,14 @@ class StateShard:
     def take(self, state: Mapping[str, object]) -> None:
         """Keep the values of the master, and ``state``, the optimizer's state of it; then ``close``.
 
-        Raises ValueError, and keeps what it had, where a master is to be shared and the weights are not its rounding.
+        Raises MasterError, and keeps what it had, where a master is to be shared and the weights are not its rounding.
         """
         master, device = self.master.data, self.weight.device
         arrays = {MASTER: master, **elementwise(state, master)}
         self.close()
         rounded = master.to(device, torch.bfloat16).view(torch.int16) if self.keeping.share_fp32 else None
         if rounded is not None and not torch.equal(rounded, self.weight.view(torch.int16)):
-            raise ValueError(
+            raise MasterError(
                 "ds_npu.optimizer_memory.share_fp32: found float32 master weights of which the model's weights are not "
                 "the rounding (of a checkpoint, or from safe_set_full_fp32_param); leave it out to train them"
             )
@@ -147,6 +151,7 @@ class StateShard:
         assert isinstance(steps, int | float | torch.Tensor)
         self.steps = int(steps)
         for chunk in self.chunks:
+            chunk.kept = {name: parts for name, parts in chunk.kept.items() if name in arrays}
             part = slice(chunk.start, chunk.start + chunk.weight.numel())
             # A copy: what is kept must not keep the whole.
             values = {name: each.reshape(-1)[part].to(device, copy=True) for name, each in arrays.items()}
@@ -163,6 +168,11 @@ class StateShard:
         shape = self.weight.shape
         arrays = {name: torch.cat(each).view(shape) for name, each in found.items()}
         return arrays.pop(MASTER), arrays
+
+    def anew(self) -> tuple[torch.Tensor, Values]:
+        """A master that is the weights, in host memory, and no state: in place of what is not whole any more."""
+        self.scalars, self.steps = {}, 0
+        return self.weight.to("cpu", torch.float32), {}
 
     def use_pieces(self, gradient: Iterable[torch.Tensor] | None) -> None:
         """The gradient of the coming step, in the pieces in which DeepSpeed has it, one after the other.

@@ -86,10 +86,11 @@ class StateTransfers:
             chunk.sent = slot.emptied = outward.record_event()
 
     def end(self) -> None:
-        """Give the slots up, when they are emptied."""
-        if self._slots and self._streams is not None:
-            self._module.current_stream(self._device).wait_stream(self._streams[1])
+        """Give the slots up, when no copy fills or empties them; after a step that raised, too."""
+        for stream in self._streams or ():
+            self._module.current_stream(self._device).wait_stream(stream)
         self._slots, self._worked_in = [], None
+        self._filled.clear()
 
     def _fetch(self) -> None:
         if not self._coming or self._streams is None:

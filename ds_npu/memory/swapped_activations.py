@@ -35,11 +35,16 @@ TIMED_FORWARD = 1
 class ActivationSwap:
     """The streams, the host memory and the depth of one model, ``count`` of whose modules are swapped."""
 
-    def __init__(self, device_type: str, count: int) -> None:
+    def __init__(self, device_type: str, count: int, hidden_only: bool = False) -> None:
+        """``hidden_only``: once it is known, so much of each module that a copy takes no longer than it computes."""
         self.device_type, self.count, self.depth = device_type, count, 1
+        self.budget: int | None = None
+        """Bytes of a module that are copied at most; None: all."""
+        self._hidden_only = hidden_only
         self.streams, self.pool = CopyStreams(device_type), HostPool(is_pinned=device_type != "cpu")
         self._forwards = 0
         self._times: list[Any] | None = None
+        self._timed_bytes = 0
 
     def begin(self) -> SwappedForward:
         """A forward of the model begins."""
@@ -47,9 +52,9 @@ class ActivationSwap:
         self._forwards += 1
         return SwappedForward(self, is_timed=self._forwards == 1 + TIMED_FORWARD)
 
-    def timed(self, begin: Any, computed: Any, copied: Any) -> None:
-        """Keep the events around a module's computation and its copies, to be read when they are over."""
-        self._times = [begin[0], computed[0], computed[1], copied[1]]
+    def timed(self, begin: Any, computed: Any, copied: Any, size: int) -> None:
+        """Keep the events around a module's computation and copies of ``size`` bytes, to be read when they are over."""
+        self._times, self._timed_bytes = [begin[0], computed[0], computed[1], copied[1]], size
 
     def _set_depth(self) -> None:
         """So many modules that a copy of one takes no longer than they compute."""
@@ -58,12 +63,31 @@ class ActivationSwap:
         begin, computed, copy_begun, copied = self._times
         compute_ms, copy_ms = begin.elapsed_time(computed), copy_begun.elapsed_time(copied)
         self._times = None
-        self.depth = max(1, min(MOST_DEPTH, self.count - 1, math.ceil(copy_ms / max(compute_ms, 1e-3))))
+        self.set_speed(compute_ms, copy_ms)
         logger().info(
             "swap.activations: a module computes for %.3g ms and is copied in %.3g ms; copies back begin %d ahead, and "
-            "the last %d of %d modules stay on the device",
+            "the last %d of %d modules stay on the device, of the others all but %s bytes",
             *(compute_ms, copy_ms, self.depth, self.depth, self.count),
+            0 if self.budget is None else f"{self._timed_bytes - self.budget:,}",
         )
+
+    def set_speed(self, compute_ms: float, copy_ms: float) -> None:
+        """A module computes for ``compute_ms``, and what was copied of it took ``copy_ms``."""
+        if not self._hidden_only:
+            self.depth = max(1, min(MOST_DEPTH, self.count - 1, math.ceil(copy_ms / max(compute_ms, 1e-3))))
+        elif copy_ms > compute_ms:
+            self.budget = int(self._timed_bytes * compute_ms / copy_ms)
+
+    def chosen(self, storages: Iterable[SwappedStorage]) -> list[SwappedStorage]:
+        """Those of one module's that are copied: within the budget, the largest first, of which there are fewest."""
+        if self.budget is None:
+            return list(storages)
+        left, found = self.budget, []
+        for each in sorted(storages, key=lambda each: -each.size):
+            if each.size <= left:
+                left -= each.size
+                found.append(each)
+        return found
 
 
 class SwapGroup:
@@ -99,9 +123,13 @@ class SwapGroup:
         if self._stays:
             self._own.clear()
             return
-        copies = {each: each.begin_copy() for each in self._own}
+        copies = {each: each.begin_copy() for each in self._swap.chosen(self._own)}
         self._own = [each for each, copy in copies.items() if copy is not None]
         self._copied = self._swap.streams.copy_out([copy for copy in copies.values() if copy is not None])
+
+    def bytes(self) -> int:
+        """Of what has been copied and not let go of."""
+        return sum(each.size for each in self._own)
 
     def release(self) -> None:
         """Let go of what has been copied."""
@@ -117,8 +145,8 @@ class SwapGroup:
         copies = {each: copy for each in there if (copy := each.begin_return()) is not None}
         if copies:
             event = self._swap.streams.copy_back(list(copies.values()))
-            for each in copies:
-                each.arrives(event)
+            for each, (data, _) in copies.items():
+                each.arrives(data, event)
 
 
 class SwappedForward:
@@ -146,7 +174,7 @@ class SwappedForward:
         computed = streams.mark() if begin is not None else None
         group.copy_out()
         if begin is not None:
-            self._swap.timed(begin, computed, streams.mark())
+            self._swap.timed(begin, computed, streams.mark(), group.bytes())
         if len(self._groups) > depth:
             self._groups[-1 - depth].release()
 
@@ -177,9 +205,9 @@ class SwappedForward:
         if self._groups[place].is_reached:
             # Of a graph that is kept, what is on the device stays there.
             return
-        self._groups[place].is_reached = True
         for group in reversed(self._groups[max(0, place - self._swap.depth) : place + 1]):
             group.copy_back()
+        self._groups[place].is_reached = True
 
 
 def _can_be_swapped(tensor: torch.Tensor, device_type: str, kept: set[int]) -> bool:

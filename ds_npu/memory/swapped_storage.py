@@ -54,12 +54,11 @@ class SwappedStorage:
         """What is to be copied back; None where it is on the device, or on its way."""
         if self._held is not None or self._again is not None or self._buffer is None:
             return None
-        self._again = torch.empty(self.size, dtype=torch.uint8, device=self._device)
-        return self._again, self._buffer
+        return torch.empty(self.size, dtype=torch.uint8, device=self._device), self._buffer
 
-    def arrives(self, event: Any) -> None:
-        """What ``begin_return`` gave has been copied when ``event`` is over."""
-        self._arrived = event
+    def arrives(self, data: torch.Tensor, event: Any) -> None:
+        """``data``, which ``begin_return`` gave, has been copied when ``event`` is over."""
+        self._again, self._arrived = data, event
 
     def on_device(self) -> torch.UntypedStorage:
         """The storage, for the current stream; raises ModifiedTensorError."""

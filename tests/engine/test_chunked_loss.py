@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import gradient_rule as rule
 import pytest
 import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
+import transformers
 from ranks import run_on_ranks
+from transformers.trainer_pt_utils import LabelSmoother
 
 EXACT = 1e-12
 SINGLE = 1e-6
@@ -54,6 +59,40 @@ def steps(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> 
 def test_one_step_is_that_of_one_process(world, family, stages):
     ranks, parallel = WORLDS[world]
     run_on_ranks(ranks, steps, family, parallel, stages, deadline_s=600.0)
+
+
+def smoothed_loss(model: torch.nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """By the Trainer's own function, of whole logits or, in an engine with ``chunked_loss``, of chunks."""
+    trainer = SimpleNamespace(
+        label_smoother=LabelSmoother(0.2),
+        compute_loss_func=None,
+        model_accepts_loss_kwargs=True,
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        args=SimpleNamespace(average_tokens_across_devices=False, past_index=-1),
+    )
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    given = {"input_ids": tokens, "labels": labels}
+    with tiny_models.Float64():
+        loss = transformers.Trainer.compute_loss(trainer, model, given, num_items_in_batch=torch.tensor(11))
+    assert trainer.label_smoother is not None
+    return loss
+
+
+def smoothed_steps(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> None:
+    with mock.patch.object(tensor_rule, "loss_of", smoothed_loss):
+        steps(family, parallel, stages)
+
+
+SMOOTHED = [("tensor 2", "gemma2", (0, 3)), ("context 2", "llama", (1,)), ("tensor 2 x context 2", "gpt2", (2,))]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=1)
+@pytest.mark.parametrize(("world", "family", "stages"), SMOOTHED, ids=str)
+def test_smoothed_labels_are_those_of_one_process(world, family, stages):
+    ranks, parallel = WORLDS[world]
+    run_on_ranks(ranks, smoothed_steps, family, parallel, stages, deadline_s=600.0)
 
 
 def weight_gathers() -> None:

@@ -18,6 +18,8 @@ RECOMPUTE: dict[str, dict[str, object]] = {
     "outputs": {"norm": True, "activation_function": True},
     "parts": {"attention_core": True, "norm": True, "activation_function": True},
     "modules": {"modules": ["**.mlp", "**.self_attn"]},
+    "kept": {"layers": "all", "keep": ["matmul", "attention"]},
+    "matmul": {"modules": ["**.mlp", "**.*attn*"], "keep": ["matmul"]},
 }
 VARIANTS: dict[str, dict[str, object]] = {name: {"recompute": each} for name, each in RECOMPUTE.items()}
 STAGES = (0, 1, 2, 3)

@@ -14,13 +14,15 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.trainer_pt_utils import LabelSmoother
 from vocabulary import as_near
 
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
+from ds_npu.features.chunked_loss.chunked_model import smoothed
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.models.logits import LogitsAccessError
-from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss
+from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords
 
 ONE_RANK = SimpleNamespace(size=lambda *axes: 1, rank=lambda *axes: 0)
 """A topology without process groups."""
@@ -70,6 +72,29 @@ def test_every_family_computes_the_same(family):
     with torch.no_grad(), tiny_models.Float64():
         ours, theirs = found(**batch()), plain(**batch())
     assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.loss, theirs.loss)
+
+
+@pytest.mark.parametrize("count", [None, torch.tensor(40)])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_smoothed_labels(family, count):
+    """As the Trainer's own smoother computes them of whole logits."""
+    given, smoother = batch() | ({} if count is None else {"num_items_in_batch": count}), LabelSmoother(0.15)
+    losses, gradients = [], []
+    for model in (chunked(tiny_models.tiny(family)), tiny_models.tiny(family)):
+        with tiny_models.Float64(), smoothed(model, 0.15) as is_chunked:
+            if is_chunked:
+                loss = model(**given).loss
+            else:
+                labels = given.pop("labels")
+                loss = smoother(model(**given), labels, shift_labels=True, num_items_in_batch=count)
+            (3 * loss).backward()
+        losses.append(loss.detach())
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    torch.testing.assert_close(*losses, rtol=EXACT, atol=0)
+    found, expected = gradients
+    assert found.keys() == expected.keys()
+    errors = {name: float((found[name] - each).norm() / each.norm()) for name, each in expected.items()}
+    assert max(errors.values()) <= EXACT, errors
 
 
 def test_adapters_beside_a_frozen_head():
@@ -223,4 +248,5 @@ def test_what_cannot_be_chunked_is_refused(make, said):
 
 def test_a_weight_of_another_head_is_refused():
     with pytest.raises(ValueError, match="a head of 5 words was given; this rank's has the 7 from 0 on of 7"):
-        ChunkedLoss(7, None, ONE_RANK)(torch.ones(2, 3), torch.ones(5, 3), None, torch.zeros(2, dtype=torch.int64))
+        targets = TargetWords(torch.zeros(2, dtype=torch.int64))
+        ChunkedLoss(7, None, ONE_RANK)(torch.ones(2, 3), torch.ones(5, 3), None, targets)

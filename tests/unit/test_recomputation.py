@@ -13,6 +13,7 @@ import transformers
 from adapted_models import ATTENTION, adapted
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from wire import Memory
 
 from ds_npu.config.rules import broken_rules
@@ -32,6 +33,9 @@ VARIANTS: dict[str, dict[str, object]] = {
     "activation_function": {"activation_function": True},
     "outputs": {"norm": True, "activation_function": True},
     "modules": {"modules": ["**.mlp"]},
+    "matmul": {"layers": "all", "keep": ["matmul"]},
+    "kept": {"layers": "all", "keep": ["matmul", "attention"]},
+    "uniform, kept": {"layers": 2, "method": "uniform", "keep": ["attention"]},
     "attention_core": {"attention_core": True},
     "parts": {"attention_core": True, "norm": True, "activation_function": True},
 }
@@ -140,7 +144,8 @@ def minimum(variant: str, element: int) -> int:
     and up (2 e T I), and of attention the logarithms of its sums in float32 (4 T N). Without recomputing activation
     functions also SiLU of the gate and its product with up (2 e T I). Without norms, of each of the two, also its
     output, the quotient before the weight (2 e T H) and the deviation (4 T), and in bf16 its input in float32 in place
-    of the input (2 T H). Attention that is recomputed keeps no logarithms.
+    of the input (2 T H). Attention that is recomputed keeps no logarithms. Of a block that is recomputed but for its
+    matrix products there are their results, of which down's is not needed, its input, and with "attention" its output.
     """
     hidden, inner, heads = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_attention_heads"]
     keys = hidden // heads * SIZES["num_key_value_heads"]
@@ -148,6 +153,8 @@ def minimum(variant: str, element: int) -> int:
         return element * TOKENS * hidden
     inner_bytes = element * TOKENS * 2 * inner
     least = element * TOKENS * (4 * hidden + 2 * keys + 2 * inner) + 4 * TOKENS * heads
+    if variant in ("kept", "matmul"):
+        return least - (0 if variant == "kept" else element * TOKENS * hidden + 4 * TOKENS * heads)
     if variant == "norm":
         return least + inner_bytes
     per_norm = 2 * element * hidden + 4 + (2 * hidden if element == 2 else 0)
@@ -172,7 +179,7 @@ def test_attention_between_its_projections_keeps_no_scores():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", ["all", "norm", "activation_function", "outputs"])
+@pytest.mark.parametrize("variant", ["all", "norm", "activation_function", "outputs", "kept", "matmul"])
 def test_kept_bytes_of_a_block(variant, dtype):
     found = kept(VARIANTS[variant], 3, dtype) - kept(VARIANTS[variant], 2, dtype)
     least, plain = minimum(variant, dtype.itemsize), kept({}, 3, dtype) - kept({}, 2, dtype)
@@ -189,6 +196,16 @@ def test_layers_in_runs_keep_one_input():
 
 
 # ---- the parts ----
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name() in ("aten::mm", "aten::addmm", "aten::bmm")
+        return func(*args, **(kwargs or {}))
 
 
 def test_an_output_that_is_modified_is_kept():
@@ -217,6 +234,33 @@ def test_what_backward_needs_must_not_be_modified():
         y.add_(1)
     with pytest.raises(ModifiedTensorError, match=r"a tensor \[4, 4\] that backward needs has been modified in place"):
         loss.backward()
+
+
+def test_a_kept_result_that_is_modified_is_computed_again():
+    x, w = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found = x @ w
+        return (found.sin_() @ w).exp()
+
+    function(x).sum().backward()
+    expected = [x.grad, w.grad]
+    x.grad = w.grad = None
+    Recomputation(function, "cpu", kept=["matmul"])(x).sum().backward()
+    assert same([x.grad, w.grad], expected)
+
+
+def test_kept_products_are_not_computed_again():
+    model = changed(tiny_models.tiny("llama", torch.float32), VARIANTS["matmul"])
+    ids = tiny_models.tokens(2, 9)
+    loss = model(input_ids=ids, labels=ids).loss
+    with Products() as products:
+        loss.backward()
+    plain = tiny_models.tiny("llama", torch.float32)
+    loss = plain(input_ids=ids, labels=ids).loss
+    with Products() as expected:
+        loss.backward()
+    assert products.count == expected.count > 10
 
 
 def test_other_values_are_an_error():

@@ -43,7 +43,9 @@ def swaps(monkeypatch) -> list[ActivationSwap]:
     """Those that are made."""
     made: list[ActivationSwap] = []
     begin = ActivationSwap.__init__
-    monkeypatch.setattr(ActivationSwap, "__init__", lambda self, *args: (made.append(self), begin(self, *args))[1])
+    monkeypatch.setattr(
+        ActivationSwap, "__init__", lambda self, *args, **more: (made.append(self), begin(self, *args, **more))[1]
+    )
     return made
 
 
@@ -208,6 +210,25 @@ def test_tensors_of_one_storage_are_copied_once():
     assert swap.pool.size == 4 * (48 + 48 + 64)
     loss.backward()
     assert torch.equal(x.grad, expected)
+
+
+def test_only_what_is_hidden_is_copied_the_largest_first(swaps):
+    sizes = [SimpleNamespace(size=size) for size in (100, 300, 40, 200)]
+    swap = ActivationSwap("cpu", 3, hidden_only=True)
+    swap.timed((0, 0), (1, 1), (2, 2), 1000)
+    swap.set_speed(2.0, 1.0)
+    assert swap.chosen(sizes) == sizes and swap.depth == 1
+    swap.set_speed(1.0, 4.0)
+    assert [each.size for each in swap.chosen(sizes)] == [200, 40]
+
+    def model() -> nn.Module:
+        return tiny_models.tiny("llama", torch.float32, num_hidden_layers=4)
+
+    expected, whole = step(model()), swapping(model())
+    assert same(step(whole), expected)
+    partly = swapping(model())
+    swaps[2].budget = 12_000
+    assert same(step(partly), expected) and 0 < swaps[2].pool.size < 0.6 * swaps[1].pool.size
 
 
 def test_buffers_are_used_again_and_weights_stay():

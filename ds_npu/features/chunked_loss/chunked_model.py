@@ -8,7 +8,8 @@ gathered it, once for all chunks. Everywhere else logits are what they are witho
 from __future__ import annotations
 
 import inspect
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from ds_npu.features.chunked_loss.deferred_logits import DeferredLogits, Source
-from ds_npu.features.model_loss import LossFunction, LossLevel, wrap_loss
+from ds_npu.features.model_loss import LossFunction, LossLevel, link_of, wrap_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
 from ds_npu.models.zero3 import unpartitioned_shape
@@ -25,7 +26,7 @@ from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
 from ds_npu.parallel.micro_batch import Fact, new_forward, running
 from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.chunked_head import product_dtype
-from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, Transform
+from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords, Transform
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
 from ds_npu.topology.topology import Topology
 
@@ -45,11 +46,10 @@ class _Run:
 
 @dataclass(frozen=True)
 class _LossOfHead:
-    """What a head is asked for in place of logits: the sum of the losses of ``targets`` [...]."""
+    """What a head is asked for in place of logits: the sum of the losses of ``targets``."""
 
-    targets: torch.Tensor
+    targets: TargetWords
     transform: Transform | None
-    ignore_index: int
 
 
 class ChunkedModel:
@@ -57,6 +57,8 @@ class ChunkedModel:
 
     def __init__(self, model: HuggingFaceModel, topology: Topology, tokens: int) -> None:
         self.model, self.topology, self.tokens = model, topology, tokens
+        self.smoothing = 0.0
+        """Label smoothing of the losses that are computed now."""
         self._run: Fact[_Run | None] = Fact()
 
     @property
@@ -102,16 +104,15 @@ class ChunkedModel:
         if asked is not None:
             weight, bias = head.get_parameter("weight"), head.bias
             assert bias is None or isinstance(bias, torch.Tensor)
-            return loss(hidden, weight, bias, asked.targets, asked.transform, asked.ignore_index)
+            return loss(hidden, weight, bias, asked.targets, asked.transform)
         run = self._run.of(running())
         if run is None or not (run.is_labelled or torch.is_grad_enabled()):
             logits: torch.Tensor = forward(hidden)
             return logits
         if not run.is_labelled:
             raise ValueError(
-                f"ds_npu.{KEY}: {self._who} is trained without labels, so all of its logits are needed (the Trainer's "
-                "label smoothing, and losses that a script computes of logits, do so). What to do: give it labels "
-                f"(label_smoothing_factor 0), or leave ds_npu.{KEY} out"
+                f"ds_npu.{KEY}: {self._who} is trained without labels, so all of its logits are needed (losses that a "
+                f"script computes of logits do so). What to do: give it labels, or leave ds_npu.{KEY} out"
             )
         run.is_deferred = True
         described = (
@@ -146,7 +147,8 @@ class ChunkedModel:
         if vocab_size != logits.shape[-1]:
             raise ValueError(f"the loss of {vocab_size} words was asked for; the head has {logits.shape[-1]}")
         targets = next_token_targets(labels, shift_labels, ignore_index).to(source.hidden.device)
-        asked = _LossOfHead(targets, source.operations or None, ignore_index)
+        words = TargetWords(targets, ignore_index, self.smoothing)
+        asked = _LossOfHead(words, source.operations or None)
         total: torch.Tensor = source.head(source.hidden, asked=asked)
         return mean_loss(total, targets, num_items_in_batch, ignore_index)
 
@@ -163,6 +165,23 @@ class ChunkedModel:
         elif isinstance(out, tuple):
             return type(out)(_absent(value) for value in out)
         return out
+
+
+@contextmanager
+def smoothed(model: nn.Module, factor: float) -> Iterator[bool]:
+    """Within it, the losses that ``model``, or one in it, computes a chunk at a time have this label smoothing.
+
+    Yields whether there are any: in training.
+    """
+    links = (getattr(link_of(module, LossLevel.CHUNKS), "__self__", None) for module in model.modules())
+    chunked = [each for each in links if isinstance(each, ChunkedModel) and each.model.training]
+    for each in chunked:
+        each.smoothing = factor
+    try:
+        yield bool(chunked)
+    finally:
+        for each in chunked:
+            each.smoothing = 0.0
 
 
 def _absent(value: Any) -> Any:

@@ -40,7 +40,7 @@ def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
     yield from _runs(section, build, whole)
     for name in _globbed(section, build.model, whole):
         whole = [*whole, name]
-        yield _wrap(build.model, name, "computed again in backward", partial(_of_module, build, recompute_module))
+        yield _wrap(build.model, name, "computed again in backward", partial(_of_module, section, build))
     if section.attention_core:
         yield from attention_changes(build, whole)
     if section.norm or section.activation_function:
@@ -57,8 +57,8 @@ def _wrap(model: nn.Module, name: str, what: str, of: Callable[[nn.Module], Wrap
     return Change("wraps", name, what, make, Level.RECOMPUTE)
 
 
-def _of_module(build: Build, wrapper: Wrapper, module: nn.Module) -> Wrapper:
-    return partial(wrapper, module, build.device_type)
+def _of_module(section: RecomputeSection, build: Build, module: nn.Module) -> Wrapper:
+    return partial(recompute_module, module, build.device_type, section.keep)
 
 
 def _blocks(section: RecomputeSection, build: Build) -> list[str]:
@@ -77,10 +77,10 @@ def _runs(section: RecomputeSection, build: Build, blocks: Sequence[str]) -> Ite
     """Blocks that are recomputed by themselves, or in runs."""
     if section.method != "uniform" or section.layers == 1:
         for name in blocks:
-            yield _wrap(build.model, name, "computed again in backward", partial(_of_module, build, recompute_module))
+            yield _wrap(build.model, name, "computed again in backward", partial(_of_module, section, build))
         return
     assert isinstance(section.layers, int)
-    runs = RecomputedRuns(section.layers, build.device_type)
+    runs = RecomputedRuns(section.layers, build.device_type, section.keep)
     owners = {names.parent(names.parent(name)) for name in blocks}
     for name in sorted(owners):
         yield _wrap(build.model, name, "ends a run of layers", lambda module: runs.around)

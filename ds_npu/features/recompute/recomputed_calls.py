@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,13 +40,15 @@ def check_not_checkpointed(model: nn.Module) -> None:
             )
 
 
-def recomputation_of(function: Callable[..., Any], device_type: str, whole: bool = False) -> Recomputation:
-    """Of a call of ``function``; ``whole``: computed again to its end.
+def recomputation_of(
+    function: Callable[..., Any], device_type: str, whole: bool = False, kept: Sequence[str] = ()
+) -> Recomputation:
+    """Of a call of ``function``; ``whole``: computed again to its end; ``kept``: results that are not.
 
     Blocks must not be: ZeRO-3 gathers the weight of the last layer for its backward, which asks for what it saved, and
     would release it behind the layer's forward.
     """
-    return Recomputation(closing_over_micro_batch(function), device_type, stops_early=not whole)
+    return Recomputation(closing_over_micro_batch(function), device_type, stops_early=not whole, kept=kept)
 
 
 def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -61,11 +63,13 @@ def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | changed | ({"use_cache": False} if "use_cache" in kwargs else {})
 
 
-def recompute_module(module: nn.Module, device_type: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Wrap of a module's forward: nothing is kept but its arguments."""
+def recompute_module(
+    module: nn.Module, device_type: str, kept: Sequence[str], forward: Forward, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap of a module's forward: nothing is kept but its arguments, and ``kept``."""
     if not is_recomputed(module):
         return forward(*args, **kwargs)
-    return recomputation_of(forward, device_type)(*args, **without_cache(module, kwargs))
+    return recomputation_of(forward, device_type, kept=kept)(*args, **without_cache(module, kwargs))
 
 
 @dataclass
@@ -104,8 +108,8 @@ class RecomputedRuns:
     A run ends early where the model does something with the hidden states between two blocks.
     """
 
-    def __init__(self, length: int, device_type: str) -> None:
-        self.length, self.device_type = length, device_type
+    def __init__(self, length: int, device_type: str, kept: Sequence[str] = ()) -> None:
+        self.length, self.device_type, self.kept = length, device_type, kept
         self._run: Fact[_Run | None] = Fact(while_running=True)
 
     def around(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +147,7 @@ class RecomputedRuns:
 
     def _begin(self, hidden: torch.Tensor) -> _Run:
         run = _Run(ExitStack())
-        made = recomputation_of(run.again, self.device_type)
+        made = recomputation_of(run.again, self.device_type, kept=self.kept)
         made.hold(hidden)
         run.stack.enter_context(made.saving())
         return run

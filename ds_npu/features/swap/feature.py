@@ -24,7 +24,8 @@ KEY = "swap.activations"
 
 
 def _asked(section: SwapSection, build: Build) -> str:
-    return f"{KEY} {section.activations}" if section.activations else ""
+    hidden = ", as much as is hidden" if section.hidden_only else ""
+    return f"{KEY} {section.activations}{hidden}" if section.activations else ""
 
 
 def _declare(section: SwapSection, build: Build) -> Iterable[Change]:
@@ -42,7 +43,7 @@ def _declare(section: SwapSection, build: Build) -> Iterable[Change]:
             f"ds_npu.{KEY}: found {section.activations}, which is {len(chosen)} of the modules of "
             f"{type(build.model).__name__}; at least 2: the last one stays on the device"
         )
-    swap = ActivationSwap(build.device_type, len(chosen))
+    swap = ActivationSwap(build.device_type, len(chosen), section.hidden_only)
 
     def wrap_model() -> None:
         wrap_forward(build.model, partial(_model, build.model, swap), Level.SWAP)

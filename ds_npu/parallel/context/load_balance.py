@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_npu.comm.pinned import pinned
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.parallel.tensor.sharding import near_even
 
@@ -79,7 +80,8 @@ class Tokens:
 def copy_to_device(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy host indices to ``device`` asynchronously (pinned)."""
     # To copy what is not pinned, torch_npu waits until the stream is done.
-    indices = indices if device.type == "cpu" else indices.pin_memory()
+    if device.type != "cpu":
+        indices = pinned(torch.empty_like(indices, pin_memory=True)).copy_(indices)
     return indices.to(device, non_blocking=True)
 
 

@@ -37,6 +37,18 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class TargetWords:
+    """What the loss of tokens compares their logits with."""
+
+    words: torch.Tensor
+    """[...]: int64, of the words of all ranks."""
+    ignore_index: int = -100
+    """In place of a word: the token has no loss."""
+    smoothing: float = 0.0
+    """The part of the target that is spread evenly over all words, in [0, 1] (label smoothing)."""
+
+
+@dataclass(frozen=True)
 class _Chunking:
     """How a loss is computed."""
 
@@ -44,6 +56,7 @@ class _Chunking:
     transform: Transform | None
     tokens: int
     """Of a chunk."""
+    smoothing: float
     with_gradients: bool
 
 
@@ -70,17 +83,17 @@ class _Targets:
 
 
 def _over_ranks(
-    group: dist.ProcessGroup | None, top_C: torch.Tensor, z_C: torch.Tensor, target_C: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(largest logit, sum of exp(logit - largest), target's logit) over the words of all ranks, from a rank's own.
+    group: dist.ProcessGroup | None, top_C: torch.Tensor, z_C: torch.Tensor, *parts_C: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(largest logit, sum of exp(logit - largest), sums of ``parts_C``) over all ranks, from those of a rank's words.
 
-    One message, an all-gather of 3 C numbers.
+    One message, an all-gather of C numbers each.
     """
     if group is None:
-        return top_C, z_C, target_C
-    tops, sums, targets = all_gather(torch.stack((top_C, z_C, target_C)).unsqueeze(0), 0, group).wait().unbind(1)
+        return top_C, z_C, *parts_C
+    tops, sums, *parts = all_gather(torch.stack((top_C, z_C, *parts_C)).unsqueeze(0), 0, group).wait().unbind(1)
     top_C = tops.amax(0)
-    return top_C, (sums * (tops - top_C).exp()).sum(0), targets.sum(0)
+    return top_C, (sums * (tops - top_C).exp()).sum(0), *(part.sum(0) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -110,14 +123,20 @@ def _chunk(
         e_CV = logits_CV.detach().to(wide, copy=True)
     own_top_C = e_CV.amax(1)
     target_C = e_CV.gather(1, targets.index).squeeze(1).masked_fill_(targets.elsewhere, 0)
+    # The logit of the target, of which a part is the mean of all words.
+    kept, spread = 1 - chunking.smoothing, chunking.smoothing / head.words
+    if chunking.smoothing:
+        target_C = kept * target_C + spread * e_CV.sum(1)
     e_CV.sub_(own_top_C[:, None]).exp_()
     top_C, z_C, target_C = _over_ranks(head.group, own_top_C, e_CV.sum(1), target_C)
     losses_C = z_C.log() - (target_C - top_C)
     if not chunking.with_gradients:
         return losses_C, None
-    # softmax - one-hot, rounded to the dtype of the products after the difference only.
+    # softmax - target, rounded to the dtype of the products after the difference only.
     factor_C = ((own_top_C - top_C).exp() / z_C).masked_fill_(targets.ignored, 0)
-    e_CV.mul_(factor_C[:, None]).scatter_add_(1, targets.index, targets.elsewhere[:, None].to(wide).sub_(1))
+    e_CV.mul_(factor_C[:, None]).scatter_add_(1, targets.index, targets.elsewhere[:, None].to(wide).sub_(1).mul_(kept))
+    if chunking.smoothing:
+        e_CV.sub_(targets.ignored[:, None].logical_not().to(wide).mul_(spread))
     rounded_CV = e_CV.to(head.dtype if logits_CV is None else logits_CV.dtype)
     del e_CV
     if logits_CV is not None:
@@ -190,13 +209,12 @@ class ChunkedLoss:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        targets: torch.Tensor,
+        targets: TargetWords,
         transform: Transform | None = None,
-        ignore_index: int = -100,
     ) -> torch.Tensor:
-        """The sum of the losses of the tokens of ``hidden`` [..., H] whose target is not ``ignore_index``: a scalar.
+        """The sum of the losses of the tokens of ``hidden`` [..., H] that have a target: a scalar.
 
-        ``weight`` [V, H] and ``bias`` [V]: this rank's; ``targets`` [...]: int64, of all words. Over tensor ranks,
+        ``weight`` [V, H] and ``bias`` [V]: this rank's. Over tensor ranks,
         hidden states, targets, loss and the gradient of hidden states are the same on every rank. The products are in
         autocast's dtype, or that of ``hidden``; the loss is in float32, or float64.
 
@@ -212,9 +230,9 @@ class ChunkedLoss:
                 f"a head of {len(weight)} words was given; this rank's has the {self.stop - self.start} from "
                 f"{self.start} on of {self.words}"
             )
-        check_words(targets, self.words, ignore_index)
+        check_words(targets.words, self.words, targets.ignore_index)
         head = HeadShard(self.start, self.words, self.group, product_dtype(hidden))
-        chunking = _Chunking(head, transform, self.tokens, torch.is_grad_enabled())
-        own = _Targets.among(targets.flatten(), ignore_index, self.start, self.stop - self.start)
+        chunking = _Chunking(head, transform, self.tokens, targets.smoothing, torch.is_grad_enabled())
+        own = _Targets.among(targets.words.flatten(), targets.ignore_index, self.start, self.stop - self.start)
         with torch.autocast(hidden.device.type, enabled=False):
             return _chunked_loss(hidden.flatten(0, -2), weight, bias, own, chunking)

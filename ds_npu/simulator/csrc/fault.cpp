@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <vector>
 
@@ -68,9 +69,48 @@ void tell_fired(const std::string& spec) {
   close(file);
 }
 
+// A function that fails from a call on, as memory that is used up does, until it is told otherwise; for tests that fail
+// in one process again and again.
+struct Shortage {
+  std::mutex mutex;
+  std::string name;
+  long first = 0;  // 0: no call fails, they are counted
+  long calls = 0;
+  int code = 0;
+};
+
+Shortage& shortage() {
+  static auto* the = new Shortage;  // never destroyed: torch frees memory while the process ends
+  return *the;
+}
+
+std::atomic<bool> has_shortage{false};
+
+void throw_shortage(const char* name) {
+  Shortage& now = shortage();
+  const std::scoped_lock lock(now.mutex);
+  if (now.name != name || ++now.calls < now.first || now.first == 0) return;
+  throw Failure(now.code, "planted by ds_npu_sim_fail_from, call " + std::to_string(now.calls));
+}
+
 }  // namespace
 
+// Calls of `name` fail with `code` from now on, after the next `first` - 1 of them; `first` 0: none fails. Returns the
+// number of calls of the function that was named before, since then. An empty name ends it.
+extern "C" __attribute__((visibility("default"))) long ds_npu_sim_fail_from(const char* name, long first, int code) {
+  Shortage& now = shortage();
+  const std::scoped_lock lock(now.mutex);
+  const long calls = now.calls;
+  now.name = name;
+  now.first = first;
+  now.calls = 0;
+  now.code = code;
+  has_shortage = !now.name.empty();
+  return calls;
+}
+
 void throw_planted_fault(const char* name) {
+  if (has_shortage.load(std::memory_order_relaxed)) throw_shortage(name);
   static const auto faults = planted();
   for (const auto& fault : faults) {
     if (fault->name != name || ++fault->calls != fault->call) continue;

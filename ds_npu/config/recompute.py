@@ -23,11 +23,11 @@ class RecomputeSection(Section):
     """Globs over the names of modules to recompute."""
     keep: list[Literal["matmul", "attention"]] = Field(default=[])
     """What layers and modules name keeps these results: of matrix products, of attention kernels; not the rest."""
-    activation_function: bool = False
-    """Recompute what each feed-forward layer computes between its linears, and do not keep its output."""
-    norm: bool = False
-    """Recompute the norms, and do not keep their outputs."""
+    activation_function: bool | list[ModuleGlob] = Field(default=False)
+    """Recompute what feed-forward layers (globs: in these modules) compute between linears; do not keep its output."""
+    norm: bool | list[ModuleGlob] = Field(default=False)
+    """Recompute the norms (globs: in these modules), and do not keep their outputs."""
     attention_core: bool = False
     """Recompute attention between its projections, which keeps its scores where it is not one kernel (eager)."""
     budget_gib: Gib | None = None
-    """Device memory to stay within, in GiB: ds_npu then chooses what to recompute; null: no budget."""
+    """Device memory of a rank to stay within, in GiB: ds_npu chooses what to recompute; null: no budget."""

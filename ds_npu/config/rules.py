@@ -199,6 +199,17 @@ def _swap(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.swap.hidden_only", True, "only with ds_npu.swap.activations, of which it chooses a part")
 
 
+def _planned_beside(config: DsNpuConfig) -> Iterator[Problem]:
+    """What a plan for a budget decides itself, or does not see."""
+    if config.recompute.budget_gib is None:
+        return
+    keys = ("recompute.", "swap.", "pipeline.recompute", "moe.zero_memory")
+    for path, value in switched_on(config):
+        if path.startswith(keys) and path != "recompute.budget_gib":
+            accepted = "nothing beside ds_npu.recompute.budget_gib, which chooses what is kept"
+            yield Problem(f"ds_npu.{path}", value, accepted)
+
+
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
     asked = {path: value for path, value in switched_on(config) if path in ("recompute.layers", "recompute.modules")}
     if config.pipeline.recompute is not None:
@@ -226,6 +237,7 @@ RULES = (
     Rule(("moe",), _balance),
     Rule(("recompute",), _recompute),
     Rule(("swap",), _swap),
+    Rule(("recompute", "swap", "pipeline.recompute", "moe.zero_memory"), _planned_beside),
     Rule(("optimizer_memory",), _resident),
     Rule(("parallel", "optimizer_memory"), _blocks),
     Rule(("recompute", "pipeline.recompute"), _recomputed_twice),

@@ -22,10 +22,7 @@ from ds_npu.config.swap import SwapSection
 from ds_npu.config.tensor_overlap import TensorOverlap
 from ds_npu.config.watch import WatchSection
 
-PLANNED = (
-    "recompute.budget_gib",
-    "deterministic",
-)
+PLANNED = ("deterministic",)
 """Keys that are not built yet and hence refused; the name of a section stands for all of its keys."""
 
 

@@ -28,6 +28,7 @@ from ds_npu.capability import try_import
 from ds_npu.engine.any_layout import AnyLayoutCheckpoints
 from ds_npu.engine.asked_twice import check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
+from ds_npu.engine.communicator_memory import communicator_bytes
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.engine_pipeline import EnginePipeline, keep_own_parameters, own_layout
 from ds_npu.engine.expert_view import ExpertView
@@ -115,6 +116,11 @@ class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckp
         for install in self.build.when_built:
             for line in install(self):
                 logger().info("%s", line)
+
+    def communicator_bytes(self) -> int:
+        """Of device memory that HCCL's buffers take on this rank."""
+        engine: Any = self
+        return communicator_bytes(engine.module, self.topology.degrees, engine._config._param_dict)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""

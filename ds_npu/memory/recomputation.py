@@ -67,10 +67,12 @@ class _PartOfOutput(HeldTensor):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    requires_grad: bool
 
     def get(self) -> torch.Tensor:
-        whole = self.output.of.output()
-        return whole.as_strided(self.size, self.stride, self.offset - self.output.offset + whole.storage_offset())
+        whole = self.output.of.take_output()
+        place = self.offset - self.output.offset + whole.storage_offset()
+        return whole.as_strided(self.size, self.stride, place).requires_grad_(self.requires_grad)
 
 
 OUTPUT: TensorAttribute[_Output] = TensorAttribute("ds_npu_output")
@@ -83,7 +85,9 @@ def hold_tensor(tensor: torch.Tensor) -> HeldTensor:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         output = OUTPUT.get(tensor.untyped_storage()) if plain else None
         if output is not None and tensor._version == output.version and tensor.dtype == output.dtype:
-            return _PartOfOutput(output, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            output.of.holders += 1
+            offset = int(tensor.storage_offset())
+            return _PartOfOutput(output, tensor.shape, tensor.stride(), offset, tensor.requires_grad)
         swapped = SWAPPED_FORWARD.of(running())
         return keep(tensor) if swapped is None else swapped.hold(tensor)
 
@@ -109,6 +113,9 @@ class Recomputation:
         self._handles: list[weakref.ref[_Handle]] = []
         self._arguments: Any = None
         self._output: torch.Tensor | None = None
+        self.holders = 0
+        """How many saved tensors are the output, or a view of it."""
+        self._taken = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the function, of which nothing is kept but ``args`` and ``kwargs``."""
@@ -140,13 +147,17 @@ class Recomputation:
             made = _Output(self, output._version, output.dtype, int(output.storage_offset()))
             OUTPUT.set(storage, made)
 
-    def output(self) -> torch.Tensor:
-        """What the function returned, computed again."""
+    def take_output(self) -> torch.Tensor:
+        """What the function returned, computed again; let go of when it has been taken for each saved tensor."""
         if self._output is None:
             self._compute()
-        if self._output is None:
+        output = self._output
+        if output is None:
             raise RecomputationError(f"{self._function} returned no tensor when it was computed again")
-        return self._output
+        self._taken += 1
+        if self._taken % self.holders == 0:
+            self._output = None
+        return output
 
     def _pack(self, tensor: torch.Tensor) -> _Handle:
         handle = _Handle(self, tensor)

@@ -61,7 +61,7 @@ class StorageRecord(TorchDispatchMode):
         self._known: dict[int, tuple[int, int]] = {}
         """By storage (its address), its number and bytes."""
         self._ends: dict[int, weakref.finalize[Any, torch.UntypedStorage]] = {}
-        self._is_closed = False
+        self.is_closed = False
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,7 +69,7 @@ class StorageRecord(TorchDispatchMode):
         if not all(map(has_storage, types)):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if self._is_closed:
+        if self.is_closed:
             return out
         before = len(self.changes)
         for leaf in tree_leaves(out):
@@ -82,7 +82,7 @@ class StorageRecord(TorchDispatchMode):
     def see(self, tensor: torch.Tensor, use: str | None = None) -> None:
         """Record the storage of ``tensor``; ``use``: what it is for, whatever was said before."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._is_closed or not has_storage(type(tensor)) or tensor.device.type != self._device_type:
+            if self.is_closed or not has_storage(type(tensor)) or tensor.device.type != self._device_type:
                 return
             storage = tensor.untyped_storage()
         size = storage.nbytes()
@@ -104,7 +104,7 @@ class StorageRecord(TorchDispatchMode):
     def close(self) -> None:
         """Record nothing from now on."""
         self._ask_allocator()
-        self._is_closed = True
+        self.is_closed = True
         for end in self._ends.values():
             end.detach()
         self._ends.clear()

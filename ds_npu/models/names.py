@@ -19,6 +19,11 @@ WRAPPERS = re.compile(
     rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{TRAINED_COPIES}\.[^.]+|{COMPILED})(?=\.|$)|^(?:{COMPILED}(?:\.|$))+"
 )
 
+NUMBERS = re.compile(r"\{\d+(\.\.\d+)?(,\d+(\.\.\d+)?)*\}")
+"""What ``abbreviated`` makes of several indices, and a glob may have in their place."""
+DOTS = re.compile(r"\.(?![^{]*\})")
+"""Between the parts of a glob."""
+
 
 def plain(name: str) -> str:
     """The name that a module has in the model without wrappers: ``base_model.model.a.base_layer`` is ``a``."""
@@ -91,10 +96,11 @@ def _joined(parts: list[str]) -> str:
 def matches(glob: str, name: str) -> bool:
     """Whether ``glob`` matches the module ``name``, by its full name or by the one without PEFT.
 
-    ``*``, ``?`` and ``[...]`` stand for characters of one part of a name, ``**`` for any number of parts (also none):
-    ``layers.*`` are the blocks, ``layers.**`` the list and all that is in it.
+    ``*``, ``?`` and ``[...]`` stand for characters of one part of a name, ``**`` for any number of parts (also none),
+    ``{0,2..5}`` for one of these numbers: ``layers.*`` are the blocks, ``layers.**`` the list and all that is in it.
     """
-    return any(_match(glob.split("."), each.split(".") if each else []) for each in {name, plain(name)})
+    globs = DOTS.split(glob)
+    return any(_match(globs, each.split(".") if each else []) for each in {name, plain(name)})
 
 
 def _match(globs: list[str], parts: list[str]) -> bool:
@@ -102,4 +108,11 @@ def _match(globs: list[str], parts: list[str]) -> bool:
         return not parts
     if globs[0] == "**":
         return any(_match(globs[1:], parts[start:]) for start in range(len(parts) + 1))
-    return bool(parts) and fnmatchcase(parts[0], globs[0]) and _match(globs[1:], parts[1:])
+    return bool(parts) and _match_part(globs[0], parts[0]) and _match(globs[1:], parts[1:])
+
+
+def _match_part(glob: str, part: str) -> bool:
+    if not NUMBERS.fullmatch(glob):
+        return fnmatchcase(part, glob)
+    runs = (run.split("..") for run in glob[1:-1].split(","))
+    return part.isdecimal() and any(int(run[0]) <= int(part) <= int(run[-1]) for run in runs)

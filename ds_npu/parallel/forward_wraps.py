@@ -85,6 +85,22 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper, level: Level) -> None:
         outer.inner = made
 
 
+def unwrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
+    """Take away the wrap of the forward of ``module`` that ``wrapper`` makes."""
+    outer: WrappedForward | None = None
+    made: Forward = module.forward
+    while isinstance(made, WrappedForward) and made.wrapper is not wrapper:
+        outer, made = made, made.inner
+    if not isinstance(made, WrappedForward):
+        raise ValueError(f"{wrapper} wraps no forward of this {type(module).__name__}")
+    if outer is not None:
+        outer.inner = made.inner
+    elif inspect.ismethod(made.inner) and made.inner.__self__ is module:
+        del module.forward
+    else:
+        module.forward = made.inner
+
+
 def innermost_forward(module: nn.Module) -> Forward:
     """The forward of ``module`` without its wraps."""
     forward: Forward = module.forward

@@ -24,6 +24,7 @@ UNITS = {
     "network": "B/s",
     "hbm": "B",
     "memory": "B/s",
+    "matmul": "FLOP/s",
     "attention": "FLOP/s",
     "kernel": "s",
     "message": "s",
@@ -49,6 +50,8 @@ class Machine:
     """Bytes of device memory."""
     memory: float
     """Bytes/s that copies and sums read and write."""
+    matmul: float
+    """FLOP/s of large products of matrices in bf16."""
     attention: tuple[tuple[int, float], ...]
     """FLOP/s of the attention kernel, forward and backward, by the keys of a call, ascending."""
     kernel: float

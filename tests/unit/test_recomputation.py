@@ -36,6 +36,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "matmul": {"layers": "all", "keep": ["matmul"]},
     "kept": {"layers": "all", "keep": ["matmul", "attention"]},
     "uniform, kept": {"layers": 2, "method": "uniform", "keep": ["attention"]},
+    "modules behind norms": {"modules": ["**.mlp"], "norm": True},
+    "some layers": {"norm": ["**.{0..0}"], "activation_function": ["**.1"]},
     "attention_core": {"attention_core": True},
     "parts": {"attention_core": True, "norm": True, "activation_function": True},
 }

@@ -13,13 +13,16 @@ from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.feature import Feature
 from ds_npu.features.recompute.attention_core import attention_changes
+from ds_npu.features.recompute.budget import plan_part
+from ds_npu.features.recompute.mlp_linears import COLUMNS, children, mlp_linears
 from ds_npu.features.recompute.outputs import RecomputedActivation, RecomputedNorm, without_kept_outputs
 from ds_npu.features.recompute.recomputed_calls import KEY, RecomputedRuns, check_not_checkpointed, recompute_module
 from ds_npu.models import names
 from ds_npu.parallel.forward_wraps import Level, Wrapper, wrap_forward
+from ds_npu.parallel.pipeline.pass_through import PassThrough
+from ds_npu.planner.memory_plan import missing_solver
 
 NORMS = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
-COLUMNS = (Role.GATE, Role.UP, Role.GATE_UP)
 
 
 def _asked(section: RecomputeSection, build: Build) -> str:
@@ -36,9 +39,11 @@ def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
             "activation_checkpoint_interval"
         )
     check_not_checkpointed(build.model)
+    if section.budget_gib is not None and not build.plan.blocks and not build.is_cut_into_stages:
+        raise ValueError(f"ds_npu.{KEY}.budget_gib: {build.plan.model} has no blocks to plan for: leave it out")
     whole = _blocks(section, build) if section.layers != "none" else []
     yield from _runs(section, build, whole)
-    for name in _globbed(section, build.model, whole):
+    for name in _globbed(section, build, whole):
         whole = [*whole, name]
         yield _wrap(build.model, name, "computed again in backward", partial(_of_module, section, build))
     if section.attention_core:
@@ -93,18 +98,27 @@ def _of_run(runs: RecomputedRuns, is_last: bool, block: nn.Module) -> Wrapper:
     return partial(runs.block, block, is_last)
 
 
-def _globbed(section: RecomputeSection, model: nn.Module, whole: Sequence[str]) -> list[str]:
+def _globbed(section: RecomputeSection, build: Build, whole: Sequence[str]) -> list[str]:
     """The modules that the globs match, without those in others of them and in recomputed layers."""
-    found: list[str] = []
-    for glob in section.modules:
-        matched = [name for name, _ in model.named_modules() if name and names.matches(glob, name)]
-        if not matched:
-            raise ValueError(f"ds_npu.{KEY}.modules: {glob!r} matches no module of {type(model).__name__}")
-        found += matched
+    found = _matched("modules", section.modules, build)
     outside = [name for name in found if not _is_inside_any(name, whole)]
     return [
         name for name in dict.fromkeys(outside) if not _is_inside_any(name, [each for each in outside if each != name])
     ]
+
+
+def _matched(key: str, globs: bool | Sequence[str], build: Build) -> list[str]:
+    """The modules of this rank that ``globs`` match; "", which is around all of them, for true."""
+    if isinstance(globs, bool):
+        return [""] if globs else []
+    found: list[str] = []
+    for glob in globs:
+        matched = [name for name, _ in build.model.named_modules() if name and names.matches(glob, name)]
+        # Other pipeline stages have other modules.
+        if not matched and not build.is_cut_into_stages:
+            raise ValueError(f"ds_npu.{KEY}.{key}: {glob!r} matches no module of {type(build.model).__name__}")
+        found += matched
+    return [name for name in found if not isinstance(build.model.get_submodule(name), PassThrough)]
 
 
 def _is_inside_any(name: str, others: Iterable[str]) -> bool:
@@ -114,39 +128,50 @@ def _is_inside_any(name: str, others: Iterable[str]) -> bool:
 def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> Iterator[Change]:
     """Norms and activation functions outside of what is recomputed as a whole."""
     plan = build.plan
+
+    def chosen(key: str, globs: bool | Sequence[str], *roles: Role) -> list[str]:
+        around = _matched(key, globs, build)
+        return [each for each in plan.named(*roles) if _is_inside_any(each, around) and not _is_inside_any(each, whole)]
+
+    norms = chosen("norm", section.norm, *NORMS)
+    mlps = chosen("activation_function", section.activation_function, Role.MLP)
     for name in plan.blocks:
-        if not _is_inside_any(name, whole):
+        if not _is_inside_any(name, whole) and any(names.is_inside(each, name) for each in (*norms, *mlps)):
             what = "outputs of norms and activation functions are not kept"
             yield _wrap(build.model, name, what, lambda module: partial(without_kept_outputs, module))
-    if section.norm:
-        for name in plan.named(*NORMS):
-            if not _is_inside_any(name, whole):
-                what = "computed again in backward, its output too"
-                yield _wrap(build.model, name, what, lambda module: RecomputedNorm(module, build.device_type))
-    for name in plan.named(Role.MLP) if section.activation_function else ():
-        if not _is_inside_any(name, whole):
-            yield from _activation(build, name)
+    for name in norms:
+        what = "computed again in backward, its output too"
+        yield _wrap(build.model, name, what, lambda module: RecomputedNorm(module, build.device_type))
+    for name in mlps:
+        yield from _activation(build, name)
 
 
 def _activation(build: Build, mlp: str) -> Iterator[Change]:
     """What the MLP computes between its linears."""
-
-    def child(name: str) -> str:
-        return name[len(mlp) :].lstrip(".").split(".")[0]
-
-    columns = list(dict.fromkeys(child(name) for name in build.plan.inside(mlp, *COLUMNS)))
-    downs = list(dict.fromkeys(child(name) for name in build.plan.inside(mlp, Role.DOWN)))
-    if not columns or len(downs) != 1:
-        build.said.append(f"{KEY}: {mlp} keeps its activations: {len(columns)} first linears, {len(downs)} last ones")
+    linears = mlp_linears(build.plan, mlp)
+    if linears is None:
+        first, last = (len(children(build.plan, mlp, *roles)) for roles in (COLUMNS, (Role.DOWN,)))
+        build.said.append(f"{KEY}: {mlp} keeps its activations: {first} first linears, {last} last ones")
         return
+    columns, down = linears
 
     def make() -> None:
-        RecomputedActivation(build.model.get_submodule(mlp), columns, downs[0], build.device_type).wrap()
+        RecomputedActivation(build.model.get_submodule(mlp), columns, down, build.device_type).wrap()
 
     yield Change("wraps", mlp, "its activation function is computed again", make, Level.RECOMPUTE)
     for name in columns:
         yield Change("wraps", f"{mlp}.{name}", "its output is kept", None, Level.RECOMPUTE)
-    yield Change("wraps", f"{mlp}.{downs[0]}", "its input is not kept", None, Level.RECOMPUTE)
+    yield Change("wraps", f"{mlp}.{down}", "its input is not kept", None, Level.RECOMPUTE)
 
 
-RECOMPUTE: Feature[RecomputeSection] = Feature(KEY, Phase.WRAPS, declare=_declare, asked=_asked)
+def _parts(section: RecomputeSection, build: Build) -> Iterable[Change]:
+    yield from plan_part(section, build, _declare)
+
+
+def _unmet(section: RecomputeSection) -> list[str]:
+    return missing_solver() if section.budget_gib is not None else []
+
+
+RECOMPUTE: Feature[RecomputeSection] = Feature(
+    KEY, Phase.WRAPS, declare=_declare, parts=_parts, asked=_asked, unmet=_unmet
+)

@@ -1,0 +1,233 @@
+"""What one call of a block computes and saves for backward, by the parts of it that can be computed again.
+
+From one call follows what any option would keep: the storages that are saved outside of what is computed again, what
+that is given, and not the outputs that can be computed again (see ``outputs``). So no option has to be tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ds_npu.config.roles import Role
+from ds_npu.features.recompute.mlp_linears import mlp_linears
+from ds_npu.memory.operator_seconds import OperatorSeconds
+from ds_npu.models.attributes import remove_attributes, set_attribute
+from ds_npu.models.plan import SUBLAYERS, ModelPlan
+from ds_npu.parallel.tensor.linear import ColumnLinear
+from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.planner.memory_plan import Option
+from ds_npu.planner.memory_plan_table import ACTIVATION, ATTENTION, MLP, NORM, WHOLE
+from ds_npu.topology.machine import Machine
+
+PADDING, ROUNDING = 32, 512
+"""Bytes that the allocator of NPUs adds to a storage, and a multiple of which it then takes (NPUCachingAllocator)."""
+
+Bytes = dict[int, int]
+"""Bytes of storages, by their number."""
+Path = tuple[tuple[str, str], ...]
+"""The parts around something, outermost first: their kind, and the name of the module."""
+
+
+@dataclass
+class _Part:
+    """One call of a part of the block."""
+
+    path: Path
+    """With this part as its last."""
+    given: Bytes
+    returned: Bytes = field(default_factory=dict)
+    """Of a norm its output, of the activation function what the last linear is given."""
+
+
+_NUMBER: TensorAttribute[int] = TensorAttribute("ds_npu_recorded")
+_numbers = itertools.count(1)
+
+
+def _storages(values: Any) -> Bytes:
+    """Those of all tensors in ``values``, rounded up."""
+    found = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in tree_leaves(values):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                number = _NUMBER.get(storage)
+                if number is None:
+                    number = next(_numbers)
+                    _NUMBER.set(storage, number)
+                found[number] = -(-(storage.nbytes() + PADDING) // ROUNDING) * ROUNDING
+    return found
+
+
+class BlockRecord:
+    """Records one call of the block ``name``."""
+
+    def __init__(self, model: nn.Module, plan: ModelPlan, name: str, machine: Machine) -> None:
+        self.name, self._model, self._plan, self._machine = name, model, plan, machine
+        self.module = model.get_submodule(name)
+        self.hidden: Bytes = {}
+        self._there: Bytes = {}
+        """Storages that are there whatever the block keeps: other arguments."""
+        self._saved: list[tuple[Path, Bytes]] = []
+        self._seconds: list[tuple[Path, float, int]] = []
+        """With how many tensors had been saved before."""
+        self._parts: list[_Part] = []
+        self._path: list[tuple[str, str]] = []
+
+    @property
+    def hidden_bytes(self) -> int:
+        return sum(self.hidden.values())
+
+    @contextmanager
+    def recording(self, hidden: Any, others: Any) -> Iterator[None]:
+        """A context in which the block is called with ``hidden`` states and ``others``."""
+        self.hidden, self._there = _storages(hidden), _storages(others)
+        with ExitStack() as stack:
+            self._follow(stack)
+            stack.enter_context(OperatorSeconds(self._machine, self._computed))
+            yield
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """The block saves ``tensor`` for backward."""
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return
+        address = tensor.untyped_storage()._cdata
+        if all(address != each.untyped_storage()._cdata for each in self.module.parameters()):
+            self._saved.append((tuple(self._path), _storages(tensor)))
+
+    def options(self) -> tuple[Option, ...]:
+        """What can be done with the block, WHOLE first."""
+        kinds = {kind for part in self._parts for kind, _ in part.path}
+        found = [Option((WHOLE,), self.hidden_bytes, self._again({WHOLE}))]
+        for attention, mlp, norm in itertools.product(((), (ATTENTION,)), ((), (ACTIVATION,), (MLP,)), ((), (NORM,))):
+            parts = (*attention, *mlp, *norm)
+            if kinds.issuperset(parts):
+                found.append(Option(parts, sum(self.kept(parts).values()), self._again(parts)))
+        return tuple(found)
+
+    def modules(self, part: str) -> list[str]:
+        """The modules of the block that are ``part``."""
+        names = (name for each in self._parts for kind, name in each.path[-1:] if kind == part)
+        return list(dict.fromkeys(names))
+
+    def kept(self, parts: Collection[str]) -> Bytes:
+        """The storages that the block keeps where ``parts`` are computed again."""
+        kept = {
+            number: size for path, saved in self._saved if not _is_in(path, parts) for number, size in saved.items()
+        }
+        calls = [each for each in self._parts if each.path[-1][0] in parts and not _is_in(each.path[:-1], parts)]
+        for call in calls:
+            kept |= call.given
+        for number in itertools.chain(*(each.returned for each in calls if each.path[-1][0] in (NORM, ACTIVATION))):
+            kept.pop(number, None)
+        return {number: size for number, size in kept.items() if number not in self._there}
+
+    def _again(self, parts: Collection[str]) -> float:
+        """Seconds that computing ``parts`` again takes, up to the last tensor that is saved."""
+        if WHOLE in parts:
+            return sum(seconds for _, seconds, saved in self._seconds if saved < len(self._saved))
+        total = 0.0
+        last: dict[Path, int] = {}
+        for place, (path, _) in enumerate(self._saved):
+            last[_outermost(path, parts)] = place
+        for path, seconds, saved in self._seconds:
+            around = _outermost(path, parts)
+            if around and (around[-1][0] in (NORM, ACTIVATION) or saved <= last.get(around, -1)):
+                total += seconds
+        return total
+
+    def _computed(self, seconds: float) -> None:
+        if seconds:
+            self._seconds.append((tuple(self._path), seconds, len(self._saved)))
+
+    def _follow(self, stack: ExitStack) -> None:
+        """Follow the calls of the parts of the block, until ``stack`` is closed."""
+        plan = self._plan
+        for name in plan.inside(self.name, Role.NORM, Role.HEAD_NORM):
+            self._follow_part(stack, NORM, name)
+        for name in plan.inside(self.name, *SUBLAYERS):
+            if plan.around(name, *SUBLAYERS) is None:
+                self._follow_part(stack, ATTENTION if plan.of(name) is Role.ATTENTION else MLP, name)
+        for name in plan.inside(self.name, Role.MLP):
+            linears = mlp_linears(plan, name)
+            if linears is not None:
+                self._follow_activation(stack, name, *linears)
+
+    def _follow_part(self, stack: ExitStack, kind: str, name: str) -> None:
+        module = self._model.get_submodule(name)
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._path.append((kind, name))
+            self._parts.append(_Part(tuple(self._path), _storages((args, kwargs))))
+
+        def leave(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            place = self._path.index((kind, name))
+            path = tuple(self._path[: place + 1])
+            next(each for each in reversed(self._parts) if each.path == path).returned = _storages(out)
+            del self._path[place:]
+
+        _hook(stack, module, enter, leave)
+
+    def _follow_activation(self, stack: ExitStack, name: str, columns: Sequence[str], down: str) -> None:
+        """Between its linears the MLP is the part ACTIVATION; in the first ones, and behind the last, it is not."""
+        mlp = self._model.get_submodule(name)
+        own = (ACTIVATION, name)
+        calls: list[_Part] = []
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._path.append(own)
+            calls.append(_Part(tuple(self._path), _storages((args, kwargs))))
+            self._parts.append(calls[-1])
+
+        def leave(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            if own in self._path:
+                self._path.remove(own)
+
+        def pause(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._path.remove(own)
+
+        def resume(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            self._path.append(own)
+            calls[-1].given |= _storages(out)
+
+        def end(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._path.remove(own)
+            calls[-1].returned = _storages(args[0] if args else kwargs)
+
+        def stacked(function: Any, *args: Any) -> Any:
+            self._path.remove(own)
+            out = function(*args)
+            resume(mlp, None, None, out)
+            return out
+
+        _hook(stack, mlp, enter, leave)
+        for each in columns:
+            _hook(stack, mlp.get_submodule(each), pause, resume)
+        stack.callback(mlp.get_submodule(down).register_forward_pre_hook(end, with_kwargs=True).remove)
+        first = mlp.get_submodule(columns[0])
+        if isinstance(first, ColumnLinear) and len(columns) > 1:
+            # Their outputs are computed into one tensor, without their forwards.
+            set_attribute(first.together, "stacked", partial(stacked, first.together.stacked))
+            stack.callback(remove_attributes, first.together, "stacked".__eq__)
+
+
+def _hook(stack: ExitStack, module: nn.Module, enter: Any, leave: Any) -> None:
+    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+
+
+def _is_in(path: Path, parts: Collection[str]) -> bool:
+    return any(kind in parts for kind, _ in path)
+
+
+def _outermost(path: Path, parts: Collection[str]) -> Path:
+    """``path`` up to the first of ``parts`` in it; empty where none is."""
+    return next((path[: place + 1] for place, (kind, _) in enumerate(path) if kind in parts), ())

@@ -1,0 +1,198 @@
+"""``ds_npu.recompute.budget_gib``: the first two optimizer steps are recorded; from then on a plan is followed.
+
+In the recorded steps every block is computed again, so that they need the least memory: what blocks would keep, and
+what operators take, follows from shapes. All ranks of a pipeline stage get one plan. A budget that no plan keeps is an
+error before the first optimizer step, or, where the optimizer makes its state in the first one only, before the
+second.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_npu.config.recompute import RecomputeSection
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change, make_changes
+from ds_npu.features.recompute.recorded_steps import RecordedSteps
+from ds_npu.log import logger, warn_once
+from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
+from ds_npu.memory.storage_record import StorageRecord
+from ds_npu.models.attributes import has_attribute, set_attribute
+from ds_npu.planner.memory_plan import BudgetError, Moment, Option, PlannedLayer, best_plan
+from ds_npu.planner.memory_plan_table import (
+    ATTENTION,
+    GIB,
+    KEY,
+    MIB,
+    MLP,
+    Modules,
+    StagePlan,
+    budget_refusal,
+    plan_lines,
+    section_of,
+    size_text,
+)
+from ds_npu.topology.machine import Machine, machine_of
+
+CPU = "cpu"
+CALLS = ("forward", "backward", "train_batch", "_take_model_step")
+"""Functions of an engine in which tensors are recorded on the CPU."""
+MARGIN = MIB
+"""Bytes for what small tensors (scalars of optimizers and scripts) are made behind the recorded steps."""
+PLANNED = "ds_npu_memory_plan"
+"""The attribute of a model that follows a plan: the keys of the section that ask for it."""
+
+Declare = Callable[[RecomputeSection, Build], Iterable[Change]]
+
+
+def plan_part(section: RecomputeSection, build: Build, declare: Declare) -> Iterable[Change]:
+    """The part of an engine that makes the plan; ``declare``: what explicit keys change of a model."""
+    if section.budget_gib is None:
+        return
+    budget = MemoryBudget(section.budget_gib, build, declare)
+    what = f"a plan of recomputation for {section.budget_gib:g} GiB, made from the first two steps"
+    yield Change("provides", "a plan of activations", what, lambda: build.when_built.append(budget.install))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What one rank has recorded."""
+
+    stage: int
+    layers: tuple[PlannedLayer, ...]
+    moments: tuple[Moment, ...]
+    modules: Modules
+
+
+class MemoryBudget:
+    """Plans for the model of ``build`` and follows the plan."""
+
+    def __init__(self, budget_gib: float, build: Build, declare: Declare) -> None:
+        self.budget_gib, self._build, self._declare = budget_gib, build, declare
+        has_device = build.device_type != CPU and not build.is_planned
+        name = torch.get_device_module(build.device_type).get_device_name() if has_device else ""
+        self._machine: Machine = machine_of(name)
+        self._buffer_bytes = 0
+
+    def install(self, engine: Any) -> list[str]:
+        """Record the first two steps of ``engine``."""
+        if has_attribute(self._build.model, PLANNED):
+            return [f"{KEY}: the model follows the plan that was made before"]
+        take, steps = engine._take_model_step, count(1)
+
+        def take_step(*args: Any, **kwargs: Any) -> Any:
+            step = next(steps)
+            if step <= 2:
+                self._recorded.end_of_backward()
+                stages = self._planned()
+                if step == 2:
+                    self._follow(stages)
+            out = take(*args, **kwargs)
+            if step > 2:
+                self._check_peak()
+            return out
+
+        set_attribute(engine, "_take_model_step", take_step)
+        self._buffer_bytes = 0 if self._build.device_type == CPU else engine.communicator_bytes() + MARGIN
+        self._meter, self._stop = meter_of(engine, self._build.device_type)
+        self._recorded = RecordedSteps(self._build, self._meter, self._machine)
+        self._recorded.wrap()
+        return [f"{KEY}: the first two steps compute every block again, and are recorded"]
+
+    def _planned(self) -> list[StagePlan]:
+        """The plans of all stages; every rank of the world calls it at the same time. Raises ValueError."""
+        topology, recorded = self._build.topology, self._recorded
+        layers = recorded.layers
+        modules = {each.name: {part: recorded.modules(each.name, part) for part in (ATTENTION, MLP)} for each in layers}
+        mine = _Recorded(topology.rank("pp"), layers, recorded.moments, modules)
+        every: list[_Recorded] = [mine] * dist.get_world_size()
+        # Twice in a run.
+        dist.all_gather_object(every, mine)
+        peers = [rank for rank, each in enumerate(every) if each.stage == mine.stage]
+        found: StagePlan | BudgetError | None = None
+        if dist.get_rank() == peers[0]:
+            found = self._best([every[rank] for rank in peers])
+        results: list[tuple[int, StagePlan | BudgetError | None]] = [(mine.stage, found)] * len(every)
+        dist.all_gather_object(results, (mine.stage, found))
+        if errors := {stage: each for stage, each in results if isinstance(each, BudgetError)}:
+            raise ValueError(budget_refusal(errors, self.budget_gib, self._buffer_bytes))
+        return sorted((each for _, each in results if isinstance(each, StagePlan)), key=lambda each: each.stage)
+
+    def _best(self, ranks: Sequence[_Recorded]) -> StagePlan | BudgetError:
+        """The plan of the ranks of a stage, for the most that any of them needs."""
+        layers = tuple(map(_joined, zip(*(each.layers for each in ranks), strict=True)))
+        moments = tuple(dict.fromkeys(moment for each in ranks for moment in each.moments))
+        try:
+            plan = best_plan(layers, moments, int(self.budget_gib * GIB) - self._buffer_bytes)
+        except BudgetError as error:
+            return error
+        return StagePlan(ranks[0].stage, layers, moments, ranks[0].modules, plan)
+
+    def _follow(self, stages: Sequence[StagePlan]) -> None:
+        """From the next forward on."""
+        self._recorded.unwrap()
+        self._stop()
+        section = section_of(stages)
+        make_changes(self._declare(RecomputeSection.model_validate(section.get("recompute", {})), self._build))
+        set_attribute(self._build.model, PLANNED, section)
+        if dist.get_rank() == 0:
+            lines = plan_lines(stages, self.budget_gib, self._buffer_bytes, self._machine.name)
+            logger().info("%s", "\n".join(lines))
+        self._meter.peak()
+
+    def _check_peak(self) -> None:
+        """Say so once if a step has needed more: its batch may have more tokens than those that were recorded."""
+        if self._build.device_type == CPU:
+            return
+        peak = int(torch.get_device_module(self._build.device_type).max_memory_allocated()) + self._buffer_bytes
+        if peak > self.budget_gib * GIB:
+            warn_once(
+                f"{KEY}: a step needed {size_text(peak)}, more than {self.budget_gib:g} GiB. The plan is for batches "
+                "as in the first two steps. What to do: let these have the most tokens, or pad all batches alike"
+            )
+
+
+def meter_of(engine: Any, device_type: str) -> tuple[PeakMeter, Callable[[], None]]:
+    """What tells peaks of ``engine``'s memory, and a function that ends it."""
+    if device_type != CPU:
+        return AllocatorMeter(device_type), lambda: None
+    record = StorageRecord(CPU, lambda: "")
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            record.see(each)
+    for name in CALLS:
+        if hasattr(engine, name):
+            set_attribute(engine, name, partial(_within, record, getattr(engine, name)))
+    return StorageMeter(record), record.close
+
+
+def _within(record: StorageRecord, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if record.is_closed:
+        return function(*args, **kwargs)
+    with record:
+        return function(*args, **kwargs)
+
+
+def _joined(layers: Sequence[PlannedLayer]) -> PlannedLayer:
+    """One layer on several ranks: options that all have, with the most that any rank keeps and takes."""
+    options = [{option.parts: option for option in layer.options} for layer in layers]
+    shared = [parts for parts in options[0] if all(parts in each for each in options)]
+    return PlannedLayer(
+        layers[0].name,
+        tuple(
+            Option(
+                parts,
+                max(each[parts].kept_bytes for each in options),
+                max(each[parts].seconds for each in options),
+            )
+            for parts in shared
+        ),
+    )

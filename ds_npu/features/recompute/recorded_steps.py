@@ -1,0 +1,136 @@
+"""Steps in which every block is computed again in backward, and what a plan needs to know is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.features.build import Build
+from ds_npu.features.recompute.block_record import BlockRecord
+from ds_npu.features.recompute.recomputed_calls import is_recomputed, without_cache
+from ds_npu.memory.peak_meter import PeakMeter
+from ds_npu.memory.recomputation import Recomputation
+from ds_npu.parallel.forward_wraps import (
+    Forward,
+    Level,
+    Wrapper,
+    first_parameter_name,
+    unwrap_forward,
+    wrap_forward,
+)
+from ds_npu.parallel.micro_batch import closing_over_micro_batch
+from ds_npu.planner.memory_plan import Moment, PlannedLayer
+from ds_npu.topology.machine import Machine
+
+
+class _RecordedCall(Recomputation):
+    """One call of a block, which tells when its backward begins, and what it saves."""
+
+    def __init__(
+        self, function: Callable[..., Any], device_type: str, saves: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        super().__init__(function, device_type)
+        self.saves = saves
+        self.begins: Callable[[], None] | None = None
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if self.saves is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.saves(tensor)
+        return super()._pack(tensor)
+
+    def _compute(self) -> None:
+        if self.begins is not None:
+            self.begins()
+            self.begins = None
+        super()._compute()
+
+
+class RecordedSteps:
+    """Records the blocks of ``build``'s model, and the peaks between their calls."""
+
+    def __init__(self, build: Build, meter: PeakMeter, machine: Machine) -> None:
+        self.names = list(build.plan.blocks)
+        self._build, self._meter, self._machine = build, meter, machine
+        self._records: dict[int, BlockRecord] = {}
+        """By block, of the call with most tokens."""
+        self._calls = [0] * len(self.names)
+        """By block, how many of its forwards wait for their backward."""
+        self._what = "the first forward"
+        self._peaks: dict[tuple[int, ...], tuple[int, str]] = {}
+        self._wraps: list[tuple[nn.Module, Wrapper]] = []
+
+    def wrap(self) -> None:
+        for place, name in enumerate(self.names):
+            module = self._build.model.get_submodule(name)
+            wrapper = partial(self._block, place, module)
+            wrap_forward(module, wrapper, Level.RECOMPUTE)
+            self._wraps.append((module, wrapper))
+
+    def unwrap(self) -> None:
+        for module, wrapper in self._wraps:
+            unwrap_forward(module, wrapper)
+        self._wraps.clear()
+
+    def end_of_backward(self) -> None:
+        """What is allocated from now on is the optimizer step's; calls that wait will have no backward."""
+        self._next("the optimizer step")
+        self._calls = [0] * len(self.names)
+
+    @property
+    def layers(self) -> tuple[PlannedLayer, ...]:
+        """The blocks that were called, with what can be done with each."""
+        return tuple(PlannedLayer(self.names[place], self._records[place].options()) for place in sorted(self._records))
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Every combination of calls that waited, with the peak then; the step so far."""
+        self._next(self._what)
+        called = sorted(self._records)
+        return tuple(
+            Moment(what, peak, tuple(calls[place] for place in called)) for calls, (peak, what) in self._peaks.items()
+        )
+
+    def modules(self, layer: str, part: str) -> list[str]:
+        """The modules that are ``part`` of the block ``layer``."""
+        return self._records[self.names.index(layer)].modules(part)
+
+    def _next(self, what: str) -> None:
+        """An interval ends, and one begins."""
+        calls = tuple(self._calls)
+        self._peaks[calls] = max((self._meter.peak(), self._what), self._peaks.get(calls, (0, "")))
+        self._what = what
+
+    def _block(self, place: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Wrap of a block."""
+        if not is_recomputed(module):
+            return forward(*args, **kwargs)
+        name = self.names[place]
+        self._next(f"the forward of {name}")
+        self._calls[place] += 1
+        kwargs = without_cache(module, kwargs)
+        first = first_parameter_name(module)
+        hidden = args[0] if args else kwargs[first]
+        others = args[1:], {key: value for key, value in kwargs.items() if args or key != first}
+        known = self._records.get(place)
+        record = BlockRecord(self._build.model, self._build.plan, name, self._machine)
+        is_new = isinstance(hidden, torch.Tensor) and (known is None or hidden.nbytes > known.hidden_bytes)
+        made = _RecordedCall(
+            closing_over_micro_batch(forward), self._build.device_type, record.saves if is_new else None
+        )
+        made.begins = partial(self._backward, place)
+        if not is_new:
+            return made(*args, **kwargs)
+        self._records[place] = record
+        with record.recording(hidden, others):
+            out = made(*args, **kwargs)
+        made.saves = None
+        return out
+
+    def _backward(self, place: int) -> None:
+        self._next(f"the backward of {self.names[place]}")
+        self._calls[place] -= 1

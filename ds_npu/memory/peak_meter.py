@@ -1,0 +1,46 @@
+"""The most device memory that was allocated between two moments, in bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from ds_npu.memory.storage_record import StorageRecord
+
+
+class PeakMeter(ABC):
+    """Tells peaks, one interval after the other."""
+
+    @abstractmethod
+    def peak(self) -> int:
+        """The most that was allocated since it was last asked; a new interval begins."""
+
+
+class AllocatorMeter(PeakMeter):
+    """As the device's allocator counts, whose own peak begins anew, too; the host waits for nothing."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device: Any = torch.get_device_module(device_type)
+        self.peak()
+
+    def peak(self) -> int:
+        found = int(self._device.max_memory_allocated())
+        self._device.reset_peak_memory_stats()
+        return found
+
+
+class StorageMeter(PeakMeter):
+    """What the storages in ``record`` hold: where no allocator counts."""
+
+    def __init__(self, record: StorageRecord) -> None:
+        self._record, self._place, self._held = record, 0, 0
+
+    def peak(self) -> int:
+        most = self._held
+        for change in self._record.changes[self._place :]:
+            self._held += change.size
+            most = max(most, self._held)
+        self._place = len(self._record.changes)
+        return most

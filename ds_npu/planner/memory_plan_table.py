@@ -1,0 +1,116 @@
+"""A plan of what layers keep, as a table for people, and as the keys of the section that ask for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_npu.models import names
+from ds_npu.planner.memory_plan import (
+    BudgetError,
+    MemoryPlan,
+    Moment,
+    Option,
+    PlannedLayer,
+    fastest,
+    measured,
+    smallest,
+)
+
+WHOLE, NORM, ACTIVATION, ATTENTION, MLP = "block", "norm", "activation_function", "attention", "mlp"
+"""Parts of a block that can be computed again: all of it, the norms, what stands between an MLP's linears, and the
+attention, or the MLP or MoE, as a whole."""
+GIB, MIB = 2**30, 2**20
+KEY = "ds_npu.recompute.budget_gib"
+
+Modules = Mapping[str, Mapping[str, Sequence[str]]]
+"""By layer and part, the modules that are it."""
+Section = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of the ranks of one pipeline stage, and what it was made from."""
+
+    stage: int
+    layers: tuple[PlannedLayer, ...]
+    moments: tuple[Moment, ...]
+    modules: Modules
+    plan: MemoryPlan
+
+
+def section_of(stages: Sequence[StagePlan]) -> Section:
+    """The keys of the section that ask for what ``stages`` have planned."""
+    found: dict[str, list[str]] = {}
+    for stage in stages:
+        for layer, option in zip(stage.layers, stage.plan.options, strict=True):
+            for part in option.parts:
+                key = part if part in (NORM, ACTIVATION) else "modules"
+                of_part = stage.modules[layer.name].get(part, ()) if part in (ATTENTION, MLP) else [layer.name]
+                found.setdefault(key, []).extend(of_part)
+    return {"recompute": {key: globs(modules) for key, modules in sorted(found.items())}} if found else {}
+
+
+def globs(modules: Sequence[str]) -> list[str]:
+    """Globs that match exactly ``modules``, which differ in their indices, or in more."""
+    groups: dict[str, list[str]] = {}
+    for each in dict.fromkeys(modules):
+        groups.setdefault(names.generic(each), []).append(each)
+    return [glob for group in groups.values() for glob in names.abbreviated(group).split(", ")]
+
+
+def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int, machine: str) -> Iterator[str]:
+    """Lines for people; ``buffer_bytes``: of communicators, and a margin; ``machine``: whose speeds are assumed."""
+    yield f"Recomputation for a budget of {budget_gib:g} GiB a rank (times: estimates for {machine})"
+    for stage in stages:
+        of = f", pipeline rank {stage.stage}" if len(stages) > 1 else ""
+        rows = [("layers", "computed again", "kept of each, MiB", "extra ms of each"), *_rows(stage)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        least = measured(stage.layers, stage.moments, [smallest(each) for each in stage.layers])
+        most = measured(stage.layers, stage.moments, [fastest(each) for each in stage.layers])
+        yield (
+            f"  peak{of}: {size_text(stage.plan.peak_bytes + buffer_bytes)} in {stage.plan.tightest}"
+            f" ({size_text(buffer_bytes)} of it HCCL's buffers and a margin); extra time of a micro-batch: "
+            f"{1e3 * stage.plan.seconds:.3g} ms"
+        )
+        yield (
+            f"  with nothing computed again {size_text(most.peak_bytes + buffer_bytes)}; with the most "
+            f"{size_text(least.peak_bytes + buffer_bytes)} and {1e3 * least.seconds:.3g} ms"
+        )
+    yield f'  the same without a budget: "ds_npu": {json.dumps(section_of(stages))}'
+
+
+def _rows(stage: StagePlan) -> Iterator[tuple[str, str, str, str]]:
+    groups: dict[Option, list[str]] = {}
+    for layer, option in zip(stage.layers, stage.plan.options, strict=True):
+        groups.setdefault(option, []).append(layer.name)
+    for option, layers in groups.items():
+        again = ", ".join(option.parts) or "nothing"
+        yield ", ".join(globs(layers)), again, f"{option.kept_bytes / MIB:.3g}", f"{1e3 * option.seconds:.3g}"
+
+
+def budget_refusal(errors: Mapping[int, BudgetError], budget_gib: float, buffer_bytes: int) -> str:
+    """Why ``budget_gib`` is impossible; ``errors``: by pipeline rank."""
+    stage, error = max(errors.items(), key=lambda pair: pair[1].least.peak_bytes)
+    needed = error.least.peak_bytes + buffer_bytes
+    where = f" of pipeline rank {stage}" if len(errors) > 1 or stage else ""
+    return (
+        f"{KEY}: found {budget_gib:g}; the least that works here is {up_to_gib(needed)}: with the most computed "
+        f"again, tensors take {size_text(error.least.peak_bytes)} in {error.least.tightest}{where}, and HCCL's "
+        f"buffers and a margin {size_text(buffer_bytes)}. What to do: a larger budget; or smaller micro-batches, "
+        "ds_npu.chunked_loss, a higher ZeRO stage, ds_npu.optimizer_memory, or more tensor, context or pipeline ranks"
+    )
+
+
+def up_to_gib(size: int) -> float:
+    """``size`` bytes in GiB, rounded up to six places."""
+    return math.ceil(1e6 * size / GIB) / 1e6
+
+
+def size_text(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"

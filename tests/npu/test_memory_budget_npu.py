@@ -1,0 +1,109 @@
+"""``recompute.budget_gib`` on simulated NPUs: no step needs more than its budget, as the allocator counts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from unittest import mock
+
+import deepspeed
+import gradient_rule as rule
+import tensor_parallel_rule as tensor_rule
+import tiny_models
+import torch
+from ranks import run_on_ranks
+
+from ds_npu.features.recompute.budget import MARGIN, MemoryBudget
+from ds_npu.planner.memory_plan import Option, PlannedLayer, fastest, measured, smallest
+from ds_npu.planner.memory_plan_table import GIB, MIB, StagePlan, section_of
+
+TOKENS = 512
+WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "max_position_embeddings": TOKENS}
+SIZES: dict[str, dict[str, int]] = {
+    "llama": WIDE,
+    "qwen3_moe": WIDE | {"moe_intermediate_size": 128},
+    "gpt2": {"n_embd": 256, "n_layer": 4, "n_positions": TOKENS},
+}
+SHARES = (0.25, 0.5, 0.8)
+"""Of what lies between the least that can be needed and what is needed without a plan: budgets. With ZeRO 3 what is
+gathered ahead depends on timing."""
+FOLLOW = MemoryBudget._follow
+
+
+@dataclass
+class Run:
+    """Four steps of an engine. Bytes are those beside what was allocated before: DeepSpeed keeps engines."""
+
+    losses: list[float]
+    peak: int
+    """The most that the steps behind the recorded ones have allocated."""
+    before: int
+    buffers: int = 0
+    """Of HCCL's communicators, and MARGIN."""
+    stages: list[StagePlan] = field(default_factory=list)
+
+    def planned(self, choose: Callable[[PlannedLayer], Option]) -> int:
+        """Bytes of the plan in which ``choose`` chooses for each layer."""
+        (own,) = self.stages
+        return measured(own.layers, own.moments, list(map(choose, own.layers))).peak_bytes - self.before
+
+
+def trained(family: str, stage: int, section: dict[str, object], room: int | None) -> Run:
+    """``room``: bytes of the budget beside what is allocated before, and HCCL's buffers; None: no budget."""
+    gc.collect()
+    before = torch.npu.memory_allocated()
+    config = tensor_rule.config(stage, torch.bfloat16, section)
+    config["zero_optimization"] |= {"reduce_bucket_size": MIB, "allgather_bucket_size": MIB, "overlap_comm": False}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    if room is not None:
+        config["ds_npu"] = section | {"recompute": {"budget_gib": (before + room) / GIB}}
+    model = tiny_models.tiny(family, torch.float32, attn_implementation="sdpa", **SIZES[family]).to(torch.bfloat16)
+    run = Run([], 0, before)
+
+    def follow(budget: MemoryBudget, stages: list[StagePlan]) -> None:
+        run.buffers, run.stages = budget._buffer_bytes, stages
+        FOLLOW(budget, stages)
+
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    losses, ids = [0.0] * (4 * rule.ACCUMULATION), tiny_models.tokens(rule.MICRO, TOKENS).to(engine.device)
+    with mock.patch.object(MemoryBudget, "_follow", follow):
+        for micro in range(len(losses)):
+            if micro == 2 * rule.ACCUMULATION:
+                torch.npu.reset_peak_memory_stats()
+            loss = engine(input_ids=ids, labels=ids).loss
+            losses[micro] = loss.item()
+            engine.backward(loss)
+            loss = None
+            engine.step()
+    run.losses, run.peak = losses, torch.npu.max_memory_allocated() - before
+    return run
+
+
+def within(cases: list[tuple[str, int, dict[str, object]]]) -> None:
+    rule.without_extension()
+    for family, stage, section in cases:
+        plain = trained(family, stage, section, None)
+        free = trained(family, stage, section, 8 * GIB)
+        assert free.losses == plain.losses and section_of(free.stages) == {}
+        low, high = free.planned(smallest), free.planned(fastest)
+        print(f"{family} ZeRO {stage} {section}: no plan: said {high:,}, counted {free.peak:,}", flush=True)
+        assert free.peak <= high + MARGIN
+        for share in SHARES:
+            room = int(low + share * (high - low)) + 1024
+            found = trained(family, stage, section, room + free.buffers)
+            said = found.stages[0].plan.peak_bytes - found.before
+            explicit = section_of(found.stages)
+            print(f"  room {room:,}: said {said:,}, counted {found.peak:,}, {explicit}", flush=True)
+            assert found.losses == plain.losses and explicit
+            where = (family, stage, section, share)
+            assert said <= room and found.peak - MARGIN <= room, where
+
+
+def test_steps_stay_within_the_budget_on_one_rank():
+    run_on_ranks(1, within, [("llama", 1, {}), ("gpt2", 1, {})], backend="hccl", sets_device=False, deadline_s=900.0)
+
+
+def test_steps_stay_within_the_budget_on_two_ranks():
+    cases = [("qwen3_moe", 2, {}), ("llama", 3, {}), ("llama", 1, {"parallel": {"tensor": 2}})]
+    run_on_ranks(2, within, cases, backend="hccl", sets_device=False, deadline_s=900.0)

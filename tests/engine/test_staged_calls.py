@@ -207,10 +207,6 @@ def refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             engine_of(model_of("llama", torch.float32), 1, torch.float32, TWO | {"pipeline": keys})
-    for keys in ({"bias_update_rate": 0.1}, {"load_report": "load.svg"}):
-        with pytest.raises(ValueError, match="load_report do not work with"):
-            model = model_of("deepseek_v3", torch.float32)
-            engine_of(model, 1, torch.float32, {"parallel": {"pipeline": 2, "expert": 1}, "moe": keys})
     model = model_of("mixtral", torch.float32, output_router_logits=True)
     with pytest.raises(ValueError, match="output_router_logits in its config"):
         engine_of(model, 1, torch.float32, TWO)

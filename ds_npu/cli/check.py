@@ -18,7 +18,7 @@ from ds_npu.config.batch import Batch
 from ds_npu.config.check import Checked, check, load
 from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
-from ds_npu.config.sections import PLANNED, switched_on
+from ds_npu.config.sections import switched_on
 from ds_npu.config.trainer_traps import trainer_traps
 from ds_npu.planner.communicators import MIB, buffer_mib, planned_communicators
 from ds_npu.planner.context_report import context_part, number_bytes, planned_algorithm
@@ -129,8 +129,6 @@ def _features(checked: Checked) -> Iterator[str]:
     keys = dict(leaves(section_schema()))
     on = [f"  {path} = {value!r}: {keys[path]['description']}" for path, value in switched_on(checked.config)]
     yield from ("What is on", *(on or ["  nothing: every key is at its default"]))
-    planned = textwrap.wrap(", ".join(PLANNED), 100, initial_indent="  ", subsequent_indent="  ")
-    yield from ("Not built in this version", *planned)
 
 
 COMMAND = Command("check", "print the layout a config means for a world, or every mistake in it", _add_arguments, _run)

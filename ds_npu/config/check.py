@@ -17,7 +17,7 @@ from ds_npu.config.optimizer_memory_keys import refused_beside_kept_state
 from ds_npu.config.parallel import UNDIVIDED, ParallelSection, fit
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.config.reading import read
-from ds_npu.config.rules import broken_rules, not_built
+from ds_npu.config.rules import broken_rules
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.topology.degrees import Degrees
 
@@ -65,7 +65,6 @@ def check(
     batch, batch_problems = batch_of(ds_config, dp)
     problems = [
         *reading.problems,
-        *not_built(config),
         *broken_rules(config, doubtful),
         *misfits,
         *_other_stages(config, stages, doubtful),

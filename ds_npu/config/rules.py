@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ds_npu.config.context_parallel import wrong_factors
 from ds_npu.config.pipeline import too_many_stages, two_divisions
 from ds_npu.config.problems import Problem
-from ds_npu.config.sections import DsNpuConfig, planned_part, switched_on
+from ds_npu.config.sections import DsNpuConfig, switched_on
 
 NEEDS_RANKS = {
     "parallel.sequence_parallel": "tensor",
@@ -28,14 +28,6 @@ class Rule:
 
     reads: tuple[str, ...]
     problems: Callable[[DsNpuConfig], Iterator[Problem]]
-
-
-def not_built(config: DsNpuConfig) -> Iterator[Problem]:
-    """Keys that ask for something this version cannot do yet."""
-    for path, value in switched_on(config):
-        if part := planned_part(path):
-            accepted = f"{part} is not built in this version of ds_npu yet: leave the key out"
-            yield Problem(f"ds_npu.{path}", value, accepted)
 
 
 def broken_rules(config: DsNpuConfig, doubtful: frozenset[str]) -> Iterator[Problem]:

@@ -7,11 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ds_npu.config.sections import DsNpuConfig, planned_part
+from ds_npu.config.sections import DsNpuConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-NOT_BUILT = "Not built in this version: refused unless off."
 
 
 def file_schema() -> dict[str, Any]:
@@ -25,9 +24,6 @@ def section_schema() -> dict[str, Any]:
     schema = DsNpuConfig.model_json_schema()
     definitions = schema.pop("$defs")
     inlined: dict[str, Any] = _inlined(schema, definitions)
-    for path, node in leaves(inlined):
-        if planned_part(path):
-            node["description"] += " " + NOT_BUILT
     return inlined
 
 
@@ -83,9 +79,7 @@ def _accepted_of_type(node: dict[str, Any]) -> str:
 
 def reference() -> str:
     """The section's keys as a Markdown table, for docs/keys.md."""
-    rows = ["| key | accepts | default | meaning | built |", "|---|---|---|---|---|"]
+    rows = ["| key | accepts | default | meaning |", "|---|---|---|---|"]
     for path, node in leaves(section_schema()):
-        built = "not yet" if planned_part(path) else "yes"
-        meaning = node["description"].removesuffix(NOT_BUILT).rstrip()
-        rows.append(f"| `{path}` | {accepted(node)} | `{json.dumps(node['default'])}` | {meaning} | {built} |")
+        rows.append(f"| `{path}` | {accepted(node)} | `{json.dumps(node['default'])}` | {node['description']} |")
     return "\n".join(rows) + "\n"

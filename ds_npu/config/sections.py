@@ -22,9 +22,6 @@ from ds_npu.config.swap import SwapSection
 from ds_npu.config.tensor_overlap import TensorOverlap
 from ds_npu.config.watch import WatchSection
 
-PLANNED = ("deterministic",)
-"""Keys that are not built yet and hence refused; the name of a section stands for all of its keys."""
-
 
 class DsNpuConfig(Section):
     """The "ds_npu" section of a DeepSpeed config: parallelism, operators and memory on Ascend NPUs."""
@@ -66,8 +63,3 @@ def switched_on(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from switched_on(value, f"{prefix}{key}.")
         elif value is not False and value != type(section).model_fields[key].default:
             yield f"{prefix}{key}", value
-
-
-def planned_part(path: str) -> str | None:
-    """What of the section is not built yet: the key at ``path``, the section that holds it, or None if it is built."""
-    return next((part for part in PLANNED if path == part or path.startswith(f"{part}.")), None)

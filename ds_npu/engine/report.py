@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from ds_npu import capability
 from ds_npu.config.moe import MoeSection
-from ds_npu.config.sections import PLANNED, DsNpuConfig
+from ds_npu.config.sections import DsNpuConfig
 from ds_npu.engine.patches import FAILED
 from ds_npu.features.driver import FEATURES
 from ds_npu.ops.all import report as operator_report
@@ -22,7 +22,6 @@ OKAY, NO = f"{GREEN}[OKAY]{END}", f"{YELLOW}[NO]{END}"
 NAME_COLUMNS = 33
 RULE = "-" * 74
 SEE = "see ds_npu above"
-NOT_BUILT = "not built in this version"
 
 FeatureRow = tuple[str, list[str]]
 """A feature's name, and why it cannot be used on this machine; nothing where it can."""
@@ -82,9 +81,9 @@ def show_installed_operators() -> None:
 
 
 def feature_report() -> list[FeatureRow]:
-    """Each key of the section, and why it cannot be used: not built in this version, or missing on this machine."""
+    """Each key of the section, and why this machine cannot do what it needs."""
     features = {feature.key: feature for feature in FEATURES}
-    rows = [(key, [NOT_BUILT] if key in PLANNED else features[key].unmet(default)) for key, default in DsNpuConfig()]
+    rows = [(key, features[key].unmet(default)) for key, default in DsNpuConfig()]
     if capability.torch_npu_state().usable:
         # What some NPUs have, and others do not.
         rows.append(("moe.dispatcher fused", features["moe"].unmet(MoeSection(dispatcher="fused"))))
@@ -209,11 +208,8 @@ def _counted(title: str, rows: list[tuple[str, str | None]]) -> Iterator[str]:
 def _feature_lines(features: Iterable[FeatureRow]) -> Iterator[str]:
     rows = list(features)
     usable = [name for name, reasons in rows if not reasons]
-    planned = [name for name, reasons in rows if reasons == [NOT_BUILT]]
     if usable:
         yield from _answer("keys of the section", [], ", ".join(usable))
     for name, reasons in rows:
-        if reasons and reasons != [NOT_BUILT]:
+        if reasons:
             yield from _answer(name, reasons)
-    if planned:
-        yield _line(NOT_BUILT, ", ".join(planned))

@@ -14,6 +14,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.chunked_loss.feature import CHUNKED_LOSS
 from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
 from ds_npu.features.declaration import Declaration, Phase, check_declarations
+from ds_npu.features.deterministic import DETERMINISTIC
 from ds_npu.features.experts.feature import MOE
 from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.feature import FUSED_OPS
@@ -43,6 +44,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     SWAP,
     MEMORY_REPORT,
     OPTIMIZER_MEMORY,
+    DETERMINISTIC,
     WATCH,
 )
 CHANGED_FOR = "ds_npu_changed_for"

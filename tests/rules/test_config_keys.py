@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_npu.config.schema import leaves, section_schema
-from ds_npu.config.sections import PLANNED, DsNpuConfig
+from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.driver import FEATURES
 
 KEYS = {
@@ -82,10 +82,4 @@ def test_every_key_and_section_says_what_it_means_in_one_line():
 
 
 def test_each_key_is_one_features():
-    planned = [key for key in PLANNED if "." not in key]
-    assert sorted([*(feature.key for feature in FEATURES), *planned]) == sorted(DsNpuConfig.model_fields)
-
-
-def test_what_is_planned_exists():
-    keys = {*KEYS, *DsNpuConfig.model_fields}
-    assert set(PLANNED) <= keys
+    assert sorted(feature.key for feature in FEATURES) == sorted(DsNpuConfig.model_fields)

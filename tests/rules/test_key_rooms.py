@@ -34,6 +34,7 @@ ROOMS = {
         "memory",
         "zero_ext/optimizer_state.py",
     ),
+    "deterministic": ("features/deterministic.py",),
     "watch": ("config/watch.py", "features/watch"),
 }
 """For each key of the section that is built, where in ds_npu it lives."""

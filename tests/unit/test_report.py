@@ -54,7 +54,7 @@ def test_on_a_cpu_machine_the_first_line_says_why_and_what_to_do(cpu_machine, mo
     assert re.fullmatch(r"\S+ \d of \d+, see ds_npu above", row(text, "DeepSpeed's operators"))
     assert re.fullmatch(r"\S+ \d of \d+, see ds_npu above", row(text, "kernels on NPUs (fused_ops)"))
     assert row(text, "keys of the section").startswith(f"{module.OKAY} parallel, ")
-    assert len(text.splitlines()) == 9, text
+    assert len(text.splitlines()) == 8, text
 
 
 def test_the_cpu_on_purpose_is_nothing_to_do(cpu_machine, monkeypatch):
@@ -139,10 +139,8 @@ def test_builders_that_cannot_be_imported_do_not_end_the_report(cpu_machine, mon
 
 
 def test_features_and_what_they_lack(cpu_machine):
-    planned = ("swap", [module.NOT_BUILT])
-    text = printed(features=[("fused_ops", []), ("moe", ["no grouped matmul", "no permute"]), ("plan", []), planned])
+    text = printed(features=[("fused_ops", []), ("moe", ["no grouped matmul", "no permute"]), ("plan", [])])
     assert row(text, "keys of the section") == f"{module.OKAY} fused_ops, plan"
-    assert row(text, "not built in this version") == "swap"
     assert row(text, "moe") == f"{module.NO} no grouped matmul"
     assert re.search(r"^ +no permute$", text, re.MULTILINE)
     assert text.rstrip().endswith("-" * 20)

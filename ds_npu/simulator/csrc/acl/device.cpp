@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 
 #include "acl/acl.h"
@@ -118,5 +119,9 @@ SIM_API(aclError, aclrtSetOpExecuteTimeOut, (uint32_t)) {}
 SIM_API(aclError, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, uint64_t* actual)) { *actual = timeout; }
 SIM_API(aclError, aclrtSetDeviceSatMode, (aclrtFloatOverflowMode)) {}
 SIM_API(aclError, aclrtCtxSetSysParamOpt, (aclSysParamOpt, int64_t)) {}
-SIM_API(aclError, aclrtSetSysParamOpt, (aclSysParamOpt, int64_t)) {}
-SIM_API(aclError, aclrtGetSysParamOpt, (aclSysParamOpt, int64_t* value)) { *value = 1; }  // always deterministic
+
+// Of the process. Results are deterministic whatever it says; torch_npu sets it for use_deterministic_algorithms.
+static std::atomic<int64_t> deterministic{0};
+
+SIM_API(aclError, aclrtSetSysParamOpt, (aclSysParamOpt, int64_t value)) { deterministic = value; }
+SIM_API(aclError, aclrtGetSysParamOpt, (aclSysParamOpt, int64_t* value)) { *value = deterministic; }

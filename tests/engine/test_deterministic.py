@@ -1,0 +1,65 @@
+"""``ds_npu.deterministic``: it changes no number of what runs, and an operator that cannot repeat is an error."""
+
+from __future__ import annotations
+
+import deepspeed
+import pytest
+import tensor_parallel_rule as tensor_rule
+import tiny_models
+import torch
+from gradient_rule import without_extension
+from memory_rule import WORLDS, dropping, same
+from ranks import run_on_ranks
+from torch.nn.functional import max_pool2d, max_unpool2d
+
+from ds_npu.config.problems import ConfigError
+
+KEY: dict[str, object] = {"deterministic": True}
+CORNERS = [("tensor 2 x context 2", "llama", (1, 3)), ("expert 2", "qwen3_moe", (2,))]
+CASES = [
+    (world, family, (0, 1, 2, 3))
+    for world in WORLDS
+    for family in ("llama", "gpt2", "qwen3_moe")
+    if world != "expert 2" or family == "qwen3_moe"
+]
+
+
+def same_numbers(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> None:
+    without_extension()
+    changes = dropping(family, parallel)
+    for stage in stages:
+        # Of the whole process, so also of the engines that follow.
+        torch.use_deterministic_algorithms(False)
+        same(
+            lambda: tiny_models.tiny(family, torch.float32, **changes), stage, {"parallel": parallel}, {"with it": KEY}
+        )
+        assert torch.are_deterministic_algorithms_enabled()
+
+
+def refused() -> None:
+    without_extension()
+    model = torch.nn.Linear(4, 4)
+    config = tensor_rule.config(1, torch.float32, KEY)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("HCCL_DETERMINISTIC", "FALSE")
+        with pytest.raises(ConfigError, match=r"ds_npu\.deterministic: found true; no value while HCCL_DETERMINISTIC"):
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    pooled, places = max_pool2d(torch.randn(1, 1, 4, 4), 2, return_indices=True)
+    with pytest.raises(RuntimeError, match="max_unpooling2d_forward_out does not have a deterministic implementation"):
+        max_unpool2d(pooled, places, 2)
+    # What memory held before: with the option of torch, NaN.
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=len(CORNERS), drawn=1)
+@pytest.mark.parametrize(("world", "family", "stages"), [*CORNERS, *CASES], ids=str)
+def test_numbers_are_those_without_it(world, family, stages):
+    ranks, parallel = WORLDS[world]
+    run_on_ranks(ranks, same_numbers, family, parallel, stages)
+
+
+@pytest.mark.slow
+def test_what_cannot_repeat_is_refused():
+    run_on_ranks(1, refused)

@@ -8,7 +8,9 @@ also has what each file gave; ``--write`` brings it up to date. With ``--section
 ``deepspeed.initialize`` has an empty "ds_npu" section, so that ds_npu's engine runs the test. Ends with 1 where an
 outcome differs and the list does not say why. Some tests open port 29500, and are skipped where it is taken.
 
-``unit/v1/zero/test_zero.py`` is not in the list: it took more than half an hour, and was not compared.
+``unit/v1/zero/test_zero.py`` is not in the list, since its 99 tests take longer than a file may. Its classes were run
+one by one on 2026-11-23, without ds_npu, with it, and with a section: 81 tests pass each time, 14 are skipped, and 4
+fail without it.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ KINDS = {
     "sft": ("sft", {"max_length": 32}),
     "sft, padding free": ("sft", {"padding_free": "true", "loss_type": "nll"}),
     "sft, assistant only": ("chat", {"max_length": 64, "assistant_only_loss": "true"}),
+    "sft, experts": ("experts", {"max_length": 32, "router_aux_loss_coef": 0.1}),
     "dpo": ("dpo", {"max_length": 32}),
     "reward": ("reward", {"max_length": 32}),
     "grpo": ("grpo", GENERATED),
@@ -39,6 +40,7 @@ KINDS = {
     ),
 }
 PARALLEL = {"context": (2, {"context": 2}), "tensor": (2, {"tensor": 2}), "both": (4, {"tensor": 2, "context": 2})}
+EXPERTS = {"expert": (2, {"expert": 2, "tensor": 2})}
 STAGED = {"pipeline": (2, {"pipeline": 2}), "pipeline, tensor": (4, {"pipeline": 2, "tensor": 2})}
 SUMS = ("sft", "sft, padding free", "sft, assistant only")
 """Their losses are sums of log-probabilities."""
@@ -46,6 +48,7 @@ SUMS = ("sft", "sft, padding free", "sft, assistant only")
 
 CASES = [(kind, parallel) for kind in KINDS for parallel in PARALLEL if kind != "reward" or parallel == "tensor"]
 """Context ranks refuse a reward; see below."""
+CASES += [("sft, experts", parallel) for parallel in EXPERTS]
 CASES += [(kind, parallel) for kind in SUMS for parallel in STAGED]
 
 
@@ -53,7 +56,7 @@ CASES += [(kind, parallel) for kind in SUMS for parallel in STAGED]
 @pytest.mark.parametrize(("kind", "parallel"), CASES)
 def test_losses_norms_and_metrics_are_those_of_one_process(kind, parallel, tmp_path):
     trainer, options = KINDS[kind]
-    ranks, degrees = (PARALLEL | STAGED)[parallel]
+    ranks, degrees = (PARALLEL | EXPERTS | STAGED)[parallel]
     script = (SCRIPT, trainer)
     (expected,) = run_trainer(tmp_path / "one", 1, None, USUAL | options, script=script)
     everyones = run_trainer(tmp_path / "many", ranks, {"parallel": degrees}, USUAL | options, script=script)
@@ -75,6 +78,16 @@ def test_scores_of_sequences_are_refused(parallel, tmp_path):
     said = "LlamaForSequenceClassification has the loss ForSequenceClassificationLoss"
     with pytest.raises(AssertionError, match=said):
         run_trainer(tmp_path, ranks, {"parallel": degrees}, USUAL | KINDS["reward"][1], script=(SCRIPT, "reward"))
+
+
+@pytest.mark.matrix(corners=0, drawn=0)
+@pytest.mark.parametrize("parallel", ["expert"])
+def test_balance_losses_are_refused(parallel, tmp_path):
+    """TRL's loss is not the one that the model returns, to which they are added."""
+    ranks, degrees = EXPERTS[parallel]
+    section = {"parallel": degrees, "moe": {"aux_loss": {"coefficient": 0.1}}}
+    with pytest.raises(AssertionError, match=r"moe\.aux_loss and z_loss are added to the loss that Qwen3Moe"):
+        run_trainer(tmp_path, ranks, section, USUAL | KINDS["sft"][1], script=(SCRIPT, "experts"))
 
 
 REFUSED = {

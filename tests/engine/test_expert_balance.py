@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from expert_balance import adapters_get_gradients, hold_to_one_process
+from expert_balance import adapters_get_gradients, hold_to_one_process, other_losses_are_refused
 from ranks import run_on_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -50,3 +50,8 @@ def test_every_stage_of_zero(family, ranks, parallel, moe):
 @pytest.mark.slow
 def test_adapters_around_a_model_over_context_ranks():
     run_on_ranks(2, adapters_get_gradients, {"expert": 2, "context": 2}, 0)
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {"expert": 2})], ids=str)
+def test_losses_that_scripts_make_themselves_are_refused(ranks, parallel):
+    run_on_ranks(ranks, other_losses_are_refused, parallel)

@@ -7,6 +7,7 @@ from unittest import mock
 import deepspeed
 import expert_rule
 import gradient_rule as rule
+import pytest
 import tensor_parallel_rule as dense
 import tiny_models
 import torch
@@ -113,3 +114,23 @@ def adapters_get_gradients(parallel: dict, stage: int) -> None:
             found = rule.reduced_gradients(engine, model)
         engine.step()
     assert rule.relative(found, expected) <= dense.EXACT, rule.relative(found, expected)
+
+
+def other_losses_are_refused(parallel: dict) -> None:
+    """A loss made of logits, beside labels that were given, does not train routers without their balance."""
+    rule.without_extension()
+    model = tiny_models.tiny("qwen3_moe", torch.float32, output_router_logits=False).double()
+    section = {"parallel": parallel, "moe": {"z_loss": 0.1}}
+    config = dense.config(0, torch.float64, section)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    (tokens,) = dense.batches(rule.MICRO).split(rule.MICRO)
+
+    def own_loss(out) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    with tiny_models.Float64():
+        out = engine(input_ids=tokens, labels=tokens)
+        engine.backward(out.loss + own_loss(out))
+        out = engine(input_ids=tokens, labels=tokens)
+        with pytest.raises(ValueError, match=r"moe\.aux_loss and z_loss are .* that does not contain it"):
+            engine.backward(own_loss(out))

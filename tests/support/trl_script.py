@@ -47,7 +47,8 @@ def rows(kind: str, count: int) -> Dataset:
         chosen, rejected = (" " + " ".join(answer) for answer in answers)
         pair = {"chosen": chosen, "rejected": rejected}
         talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": chosen.strip()}]
-        answered = {"sft": {"completion": chosen}, "dpo": pair, "grpo": {}, "rloo": {}}
+        completed = {"completion": chosen}
+        answered = {"sft": completed, "experts": completed, "dpo": pair, "grpo": {}, "rloo": {}}
         whole = {name: prompt + each for name, each in pair.items()}
         alone = {"reward": whole, "chat": {"messages": [*talk, *talk]}}
         found.append(alone[kind] if kind in alone else {"prompt": prompt} | answered[kind])
@@ -72,17 +73,20 @@ def words_of(completions: list[str], **_: object) -> list[float]:
 TRAINERS = {
     "sft": (trl.SFTConfig, trl.SFTTrainer),
     "chat": (trl.SFTConfig, trl.SFTTrainer),
+    "experts": (trl.SFTConfig, trl.SFTTrainer),
     "dpo": (trl.DPOConfig, trl.DPOTrainer),
     "reward": (trl.RewardConfig, trl.RewardTrainer),
     "grpo": (trl.GRPOConfig, trl.GRPOTrainer),
     "rloo": (trl.RLOOConfig, trl.RLOOTrainer),
 }
 LOGGED = ("entropy", "mean_token_accuracy", "grad_norm", "rewards/margins", "logits/chosen", "num_tokens")
-LOGGED += ("margin", "accuracy", "reward", "reward_std", "completions/mean_length")
+LOGGED += ("aux_loss", "margin", "accuracy", "reward", "reward_std", "completions/mean_length")
 
 
 def model_of(kind: str) -> transformers.PreTrainedModel:
     """A Llama: of scores where a reward is trained, of words else, with weights that are numbers of bf16, too."""
+    if kind == "experts":
+        return tiny_models.tiny("qwen3_moe", torch.bfloat16, attn_implementation="sdpa").float()
     if kind != "reward":
         return tiny_models.tiny("llama", torch.bfloat16, attn_implementation="sdpa").float()
     config = tiny_models.config_of("llama", num_labels=1, attn_implementation="sdpa")

@@ -100,7 +100,9 @@ class _BalancedForward:
     def _added(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
         loss, items = self._loss(collected, given), given.get("num_items_in_batch")
         # The model divides by the labels of several micro-batches, whose losses are then added: so are these, by share.
-        return loss if items is None else loss * (_labels(given) / items)
+        added = loss if items is None else loss * (_labels(given) / items)
+        _refuse_other_losses(added, [each for layer in collected.logits.values() for each in layer], self.model)
+        return added
 
     def _loss(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
         ids = given.get("input_ids")
@@ -108,6 +110,33 @@ class _BalancedForward:
         if not isinstance(tokens, torch.Tensor):
             raise ValueError(f"{KEYS}: {type(self.model).__name__} is given neither input_ids nor inputs_embeds")
         return self.losses.of(list(collected.routings(self.scores)), len(tokens), self.ranks)
+
+
+def _refuse_other_losses(added: torch.Tensor, logits: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """Make a backward that reaches a router's ``logits``, and not the ``added`` loss made of them, raise ValueError.
+
+    It would train routers without what balances them. A gradient reaches ``logits`` behind that of all made of them.
+    """
+    reached: list[bool] = []
+
+    def note(gradients: tuple[torch.Tensor, ...]) -> None:
+        reached.append(True)
+
+    def check(gradients: tuple[torch.Tensor, ...]) -> None:
+        if not reached:
+            raise ValueError(
+                f"{KEYS} are added to the loss that {type(model).__name__} returns, and this backward is of a loss "
+                "that does not contain it: the script makes its own of other outputs, as TRL's trainers do of "
+                "log-probabilities. What to do: train on the returned loss (a sum may contain it), or leave the keys "
+                "out; with TRL router_aux_loss_coef of its arguments, which it adds to its loss, or "
+                "ds_npu.moe.bias_update_rate"
+            )
+
+    if added.grad_fn is not None:
+        added.grad_fn.register_prehook(note)
+        for each in logits:
+            if each.grad_fn is not None:
+                each.grad_fn.register_prehook(check)
 
 
 def _labels(given: Mapping[str, Any]) -> torch.Tensor:

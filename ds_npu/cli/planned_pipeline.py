@@ -44,6 +44,7 @@ def pipeline_lines(path: Path, checked: Checked, svg: Path | None) -> Iterator[s
     share = layout.ranks / layout.stages
     run = timeline(schedule, Costs(share, share, share))
     yield from (f"  {line}" for line in (*picture(layout.name, run), *bubble_lines(run, planned.loads)))
+    yield from (f"  {line}" for line in pair_lines(schedule))
     yield from ("", "Pipeline ranks", *(f"  {line}" for line in rank_table(planned, schedule)))
     if svg is not None:
         svg.write_text(schedule_svg(layout.name, run), encoding="utf-8")
@@ -85,6 +86,15 @@ def bubble_lines(run: Timeline, loads: Sequence[float]) -> Iterator[str]:
         f"With the cost of each stage (matrix products of its blocks and the head; attention not counted): "
         f"{mean_idle(own):.1%} on average"
     )
+
+
+def pair_lines(schedule: Schedule) -> Iterator[str]:
+    """How many forwards run together with a backward; nothing where none do."""
+    if schedule.paired:
+        yield (
+            f"Together: {len(schedule.paired):,} of {schedule.stages * schedule.micro_batches:,} forwards run beside a "
+            "backward of another micro-batch of their rank"
+        )
 
 
 def mean_idle(run: Timeline) -> float:

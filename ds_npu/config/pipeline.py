@@ -15,6 +15,8 @@ ScheduleFile = Annotated[str, Field(pattern=r"^.+\.csv$", description="a file na
 
 ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2")
 TWO_STAGES = ("zb_v", "v_half", "v_min", "dualpipe_v")
+PAIRED = ("1f1b", "interleaved", "dualpipe_v")
+"""Schedules in which a forward and a backward of a rank may run together."""
 MOST_STAGES = dict.fromkeys(ONE_STAGE, 1) | dict.fromkeys(TWO_STAGES, 2)
 """Model chunks that a rank holds in the schedules that fix it."""
 
@@ -34,6 +36,8 @@ class PipelineSection(Section):
     """Positions at which a layer that does nothing is counted, to make a division even."""
     recompute: Literal["inline", "bubble"] | None = None
     """Keep each stage's inputs only, and run its forward again just before the backward, or where the rank waits."""
+    overlap_experts: bool = False
+    """Run a forward beside the backward of another micro-batch: one's tokens travel while the other computes."""
 
 
 def two_divisions(section: PipelineSection) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ds_npu.config.context_parallel import wrong_factors
-from ds_npu.config.pipeline import too_many_stages, two_divisions
+from ds_npu.config.pipeline import PAIRED, too_many_stages, two_divisions
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig, switched_on
 
@@ -15,6 +15,7 @@ NEEDS_RANKS = {
     "tensor_overlap": "tensor",
     "context_parallel": "context",
     "pipeline": "pipeline",
+    "pipeline.overlap_experts": "expert",
     "moe.placement_interval": "expert",
     "moe.replica_rows": "expert",
     "moe.row_margin": "expert",
@@ -209,6 +210,24 @@ def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
         yield from (Problem(f"ds_npu.{path}", value, accepted) for path, value in asked.items())
 
 
+def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
+    """What a forward and a backward that run together have no place for, or would confuse."""
+    if not config.pipeline.overlap_experts:
+        return
+    why = "with ds_npu.pipeline.overlap_experts"
+    schedule = config.pipeline.schedule
+    if schedule is not None and schedule not in PAIRED:
+        own = "; a file has pairs of its own, as (0F2;0B1)OVERLAP_F_B, and goes without the key"
+        accepted = f"{', '.join(PAIRED)} {why}{own if schedule.endswith('.csv') else ''}"
+        yield Problem("ds_npu.pipeline.schedule", schedule, accepted)
+    if config.moe.dispatcher == "fused":
+        yield Problem("ds_npu.moe.dispatcher", "fused", f"'alltoall' or 'allgather' {why}, which leaves it no message")
+    for path, value in switched_on(config):
+        if path in ("pipeline.recompute", "recompute.budget_gib", "swap.activations"):
+            accepted = f"left out {why}: they know one forward or backward at a time"
+            yield Problem(f"ds_npu.{path}", value, accepted)
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -233,4 +252,5 @@ RULES = (
     Rule(("optimizer_memory",), _resident),
     Rule(("parallel", "optimizer_memory"), _blocks),
     Rule(("recompute", "pipeline.recompute"), _recomputed_twice),
+    Rule(("pipeline", "moe", "recompute", "swap"), _pairs),
 )

@@ -33,6 +33,7 @@ KEYS = {
     "pipeline.split": "list of integers",
     "pipeline.noop_layers": "list of integers",
     "pipeline.recompute": "inline bubble",
+    "pipeline.overlap_experts": "boolean",
     "moe.dispatcher": "alltoall allgather fused",
     "moe.tp_extends_ep": "boolean",
     "moe.grouped_matmul": "boolean",

@@ -14,6 +14,7 @@ from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import hugging_face_model, setting
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.pipeline.pairs import PAIRED
 from ds_npu.parallel.pipeline.recompute_fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
@@ -100,8 +101,10 @@ def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
     # Once for each number: on many ranks some take longer to make than a step may wait.
     @lru_cache
     def make(micro_batches: int) -> Schedule:
-        has_enough = micro_batches >= named.fewest_micro_batches(ranks)
-        made = (named if has_enough else SCHEDULES[WITH_FEWER[name]]).make(ranks, micro_batches, chunks)
+        if micro_batches < named.fewest_micro_batches(ranks):
+            made = SCHEDULES[WITH_FEWER[name]].make(ranks, micro_batches, chunks)
+        else:
+            made = (PAIRED[name] if section.overlap_experts else named.make)(ranks, micro_batches, chunks)
         return _with_recomputation(section, made)
 
     sample = make(max(named.fewest_micro_batches(ranks), 2 * ranks))
@@ -135,6 +138,9 @@ def _layout_of_file(section: PipelineSection, name: str, ranks: int) -> Pipeline
     has_own = any(each.kind is Kind.RECOMPUTE for each in found.actions())
     if section.recompute is not None and has_own:
         accepted = f"nothing beside ds_npu.pipeline.schedule {name!r}, which has recomputations (R) of its own"
+        raise ConfigError([Problem(f"{KEY}.recompute", section.recompute, accepted)])
+    if section.recompute is not None and found.paired:
+        accepted = f"nothing beside ds_npu.pipeline.schedule {name!r}, in which forwards and backwards run together"
         raise ConfigError([Problem(f"{KEY}.recompute", section.recompute, accepted)])
     found = _with_recomputation(section, found)
     chunks = {sum(rank == owner for owner in found.rank_of.values()) for rank in range(len(found.rows))}

@@ -35,6 +35,7 @@ from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gath
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
 from ds_npu.parallel.expert.weights import ExpertWeights, product_of_linear
 from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
+from ds_npu.parallel.turns import Turn, Turns, hand_over, turns_of_running
 
 ZeroMemory = Literal["none", "level0", "level1"]
 
@@ -83,10 +84,12 @@ class RoutedTokens:
 
     def compute(self) -> None:
         """Wait for the tokens, compute, and send the sums back."""
+        hand_over(self._call.turns, Turn.FORWARD)
         self._link = _compute(self._link, self._call, *self._call.parameters)
 
     def finish(self) -> torch.Tensor:
         """Wait for the sums [T, H]."""
+        hand_over(self._call.turns, Turn.FORWARD)
         return _finish(self._link, None if self._call.zero_memory == "none" else self._x, self._call)
 
 
@@ -133,6 +136,7 @@ class _Call:
     """The gradients of routing weights."""
     fetched: InFlight[Parameters] = field(default_factory=InFlight)
     """The weights of replicas, behind those of this rank's experts."""
+    turns: Turns | None = field(default_factory=turns_of_running)
 
     @property
     def count(self) -> int:
@@ -234,6 +238,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _CallContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
+        hand_over(ctx.call.turns, Turn.BACKWARD)
         # Autograd casts the latter to the dtype of the weights.
         return ctx.call.sums.wait(), ctx.call.weights.wait(), None
 
@@ -266,6 +271,7 @@ class _Compute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _ComputeContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
         call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
+        hand_over(call.turns, Turn.BACKWARD)
         rows_NH, first_PF, *parameters = ctx.saved_tensors
         # While the gradients of the sums travel, what does not need them:
         up, down, up_bias, down_bias = call.with_replicas(parameters)

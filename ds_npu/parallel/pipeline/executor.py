@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from ds_npu.parallel.micro_batch import new_forward
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors, differentiable
+from ds_npu.parallel.turns import TURNS, Together, Turns
 
 
 class WeightPart(Protocol):
@@ -45,6 +47,7 @@ class _Kept:
     """None of them until the recomputation, where there is one."""
     state: AbstractContextManager[object] | None = None
     """For the recomputation."""
+    turns: Turns = field(default_factory=Turns)
 
 
 class PipelineError(RuntimeError):
@@ -61,6 +64,8 @@ class PipelineRun:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._handed: dict[Action, Tensors] = {}
         """Results that another stage of this rank is to take."""
+        self._results: dict[Action, Tensors] = {}
+        """Of what has run and is not handed on yet."""
         self._weights: dict[tuple[int, int], WeightPart] = {}
         self.losses: dict[int, torch.Tensor] = {}
         """By micro-batch, on the rank of the last stage, without graphs."""
@@ -71,37 +76,56 @@ class PipelineRun:
         ``shapes``: by micro-batch, what its tensors' shapes and number depend on, equal on all ranks.
         """
         self._links.begin(self._schedule.messages[self._rank], shapes)
-        for index, action in enumerate(self._schedule.rows[self._rank]):
-            if action.kind is Kind.FORWARD:
-                self._forward(action, index)
-            elif action.kind is Kind.RECOMPUTE:
-                self._recompute(action)
-            elif action.kind is Kind.BACKWARD_WEIGHT:
-                self._weights.pop((action.stage, action.micro_batch)).compute()
-            else:
-                self._backward(action, index)
+        schedule, index = self._schedule, 0
+        with Together(self._links.device) if schedule.paired else nullcontext() as together:
+            for step in schedule.steps(self._rank):
+                self._run(step, index, together)
+                for action in step:
+                    self._deliver(action)
+                index += len(step)
         self._links.finish()
 
-    def _forward(self, action: Action, index: int) -> None:
+    def _run(self, step: tuple[Action, ...], index: int, together: Together | None) -> None:
+        """Run the one or two actions of ``step``, the first in cell ``index``; their results are not handed on yet."""
+        first, *second = (self._prepared(action, index + place) for place, action in enumerate(step))
+        if together is None or not second:
+            first()
+            return
+        forward, backward = (self._kept[action.stage, action.micro_batch].turns for action in step)
+        together.run(first, second[0], (forward, backward))
+
+    def _prepared(self, action: Action, index: int) -> Callable[[], None]:
+        """What computes ``action``, in cell ``index``; what it needs is here."""
+        if action.kind is Kind.FORWARD:
+            return self._forward(action, index)
+        if action.kind is Kind.RECOMPUTE:
+            return lambda: self._recompute(action)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return self._weights.pop((action.stage, action.micro_batch)).compute
+        return self._backward(action, index)
+
+    def _forward(self, action: Action, index: int) -> Callable[[], None]:
         arrived = None
         if action.stage > 0:
             arrived = self._taken(Action(action.stage - 1, Kind.FORWARD, action.micro_batch), action, index)
             for each in differentiable(arrived):
                 each.requires_grad_(self._goes_back)
         stage, kept = self._stages[action.stage], _Kept(arrived, ())
-        if action._replace(kind=Kind.RECOMPUTE) in self._schedule.cells:
-            kept.state = stage.state()
-            with torch.no_grad():
-                outputs = stage.forward(action.micro_batch, arrived)
-        else:
-            kept.outputs = outputs = stage.forward(action.micro_batch, arrived)
         if self._goes_back:
             self._kept[action.stage, action.micro_batch] = kept
-        detached = tuple(each.detach() for each in outputs)
-        if action.stage == self._schedule.stages - 1:
-            (self.losses[action.micro_batch],) = detached
-        else:
-            self._given(action, detached)
+
+        def compute() -> None:
+            with new_forward() as micro_batch:
+                TURNS.set(micro_batch, kept.turns)
+                if action._replace(kind=Kind.RECOMPUTE) in self._schedule.cells:
+                    kept.state = stage.state()
+                    with torch.no_grad():
+                        outputs = stage.forward(action.micro_batch, arrived)
+                else:
+                    kept.outputs = outputs = stage.forward(action.micro_batch, arrived)
+            self._results[action] = tuple(each.detach() for each in outputs)
+
+        return compute
 
     def _recompute(self, action: Action) -> None:
         """Run the forward again, as it ran, and keep its graph."""
@@ -110,20 +134,37 @@ class PipelineRun:
         with kept.state:
             kept.outputs = self._stages[action.stage].forward(action.micro_batch, kept.arrived)
 
-    def _backward(self, action: Action, index: int) -> None:
-        kept = self._kept.pop((action.stage, action.micro_batch))
-        outputs, gradients = differentiable(kept.outputs), None
+    def _backward(self, action: Action, index: int) -> Callable[[], None]:
+        place = action.stage, action.micro_batch
+        gradients: Tensors | None = None
         if action.stage < self._schedule.stages - 1:
             needed = next(each for each in self._schedule.needs(action) if each.stage > action.stage)
             gradients = self._taken(needed, action, index)
-            outputs, gradients = _with_graph(outputs, gradients)
-        weights = self._stages[action.stage].backward(outputs, gradients)
-        if kept.arrived is not None:
-            self._given(action, tuple(map(_gradient, differentiable(kept.arrived))))
-        if action.kind is Kind.BACKWARD:
-            weights.compute()
+
+        def compute() -> None:
+            kept, given = self._kept.pop(place), gradients
+            outputs = differentiable(kept.outputs)
+            if given is not None:
+                outputs, given = _with_graph(outputs, given)
+            weights = self._stages[action.stage].backward(outputs, given)
+            if kept.arrived is not None:
+                self._results[action] = tuple(map(_gradient, differentiable(kept.arrived)))
+            if action.kind is Kind.BACKWARD:
+                weights.compute()
+            else:
+                self._weights[place] = weights
+
+        return compute
+
+    def _deliver(self, action: Action) -> None:
+        """Hand on the result of ``action``, if it has one."""
+        values = self._results.pop(action, None)
+        if values is None:
+            return
+        if action.kind is Kind.FORWARD and action.stage == self._schedule.stages - 1:
+            (self.losses[action.micro_batch],) = values
         else:
-            self._weights[action.stage, action.micro_batch] = weights
+            self._given(action, values)
 
     def _given(self, action: Action, values: Tensors) -> None:
         """Hand the result of ``action`` to the stage that needs it."""

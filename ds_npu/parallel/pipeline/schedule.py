@@ -9,13 +9,15 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 CELL = re.compile(r"(\d+)([FBIWR])(\d+)")
+PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+"""Two cells in one, as torch.distributed.pipelining writes those that run together: ``(0F2;0B1)OVERLAP_F_B``."""
 
 
 class Kind(Enum):
@@ -68,10 +70,19 @@ class Schedule:
     """The actions of each rank along pp."""
 
     rows: tuple[tuple[Action, ...], ...]
+    paired: frozenset[Action] = frozenset()
+    """Forwards that run together with the cell behind them, a backward of another micro-batch."""
 
     @staticmethod
-    def of(rows: Rows) -> Schedule:
-        return Schedule(tuple(tuple(row) for row in rows))
+    def of(rows: Rows, paired: Iterable[Action] = ()) -> Schedule:
+        return Schedule(tuple(tuple(row) for row in rows), frozenset(paired))
+
+    def steps(self, rank: int) -> Iterator[tuple[Action, ...]]:
+        """What ``rank`` runs, one after the other: an action, or two together."""
+        row = self.rows[rank]
+        for index, action in enumerate(row):
+            if index == 0 or row[index - 1] not in self.paired:
+                yield row[index : index + 2] if action in self.paired else (action,)
 
     @cached_property
     def stages(self) -> int:
@@ -151,22 +162,32 @@ def from_csv(text: str) -> Schedule:
     ``check_schedule`` says whether it can run.
     """
     rows: list[list[Action]] = []
+    paired: list[Action] = []
     for rank, row in enumerate(csv.reader(io.StringIO(text))):
         rows.append([])
         for index, cell in enumerate(map(str.strip, row)):
-            found = CELL.fullmatch(cell)
-            if cell and found is None:
+            two = PAIR.fullmatch(cell)
+            found = [CELL.fullmatch(each.strip()) for each in (two.groups() if two else (cell,))]
+            if cell and None in found:
                 raise ScheduleError(
                     f"row {rank}, cell {index}: found {cell!r}; an action is a stage, one of F, B, I, W, R and a "
-                    "micro-batch, as 2F0"
+                    "micro-batch, as 2F0; two that run together are written (2F1;2B0)OVERLAP_F_B"
                 )
-            if found is not None:
-                rows[-1].append(Action(int(found[1]), Kind(found[2]), int(found[3])))
-    return Schedule.of(rows)
+            actions = [Action(int(each[1]), Kind(each[2]), int(each[3])) for each in found if each is not None]
+            # The forward first, wherever it is written.
+            actions.sort(key=lambda each: each.kind is not Kind.FORWARD)
+            rows[-1] += actions
+            paired += actions[:1] if two else []
+    return Schedule.of(rows, paired)
 
 
 def to_csv(schedule: Schedule) -> str:
     """The text that ``from_csv`` reads."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([list(map(str, row)) for row in schedule.rows])
+    rows = [[_cell(step) for step in schedule.steps(rank)] for rank in range(len(schedule.rows))]
+    csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
+
+
+def _cell(step: tuple[Action, ...]) -> str:
+    return str(step[0]) if len(step) == 1 else f"({step[0]};{step[1]})OVERLAP_F_B"

@@ -69,26 +69,30 @@ class Timeline:
 def timeline(schedule: Schedule, costs: Costs) -> Timeline:
     """Run ``schedule``: each action as soon as its rank is free and what it needs has arrived.
 
-    Raises ScheduleError where ranks would wait for each other for ever.
+    Two that run together begin when both can, take the time of both, and end together. Raises ScheduleError where ranks
+    would wait for each other for ever.
     """
     ends: dict[Action, float] = {}
     start: dict[Action, float] = {}
-    done, free = [0] * len(schedule.rows), [0.0] * len(schedule.rows)
+    steps = [list(schedule.steps(rank)) for rank in range(len(schedule.rows))]
+    done, free = [0] * len(steps), [0.0] * len(steps)
     moved = True
     while moved:
         moved = False
-        for rank, row in enumerate(schedule.rows):
-            while done[rank] < len(row):
-                action = row[done[rank]]
-                needed = list(schedule.needs(action))
+        for rank, own in enumerate(steps):
+            while done[rank] < len(own):
+                step = own[done[rank]]
+                needed = [each for action in step for each in schedule.needs(action)]
                 if any(each not in ends for each in needed):
                     break
                 arrivals = [ends[each] + costs.transfer * (schedule.rank_of[each.stage] != rank) for each in needed]
-                start[action] = max(free[rank], *arrivals) if arrivals else free[rank]
-                free[rank] = ends[action] = start[action] + costs.of(action)
+                for action in step:
+                    start[action] = max(free[rank], *arrivals) if arrivals else free[rank]
+                    free[rank] = start[action] + costs.of(action)
+                ends.update(dict.fromkeys(step, free[rank]))
                 done[rank] += 1
                 moved = True
-    waiting = {rank: row[done[rank]] for rank, row in enumerate(schedule.rows) if done[rank] < len(row)}
+    waiting = {rank: own[done[rank]] for rank, own in enumerate(steps) if done[rank] < len(own)}
     if waiting:
         raise ScheduleError(
             "ranks wait for each other: " + "; ".join(_waits(schedule, ends, *w) for w in waiting.items())
@@ -96,8 +100,9 @@ def timeline(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(schedule, costs, start)
 
 
-def _waits(schedule: Schedule, ends: Mapping[Action, float], rank: int, action: Action) -> str:
-    missing = next(each for each in schedule.needs(action) if each not in ends)
+def _waits(schedule: Schedule, ends: Mapping[Action, float], rank: int, step: tuple[Action, ...]) -> str:
+    pairs = ((action, each) for action in step for each in schedule.needs(action))
+    action, missing = next((action, each) for action, each in pairs if each not in ends)
     where = schedule.cells.get(missing)
     found = f"cell {where[1]} of rank {where[0]}" if where else "in no cell"
     return f"rank {rank} in cell {schedule.cells[action][1]} ({action}) for {missing} ({found})"

@@ -75,7 +75,7 @@ class PipelineLinks:
 
     def __init__(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device) -> None:
         """``groups`` of the ranks along pp: for messages to higher and to lower ones."""
-        self._groups, self._device = groups, device
+        self._groups, self.device = groups, device
         self._own = dist.get_rank(groups[0])
         self._known: dict[tuple[Hashable, int], MessageForm] = {}
         """By shape of a batch and stage, what leaves the stage, once it has."""
@@ -96,7 +96,7 @@ class PipelineLinks:
         form = self._forward_form(action)
         if form is None:
             form = self._known[self._border(action)] = MessageForm.of(values)
-            self._send(form.header(self._device), target)
+            self._send(form.header(self.device), target)
         found, expected = MessageForm.of(values), self._of(action, form)
         if found != expected:
             raise ValueError(
@@ -138,12 +138,12 @@ class PipelineLinks:
         group = self._group(source, self._own)
         form = self._forward_form(action)
         if form is None:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
             dist.recv(header, group=group, group_src=source)
             form = self._known[self._border(action)] = MessageForm.read(header)
         self._posted[action] = []
         for shape, dtype in self._of(action, form).tensors:
-            values = torch.empty(shape, dtype=dtype, device=self._device)
+            values = torch.empty(shape, dtype=dtype, device=self.device)
             work = dist.irecv(values, group=group, group_src=source)
             self._posted[action].append(Pending(values, work))
 

@@ -10,7 +10,7 @@ from ds_npu.parallel.pipeline.timeline import Costs, timeline
 
 def check_schedule(schedule: Schedule) -> None:
     """Raise ScheduleError that names every cell at fault, or the ranks that would wait for each other."""
-    problems = [*_wrong_cells(schedule), *_missing(schedule)]
+    problems = [*_wrong_cells(schedule), *_wrong_pairs(schedule), *_missing(schedule)]
     if problems:
         raise ScheduleError("; ".join(problems))
     timeline(schedule, Costs())
@@ -32,6 +32,17 @@ def _wrong_cells(schedule: Schedule) -> Iterator[str]:
             late = [each for each in before if each in schedule.cells and each not in seen]
             if late:
                 yield f"{where}: stands before {late[0]}, which it needs"
+
+
+def _wrong_pairs(schedule: Schedule) -> Iterator[str]:
+    for rank in range(len(schedule.rows)):
+        for step in schedule.steps(rank):
+            kinds = [each.kind for each in step]
+            goes = kinds[0] is Kind.FORWARD and kinds[-1] in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            is_pair = len(step) == 2 and goes and step[0].micro_batch != step[1].micro_batch
+            if step[0] in schedule.paired and not is_pair:
+                found = " and ".join(map(str, step))
+                yield f"rank {rank}: {found} run together; a forward and a backward of other micro-batches do"
 
 
 def _missing(schedule: Schedule) -> Iterator[str]:

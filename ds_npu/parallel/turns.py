@@ -48,10 +48,16 @@ class _Pair:
         self._turn = Turn.FORWARD
         self._running = set(Turn)
         self._has_failed = False
+        self._to_its_end: Turn | None = None
+        """Which hands over no more."""
 
-    def hand_over(self, turn: Turn) -> None:
+    def hand_over(self, turn: Turn, until_the_end: bool = False) -> None:
         """Let the other run; returns when it hands over or has ended. Raises AbandonedError where it has failed."""
         with self._changed:
+            if turn is self._to_its_end:
+                return
+            if until_the_end:
+                self._to_its_end = turn.other
             if turn.other in self._running:
                 self._turn = turn.other
                 self._changed.notify_all()
@@ -90,6 +96,11 @@ class Turns:
         if self._pair is not None and turn is self._own:
             self._pair.hand_over(turn)
 
+    def finish_backward(self) -> None:
+        """In a forward: let a backward that runs beside it come to its end."""
+        if self._pair is not None and self._own is Turn.FORWARD:
+            self._pair.hand_over(Turn.FORWARD, until_the_end=True)
+
     @contextmanager
     def taken(self, pair: _Pair, turn: Turn) -> Iterator[None]:
         """A context in which the micro-batch is ``turn`` of ``pair``."""
@@ -107,6 +118,13 @@ def hand_over(turns: Turns | None, turn: Turn) -> None:
     """``turns.hand_over``; nothing where there are none."""
     if turns is not None:
         turns.hand_over(turn)
+
+
+def finish_backward() -> None:
+    """Before a forward runs autograd itself, whose one thread of an NPU may be where a backward waits for its turn."""
+    turns = turns_of_running()
+    if turns is not None:
+        turns.finish_backward()
 
 
 def turns_of_running() -> Turns | None:

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from ds_npu.parallel.micro_batch import new_forward
-from ds_npu.parallel.turns import TURNS, AbandonedError, Together, Turn, Turns, hand_over, turns_of_running
+from ds_npu.parallel.turns import (
+    TURNS,
+    AbandonedError,
+    Together,
+    Turn,
+    Turns,
+    finish_backward,
+    hand_over,
+    turns_of_running,
+)
 
 CPU = torch.device("cpu")
 FIRST, SECOND = Turn.FORWARD, Turn.BACKWARD
@@ -52,11 +61,29 @@ def test_a_backward_that_computes_again_keeps_its_turn():
 
     def backward() -> None:
         pair[1].hand_over(FIRST)
+        pair[1].finish_backward()
         log.append("again")
 
     with Together(CPU) as together:
         together.run(lambda: log.append("forward"), backward, pair)
     assert log == ["forward", "again"]
+
+
+def test_a_forward_that_runs_autograd_lets_the_backward_end():
+    log, pair = [], (Turns(), Turns())
+
+    def forward() -> None:
+        with new_forward() as micro_batch:
+            TURNS.set(micro_batch, pair[0])
+            pair[0].hand_over(FIRST)
+            for _ in range(2):
+                finish_backward()
+                log.append("autograd")
+            pair[0].hand_over(FIRST)
+
+    with Together(CPU) as together:
+        together.run(forward, steps(log, pair[1], SECOND, 3), pair)
+    assert log == ["b0", "b1", "b2", "b ends", "autograd", "autograd"]
 
 
 def test_the_other_thread_knows_what_this_one_does():

@@ -30,6 +30,7 @@ from ds_npu.parallel.tensor.shard_access import local_shard
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
 from ds_npu.parallel.tensor.weight_product import ScaledSum
+from ds_npu.parallel.turns import finish_backward
 from ds_npu.topology.topology import Topology
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -140,6 +141,7 @@ def _chunk(
     rounded_CV = e_CV.to(head.dtype if logits_CV is None else logits_CV.dtype)
     del e_CV
     if logits_CV is not None:
+        finish_backward()
         (rounded_CV,) = torch.autograd.grad(logits_CV, product_CV, rounded_CV)
     return losses_C, rounded_CV
 

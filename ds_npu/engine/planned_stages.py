@@ -40,7 +40,7 @@ def planned_stages(model: nn.Module, config: DsNpuConfig, degrees: Degrees) -> P
     # With one pipeline rank: the whole model, and the shards of all other axes.
     topology = PlannedTopology(dataclasses.replace(degrees, pp=1))
     build = Build(topology, model, config.plan, "npu", is_planned=True)
-    plan = build.plan
+    plan = build.block_plan
     every = stages_of(plan, blocks_of_stages(config.pipeline, model, plan, layout))
     of_block = dict(zip(plan.blocks, costs(model, plan), strict=True))
     loads = [sum(of_block[name] for name in each.blocks) for each in every]

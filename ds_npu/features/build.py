@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.globs import partial_plan_for, plan_for
-from ds_npu.models.plan import ModelPlan
+from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.axis import MatmulCollectives
 from ds_npu.topology.topology import Topology
@@ -54,6 +54,9 @@ class Build:
         if known is None:
             known = plan_for(self.model, self.globs)
             set_attribute(self.model, PLAN_ATTRIBUTE, known)
+        if known.is_partial:
+            plan_for(self.model, self.globs)
+            raise PlanError(known.model, ["other pipeline stages hold modules of which nothing says what they are"])
         return known
 
     @cached_property
@@ -62,9 +65,19 @@ class Build:
         known = attribute(self.model, PLAN_ATTRIBUTE, ModelPlan)
         return partial_plan_for(self.model, self.globs) if known is None else known
 
+    @cached_property
+    def block_plan(self) -> ModelPlan:
+        """The plan; where no weights are sharded and it is not known whole, what is known of it."""
+        try:
+            return self.plan
+        except PlanError:
+            if self.topology.size("tp") > 1:
+                raise
+            return self.partial_plan
+
     def forget_plan(self) -> None:
         """The model has another plan now: its attribute."""
-        for known in ("plan", "partial_plan"):
+        for known in ("plan", "partial_plan", "block_plan"):
             vars(self).pop(known, None)
 
     @property

@@ -90,7 +90,7 @@ def partial_plan(model: nn.Module, draft: Draft, problems: Iterable[str]) -> Mod
     linears = _linears(modules, plan, leave_out=())
     plan = _with_heads(modules, plan, draft, linears)
     fitting = {name: shape for name, shape in plan.attentions.items() if not any(wrong_heads(shape, linears[name]))}
-    return replace(plan, attentions=fitting)
+    return replace(plan, attentions=fitting, is_partial=True)
 
 
 def _with_heads(

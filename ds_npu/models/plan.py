@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ds_npu.config.roles import Role
 from ds_npu.models import names
@@ -65,6 +65,8 @@ class ModelPlan:
     """Whether embedding and head have the same weight."""
     stages: tuple[tuple[str, ...], ...] = ()
     """The blocks of each forward, where several pipeline stages of the model are on this rank; else none."""
+    is_partial: bool = field(default=False, compare=False)
+    """Whether modules with parameters may have no role: enough where no weights are sharded."""
 
     @property
     def runs(self) -> tuple[tuple[str, ...], ...]:

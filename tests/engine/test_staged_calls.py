@@ -138,6 +138,7 @@ def own_optimizer() -> None:
     """A client's optimizer and schedule, made of the whole model before the engine."""
     import deepspeed
 
+    rule.rule.without_extension()
     model = model_of("llama", torch.float32)
     decayed = [weight for weight in model.parameters() if weight.dim() > 1]
     others = [weight for weight in model.parameters() if weight.dim() < 2]

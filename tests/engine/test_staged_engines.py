@@ -71,6 +71,14 @@ def test_with_expert_ranks(schedule):
     run_on_ranks(4, rule.hold_all, "qwen3_moe", (0, 1, 2), [section(2, schedule, expert=2)], changes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{}, {"expert": 2}], ids=str)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_families_that_tensor_ranks_do_not_know(family, parallel):
+    changes = {"output_router_logits": False} if family == "gpt_oss" else {}
+    run_on_ranks(4, rule.hold_all, family, (0, 1, 2), [section(2, "zb_v", **parallel)], changes)
+
+
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
 def test_losses_of_routers_in_every_stage(schedule):
     moe = {"aux_loss": {"coefficient": 0.3}, "z_loss": 0.1}

@@ -64,7 +64,7 @@ def _declare(section: PipelineSection, build: Build) -> Iterable[Change]:
     if not applies(build) or stages_in(build.model):
         return
     layout = layout_of(section, build.topology.size("pp"))
-    every = stages_of(build.plan, blocks_of_stages(section, build.model, build.plan, layout))
+    every = stages_of(build.block_plan, blocks_of_stages(section, build.model, build.block_plan, layout))
     own = [every[stage] for stage in layout.own(build.topology.rank("pp"))]
     build.said.append(f"pipeline: {layout_in_words(layout, every)}")
     yield from _changes(build, own)
@@ -83,7 +83,7 @@ def _changes(build: Build, own: list[StageModules]) -> Iterable[Change]:
     absent = [name for name in own[0].absent if all(name in each.absent for each in own)]
 
     def cut() -> None:
-        cut_into_stages(build.model, build.plan, *own)
+        cut_into_stages(build.model, build.block_plan, *own)
         build.forget_plan()
 
     for index, name in enumerate(absent):

@@ -23,7 +23,7 @@ from ds_npu.features.pipeline.deep_stack import link_deep_stack
 from ds_npu.features.pipeline.images import check_images, without_pixels
 from ds_npu.features.token_targets import FUSED_HEAD
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import attribute, set_attribute
+from ds_npu.models.attributes import attribute, attributes, set_attribute
 from ds_npu.models.guarded_saving import check_before_saving
 from ds_npu.models.hugging_face_model import hugging_face_model, is_hugging_face, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS
@@ -126,8 +126,8 @@ def _around_blocks(plan: ModelPlan) -> tuple[list[str], list[str], list[str]]:
             first[_outermost(name)] = None
         elif role in LAST:
             last[_outermost(name)] = None
-        elif role is Role.REPLICATED and not has_blocks_before:
-            inputs[_without_other_roles(plan, name)] = None
+        elif role is Role.REPLICATED and not has_blocks_before and (alone := _without_other_roles(plan, name)):
+            inputs[alone] = None
         else:
             unknown.append(f"{name} ({role})")
     if unknown:
@@ -145,11 +145,11 @@ def _outermost(name: str) -> str:
     return alike[-1] if alike else name
 
 
-def _without_other_roles(plan: ModelPlan, name: str) -> str:
-    """The outermost module around ``name`` in which everything is replicated: a vision tower."""
+def _without_other_roles(plan: ModelPlan, name: str) -> str | None:
+    """The outermost module around ``name`` in which everything is replicated: a vision tower; None: not even it."""
     around = [name, *filter(None, names.ancestors(name))]
     alone = [each for each in around if all(plan.roles[inner] is Role.REPLICATED for inner in plan.inside(each))]
-    return alone[-1]
+    return alone[-1] if alone else None
 
 
 def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> None:
@@ -168,7 +168,7 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     for name in outside:
         parent, leaf = model.get_submodule(names.parent(name)), name.rpartition(".")[2]
         sides = {each.stage.index: each.absent[name] for each in own if name in each.absent}
-        passing = PassThrough(model.get_submodule(name), name, sides, held)
+        passing = _passing(model.get_submodule(name), name, sides, held)
         if len(sides) == len(own):
             parent.add_module(leaf, passing)
         else:
@@ -185,6 +185,15 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     if held.tied is not None:
         _mark_tied(model, held.tied)
     refuse_saving_a_stage(model)
+
+
+def _passing(absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnStages) -> PassThrough:
+    """What stands for ``absent``, with its attributes that are words or numbers, which models ask layers for."""
+    passing = PassThrough(absent, name, sides, held)
+    for key, value in (attributes(absent, str) | attributes(absent, int)).items():
+        if not key.startswith("_") and not hasattr(passing, key):
+            set_attribute(passing, key, value)
+    return passing
 
 
 def _tied_names(model: nn.Module, plan: ModelPlan) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -87,6 +88,14 @@ TIED_APART = TensorAttribute[bool]("ds_npu_tied_apart")
 BORDER_STATES: Fact[BorderStates] = Fact(while_running=True)
 
 
+class AbsentWeight(nn.Module):
+    """Stands for a weight of another stage, which models ask for the device to put their tokens on; it has no more."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+
 class PassThrough(nn.Module):
     """Stands for ``absent``, the module ``name`` of other stages, of which it keeps names and shapes only.
 
@@ -97,18 +106,19 @@ class PassThrough(nn.Module):
 
     whose = ""
     """Name and class of the absent module."""
+    weights: Mapping[str, torch.Size] = MappingProxyType({})
+    """By name in the absent module, the shapes of its parameters and persistent buffers."""
 
     def __init__(self, absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnStages) -> None:
         """``sides``: where it stands in each of the stages ``held``, by the stage's index."""
         super().__init__()
         self.sides, self.held = dict(sides), held
         self.whose = f"{name} ({type(absent).__name__})"
-        self.weights: Mapping[str, torch.Size] = {
+        self.weights = {
             each: weight.shape
             for each, weight in absent.state_dict(keep_vars=True).items()
             if isinstance(weight, torch.Tensor)
         }
-        """By name in the absent module, the shapes of its parameters and persistent buffers."""
         self.first_parameter = first_parameter_name(absent)
         self.train(absent.training)
 
@@ -148,6 +158,9 @@ class PassThrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            states = BORDER_STATES.of(running())
+            if name in self.weights and states is not None and states.arrived is not None:
+                return AbsentWeight(states.arrived.device)
             raise AttributeError(
                 f"{self.whose} is in another stage, and its {name} is not known in this one"
             ) from error

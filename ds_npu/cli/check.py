@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_npu.cli.command import Command
-from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, zero_line
+from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, nodes_line, zero_line
 from ds_npu.cli.model_part import model_part
 from ds_npu.cli.picture import layout_svg
 from ds_npu.config.batch import Batch
@@ -77,7 +77,8 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield f"{printable(arguments.config)}: no mistake found for {arguments.world_size} ranks"
         yield from ("", *axes_table(checked.degrees))
         yield from ("", *grid_picture(checked.degrees))
-        yield from ("", zero_line(checked.degrees, checked.zero_stage))
+        yield from ("", nodes_line(checked.degrees, MACHINES[arguments.machine]))
+        yield zero_line(checked.degrees, checked.zero_stage)
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)
         yield from ("", *_communicators(ds_config, checked, arguments))

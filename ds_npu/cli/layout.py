@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ds_npu.planner.communicators import GROUP_BUFFER, PAIR_BUFFER, Communicator, default_mib
 from ds_npu.topology.degrees import AXES, DENSE, NAMES, Axis, Degrees
+from ds_npu.topology.machine import Machine
 
 ZERO = {
     None: "ZeRO (its stage is not known yet) works",
@@ -27,6 +28,26 @@ def axes_table(degrees: Degrees) -> Iterator[str]:
         size = degrees.size(axis)
         shown = f"{degrees.world_size // size:>7}   {_groups(degrees, axis)}" if size > 1 else f"{'-':>7}"
         yield f"{f'{NAMES[axis]} ({axis})':<20} {size:>6} {shown}"
+
+
+def nodes_line(degrees: Degrees, machine: Machine) -> str:
+    """Which axes stay within nodes of ``machine``, as launchers place ranks: one node after the other."""
+    spread = {axis: nodes_of_a_group(degrees, axis, machine.node) for axis in AXES if degrees.size(axis) > 1}
+    within = [NAMES[axis] for axis, nodes in spread.items() if nodes == 1]
+    over = [f"{NAMES[axis]} over {nodes:,}" for axis, nodes in spread.items() if nodes > 1]
+    said = [*([f"{', '.join(within)} each within a node"] if within else []), *over]
+    return f"Groups on nodes of {machine.name}, {machine.node} ranks each: {'; '.join(said) or 'none'}"
+
+
+def nodes_of_a_group(degrees: Degrees, axis: Axis, node: int) -> int:
+    """How many nodes of ``node`` ranks a group along ``axis`` touches at most.
+
+    Where a group lies in nodes depends on its first rank modulo ``node``: so few of a large world are looked at.
+    """
+    ((stride, size),) = degrees.box(axis)
+    blocks = range(min(degrees.world_size // (stride * size), node))
+    firsts = [block * stride * size + index for block in blocks for index in range(min(stride, node))]
+    return max(len({(first + step * stride) // node for step in range(size)}) for first in firsts)
 
 
 def zero_line(degrees: Degrees, stage: int | None) -> str:

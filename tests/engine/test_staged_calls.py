@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pipeline_rule import EXACT, batches, engine_of, loss_of, model_of, over_sta
 from ranks import run_on_ranks
 from tiny_models import Float64
 
+from ds_npu.parallel.pipeline.executor import PipelineError
 from ds_npu.parallel.pipeline.schedule import ScheduleError, to_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 
@@ -227,6 +229,19 @@ def not_finite() -> None:
                 engine.step()
 
 
+def dies() -> None:
+    """The second stage dies in its second batch; the first one's error names it, the cell and what was to come."""
+    engine = engine_of(model_of("llama", torch.float32), 1, torch.float32, TWO)
+    engine.backward(engine(**one_batch()).loss)
+    engine.step()
+    if dist.get_rank() == 1:
+        engine.module.get_submodule("model.layers.3").register_forward_hook(lambda *_: os._exit(0))
+    with pytest.raises(PipelineError, match=r"rank 0 waited in cell \d \(0B\d\) for 1B\d of rank 1, which failed"):
+        engine(**one_batch(1))
+    # There is nobody left to meet at the harness's barrier.
+    os._exit(0)
+
+
 def of_a_file(path: Path) -> None:
     """A schedule of one's own: here ZB-H1's, in a file."""
     section = TWO | {"pipeline": {"schedule": str(path)}}
@@ -268,6 +283,10 @@ def test_what_is_refused():
 
 def test_a_loss_that_is_not_finite():
     run_on_ranks(2, not_finite)
+
+
+def test_a_stage_that_dies():
+    run_on_ranks(2, dies)
 
 
 def test_a_schedule_of_ones_own(tmp_path):

@@ -104,10 +104,18 @@ def test_eight_ranks(family, parallel, changes, schedule):
 
 
 FOUR = ("1f1b", "gpipe", "zb_h1", "zb_h2")
+EIGHT_STAGES = [name for name in SCHEDULES if name not in FOUR]
 
 
 @pytest.mark.slow
 @pytest.mark.matrix(corners=1, drawn=1)
-@pytest.mark.parametrize("schedule", FOUR)
-def test_four_stages(schedule):
-    run_on_ranks(4, rule.hold_all, "llama", (0, 2), [section(4, schedule)], {}, deadline_s=600.0)
+@pytest.mark.parametrize("schedule", [*FOUR, *EIGHT_STAGES])
+def test_four_ranks_of_stages(schedule):
+    changes = {"num_hidden_layers": 8} if schedule in EIGHT_STAGES else {}
+    run_on_ranks(4, rule.hold_all, "llama", (0, 2), [section(4, schedule)], changes, deadline_s=600.0)
+
+
+@pytest.mark.slow
+def test_schedules_give_the_same_bits():
+    """Each adds up micro-batches in their order, whatever the cut."""
+    run_on_ranks(2, rule.same_bits, "llama", [section(2, schedule) for schedule in SCHEDULES], deadline_s=600.0)

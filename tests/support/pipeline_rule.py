@@ -148,3 +148,15 @@ def hold_all(family: str, stages: Sequence[int], sections: Sequence[dict], chang
     for section in sections:
         for stage in stages:
             hold(family, stage, section, dtype, expected, changes)
+
+
+def same_bits(family: str, sections: Sequence[dict]) -> None:
+    """Losses and gradients of a step are the same by each of the ``sections``."""
+    found = []
+    for section in sections:
+        loss, gradients = step_of(engine_of(model_of(family, torch.float64), 1, torch.float64, section), torch.float64)
+        found.append((loss, gradients))
+    for section, (loss, gradients) in zip(sections, found, strict=True):
+        assert loss == found[0][0], (section, loss, found[0][0])
+        other = [name for name, each in gradients.items() if not torch.equal(each, found[0][1][name])]
+        assert gradients.keys() == found[0][1].keys() and not other, (section, other)

@@ -52,6 +52,9 @@ def test_the_layout_of_a_right_config(write):
         "expert (ep) 4 4 [0 1 2 3] [4 5 6 7] [8 9 10 11] [12 13 14 15]",
         "expert tensor (etp) 1 -",
         "pp 1 dp 0 8 9 | 10 11",
+        # The widest traffic stays inside: of the axes, pipeline ranks send least often.
+        "Groups on nodes of A2, 8 ranks each: data, context, tensor, expert data, expert each within a node; "
+        "pipeline over 2",
         "ZeRO 1 shards optimizer states over data * context, 4 ranks: [0 2 4 6] [1 3 5 7] [8 10 12 14] [9 11 13 15]",
         "Batch: 4 micro * 8 accumulation * 2 data parallel = 64 samples a step = 262,144 tokens",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import xml.etree.ElementTree as ElementTree
@@ -9,9 +10,10 @@ from collections import defaultdict
 
 import pytest
 
+from ds_npu.cli.layout import nodes_of_a_group
 from ds_npu.cli.main import main
 from ds_npu.cli.picture import MOST_ROWS, ROW, layout_svg
-from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.degrees import AXES, Degrees
 from ds_npu.topology.machine import A2, A3
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -85,6 +87,15 @@ def test_titles_say_how_many_groups_and_over_how_many_nodes():
         "16 ranks on 2 nodes of A2, 8 ranks a node",
     ):
         assert title in said
+
+
+@pytest.mark.parametrize("node", [8, 16, 3])
+def test_groups_touch_as_many_nodes_as_counted_one_by_one(node):
+    grids = itertools.product((1, 2, 3), (1, 2, 5), (1, 2), (1, 2, 4))
+    for degrees in (Degrees(pp=pp, dp=dp, cp=cp, tp=tp, ep=tp) for pp, dp, cp, tp in grids):
+        for axis in (each for each in AXES if degrees.size(each) > 1):
+            expected = max(len({rank // node for rank in group}) for group in degrees.groups(axis))
+            assert nodes_of_a_group(degrees, axis, node) == expected, (degrees, axis)
 
 
 def test_a_large_world_is_drawn_in_part_and_at_once():

@@ -33,6 +33,7 @@ from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.guarded_saving import refuse_saving_shards
+from ds_npu.models.hugging_face_model import hugging_face_model, setting
 from ds_npu.ops import expert_exchange
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions
@@ -70,6 +71,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
     if not computes:
         return balance
     _check(layouts, build.topology)
+    _check_choices(build.model, layouts)
     build.said += traffic(section, build, layouts)
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
     return [*_changes(section, build, layouts, axis), *balance]
@@ -168,6 +170,18 @@ def _check(layouts: dict[str, Layout], topology: Topology) -> None:
             problems.append(Problem("ds_npu.parallel.expert_tensor", etp, accepted))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _check_choices(model: nn.Module, layouts: dict[str, Layout]) -> None:
+    """Raise ValueError where the config of ``model`` gives a token more experts than a layer has."""
+    found = hugging_face_model(model)
+    choices = None if found is None else setting(found.config.get_text_config(), "num_experts_per_tok", int)
+    for name, layout in layouts.items():
+        if choices is not None and choices > layout.count:
+            raise ValueError(
+                f"num_experts_per_tok in the config of {type(model).__name__}: found {choices}; at most "
+                f"{layout.count}, the experts of {names.generic(name)}"
+            )
 
 
 def _nowhere(model: nn.Module) -> str:

@@ -85,6 +85,39 @@ def scaled() -> None:
         engine.step()
 
 
+def other_shapes() -> None:
+    """Batches of other lengths and numbers of samples follow each other, also in an accumulation and in evaluation."""
+    whole = one_batch()
+    given = [{name: each[:rows, :length] for name, each in whole.items()} for rows, length in ((4, 10), (3, 7))]
+    plain = model_of("llama", torch.float64)
+    expected = [loss_of(plain, batch, torch.float64) for batch in given]
+    (sum(expected) / 2).backward()
+    for section in (TWO, V_SHAPE):
+        engine = engine_of(model_of("llama", torch.float64), 0, torch.float64, section)
+        for batch, right in zip(given, expected, strict=True):
+            loss = loss_of(engine, batch, torch.float64)
+            assert abs(loss / right - 1) <= EXACT
+            engine.eval()
+            with torch.no_grad(), Float64():
+                assert abs(engine(**given[0]).loss / expected[0] - 1) <= EXACT
+            engine.train()
+            engine.backward(loss)
+            if batch is given[-1]:
+                found = gradients_of(engine)
+            engine.step()
+        assert rule.rule.relative(found, {name: each.grad for name, each in plain.named_parameters()}) <= EXACT
+
+
+def made_under_zero_init() -> None:
+    import deepspeed
+
+    rule.rule.without_extension()
+    model = model_of("llama", torch.float32)
+    deepspeed.zero.Init(module=model)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is sharded, or in an engine, already\. What to do: "):
+        engine_of(model, 1, torch.float32, TWO)
+
+
 def several_batches() -> None:
     """``train_batch``: every batch is a micro-batch, in one run; losses are averaged."""
     # ZeRO steps in float32, and so not within a mode that makes all of it float64.
@@ -258,6 +291,14 @@ def test_evaluation(section):
 
 def test_what_scripts_make_of_a_loss():
     run_on_ranks(2, scaled)
+
+
+def test_batches_of_other_shapes():
+    run_on_ranks(2, other_shapes)
+
+
+def test_a_model_made_under_zero_init_is_refused():
+    run_on_ranks(2, made_under_zero_init)
 
 
 def test_several_batches_in_one_run():

@@ -293,10 +293,12 @@ def test_what_scripts_make_of_a_loss():
     run_on_ranks(2, scaled)
 
 
+@pytest.mark.slow
 def test_batches_of_other_shapes():
     run_on_ranks(2, other_shapes)
 
 
+@pytest.mark.slow
 def test_a_model_made_under_zero_init_is_refused():
     run_on_ranks(2, made_under_zero_init)
 
@@ -326,6 +328,7 @@ def test_a_loss_that_is_not_finite():
     run_on_ranks(2, not_finite)
 
 
+@pytest.mark.slow
 def test_a_stage_that_dies():
     run_on_ranks(2, dies)
 

@@ -50,6 +50,7 @@ def test_a_rank_that_waits_for_a_dead_one_says_for_what():
     run_on_ranks(2, pipelines.dying, SCHEDULES["zb_h1"].make(2, 4, 1))
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_hangs_says_for_what():
     run_on_ranks(2, pipelines.standing_still, SCHEDULES["zb_h1"].make(2, 4, 1))
 

@@ -171,19 +171,19 @@ def dying(schedule: Schedule) -> None:
 def standing_still(schedule: Schedule) -> None:
     """Rank 1 hangs in its third forward; rank 0 says, within the time that groups wait, what it waited for."""
     stages = {dist.get_rank(): ToyStage(dist.get_rank(), 2, 1)}
-    patience = timedelta(seconds=4)
+    patience = timedelta(seconds=3)
     links = PipelineLinks((dist.new_group(timeout=patience), dist.new_group(timeout=patience)), torch.device("cpu"))
     if dist.get_rank() == 1:
         forward = stages[1].forward
 
         def hang(micro_batch: int, arrived: Tensors | None) -> Tensors:
             if micro_batch == 2:
-                time.sleep(12)
+                time.sleep(7)
                 os._exit(0)
             return forward(micro_batch, arrived)
 
         stages[1].forward = hang
-    said = r"rank 0 waited in cell \d \(0I[12]\) for 1I[12] of rank 1, which failed or did not answer in time: .*4000ms"
+    said = r"rank 0 waited in cell \d \(0I[12]\) for 1I[12] of rank 1, which failed or did not answer in time: .*3000ms"
     with pytest.raises(PipelineError, match=said):
         PipelineRun(schedule, dist.get_rank(), stages, links).run(shapes_of(schedule))
     os._exit(0)

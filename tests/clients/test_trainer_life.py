@@ -146,6 +146,18 @@ def test_losses_of_logits_are_refused_in_stages(start, tmp_path):
     run_on_ranks(2, refused_in_stages, start, str(tmp_path))
 
 
+@pytest.mark.parametrize(("layout", "stage"), [("pipeline", 1), ("pipeline, tensor", 0)])
+def test_smoothed_labels_in_stages_with_chunked_loss(layout: str, stage: int, start: str, alone, tmp_path: Path):
+    """The loss is the last stage's own, so its labels are smoothed there; an evaluation has logits."""
+    ranks, parallel = LAYOUTS[layout]
+    config = ds_config(stage, parallel)
+    config["ds_npu"]["chunked_loss"] = 3
+    run_on_ranks(ranks, live, ["smoothed"], str(tmp_path), start, config)
+    _, expected = alone(1, OTHERS)
+    for rank, each in enumerate(told(tmp_path, ranks)):
+        assert_close(each, {"smoothed": expected[0]["smoothed"]}, SINGLE, f"rank {rank}")
+
+
 def refused(start: str, folder: str) -> None:
     said = r"parallel\.context: LlamaForCausalLM\.model\.embed_tokens adds noise \(neftune_noise_alpha 5\.0\)"
     with pytest.raises(ValueError, match=said):

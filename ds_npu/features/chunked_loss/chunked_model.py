@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_npu.features.chunked_loss.deferred_logits import DeferredLogits, Source
 from ds_npu.features.model_loss import LossFunction, LossLevel, link_of, wrap_loss
+from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
 from ds_npu.models.zero3 import unpartitioned_shape
@@ -32,6 +33,8 @@ from ds_npu.topology.topology import Topology
 
 T = TypeVar("T")
 KEY = "chunked_loss"
+ELSEWHERE = "ds_npu_loss_elsewhere"
+"""The attribute of a model whose last pipeline stage, on another rank, computes the loss of chunks."""
 
 
 @dataclass
@@ -171,14 +174,16 @@ class ChunkedModel:
 def smoothed(model: nn.Module, factor: float) -> Iterator[bool]:
     """Within it, the losses that ``model``, or one in it, computes a chunk at a time have this label smoothing.
 
-    Yields whether there are any: in training.
+    Yields whether there are any, on this rank or in the last pipeline stage: in training.
     """
-    links = (getattr(link_of(module, LossLevel.CHUNKS), "__self__", None) for module in model.modules())
+    modules = list(model.modules())
+    links = (getattr(link_of(module, LossLevel.CHUNKS), "__self__", None) for module in modules)
     chunked = [each for each in links if isinstance(each, ChunkedModel) and each.model.training]
+    is_elsewhere = any(attribute(module, ELSEWHERE, bool) and module.training for module in modules)
     for each in chunked:
         each.smoothing = factor
     try:
-        yield bool(chunked)
+        yield bool(chunked) or is_elsewhere
     finally:
         for each in chunked:
             each.smoothing = 0.0

@@ -10,11 +10,12 @@ from torch import nn
 from ds_npu.config.chunked_loss import ChunkedLossTokens
 from ds_npu.config.roles import Role
 from ds_npu.features.build import Build
-from ds_npu.features.chunked_loss.chunked_model import KEY, ChunkedModel
+from ds_npu.features.chunked_loss.chunked_model import ELSEWHERE, KEY, ChunkedModel
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.feature import Feature
 from ds_npu.features.model_loss import LossLevel, has_causal_lm_loss, users_loss
 from ds_npu.models import names
+from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.parallel.forward_wraps import Level
 from ds_npu.parallel.pipeline.pass_through import stages_in
@@ -39,8 +40,11 @@ def _parts(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
 
 def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
     stages = stages_in(build.model)
-    if not value or (stages and stages[-1].index < stages[-1].count - 1):
+    if not value:
+        return
+    if stages and stages[-1].index < stages[-1].count - 1:
         # The last stage of a pipeline has the head, and computes the loss.
+        yield Change("sets", "", ELSEWHERE, partial(set_attribute, build.model, ELSEWHERE, True))
         return
     model, owner, heads = _chunkable(build)
     chunked = ChunkedModel(model, build.topology, _tokens(value))

@@ -38,8 +38,15 @@ class KeptTensor(HeldTensor):
         return self.tensor.detach().requires_grad_() if self.is_detached else self.tensor
 
 
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its graph, and with its count of modifications, also where a dispatch mode asks."""
+    # Within one, below autograd, a detached tensor would count its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def keep(tensor: torch.Tensor) -> HeldTensor:
     """``tensor`` as it is, but for its graph: the node that has made a tensor may save it, and would hold itself."""
     if type(tensor) is torch.Tensor and not tensor.is_leaf:
-        return KeptTensor(tensor.detach(), tensor._version, is_detached=True)
+        return KeptTensor(alias(tensor), tensor._version, is_detached=True)
     return KeptTensor(tensor, tensor._version, is_detached=False)

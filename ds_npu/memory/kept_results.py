@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_npu.memory.held_tensor import HeldTensor, ModifiedTensorError
+from ds_npu.memory.held_tensor import HeldTensor, ModifiedTensorError, alias
 from ds_npu.parallel.tensor.randomness import States, generator_states, restore_generators
 
 MATMUL = (
@@ -78,7 +78,7 @@ class Recording(TorchDispatchMode):
         name = _name(func)
         if name in kept.operators and not func._schema.is_mutable:
             tensors = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
-            value = tree_map(lambda each: self._hold(_alias(each)) if isinstance(each, torch.Tensor) else each, found)
+            value = tree_map(lambda each: self._hold(alias(each)) if isinstance(each, torch.Tensor) else each, found)
             draws = torch.Tag.nondeterministic_seeded in func.tags
             random = generator_states(kept.device_type) if draws else None
             storages = frozenset(each.untyped_storage()._cdata for each in tensors)
@@ -127,12 +127,6 @@ def _value(result: _Result) -> Any:
         return tree_map(lambda each: each.get().detach() if isinstance(each, HeldTensor) else each, result.value)
     except ModifiedTensorError:
         return None
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without the graph that it will be given, and with its count of modifications."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 def _name(func: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_npu.memory.copy_streams import CopyStreams
-from ds_npu.memory.held_tensor import HeldTensor, ModifiedTensorError
+from ds_npu.memory.held_tensor import HeldTensor, ModifiedTensorError, alias
 from ds_npu.memory.host_pool import HostBuffer, HostPool
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 
@@ -28,7 +28,7 @@ class SwappedStorage:
         self._shape, self._device = tensor.shape, tensor.device
         self._streams, self._pool = streams, pool
         # Without its graph, whose nodes may hold this. Versions are counted together.
-        self._held: torch.Tensor | None = tensor.detach()
+        self._held: torch.Tensor | None = alias(tensor)
         self._buffer: HostBuffer | None = None
         self._again: torch.Tensor | None = None
         self._arrived: Any = None

@@ -20,8 +20,11 @@ from ds_npu.config.rules import broken_rules
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
+from ds_npu.memory import swapped_activations
 from ds_npu.memory.held_tensor import ModifiedTensorError
 from ds_npu.memory.recomputation import Recomputation, RecomputationError, without_outputs
+from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
+from ds_npu.parallel.micro_batch import new_forward
 
 ONE_RANK = SimpleNamespace(size=lambda *axes: 1, rank=lambda *axes: 0)
 """A topology without process groups."""
@@ -242,7 +245,9 @@ def test_what_backward_needs_must_not_be_modified():
         loss.backward()
 
 
-def test_a_kept_result_that_is_modified_is_computed_again():
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_a_kept_result_that_is_modified_is_computed_again(is_swapped, monkeypatch):
+    monkeypatch.setattr(swapped_activations, "LEAST_BYTES", 1)
     x, w = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -252,7 +257,17 @@ def test_a_kept_result_that_is_modified_is_computed_again():
     function(x).sum().backward()
     expected = [x.grad, w.grad]
     x.grad = w.grad = None
-    Recomputation(function, "cpu", kept=["matmul"])(x).sum().backward()
+    recomputed = Recomputation(function, "cpu", kept=["matmul"])
+    if is_swapped:
+        swapped = ActivationSwap("cpu", 2).begin()
+        with new_forward() as micro_batch:
+            SWAPPED_FORWARD.set(micro_batch, swapped)
+            with swapped.call(0, [w]):
+                loss = recomputed(x).sum()
+        swapped.close()
+    else:
+        loss = recomputed(x).sum()
+    loss.backward()
     assert same([x.grad, w.grad], expected)
 
 

@@ -182,7 +182,7 @@ def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
     if recompute.method is not None and not counted:
         accepted = "only with a number at ds_npu.recompute.layers"
         yield Problem("ds_npu.recompute.method", recompute.method, accepted)
-    if recompute.keep and recompute.layers == "none" and not recompute.modules:
+    if recompute.keep and recompute.layers == "none" and not recompute.modules and recompute.budget_gib is None:
         accepted = "only with ds_npu.recompute.layers or ds_npu.recompute.modules, of which it keeps a part"
         yield Problem("ds_npu.recompute.keep", recompute.keep, accepted)
 
@@ -190,6 +190,8 @@ def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
 def _swap(config: DsNpuConfig) -> Iterator[Problem]:
     if config.swap.hidden_only and not config.swap.activations:
         yield Problem("ds_npu.swap.hidden_only", True, "only with ds_npu.swap.activations, of which it chooses a part")
+    if config.swap.depth is not None and not config.swap.activations:
+        yield Problem("ds_npu.swap.depth", config.swap.depth, "only with ds_npu.swap.activations")
 
 
 def _planned_beside(config: DsNpuConfig) -> Iterator[Problem]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from ds_npu.config.recompute import ModuleGlob
@@ -18,3 +20,5 @@ class SwapSection(Section):
     """Keep what blocks save for backward in host memory until then; globs: what these modules save."""
     hidden_only: bool = False
     """Swap of each module only so much that a copy takes no longer than the module computes, largest tensors first."""
+    depth: Annotated[int, Field(ge=1, le=4)] | None = None
+    """How many modules ahead copies back begin, and how many modules stay on the device; null: by measured times."""

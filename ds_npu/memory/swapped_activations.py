@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,9 +35,14 @@ TIMED_FORWARD = 1
 class ActivationSwap:
     """The streams, the host memory and the depth of one model, ``count`` of whose modules are swapped."""
 
-    def __init__(self, device_type: str, count: int, hidden_only: bool = False) -> None:
-        """``hidden_only``: once it is known, so much of each module that a copy takes no longer than it computes."""
-        self.device_type, self.count, self.depth = device_type, count, 1
+    def __init__(self, device_type: str, count: int, hidden_only: bool = False, depth: int | None = None) -> None:
+        """``hidden_only``: once it is known, so much of each module that a copy takes no longer than it computes.
+
+        ``depth``: of copies back; None: as many modules as need be, by the measured times.
+        """
+        self.device_type, self.count = device_type, count
+        self.depth = max(1, min(depth or 1, count - 1))
+        self._is_depth_given = depth is not None
         self.budget: int | None = None
         """Bytes of a module that are copied at most; None: all."""
         self._hidden_only = hidden_only
@@ -73,9 +78,9 @@ class ActivationSwap:
 
     def set_speed(self, compute_ms: float, copy_ms: float) -> None:
         """A module computes for ``compute_ms``, and what was copied of it took ``copy_ms``."""
-        if not self._hidden_only:
+        if not (self._hidden_only or self._is_depth_given):
             self.depth = max(1, min(MOST_DEPTH, self.count - 1, math.ceil(copy_ms / max(compute_ms, 1e-3))))
-        elif copy_ms > compute_ms:
+        if self._hidden_only and copy_ms > compute_ms:
             self.budget = int(self._timed_bytes * compute_ms / copy_ms)
 
     def chosen(self, storages: Iterable[SwappedStorage]) -> list[SwappedStorage]:
@@ -187,7 +192,7 @@ class SwappedForward:
         """What stands for ``tensor``, which is saved for backward."""
         group = self._open
         with torch._C.DisableTorchFunctionSubclass():
-            if group is None or not _can_be_swapped(tensor, self._swap.device_type, group.kept):
+            if group is None or not can_be_swapped(tensor, self._swap.device_type, group.kept):
                 return keep(tensor)
             storage = group.storage_of(tensor)
             if storage is None:
@@ -210,7 +215,7 @@ class SwappedForward:
         self._groups[place].is_reached = True
 
 
-def _can_be_swapped(tensor: torch.Tensor, device_type: str, kept: set[int]) -> bool:
+def can_be_swapped(tensor: torch.Tensor, device_type: str, kept: Collection[int]) -> bool:
     """Whether ``tensor`` is an activation of the device, large enough, and not a weight or part of one."""
     return (
         type(tensor) is torch.Tensor

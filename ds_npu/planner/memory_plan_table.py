@@ -51,7 +51,9 @@ def section_of(stages: Sequence[StagePlan]) -> Section:
                 key = part if part in (NORM, ACTIVATION) else "modules"
                 of_part = stage.modules[layer.name].get(part, ()) if part in (ATTENTION, MLP) else [layer.name]
                 found.setdefault(key, []).extend(of_part)
-    return {"recompute": {key: globs(modules) for key, modules in sorted(found.items())}} if found else {}
+    section: Section = {"recompute": {key: globs(modules) for key, modules in sorted(found.items())}} if found else {}
+    swapped = [stage.layers[place].name for stage in stages for place in stage.plan.pattern.places]
+    return section | ({"swap": {"activations": globs(swapped), "depth": 1}} if swapped else {})
 
 
 def globs(modules: Sequence[str]) -> list[str]:
@@ -78,6 +80,11 @@ def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int
             f" ({size_text(buffer_bytes)} of it HCCL's buffers and a margin); extra time of a micro-batch: "
             f"{1e3 * stage.plan.seconds:.3g} ms"
         )
+        if stage.plan.pattern.places:
+            yield (
+                f"  on the host: {size_text(stage.plan.host_bytes)}; copies make a micro-batch wait "
+                f"{1e3 * stage.plan.wait_seconds:.3g} ms of these"
+            )
         yield (
             f"  with nothing computed again {size_text(most.peak_bytes + buffer_bytes)}; with the most "
             f"{size_text(least.peak_bytes + buffer_bytes)} and {1e3 * least.seconds:.3g} ms"
@@ -86,11 +93,11 @@ def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int
 
 
 def _rows(stage: StagePlan) -> Iterator[tuple[str, str, str, str]]:
-    groups: dict[Option, list[str]] = {}
-    for layer, option in zip(stage.layers, stage.plan.options, strict=True):
-        groups.setdefault(option, []).append(layer.name)
-    for option, layers in groups.items():
-        again = ", ".join(option.parts) or "nothing"
+    groups: dict[tuple[Option, bool], list[str]] = {}
+    for place, (layer, option) in enumerate(zip(stage.layers, stage.plan.options, strict=True)):
+        groups.setdefault((option, place in stage.plan.pattern.on_host), []).append(layer.name)
+    for (option, is_swapped), layers in groups.items():
+        again = (", ".join(option.parts) or "nothing") + (", swapped" if is_swapped else "")
         yield ", ".join(globs(layers)), again, f"{option.kept_bytes / MIB:.3g}", f"{1e3 * option.seconds:.3g}"
 
 

@@ -22,6 +22,7 @@ UNITS = {
     "port": "B/s",
     "link": "B/s",
     "network": "B/s",
+    "host": "B/s",
     "hbm": "B",
     "memory": "B/s",
     "matmul": "FLOP/s",
@@ -46,6 +47,8 @@ class Machine:
     """Bytes/s to one other rank of the node."""
     network: float
     """Bytes/s to ranks of other nodes."""
+    host: float
+    """Bytes/s between the memory of the device and pinned memory of its host."""
     hbm: int
     """Bytes of device memory."""
     memory: float

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import deepspeed
 import gradient_rule as rule
+import pytest
 import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
 from ranks import run_on_ranks
 
+from ds_npu.features.recompute import budget
 from ds_npu.features.recompute.budget import MARGIN, MemoryBudget
+from ds_npu.memory import swapped_activations
 from ds_npu.planner.memory_plan import Option, PlannedLayer, fastest, measured, smallest
 from ds_npu.planner.memory_plan_table import GIB, MIB, StagePlan, section_of
+from ds_npu.topology.machine import A2, machine_of
 
 TOKENS = 512
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "max_position_embeddings": TOKENS}
@@ -98,6 +102,46 @@ def within(cases: list[tuple[str, int, dict[str, object]]]) -> None:
             assert found.losses == plain.losses and explicit
             where = (family, stage, section, share)
             assert said <= room and found.peak - MARGIN <= room, where
+
+
+def swapping(cases: list[tuple[str, int, dict[str, object], float]]) -> None:
+    """Budgets that are kept by swapping, too, copies at so many bytes/s: the same losses, no step over the budget."""
+    rule.without_extension()
+    swapped_activations.LEAST_BYTES = 2**14
+    for family, stage, section, speed in cases:
+        deep = mock.patch.dict(SIZES, {family: SIZES[family] | {"num_hidden_layers": 7}})
+        link = mock.patch.object(budget, "machine_of", lambda name, speed=speed: replace(machine_of(name), host=speed))
+        with deep, link:
+            plain = trained(family, stage, section, None)
+            free = trained(family, stage, section, 8 * GIB)
+            low, high = free.planned(smallest), free.planned(fastest)
+            swaps = []
+            for share in (0.02, 0.5):
+                room = int(low + share * (high - low)) + 1024
+                found = trained(family, stage, section, room + free.buffers)
+                plan = found.stages[0].plan
+                said, explicit = plan.peak_bytes - found.before, section_of(found.stages)
+                swaps.append("swap" in explicit)
+                print(f"{family} ZeRO {stage}, {speed:g} B/s, room {room:,}: said {said:,}, counted {found.peak:,}")
+                print(f"  waits {plan.wait_seconds:g} of {plan.seconds:g} s, {explicit}", flush=True)
+                where = (family, stage, section, share)
+                assert found.losses == plain.losses and said <= room and found.peak - MARGIN <= room, where
+                assert found.peak >= 0.9 * said - MARGIN, where
+            again = trained(family, stage, section | explicit, None)
+            assert again.losses == plain.losses and again.peak <= found.peak + MARGIN, where
+            assert speed < A2.host or all(swaps), swaps
+
+
+def test_steps_that_swap_stay_within_the_budget():
+    # With a fast link all plans swap.
+    cases = [("llama", 1, {}, 1e12), ("llama", 1, {}, 4e9)]
+    run_on_ranks(1, swapping, cases, backend="hccl", sets_device=False, deadline_s=1500.0)
+
+
+@pytest.mark.slow
+def test_steps_that_swap_stay_within_the_budget_on_two_ranks():
+    cases = [("llama", 2, {}, 1e12), ("gpt2", 1, {"parallel": {"tensor": 2}}, 1e12)]
+    run_on_ranks(2, swapping, cases, backend="hccl", sets_device=False, deadline_s=1500.0)
 
 
 def test_steps_stay_within_the_budget_on_one_rank():

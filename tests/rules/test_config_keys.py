@@ -60,6 +60,7 @@ KEYS = {
     "recompute.budget_gib": "number > 0",
     "swap.activations": "boolean or list of globs",
     "swap.hidden_only": "boolean",
+    "swap.depth": "integer 1 to 4",
     "optimizer_memory.swap": "boolean",
     "optimizer_memory.resident_gib": "number >= 0",
     "optimizer_memory.share_fp32": "boolean",

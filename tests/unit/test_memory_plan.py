@@ -135,6 +135,7 @@ def test_globs_match_what_they_are_made_of():
     [
         ({"recompute": {"budget_gib": 1, "norm": ["**.0"]}}, "recompute.norm"),
         ({"recompute": {"budget_gib": 1, "layers": "all"}}, "recompute.layers"),
+        ({"recompute": {"budget_gib": 1, "keep": ["matmul"]}}, "recompute.keep"),
         ({"recompute": {"budget_gib": 1}, "swap": {"activations": True}}, "swap.activations"),
         ({"recompute": {"budget_gib": 1}, "moe": {"zero_memory": "level1"}}, "moe.zero_memory"),
         (

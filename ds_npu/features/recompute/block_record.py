@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ds_npu.config.roles import Role
 from ds_npu.features.recompute.mlp_linears import mlp_linears
 from ds_npu.memory.operator_seconds import OperatorSeconds
+from ds_npu.memory.swapped_activations import can_be_swapped
 from ds_npu.models.attributes import remove_attributes, set_attribute
 from ds_npu.models.plan import SUBLAYERS, ModelPlan
 from ds_npu.parallel.tensor.linear import ColumnLinear
@@ -52,21 +53,6 @@ _NUMBER: TensorAttribute[int] = TensorAttribute("ds_npu_recorded")
 _numbers = itertools.count(1)
 
 
-def _storages(values: Any) -> Bytes:
-    """Those of all tensors in ``values``, rounded up."""
-    found = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for each in tree_leaves(values):
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
-                number = _NUMBER.get(storage)
-                if number is None:
-                    number = next(_numbers)
-                    _NUMBER.set(storage, number)
-                found[number] = -(-(storage.nbytes() + PADDING) // ROUNDING) * ROUNDING
-    return found
-
-
 class BlockRecord:
     """Records one call of the block ``name``."""
 
@@ -81,6 +67,12 @@ class BlockRecord:
         """With how many tensors had been saved before."""
         self._parts: list[_Part] = []
         self._path: list[tuple[str, str]] = []
+        self._swappable: set[int] = set()
+        """The storages that swapping copies to the host, by their number."""
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(seconds for _, seconds, _ in self._seconds)
 
     @property
     def hidden_bytes(self) -> int:
@@ -89,7 +81,7 @@ class BlockRecord:
     @contextmanager
     def recording(self, hidden: Any, others: Any) -> Iterator[None]:
         """A context in which the block is called with ``hidden`` states and ``others``."""
-        self.hidden, self._there = _storages(hidden), _storages(others)
+        self.hidden, self._there = self._storages(hidden), self._storages(others)
         with ExitStack() as stack:
             self._follow(stack)
             stack.enter_context(OperatorSeconds(self._machine, self._computed))
@@ -101,17 +93,41 @@ class BlockRecord:
             return
         address = tensor.untyped_storage()._cdata
         if all(address != each.untyped_storage()._cdata for each in self.module.parameters()):
-            self._saved.append((tuple(self._path), _storages(tensor)))
+            self._saved.append((tuple(self._path), self._storages(tensor)))
 
     def options(self) -> tuple[Option, ...]:
         """What can be done with the block, WHOLE first."""
         kinds = {kind for part in self._parts for kind, _ in part.path}
-        found = [Option((WHOLE,), self.hidden_bytes, self._again({WHOLE}))]
+        whole = self._option((WHOLE,), self.hidden)
+        # It was measured so.
+        found = [replace(whole, beside_bytes=0)]
         for attention, mlp, norm in itertools.product(((), (ATTENTION,)), ((), (ACTIVATION,), (MLP,)), ((), (NORM,))):
             parts = (*attention, *mlp, *norm)
             if kinds.issuperset(parts):
-                found.append(Option(parts, sum(self.kept(parts).values()), self._again(parts)))
+                found.append(self._option(parts, self.kept(parts)))
         return tuple(found)
+
+    def _option(self, parts: tuple[str, ...], kept: Bytes) -> Option:
+        saved = set().union(*(storages for _, storages in self._saved))
+        rest = sum(size for number, size in kept.items() if number not in self._swappable)
+        beside = sum(size for number, size in kept.items() if number not in saved)
+        return Option(parts, sum(kept.values()), self._again(parts), rest, beside)
+
+    def _storages(self, values: Any) -> Bytes:
+        """Those of all tensors in ``values``, rounded up."""
+        found = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for each in tree_leaves(values):
+                if isinstance(each, torch.Tensor):
+                    storage = each.untyped_storage()
+                    number = _NUMBER.get(storage)
+                    if number is None:
+                        number = next(_numbers)
+                        _NUMBER.set(storage, number)
+                    found[number] = -(-(storage.nbytes() + PADDING) // ROUNDING) * ROUNDING
+                    if can_be_swapped(each, each.device.type, ()):
+                        self._swappable.add(number)
+        return found
 
     def modules(self, part: str) -> list[str]:
         """The modules of the block that are ``part``."""
@@ -166,12 +182,12 @@ class BlockRecord:
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._path.append((kind, name))
-            self._parts.append(_Part(tuple(self._path), _storages((args, kwargs))))
+            self._parts.append(_Part(tuple(self._path), self._storages((args, kwargs))))
 
         def leave(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             place = self._path.index((kind, name))
             path = tuple(self._path[: place + 1])
-            next(each for each in reversed(self._parts) if each.path == path).returned = _storages(out)
+            next(each for each in reversed(self._parts) if each.path == path).returned = self._storages(out)
             del self._path[place:]
 
         _hook(stack, module, enter, leave)
@@ -184,7 +200,7 @@ class BlockRecord:
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._path.append(own)
-            calls.append(_Part(tuple(self._path), _storages((args, kwargs))))
+            calls.append(_Part(tuple(self._path), self._storages((args, kwargs))))
             self._parts.append(calls[-1])
 
         def leave(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -196,11 +212,11 @@ class BlockRecord:
 
         def resume(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             self._path.append(own)
-            calls[-1].given |= _storages(out)
+            calls[-1].given |= self._storages(out)
 
         def end(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._path.remove(own)
-            calls[-1].returned = _storages(args[0] if args else kwargs)
+            calls[-1].returned = self._storages(args[0] if args else kwargs)
 
         def stacked(function: Any, *args: Any) -> Any:
             self._path.remove(own)

@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 
 from ds_npu.config.recompute import RecomputeSection
+from ds_npu.config.roles import Role
+from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, make_changes
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
+from ds_npu.features.swapped_modules import swap_changes
 from ds_npu.log import logger, warn_once
 from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
 from ds_npu.memory.storage_record import StorageRecord
@@ -40,6 +43,7 @@ from ds_npu.planner.memory_plan_table import (
     section_of,
     size_text,
 )
+from ds_npu.planner.swap_pattern import SwapPattern, patterns
 from ds_npu.topology.machine import Machine, machine_of
 
 CPU = "cpu"
@@ -130,11 +134,21 @@ class MemoryBudget:
         """The plan of the ranks of a stage, for the most that any of them needs."""
         layers = tuple(map(_joined, zip(*(each.layers for each in ranks), strict=True)))
         moments = tuple(dict.fromkeys(moment for each in ranks for moment in each.moments))
+        room = int(self.budget_gib * GIB) - self._buffer_bytes
         try:
-            plan = best_plan(layers, moments, int(self.budget_gib * GIB) - self._buffer_bytes)
+            plan = best_plan(layers, moments, room, self._swapped(layers, moments))
         except BudgetError as error:
             return error
         return StagePlan(ranks[0].stage, layers, moments, ranks[0].modules, plan)
+
+    def _swapped(self, layers: Sequence[PlannedLayer], moments: Sequence[Moment]) -> Iterable[SwapPattern]:
+        """What may be swapped: nothing on the CPU, whose memory is one, and where it is not known what is held when."""
+        build = self._build
+        several = any(count > 1 for moment in moments for count in moment.calls)
+        # With experts, what simulated NPUs held depended on timing.
+        if build.device_type == CPU or build.is_cut_into_stages or build.plan.named(Role.MOE) or several:
+            return ()
+        return patterns([each.forward_seconds for each in layers], self._machine.host)
 
     def _follow(self, stages: Sequence[StagePlan]) -> None:
         """From the next forward on."""
@@ -142,6 +156,7 @@ class MemoryBudget:
         self._stop()
         section = section_of(stages)
         make_changes(self._declare(RecomputeSection.model_validate(section.get("recompute", {})), self._build))
+        make_changes(swap_changes(SwapSection.model_validate(section.get("swap", {})), self._build))
         set_attribute(self._build.model, PLANNED, section)
         if dist.get_rank() == 0:
             lines = plan_lines(stages, self.budget_gib, self._buffer_bytes, self._machine.name)
@@ -192,7 +207,10 @@ def _joined(layers: Sequence[PlannedLayer]) -> PlannedLayer:
                 parts,
                 max(each[parts].kept_bytes for each in options),
                 max(each[parts].seconds for each in options),
+                max(each[parts].rest_bytes for each in options),
+                max(each[parts].beside_bytes for each in options),
             )
             for parts in shared
         ),
+        min(layer.forward_seconds for layer in layers),
     )

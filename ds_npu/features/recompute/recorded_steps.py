@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,7 +62,11 @@ class RecordedSteps:
         self._calls = [0] * len(self.names)
         """By block, how many of its forwards wait for their backward."""
         self._what = "the first forward"
-        self._peaks: dict[tuple[int, ...], tuple[int, str]] = {}
+        self._is_inside = False
+        """Whether the forward of a block is running."""
+        self._in_backward: int | None = None
+        """The block whose backward runs."""
+        self._peaks: dict[tuple[tuple[int, ...], bool, int | None], tuple[int, str]] = {}
         self._wraps: list[tuple[nn.Module, Wrapper]] = []
 
     def wrap(self) -> None:
@@ -84,33 +89,43 @@ class RecordedSteps:
     @property
     def layers(self) -> tuple[PlannedLayer, ...]:
         """The blocks that were called, with what can be done with each."""
-        return tuple(PlannedLayer(self.names[place], self._records[place].options()) for place in sorted(self._records))
+        return tuple(
+            PlannedLayer(self.names[place], record.options(), record.forward_seconds)
+            for place, record in sorted(self._records.items())
+        )
 
     @property
     def moments(self) -> tuple[Moment, ...]:
         """Every combination of calls that waited, with the peak then; the step so far."""
-        self._next(self._what)
+        self._next(self._what, self._is_inside, self._in_backward)
         called = sorted(self._records)
         return tuple(
-            Moment(what, peak, tuple(calls[place] for place in called)) for calls, (peak, what) in self._peaks.items()
+            Moment(
+                what,
+                peak,
+                tuple(calls[place] for place in called),
+                is_inside,
+                None if backward is None else called.index(backward),
+            )
+            for (calls, is_inside, backward), (peak, what) in self._peaks.items()
         )
 
     def modules(self, layer: str, part: str) -> list[str]:
         """The modules that are ``part`` of the block ``layer``."""
         return self._records[self.names.index(layer)].modules(part)
 
-    def _next(self, what: str) -> None:
-        """An interval ends, and one begins."""
-        calls = tuple(self._calls)
-        self._peaks[calls] = max((self._meter.peak(), self._what), self._peaks.get(calls, (0, "")))
-        self._what = what
+    def _next(self, what: str, is_inside: bool = False, backward: int | None = None) -> None:
+        """An interval ends, and one begins, in which the forward of a block runs, or the backward of the given one."""
+        key = tuple(self._calls), self._is_inside, self._in_backward
+        self._peaks[key] = max((self._meter.peak(), self._what), self._peaks.get(key, (0, "")))
+        self._what, self._is_inside, self._in_backward = what, is_inside, backward
 
     def _block(self, place: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Wrap of a block."""
         if not is_recomputed(module):
             return forward(*args, **kwargs)
         name = self.names[place]
-        self._next(f"the forward of {name}")
+        self._next(f"the forward of {name}", is_inside=True)
         self._calls[place] += 1
         kwargs = without_cache(module, kwargs)
         first = first_parameter_name(module)
@@ -123,14 +138,14 @@ class RecordedSteps:
             closing_over_micro_batch(forward), self._build.device_type, record.saves if is_new else None
         )
         made.begins = partial(self._backward, place)
-        if not is_new:
-            return made(*args, **kwargs)
-        self._records[place] = record
-        with record.recording(hidden, others):
+        if is_new:
+            self._records[place] = record
+        with record.recording(hidden, others) if is_new else nullcontext():
             out = made(*args, **kwargs)
         made.saves = None
+        self._next(f"the forward behind {name}")
         return out
 
     def _backward(self, place: int) -> None:
-        self._next(f"the backward of {self.names[place]}")
+        self._next(f"the backward of {self.names[place]}", backward=place)
         self._calls[place] -= 1

@@ -1,0 +1,89 @@
+"""Modules of a model whose activations wait for backward in host memory: what ``ds_npu.swap`` asks for, or a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from ds_npu.config.swap import SwapSection
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change
+from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
+from ds_npu.models import names
+from ds_npu.parallel.forward_wraps import Forward, Level, first_parameter_name, wrap_forward
+from ds_npu.parallel.micro_batch import new_forward, running
+
+KEY = "swap.activations"
+
+
+def swap_changes(section: SwapSection, build: Build) -> Iterable[Change]:
+    """What ``section`` changes of the model; raises ValueError where it cannot."""
+    if not section.activations:
+        return
+    if build.is_pipeline:
+        raise ValueError(
+            f"ds_npu.{KEY}: found for a deepspeed.PipelineModule. What to do: leave it out, and give the module an "
+            "activation_checkpoint_interval; or a model of transformers, with ds_npu.parallel.pipeline"
+        )
+    chosen = list(build.plan.blocks) if section.activations is True else _globbed(section, build.model)
+    # A pipeline stage may have no blocks.
+    if len(chosen) < 2 and not build.is_cut_into_stages:
+        raise ValueError(
+            f"ds_npu.{KEY}: found {section.activations}, which is {len(chosen)} of the modules of "
+            f"{type(build.model).__name__}; at least 2: the last one stays on the device"
+        )
+    swap = ActivationSwap(build.device_type, len(chosen), section.hidden_only, section.depth)
+
+    def wrap_model() -> None:
+        wrap_forward(build.model, partial(_model, build.model, swap), Level.SWAP)
+
+    yield Change("wraps", "", "what some modules save for backward waits on the host", wrap_model, Level.SWAP)
+    for place, name in enumerate(chosen):
+        what = "what it saves waits on the host" if place < len(chosen) - 1 else "what it saves stays"
+        yield Change("wraps", name, what, partial(_wrap_module, build.model, name, place), Level.SWAP)
+
+
+def _globbed(section: SwapSection, model: nn.Module) -> list[str]:
+    """The modules that the globs match, in the model's order, without those in others of them."""
+    assert isinstance(section.activations, list)
+    every = [name for name, _ in model.named_modules() if name]
+    for glob in section.activations:
+        if not any(names.matches(glob, name) for name in every):
+            raise ValueError(f"ds_npu.{KEY}: {glob!r} matches no module of {type(model).__name__}")
+    found = [name for name in every if any(names.matches(glob, name) for glob in section.activations)]
+    return [name for name in found if not any(names.is_inside(name, other) for other in found if other != name)]
+
+
+def _wrap_module(model: nn.Module, name: str, place: int) -> None:
+    module = model.get_submodule(name)
+    wrap_forward(module, partial(_module, module, place), Level.SWAP)
+
+
+def _model(model: nn.Module, swap: ActivationSwap, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Wrap of the model's forward."""
+    if not (model.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    swapped = swap.begin()
+    with new_forward() as micro_batch, saved_tensors_hooks(swapped.hold, lambda held: held.get()):
+        SWAPPED_FORWARD.set(micro_batch, swapped)
+        out = forward(*args, **kwargs)
+    swapped.close()
+    return out
+
+
+def _module(module: nn.Module, place: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Wrap of a chosen module's forward: its weights, and arguments but the first, are there anyway."""
+    swapped = SWAPPED_FORWARD.of(running())
+    if swapped is None:
+        return forward(*args, **kwargs)
+    first = () if args else (first_parameter_name(module),)
+    others = args[1:], {name: value for name, value in kwargs.items() if name not in first}
+    kept = [each for each in tree_leaves(others) if isinstance(each, torch.Tensor)]
+    with swapped.call(place, [*kept, *module.parameters()]):
+        return forward(*args, **kwargs)

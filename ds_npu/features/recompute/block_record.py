@@ -69,6 +69,8 @@ class BlockRecord:
         self._path: list[tuple[str, str]] = []
         self._swappable: set[int] = set()
         """The storages that swapping copies to the host, by their number."""
+        self._stacked: set[int] = set()
+        """What parallel first linears of MLPs return in one tensor, which is copied where it is computed with again."""
 
     @property
     def forward_seconds(self) -> float:
@@ -110,7 +112,8 @@ class BlockRecord:
     def _option(self, parts: tuple[str, ...], kept: Bytes) -> Option:
         saved = set().union(*(storages for _, storages in self._saved))
         rest = sum(size for number, size in kept.items() if number not in self._swappable)
-        beside = sum(size for number, size in kept.items() if number not in saved)
+        again = self._stacked if ACTIVATION in parts else set()
+        beside = sum(size for number, size in kept.items() if number not in saved or number in again)
         return Option(parts, sum(kept.values()), self._again(parts), rest, beside)
 
     def _storages(self, values: Any) -> Bytes:
@@ -221,6 +224,7 @@ class BlockRecord:
         def stacked(function: Any, *args: Any) -> Any:
             self._path.remove(own)
             out = function(*args)
+            self._stacked |= self._storages(out).keys()
             resume(mlp, None, None, out)
             return out
 

@@ -140,7 +140,7 @@ def possible(least_gib: float) -> None:
             trained("llama", 0, {}, int(share * least_gib * GIB) - held_now())
 
 
-# None drawn: GPT-2 over tensor ranks fails (2026-11-23), as what was held before differs from run to run (issue 17).
+# None drawn: GPT-2 over tensor ranks fails here (2026-11-23), and the cause was not found yet (issue 17).
 @pytest.mark.slow
 @pytest.mark.matrix(corners=len(CORNERS), drawn=0)
 @pytest.mark.parametrize(("world", "family", "stages"), [*CORNERS, *CASES], ids=str)

@@ -9,14 +9,14 @@ keep the results of a part's last operators, too, which nothing in backward need
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_npu.memory.held_tensor import HeldTensor, ModifiedTensorError, alias
+from ds_npu.memory.held_tensor import HeldTensor, KeptTensor, ModifiedTensorError, alias
 from ds_npu.parallel.tensor.randomness import States, generator_states, restore_generators
 
 MATMUL = (
@@ -38,9 +38,10 @@ class _Result:
     operator: str
     value: Any
     """What the operator returned, its tensors as HeldTensors; None: another operator may have written to them."""
-    storages: frozenset[int]
     random: States | None
     """The state of the random generators behind it, where it draws from them."""
+    aliases: list[KeptTensor] = field(default_factory=list)
+    """Without memory: modifications of tensors that share the result's storage and count their own."""
 
 
 class KeptResults:
@@ -69,6 +70,7 @@ class Recording(TorchDispatchMode):
         upstream: Any = super()
         upstream.__init__()
         self._kept, self._hold = kept, hold
+        self._of_storage: dict[int, _Result] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,22 +79,30 @@ class Recording(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         name = _name(func)
         if name in kept.operators and not func._schema.is_mutable:
-            tensors = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
             value = tree_map(lambda each: self._hold(alias(each)) if isinstance(each, torch.Tensor) else each, found)
             draws = torch.Tag.nondeterministic_seeded in func.tags
             random = generator_states(kept.device_type) if draws else None
-            storages = frozenset(each.untyped_storage()._cdata for each in tensors)
-            kept.results.append(_Result(name, value, storages, random))
+            kept.results.append(_Result(name, value, random))
+            self._of_storage |= dict.fromkeys(_storages(found), kept.results[-1])
         elif name.startswith("c10d::"):
             self._forget(args)
+        elif not (func.is_view or func._schema.is_mutable):
+            self._watch(found)
         return found
 
     def _forget(self, args: tuple[Any, ...]) -> None:
         """A collective may write to what it is given, and does not say so."""
-        given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
-        for each in self._kept.results:
-            if not given.isdisjoint(each.storages):
-                each.value = None
+        for storage in _storages(args):
+            if storage in self._of_storage:
+                self._of_storage[storage].value = None
+
+    def _watch(self, found: Any) -> None:
+        """An operator may return a view and not say so: aten::_unsafe_view, of which torch.matmul makes its result."""
+        for storage, tensor in _storages(found).items():
+            if storage in self._of_storage:
+                count = alias(tensor)
+                count.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                self._of_storage[storage].aliases.append(KeptTensor(count, tensor._version, is_detached=False))
 
 
 class Replaying(TorchDispatchMode):
@@ -124,9 +134,16 @@ class Replaying(TorchDispatchMode):
 def _value(result: _Result) -> Any:
     """What was returned; None where it is not any more."""
     try:
+        for each in result.aliases:
+            each.get()
         return tree_map(lambda each: each.get().detach() if isinstance(each, HeldTensor) else each, result.value)
     except ModifiedTensorError:
         return None
+
+
+def _storages(found: Any) -> dict[int, torch.Tensor]:
+    """The tensors in ``found`` by their storages."""
+    return {each.untyped_storage()._cdata: each for each in tree_leaves(found) if isinstance(each, torch.Tensor)}
 
 
 def _name(func: Any) -> str:

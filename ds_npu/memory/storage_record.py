@@ -6,6 +6,7 @@ no allocator counts (on the CPU). What is made and freed within one operator is 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+ENGINE_CALLS = ("forward", "backward", "train_batch", "_take_model_step")
+"""Functions of a DeepSpeed engine in which storages are recorded; code of the script runs between them."""
 
 
 def has_storage(kind: type) -> bool:
@@ -62,6 +66,13 @@ class StorageRecord(TorchDispatchMode):
         """By storage (its address), its number and bytes."""
         self._ends: dict[int, weakref.finalize[Any, torch.UntypedStorage]] = {}
         self.is_closed = False
+
+    def see_all(self) -> None:
+        """Every tensor that there is now; what only waits for the garbage collector is freed first."""
+        gc.collect()
+        for each in gc.get_objects():
+            if issubclass(type(each), torch.Tensor):
+                self.see(each)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

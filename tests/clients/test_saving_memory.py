@@ -6,7 +6,6 @@ here less than one weight. What is asked for is its shard of the model and one w
 
 from __future__ import annotations
 
-import gc
 from itertools import accumulate
 from pathlib import Path
 
@@ -31,10 +30,8 @@ SMALL = 4096
 
 def peak_of(call) -> int:
     """The most bytes of storages that ``call`` made and that were there at once."""
-    gc.collect()
     record = StorageRecord("cpu", lambda: "")
-    for each in [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]:
-        record.see(each)
+    record.see_all()
     before = len(record.changes)
     with record:
         call()

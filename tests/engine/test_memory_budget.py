@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -42,11 +41,8 @@ def layers_of(family: str, count: int) -> dict[str, int]:
 
 def held_now() -> int:
     """Bytes of all tensors: DeepSpeed keeps engines."""
-    gc.collect()
     record = StorageRecord("cpu", lambda: "")
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):
-            record.see(each)
+    record.see_all()
     return sum(change.size for change in record.changes)
 
 

@@ -245,10 +245,12 @@ def test_what_backward_needs_must_not_be_modified():
         loss.backward()
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (2, 5, 5)], ids=str)
 @pytest.mark.parametrize("is_swapped", [False, True])
-def test_a_kept_result_that_is_modified_is_computed_again(is_swapped, monkeypatch):
+def test_a_kept_result_that_is_modified_is_computed_again(is_swapped, shape, monkeypatch):
+    """Of three dimensions, the product is a view of what the operator returns, which counts its own modifications."""
     monkeypatch.setattr(swapped_activations, "LEAST_BYTES", 1)
-    x, w = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
+    x, w = torch.randn(shape, requires_grad=True), torch.randn(5, 5, requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         found = x @ w

@@ -20,12 +20,10 @@ from ds_npu.features.memory_report.memory_use import (
     MemoryUse,
     memory_use,
 )
-from ds_npu.memory.storage_record import StorageRecord
+from ds_npu.memory.storage_record import ENGINE_CALLS, StorageRecord
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, attributes, has_attribute, remove_attributes, set_attribute
 
-CALLS = ("forward", "backward", "train_batch", "_take_model_step")
-"""Functions of an engine in which storages are recorded; code of the script runs between them."""
 BUCKET = "ipg"
 """In the names of ZeRO's buckets of gradients, which it makes in backward."""
 OF_GRADIENTS = ("grad", BUCKET, "reduce")
@@ -49,7 +47,7 @@ class MeasuredStep:
         self._see_what_is_there()
         self._undo = ExitStack()
         self._add_hooks()
-        for name in CALLS:
+        for name in ENGINE_CALLS:
             if hasattr(engine, name):
                 self._wrap(name)
 
@@ -79,7 +77,7 @@ class MeasuredStep:
         return int(found["current"]), int(found["peak"])
 
     def _wrap(self, name: str) -> None:
-        """Record while the engine's function ``name`` runs, which may call another one of CALLS."""
+        """Record while the engine's function ``name`` runs, which may call another of ENGINE_CALLS."""
         engine, function = self._engine, getattr(self._engine, name)
         before = attribute(engine, name, object) if has_attribute(engine, name) else None
 

@@ -8,7 +8,6 @@ second.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from ds_npu.features.recompute.recorded_steps import RecordedSteps
 from ds_npu.features.swapped_modules import swap_changes
 from ds_npu.log import logger, warn_once
 from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
-from ds_npu.memory.storage_record import StorageRecord
+from ds_npu.memory.storage_record import ENGINE_CALLS, StorageRecord
 from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.planner.memory_plan import BudgetError, Moment, Option, PlannedLayer, best_plan
 from ds_npu.planner.memory_plan_table import (
@@ -47,8 +46,6 @@ from ds_npu.planner.swap_pattern import SwapPattern, patterns
 from ds_npu.topology.machine import Machine, machine_of
 
 CPU = "cpu"
-CALLS = ("forward", "backward", "train_batch", "_take_model_step")
-"""Functions of an engine in which tensors are recorded on the CPU."""
 MARGIN = MIB
 """Bytes for what small tensors (scalars of optimizers and scripts) are made behind the recorded steps."""
 PLANNED = "ds_npu_memory_plan"
@@ -180,10 +177,8 @@ def meter_of(engine: Any, device_type: str) -> tuple[PeakMeter, Callable[[], Non
     if device_type != CPU:
         return AllocatorMeter(device_type), lambda: None
     record = StorageRecord(CPU, lambda: "")
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):
-            record.see(each)
-    for name in CALLS:
+    record.see_all()
+    for name in ENGINE_CALLS:
         if hasattr(engine, name):
             set_attribute(engine, name, partial(_within, record, getattr(engine, name)))
     return StorageMeter(record), record.close

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change
+from ds_npu.features.matched_modules import matched_modules
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
 from ds_npu.models import names
 from ds_npu.parallel.forward_wraps import Forward, Level, first_parameter_name, wrap_forward
@@ -52,11 +53,8 @@ def swap_changes(section: SwapSection, build: Build) -> Iterable[Change]:
 def _globbed(section: SwapSection, model: nn.Module) -> list[str]:
     """The modules that the globs match, in the model's order, without those in others of them."""
     assert isinstance(section.activations, list)
-    every = [name for name, _ in model.named_modules() if name]
-    for glob in section.activations:
-        if not any(names.matches(glob, name) for name in every):
-            raise ValueError(f"ds_npu.{KEY}: {glob!r} matches no module of {type(model).__name__}")
-    found = [name for name in every if any(names.matches(glob, name) for glob in section.activations)]
+    chosen = {name for glob in section.activations for name in matched_modules(KEY, glob, model)}
+    found = [name for name, _ in model.named_modules() if name in chosen]
     return [name for name in found if not any(names.is_inside(name, other) for other in found if other != name)]
 
 

@@ -8,7 +8,7 @@ import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
 from gradient_rule import without_extension
-from memory_rule import WORLDS, dropping, same
+from memory_rule import DROPS, WORLDS, same
 from ranks import run_on_ranks
 from torch.nn.functional import max_pool2d, max_unpool2d
 
@@ -26,7 +26,7 @@ CASES = [
 
 def same_numbers(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> None:
     without_extension()
-    changes = dropping(family, parallel)
+    changes = DROPS.get(family, {})
     for stage in stages:
         # Of the whole process, so also of the engines that follow.
         torch.use_deterministic_algorithms(False)

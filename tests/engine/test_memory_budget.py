@@ -14,7 +14,7 @@ import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
 import torch.distributed as dist
-from memory_rule import WORLDS, dropping
+from memory_rule import DROPS, WORLDS
 from ranks import run_on_ranks
 
 from ds_npu.features.recompute.budget import MemoryBudget
@@ -76,7 +76,7 @@ def trained(family: str, stage: int, section: dict[str, object], room: int | Non
     most = [0] * dist.get_world_size()
     dist.all_gather_object(most, held_now())
     torch.manual_seed(5)
-    changes = dropping(family, section.get("parallel", {})) | layers_of(family, 4)
+    changes = DROPS.get(family, {}) | layers_of(family, 4)
     model = tiny_models.tiny(family, torch.float32, **changes)
     if room is not None:
         section = section | {"recompute": {"budget_gib": (max(most) + room) / GIB}}

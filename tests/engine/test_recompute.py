@@ -8,7 +8,7 @@ import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
 from adapted_models import ATTENTION, MLP, adapted
-from memory_rule import WORLDS, dropping, same
+from memory_rule import DROPS, WORLDS, same
 from ranks import run_on_ranks
 
 RECOMPUTE: dict[str, dict[str, object]] = {
@@ -35,7 +35,7 @@ CASES = [(world, family, STAGES) for world in WORLDS for family in ("llama", "gp
 
 def each_stage(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> None:
     rule.without_extension()
-    changes = dropping(family, parallel)
+    changes = DROPS.get(family, {})
     variants = {name: each for name, each in VARIANTS.items() if family != "gpt2" or name != "modules"}
     for stage in stages:
         same(lambda: tiny_models.tiny(family, torch.float32, **changes), stage, {"parallel": parallel}, variants)

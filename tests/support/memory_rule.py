@@ -23,11 +23,7 @@ DROPS: dict[str, dict[str, float]] = {
     "gpt2": {"attn_pdrop": 0.3, "embd_pdrop": 0.2, "resid_pdrop": 0.1},
     "llama": {"attention_dropout": 0.3},
 }
-
-
-def dropping(family: str, parallel: dict[str, object]) -> dict[str, float]:
-    """What of a model of the family drops: ranks of a ring draw no dropout of attention."""
-    return {} if "context" in parallel else DROPS.get(family, {})
+"""By family, what of a model drops."""
 
 
 def trained(model: torch.nn.Module, stage: int, section: dict[str, object]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
 from ds_npu.features.build import PLAN_ATTRIBUTE, Build
+from ds_npu.features.matched_modules import matched_modules
 from ds_npu.features.pipeline.stages import cut_into_stages, run_stage, stages_of
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import PlanError
@@ -86,6 +87,16 @@ def test_globs_may_name_modules_of_other_stages():
         assert plan.blocks == vars(part)[PLAN_ATTRIBUTE].blocks and plan.named("replicated")
     with pytest.raises(PlanError, match="matches no module"):
         plan_for(parts[0], {"model.layer.*": "block"})
+
+
+def test_globs_of_keys_are_held_to_all_stages():
+    parts = [stageable("llama") for _ in range(2)]
+    cut(parts, 2)
+    assert [matched_modules("swap.activations", "model.layers.0.**", part) for part in parts][1] == []
+    assert matched_modules("swap.activations", "**.layers.0.mlp", parts[0]) == ["model.layers.0.mlp"]
+    for part in parts:
+        with pytest.raises(ValueError, match=r"ds_npu\.swap\.activations: '\*\*\.mlpp' matches no module of Llama"):
+            matched_modules("swap.activations", "**.mlpp", part)
 
 
 def test_modules_that_are_no_blocks():

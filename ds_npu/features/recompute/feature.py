@@ -12,6 +12,7 @@ from ds_npu.config.roles import Role
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.feature import Feature
+from ds_npu.features.matched_modules import matched_modules
 from ds_npu.features.recompute.attention_core import attention_changes
 from ds_npu.features.recompute.budget import plan_part
 from ds_npu.features.recompute.mlp_linears import COLUMNS, children, mlp_linears
@@ -19,7 +20,6 @@ from ds_npu.features.recompute.outputs import RecomputedActivation, RecomputedNo
 from ds_npu.features.recompute.recomputed_calls import KEY, RecomputedRuns, check_not_checkpointed, recompute_module
 from ds_npu.models import names
 from ds_npu.parallel.forward_wraps import Level, Wrapper, wrap_forward
-from ds_npu.parallel.pipeline.pass_through import PassThrough
 from ds_npu.planner.memory_plan import missing_solver
 
 NORMS = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
@@ -111,14 +111,7 @@ def _matched(key: str, globs: bool | Sequence[str], build: Build) -> list[str]:
     """The modules of this rank that ``globs`` match; "", which is around all of them, for true."""
     if isinstance(globs, bool):
         return [""] if globs else []
-    found: list[str] = []
-    for glob in globs:
-        matched = [name for name, _ in build.model.named_modules() if name and names.matches(glob, name)]
-        # Other pipeline stages have other modules.
-        if not matched and not build.is_cut_into_stages:
-            raise ValueError(f"ds_npu.{KEY}.{key}: {glob!r} matches no module of {type(build.model).__name__}")
-        found += matched
-    return [name for name in found if not isinstance(build.model.get_submodule(name), PassThrough)]
+    return [name for glob in globs for name in matched_modules(f"{KEY}.{key}", glob, build.model)]
 
 
 def _is_inside_any(name: str, others: Iterable[str]) -> bool:

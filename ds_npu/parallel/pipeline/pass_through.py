@@ -108,6 +108,8 @@ class PassThrough(nn.Module):
     """Name and class of the absent module."""
     weights: Mapping[str, torch.Size] = MappingProxyType({})
     """By name in the absent module, the shapes of its parameters and persistent buffers."""
+    absent_names: tuple[str, ...] = ()
+    """Names in the whole model: of the absent module, and of those in it."""
 
     def __init__(self, absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnStages) -> None:
         """``sides``: where it stands in each of the stages ``held``, by the stage's index."""
@@ -119,6 +121,7 @@ class PassThrough(nn.Module):
             for each, weight in absent.state_dict(keep_vars=True).items()
             if isinstance(weight, torch.Tensor)
         }
+        self.absent_names = tuple(inner for inner, _ in absent.named_modules(prefix=name))
         self.first_parameter = first_parameter_name(absent)
         self.train(absent.training)
 

@@ -11,6 +11,7 @@ import tiny_models
 import torch
 import torch.distributed as dist
 import transformers
+from allocated import peak_bytes
 from ranks import run_on_ranks
 from sharded_models import first_fast
 from torch import nn
@@ -150,3 +151,23 @@ def unwritable(folder: str) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
     saved("llama", tmp_path)
     run_on_ranks(2, unwritable, str(tmp_path))
+
+
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 16, "num_hidden_layers": 4}
+
+
+def experts_peak(folder: str) -> None:
+    """Loading takes the rank's experts and what all ranks have, and less than one weight besides."""
+    made = tensor_parallel_rule.config(3, torch.bfloat16, {"parallel": {"expert": 2}})
+    peak = peak_bytes(lambda: loaded(made, folder, torch.bfloat16), mapped=[Path(folder) / "model.safetensors"])
+    weights = [weight.nbytes for weight in loaded(made, folder, torch.bfloat16).parameters()]
+    assert sum(weights) <= peak <= sum(weights) + max(weights)
+
+
+def test_under_zero_3_each_rank_reads_its_experts(tmp_path):
+    model = tiny_models.tiny("qwen3_moe", torch.bfloat16, **WIDE)
+    whole = sum(weight.nbytes for weight in model.parameters())
+    model.save_pretrained(tmp_path)
+    # The file itself is mapped, and holds twice what a rank loads.
+    assert (tmp_path / "model.safetensors").stat().st_size > whole
+    run_on_ranks(2, experts_peak, str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -45,3 +46,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish() -> None:
     if matrix.is_exhaustive():
         matrix.record(took)
+
+
+def pytest_collection_finish():
+    """What is imported stays: collecting garbage takes less without it."""
+    gc.collect()
+    gc.freeze()

@@ -24,6 +24,8 @@ from ds_npu.planner.memory_plan import Option, PlannedLayer, fastest, measured, 
 from ds_npu.planner.memory_plan_table import GIB, StagePlan, section_of
 
 STEPS = 4
+LENGTH = 48
+"""Of sequences, whose activations are then more than the buffers of gradients."""
 FOLLOW = MemoryBudget._follow
 BUCKETS = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000}
 PIPELINES: list[dict[str, object]] = [
@@ -91,7 +93,7 @@ def trained(family: str, stage: int, section: dict[str, object], room: int | Non
     with mock.patch.object(MemoryBudget, "_follow", follow):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         torch.manual_seed(7)
-        for ids in tensor_rule.batches(STEPS * rule.MICRO * rule.ACCUMULATION).split(rule.MICRO):
+        for ids in tiny_models.tokens(STEPS * rule.MICRO * rule.ACCUMULATION, LENGTH).split(rule.MICRO):
             loss = engine(input_ids=ids, labels=ids).loss
             run.numbers.append(loss.detach().clone())
             engine.backward(loss)

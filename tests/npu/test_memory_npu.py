@@ -25,8 +25,6 @@ RECOMPUTE: list[dict[str, object]] = [
     {"attention_core": True},
     {"layers": "all", "keep": ["matmul", "attention"]},
 ]
-ON_OTHER_AXES: list[dict[str, object]] = [{"norm": True}, RECOMPUTE[1], RECOMPUTE[-1]]
-"""With activation_function, gradients of micro-batches are rounded otherwise (docs/memory.md)."""
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 
 
@@ -117,7 +115,7 @@ def runs_on_other_axes(family: str, parallel: dict[str, object], stage: int) -> 
     """Those without, to the bit; experts are sent again, for which the host waits again."""
     rule.without_extension()
     expected = trained(family, stage, {"parallel": parallel})
-    for recompute in ON_OTHER_AXES:
+    for recompute in RECOMPUTE:
         assert same(trained(family, stage, {"parallel": parallel, "recompute": recompute}), expected), recompute
 
 

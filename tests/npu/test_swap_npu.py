@@ -29,8 +29,6 @@ def engine_of(stage: int, section: dict[str, object], **sizes: object) -> deepsp
     family = "qwen3_moe" if "expert" in section.get("parallel", {}) else "llama"
     model = tiny_models.tiny(family, torch.float32, **sizes).to(torch.bfloat16)
     config = tensor_rule.config(stage, torch.bfloat16, section)
-    # With it, two runs of ZeRO 3 without swapping are not always the same to the bit.
-    config["zero_optimization"]["overlap_comm"] = False
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
 

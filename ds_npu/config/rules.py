@@ -192,6 +192,8 @@ def _swap(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.swap.hidden_only", True, "only with ds_npu.swap.activations, of which it chooses a part")
     if config.swap.depth is not None and not config.swap.activations:
         yield Problem("ds_npu.swap.depth", config.swap.depth, "only with ds_npu.swap.activations")
+    if config.swap.compress and not config.swap.activations:
+        yield Problem("ds_npu.swap.compress", True, "only with ds_npu.swap.activations, whose copies it makes smaller")
 
 
 def _planned_beside(config: DsNpuConfig) -> Iterator[Problem]:

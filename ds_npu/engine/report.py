@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from ds_npu import capability
 from ds_npu.config.moe import MoeSection
 from ds_npu.config.sections import DsNpuConfig
+from ds_npu.config.swap import SwapSection
 from ds_npu.engine.patches import FAILED
 from ds_npu.features.driver import FEATURES
 from ds_npu.ops.all import report as operator_report
@@ -87,6 +88,7 @@ def feature_report() -> list[FeatureRow]:
     if capability.torch_npu_state().usable:
         # What some NPUs have, and others do not.
         rows.append(("moe.dispatcher fused", features["moe"].unmet(MoeSection(dispatcher="fused"))))
+        rows.append(("swap.compress", features["swap"].unmet(SwapSection(activations=True, compress=True))))
     return rows
 
 

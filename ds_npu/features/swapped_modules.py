@@ -17,10 +17,11 @@ from ds_npu.features.declaration import Change
 from ds_npu.features.matched_modules import matched_modules
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
 from ds_npu.models import names
+from ds_npu.ops import exponent_code
 from ds_npu.parallel.forward_wraps import Forward, Level, first_parameter_name, wrap_forward
 from ds_npu.parallel.micro_batch import new_forward, running
 
-KEY = "swap.activations"
+KEY, COMPRESS = "swap.activations", "swap.compress"
 
 
 def swap_changes(section: SwapSection, build: Build) -> Iterable[Change]:
@@ -39,7 +40,13 @@ def swap_changes(section: SwapSection, build: Build) -> Iterable[Change]:
             f"ds_npu.{KEY}: found {section.activations}, which is {len(chosen)} of the modules of "
             f"{type(build.model).__name__}; at least 2: the last one stays on the device"
         )
-    swap = ActivationSwap(build.device_type, len(chosen), section.hidden_only, section.depth)
+    checked = section.compress and build.device_type == "npu" and not build.is_planned
+    if checked and (reason := exponent_code.why_wrong_codes(build.device_type)):
+        raise ValueError(
+            f"ds_npu.{COMPRESS}: found true, and npu_hans_encode and npu_hans_decode do not work here: {reason}. "
+            "What to do: leave it out"
+        )
+    swap = ActivationSwap(build.device_type, len(chosen), section.hidden_only, section.depth, section.compress)
 
     def wrap_model() -> None:
         wrap_forward(build.model, partial(_model, build.model, swap), Level.SWAP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,34 +19,40 @@ class HostBuffer:
     """Bytes of the host: [at least so many as asked for] uint8."""
 
     data: torch.Tensor
-    read: Any = None
-    """The event behind the last copy that reads it; None: nothing reads it."""
+    used: Any = None
+    """The event behind the last copy that reads or writes it; None: nothing does."""
 
 
 class HostPool:
-    """Buffers, pinned for NPUs, that are given back and taken again; they are never freed."""
+    """Buffers that are given back and taken again; they are never freed."""
 
-    def __init__(self, is_pinned: bool) -> None:
-        self._is_pinned = is_pinned
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        """``make``: [n] uint8 for n."""
+        self._make = make
         self._free: dict[int, list[HostBuffer]] = {}
         self.size = 0
         """Bytes of all buffers."""
 
     def take(self, size: int) -> HostBuffer:
-        """A buffer of at least ``size`` bytes, which may only be written behind its ``read``; raises MemoryError."""
+        """A buffer of at least ``size`` bytes, which may only be written behind its ``used``; raises MemoryError."""
         rounded = _rounded(size)
         free = self._free.setdefault(rounded, [])
         try:
             # Another thread gives buffers back.
             return free.pop()
         except IndexError:
-            made = HostBuffer(pinned(torch.empty(rounded, dtype=torch.uint8, pin_memory=self._is_pinned)))
+            made = HostBuffer(self._make(rounded))
             self.size += rounded
             return made
 
     def give(self, buffer: HostBuffer) -> None:
         """Take ``buffer`` back, whose last copies may still run."""
         self._free[buffer.data.numel()].append(buffer)
+
+
+def host_pool(is_pinned: bool) -> HostPool:
+    """A pool of memory that copies of devices use, pinned for NPUs."""
+    return HostPool(lambda size: pinned(torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)))
 
 
 def _rounded(size: int) -> int:

@@ -21,7 +21,7 @@ from torch import nn
 from ds_npu.log import logger
 from ds_npu.memory.copy_streams import CopyStreams
 from ds_npu.memory.held_tensor import HeldTensor, keep
-from ds_npu.memory.host_pool import HostPool
+from ds_npu.memory.host_place import HostPlaces
 from ds_npu.memory.swapped_storage import SWAPPED_STORAGE, SwappedStorage, SwappedTensor
 from ds_npu.parallel.micro_batch import Fact
 
@@ -35,10 +35,18 @@ TIMED_FORWARD = 1
 class ActivationSwap:
     """The streams, the host memory and the depth of one model, ``count`` of whose modules are swapped."""
 
-    def __init__(self, device_type: str, count: int, hidden_only: bool = False, depth: int | None = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        count: int,
+        hidden_only: bool = False,
+        depth: int | None = None,
+        compresses: bool = False,
+    ) -> None:
         """``hidden_only``: once it is known, so much of each module that a copy takes no longer than it computes.
 
-        ``depth``: of copies back; None: as many modules as need be, by the measured times.
+        ``depth``: of copies back; None: as many modules as need be, by the measured times. ``compresses``: copies are
+        lossless codes of what they can be of.
         """
         self.device_type, self.count = device_type, count
         self.depth = max(1, min(depth or 1, count - 1))
@@ -46,10 +54,10 @@ class ActivationSwap:
         self.budget: int | None = None
         """Bytes of a module that are copied at most; None: all."""
         self._hidden_only = hidden_only
-        self.streams, self.pool = CopyStreams(device_type), HostPool(is_pinned=device_type != "cpu")
+        self.streams, self.places = CopyStreams(device_type, compresses), HostPlaces(device_type, compresses)
         self._forwards = 0
         self._times: list[Any] | None = None
-        self._timed_bytes = 0
+        self._timed_bytes = self._timed_copies = 0
 
     def begin(self) -> SwappedForward:
         """A forward of the model begins."""
@@ -57,9 +65,10 @@ class ActivationSwap:
         self._forwards += 1
         return SwappedForward(self, is_timed=self._forwards == 1 + TIMED_FORWARD)
 
-    def timed(self, begin: Any, computed: Any, copied: Any, size: int) -> None:
-        """Keep the events around a module's computation and copies of ``size`` bytes, to be read when they are over."""
-        self._times, self._timed_bytes = [begin[0], computed[0], computed[1], copied[1]], size
+    def timed(self, begin: Any, computed: Any, copied: Any, group: SwapGroup) -> None:
+        """Keep the events around a module's computation and copies, to be read when they are over."""
+        self._times = [begin[0], computed[0], computed[1], copied[1]]
+        self._timed_bytes, self._timed_copies = group.bytes(), group.copied_bytes
 
     def _set_depth(self) -> None:
         """So many modules that a copy of one takes no longer than they compute."""
@@ -70,9 +79,10 @@ class ActivationSwap:
         self._times = None
         self.set_speed(compute_ms, copy_ms)
         logger().info(
-            "swap.activations: a module computes for %.3g ms and is copied in %.3g ms; copies back begin %d ahead, and "
-            "the last %d of %d modules stay on the device, of the others all but %s bytes",
-            *(compute_ms, copy_ms, self.depth, self.depth, self.count),
+            "swap.activations: a module computes for %.3g ms and is copied in %.3g ms, %s bytes for %s; copies back "
+            "begin %d ahead, and the last %d of %d modules stay on the device, of the others all but %s bytes",
+            *(compute_ms, copy_ms, f"{self._timed_copies:,}", f"{self._timed_bytes:,}"),
+            *(self.depth, self.depth, self.count),
             0 if self.budget is None else f"{self._timed_bytes - self.budget:,}",
         )
 
@@ -107,6 +117,7 @@ class SwapGroup:
         """Those that are on the device only because of this."""
         self._needed: dict[int, weakref.ref[SwappedStorage]] = {}
         self._copied: Any = None
+        self.copied_bytes = 0
         self.is_reached = False
 
     def storage_of(self, tensor: torch.Tensor) -> SwappedStorage | None:
@@ -117,7 +128,7 @@ class SwapGroup:
         if found is not None and found.version != tensor._version:
             return None
         if found is None:
-            found = SwappedStorage(tensor, self._swap.streams, self._swap.pool)
+            found = SwappedStorage(tensor, self._swap.streams, self._swap.places)
             SWAPPED_STORAGE.set(storage, weakref.ref(found))
             self._own.append(found)
         self._needed[id(found)] = weakref.ref(found)
@@ -130,7 +141,9 @@ class SwapGroup:
             return
         copies = {each: each.begin_copy() for each in self._swap.chosen(self._own)}
         self._own = [each for each, copy in copies.items() if copy is not None]
-        self._copied = self._swap.streams.copy_out([copy for copy in copies.values() if copy is not None])
+        begun = [copy for copy in copies.values() if copy is not None]
+        self.copied_bytes = sum(copy.place.size for copy in begun)
+        self._copied = self._swap.streams.copy_out(begun)
 
     def bytes(self) -> int:
         """Of what has been copied and not let go of."""
@@ -150,8 +163,8 @@ class SwapGroup:
         copies = {each: copy for each in there if (copy := each.begin_return()) is not None}
         if copies:
             event = self._swap.streams.copy_back(list(copies.values()))
-            for each, (data, _) in copies.items():
-                each.arrives(data, event)
+            for each, copy in copies.items():
+                each.arrives(copy.data, event)
 
 
 class SwappedForward:
@@ -179,7 +192,7 @@ class SwappedForward:
         computed = streams.mark() if begin is not None else None
         group.copy_out()
         if begin is not None:
-            self._swap.timed(begin, computed, streams.mark(), group.bytes())
+            self._swap.timed(begin, computed, streams.mark(), group)
         if len(self._groups) > depth:
             self._groups[-1 - depth].release()
 

@@ -6,6 +6,7 @@ import pytest
 import tiny_models
 import torch
 from adapted_models import ATTENTION, MLP, adapted
+from coded_activations import code_everything, overflow_bytes
 from gradient_rule import without_extension
 from memory_rule import DROPS, WORLDS, same
 from ranks import run_on_ranks
@@ -19,6 +20,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "inputs": SWAP | {"recompute": {"layers": "all"}},
     "runs": SWAP | {"recompute": {"layers": 2, "method": "uniform"}},
     "outputs": SWAP | {"recompute": {"norm": True, "activation_function": True}},
+    "compressed": {"swap": {"activations": True, "compress": True}},
     "chunked": SWAP | {"chunked_loss": 4, "recompute": {"norm": True}},
 }
 STAGES = (0, 1, 2, 3)
@@ -30,9 +32,15 @@ CORNERS = [
 CASES = [(world, family, STAGES) for world in WORLDS for family in ("llama", "gpt2", "qwen3_moe")]
 
 
-def each_stage(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> None:
+def begin() -> None:
+    """Swap and code everything; half of what is coded does not fit into the codes."""
     without_extension()
     swapped_activations.LEAST_BYTES = 1
+    code_everything(pytest.MonkeyPatch(), 1 / 4)
+
+
+def each_stage(family: str, parallel: dict[str, object], stages: tuple[int, ...]) -> None:
+    begin()
     changes = DROPS.get(family, {}) | {"num_hidden_layers": 3}
     # Another sum of the loss than a whole one.
     variants = {name: each for name, each in VARIANTS.items() if name != "chunked"}
@@ -43,12 +51,12 @@ def each_stage(family: str, parallel: dict[str, object], stages: tuple[int, ...]
         same(
             lambda: tiny_models.tiny(family, torch.float32, **changes), stage, chunked, {"chunked": VARIANTS["chunked"]}
         )
+    assert overflow_bytes() > 0
 
 
 def in_stages(schedules: tuple[str, ...]) -> None:
     """Pipelines, some of which leave weight gradients for later; ZeRO 3 does not go with them."""
-    without_extension()
-    swapped_activations.LEAST_BYTES = 1
+    begin()
     variants = {name: each for name, each in VARIANTS.items() if name != "chunked"}
     for schedule in schedules:
         for stage in (0, 1):
@@ -57,8 +65,7 @@ def in_stages(schedules: tuple[str, ...]) -> None:
 
 
 def with_adapters() -> None:
-    without_extension()
-    swapped_activations.LEAST_BYTES = 1
+    begin()
     for stage in (0, 3):
         same(lambda: adapted("llama", ATTENTION + MLP, lora_dropout=0.2).float(), stage, {}, {"blocks": SWAP})
 

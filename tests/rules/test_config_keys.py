@@ -61,6 +61,7 @@ KEYS = {
     "swap.activations": "boolean or list of globs",
     "swap.hidden_only": "boolean",
     "swap.depth": "integer 1 to 4",
+    "swap.compress": "boolean",
     "optimizer_memory.swap": "boolean",
     "optimizer_memory.resident_gib": "number >= 0",
     "optimizer_memory.share_fp32": "boolean",

@@ -17,7 +17,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.memory import swapped_activations
 from ds_npu.memory.held_tensor import ModifiedTensorError
-from ds_npu.memory.host_pool import HostPool
+from ds_npu.memory.host_pool import host_pool
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
 from ds_npu.memory.swapped_storage import SwappedStorage
 
@@ -81,7 +81,7 @@ def test_every_family_to_the_bit(family, swaps):
     expected = step(model())
     for recompute in RECOMPUTE:
         assert same(step(swapping(model(), recompute=recompute)), expected), recompute
-        assert swaps.pop().pool.size > 0
+        assert swaps.pop().places.pool.size > 0
     blocks = "transformer.h.*" if family == "gpt2" else "**.layers.*"
     assert same(step(swapping(model(), [f"{blocks}.mlp", f"{blocks}.*attn*"])), expected)
 
@@ -115,7 +115,7 @@ def test_the_models_own_checkpointing_is_honoured(reentrant, swaps):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         found.append(step(swapping(model) if swapped else model))
     hidden = 4 * 3 * 13 * 32
-    assert same(*found) and 3 * hidden <= swaps[0].pool.size <= 1.125 * 3 * hidden
+    assert same(*found) and 3 * hidden <= swaps[0].places.pool.size <= 1.125 * 3 * hidden
 
 
 # ---- bytes ----
@@ -143,7 +143,7 @@ def kept_and_swapped(
     gc.collect()
     assert loss.requires_grad
     # On the CPU the pool is of the same memory.
-    size = swaps.pop().pool.size
+    size = swaps.pop().places.pool.size
     return memory.alive - size, size
 
 
@@ -207,7 +207,7 @@ def test_tensors_of_one_storage_are_copied_once():
     expected, x.grad = x.grad, None
     swap, loss = in_forward(call)
     # y, and its exponentials, their slice, and the product of y with itself.
-    assert swap.pool.size == 4 * (48 + 48 + 64)
+    assert swap.places.pool.size == 4 * (48 + 48 + 64)
     loss.backward()
     assert torch.equal(x.grad, expected)
 
@@ -215,7 +215,7 @@ def test_tensors_of_one_storage_are_copied_once():
 def test_only_what_is_hidden_is_copied_the_largest_first(swaps):
     sizes = [SimpleNamespace(size=size) for size in (100, 300, 40, 200)]
     swap = ActivationSwap("cpu", 3, hidden_only=True)
-    swap.timed((0, 0), (1, 1), (2, 2), 1000)
+    swap.timed((0, 0), (1, 1), (2, 2), SimpleNamespace(bytes=lambda: 1000, copied_bytes=1000))
     swap.set_speed(2.0, 1.0)
     assert swap.chosen(sizes) == sizes and swap.depth == 1
     swap.set_speed(1.0, 4.0)
@@ -228,7 +228,7 @@ def test_only_what_is_hidden_is_copied_the_largest_first(swaps):
     assert same(step(whole), expected)
     partly = swapping(model())
     swaps[2].budget = 12_000
-    assert same(step(partly), expected) and 0 < swaps[2].pool.size < 0.6 * swaps[1].pool.size
+    assert same(step(partly), expected) and 0 < swaps[2].places.pool.size < 0.6 * swaps[1].places.pool.size
 
 
 def test_buffers_are_used_again_and_weights_stay():
@@ -240,10 +240,10 @@ def test_buffers_are_used_again_and_weights_stay():
         with hooks, forward.call(0, [weight]):
             y = (x * 1) @ weight.t() @ weight.detach()
         forward.close()
-        assert swap.pool.size == 4 * 4 * 8, "what enters the first product"
+        assert swap.places.pool.size == 4 * 4 * 8, "what enters the first product"
         y.sum().backward()
         del y, forward
-    assert sum(map(len, swap.pool._free.values())) == 1
+    assert sum(map(len, swap.places.pool._free.values())) == 1
 
 
 def test_what_backward_needs_must_not_be_modified():
@@ -295,7 +295,7 @@ def test_the_last_ones_and_what_lives_anyway_stay():
             y = (y * 2).exp().sum()
         y = (y * 3).exp()
     forward.close()
-    assert swap.pool.size == 0
+    assert swap.places.pool.size == 0
     y.backward()
 
 
@@ -307,14 +307,14 @@ def test_a_forward_that_fails_keeps_nothing(swaps):
         model(input_ids=ids, labels=ids)
     handle.remove()
     gc.collect()
-    pool = swaps[0].pool
-    assert not [each for each in gc.get_objects() if type(each) is SwappedStorage and each._pool is pool]
+    pool = swaps[0].places.pool
+    assert not [each for each in gc.get_objects() if type(each) is SwappedStorage and each._places.pool is pool]
     assert sum(size * len(free) for size, free in pool._free.items()) == pool.size > 0
     assert same(step(model), step(tiny_models.tiny("llama", torch.float32)))
 
 
 def test_sizes_are_rounded_up_by_an_eighth_at_most():
-    pool = HostPool(is_pinned=False)
+    pool = host_pool(is_pinned=False)
     for size in (1, 2, 3, 9, 1000, 2**20, 2**20 + 1, 3 * 2**18 + 5, 123_456_789):
         taken = pool.take(size).data.numel()
         assert size <= taken <= max(size * 1.125, size + 1), (size, taken)

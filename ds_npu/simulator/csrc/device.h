@@ -61,4 +61,7 @@ void set_current_device(int index);
 // The device whose memory holds `address`, or nullptr: then it is host memory.
 Device* device_of(const void* address);
 
+// Of each device, by its SoC.
+int64_t vector_cores();
+
 }  // namespace sim

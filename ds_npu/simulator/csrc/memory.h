@@ -52,4 +52,7 @@ class Memory {
   std::map<std::size_t, std::size_t> taken_;  // offset -> bytes
 };
 
+// Whether these bytes of the host are mapped to the devices, by aclrtHostRegister.
+bool is_mapped(const void* address, std::size_t bytes);
+
 }  // namespace sim

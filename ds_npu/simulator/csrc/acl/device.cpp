@@ -36,6 +36,8 @@ const Soc& soc() {
 
 }  // namespace
 
+int64_t sim::vector_cores() { return soc().vector_cores; }
+
 SIM_PLAIN const char* aclrtGetSocName() { return sim::settings().soc.c_str(); }
 
 SIM_API(aclError, aclrtGetDeviceCount, (uint32_t* count)) { *count = static_cast<uint32_t>(sim::settings().devices.size()); }

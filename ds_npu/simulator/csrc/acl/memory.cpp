@@ -17,8 +17,8 @@ using sim::Failure;
 
 namespace {
 
-// The ranges of pinned host memory, for aclrtPointerGetAttributes.
-class Pinned {
+// Ranges of host memory.
+class Ranges {
  public:
   void add(const void* address, size_t bytes) {
     const std::scoped_lock lock(mutex_);
@@ -29,12 +29,12 @@ class Pinned {
     if (ranges_.erase(static_cast<const char*>(address)) == 0)
       throw Failure(ACL_ERROR_INVALID_PARAM, "this host memory is not pinned");
   }
-  bool contains(const void* address) {
+  bool contains(const void* address, size_t bytes = 1) {
     const std::scoped_lock lock(mutex_);
     auto range = ranges_.upper_bound(static_cast<const char*>(address));
     if (range == ranges_.begin()) return false;
     --range;
-    return static_cast<const char*>(address) < range->first + range->second;
+    return static_cast<const char*>(address) + bytes <= range->first + range->second;
   }
 
  private:
@@ -42,8 +42,15 @@ class Pinned {
   std::map<const char*, size_t> ranges_;
 };
 
-Pinned& pinned() {
-  static auto* ranges = new Pinned;  // never destroyed: torch frees pinned memory while the process ends
+// For aclrtPointerGetAttributes. Never destroyed: torch frees pinned memory while the process ends.
+Ranges& pinned() {
+  static auto* ranges = new Ranges;
+  return *ranges;
+}
+
+// What aclrtHostRegister has pinned, and mapped to devices at the same address.
+Ranges& registered() {
+  static auto* ranges = new Ranges;
   return *ranges;
 }
 
@@ -91,6 +98,8 @@ void allocate_on_device(void** address, size_t bytes) {
 
 }  // namespace
 
+bool sim::is_mapped(const void* address, size_t bytes) { return registered().contains(address, bytes); }
+
 SIM_API(aclError, aclrtMalloc, (void** address, size_t bytes, aclrtMemMallocPolicy)) { allocate_on_device(address, bytes); }
 
 SIM_API(aclError, aclrtMallocAlign32, (void** address, size_t bytes, aclrtMemMallocPolicy)) {
@@ -117,20 +126,21 @@ SIM_API(aclError, aclrtFreeHost, (void* address)) {
 }
 
 SIM_API(aclError, aclrtHostRegister, (void* address, uint64_t bytes, aclrtHostRegisterType, void** device_address)) {
-  pinned().add(address, bytes);
+  registered().add(address, bytes);
   if (device_address != nullptr) *device_address = address;
 }
 
-SIM_API(aclError, aclrtHostRegisterV2, (void* address, uint64_t bytes, uint32_t)) { pinned().add(address, bytes); }
+SIM_API(aclError, aclrtHostRegisterV2, (void* address, uint64_t bytes, uint32_t)) { registered().add(address, bytes); }
 
-SIM_API(aclError, aclrtHostUnregister, (void* address)) { pinned().remove(address); }
+SIM_API(aclError, aclrtHostUnregister, (void* address)) { registered().remove(address); }
 
 SIM_API(aclError, aclrtPointerGetAttributes, (const void* address, aclrtPtrAttributes* attributes)) {
   *attributes = {};
   if (const sim::Device* owner = sim::device_of(address)) {
     attributes->location = {static_cast<uint32_t>(owner->index()), ACL_MEM_LOCATION_TYPE_DEVICE};
   } else {
-    attributes->location.type = pinned().contains(address) ? ACL_MEM_LOCATION_TYPE_HOST : ACL_MEM_LOCATION_TYPE_UNREGISTERED;
+    const bool known = pinned().contains(address) || registered().contains(address);
+    attributes->location.type = known ? ACL_MEM_LOCATION_TYPE_HOST : ACL_MEM_LOCATION_TYPE_UNREGISTERED;
   }
 }
 

@@ -32,10 +32,12 @@ at::ScalarType scalar_type(aclDataType type) {
 
 namespace {
 
-// Host memory in place of device memory is a fault on an NPU; without this check it would work here.
-void check_on_device(const void* data, size_t bytes) {
-  if (bytes != 0 && device_of(data) == nullptr)
-    throw Failure(ACL_ERROR_INVALID_PARAM, "a tensor given to an operator does not lie in device memory");
+// Whether it is host memory that is mapped to the device. Other host memory in place of device memory is a fault on an NPU;
+// without this check it would work here.
+bool lies_in_mapped_memory(const void* data, size_t bytes) {
+  if (bytes == 0 || device_of(data) != nullptr) return false;
+  if (is_mapped(data, bytes)) return true;
+  throw Failure(ACL_ERROR_INVALID_PARAM, "a tensor given to an operator does not lie in device memory");
 }
 
 template <class T>
@@ -72,10 +74,11 @@ SIM_PLAIN aclTensor* aclCreateTensor(const int64_t* dims, uint64_t rank, aclData
     const at::IntArrayRef sizes(dims, rank);
     int64_t storage = 1;
     for (uint64_t i = 0; i < storage_rank; ++i) storage *= storage_dims[i];
-    sim::check_on_device(data, data == nullptr ? 0 : static_cast<size_t>(storage) * c10::elementSize(dtype));
+    const size_t bytes = data == nullptr ? 0 : static_cast<size_t>(storage) * c10::elementSize(dtype);
+    const bool mapped = sim::lies_in_mapped_memory(data, bytes);
     auto* first = static_cast<char*>(data) + offset * static_cast<int64_t>(c10::elementSize(dtype));
     at::Tensor value = at::from_blob(first, sizes, at::IntArrayRef(strides, rank), at::TensorOptions(dtype));
-    return new aclTensor{std::move(value), std::make_shared<std::vector<int64_t>>(sizes.vec())};
+    return new aclTensor{std::move(value), std::make_shared<std::vector<int64_t>>(sizes.vec()), mapped};
   } catch (const std::exception& error) {
     sim::set_recent_error(std::string("aclCreateTensor: ") + error.what());
     return nullptr;

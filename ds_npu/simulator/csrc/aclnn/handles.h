@@ -15,6 +15,7 @@ using ViewShape = std::shared_ptr<std::vector<int64_t>>;
 struct aclTensor {
   at::Tensor value;  // a view of device memory
   ViewShape shape;
+  bool mapped;  // it lies in host memory that is mapped to the device, which few operators take
 };
 struct aclScalar {
   at::Scalar value;

@@ -6,9 +6,15 @@ void missing_argument(const char* kind) {
   throw Failure(ACL_ERROR_INVALID_PARAM, std::string(kind) + " is a null pointer");
 }
 
+const Tensor& on_device(const aclTensor& handle) {
+  if (handle.mapped)
+    throw Failure(ACL_ERROR_INVALID_PARAM, "this operator takes no tensor in host memory that is mapped to the device");
+  return handle.value;
+}
+
 Tensors tensors_of(const aclTensorList* list) {
   Tensors result;
-  for (const aclTensor* tensor : list->tensors) result.push_back(tensor == nullptr ? Tensor() : tensor->value);
+  for (const aclTensor* tensor : list->tensors) result.push_back(tensor == nullptr ? Tensor() : on_device(*tensor));
   return result;
 }
 

@@ -45,6 +45,11 @@ using OptionalTensor = std::optional<Tensor>;
 using OptionalTensors = std::optional<Tensors>;
 using OptionalInts = std::optional<Ints>;
 
+// A tensor that may also lie in host memory that is mapped to the device (torch_npu.empty_with_swapped_memory).
+struct MappedTensor {
+  Tensor value;
+};
+
 // A result whose number of elements is known only when the operator has run: the tensor has room for the largest.
 struct DynamicTensor {
   Tensor room;
@@ -58,6 +63,8 @@ template <class Parameter>
 struct Argument;
 
 [[noreturn]] void missing_argument(const char* kind);
+// The tensor of a parameter that takes device memory only.
+const Tensor& on_device(const aclTensor& handle);
 Tensors tensors_of(const aclTensorList* list);
 
 template <class Parameter>
@@ -95,7 +102,9 @@ struct Required {
   using Kept = Value;
   static Kept keep(C handle) {
     if (handle == nullptr) missing_argument("a required argument");
-    if constexpr (requires { handle->value; }) {
+    if constexpr (requires { handle->mapped; }) {
+      return on_device(*handle);
+    } else if constexpr (requires { handle->value; }) {
       return handle->value;
     } else {
       return handle->values;
@@ -147,12 +156,22 @@ struct Argument<const Scalars&> {
 };
 
 template <>
+struct Argument<const MappedTensor&> {
+  using C = const aclTensor*;
+  using Kept = MappedTensor;
+  static Kept keep(C handle) {
+    if (handle == nullptr) missing_argument("a required argument");
+    return {handle->value};
+  }
+};
+
+template <>
 struct Argument<DynamicTensor&> {
   using C = const aclTensor*;
   using Kept = DynamicTensor;
   static Kept keep(C handle) {
     if (handle == nullptr) missing_argument("a required argument");
-    return {handle->value, handle->shape};
+    return {on_device(*handle), handle->shape};
   }
 };
 

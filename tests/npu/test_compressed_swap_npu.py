@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import deepspeed
 import gradient_rule as rule
 import pytest
+import shortages
 import tensor_parallel_rule as tensor_rule
 import tiny_models
 import torch
@@ -36,8 +38,6 @@ def engine_of(stage: int, section: dict[str, object], family: str = "llama", **m
     sizes = SIZES | {"num_hidden_layers": 3, "max_position_embeddings": TOKENS} | more
     model = tiny_models.tiny(family, torch.float32, **sizes).to(torch.bfloat16)
     config = tensor_rule.config(stage, torch.bfloat16, section)
-    # With it, two runs of ZeRO 3 without swapping are not always the same to the bit.
-    config["zero_optimization"]["overlap_comm"] = False
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -166,3 +166,34 @@ def memory() -> None:
 
 def test_memory_is_used_again():
     run_on_ranks(1, memory, backend="hccl", sets_device=False)
+
+
+def fails() -> None:
+    """Memory of the device is used up anywhere in a step: an error; the next run is right, in the same host memory."""
+    # Each tensor is an allocation of its own then.
+    os.environ["PYTORCH_NO_NPU_MEMORY_CACHING"] = "1"
+    begin()
+    ids = batches(1, 0)[0].npu()
+
+    def step() -> tuple[torch.Tensor, int]:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        return loss.detach().cpu(), overflow_bytes("npu:0")
+
+    engine = engine_of(0, CODED)
+    expected = step()
+    total = shortages.count(shortages.DEVICE, step)
+    tried = range(1, total + 1, total // 12)
+    for first in tried:
+        with shortages.shortage(shortages.DEVICE, first), pytest.raises(RuntimeError, match=r"memory"):
+            step()
+        torch.npu.synchronize()
+        engine = None
+        gc.collect()
+        engine = engine_of(0, CODED)
+        assert step() == expected, first
+    print(f"{total} allocations, {len(tried)} failed")
+
+
+def test_memory_may_be_used_up():
+    run_on_ranks(1, fails, backend="hccl", sets_device=False, deadline_s=600.0)

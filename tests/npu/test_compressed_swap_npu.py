@@ -18,6 +18,8 @@ from ranks import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.memory import swapped_activations
+from ds_npu.memory.copy_streams import CopyStreams
+from ds_npu.memory.host_place import HostPlaces, StorageCopy
 from ds_npu.ops import exponent_code
 from ds_npu.parallel.tensor.shard_access import local_shard
 
@@ -197,3 +199,34 @@ def fails() -> None:
 
 def test_memory_may_be_used_up():
     run_on_ranks(1, fails, backend="hccl", sets_device=False, deadline_s=600.0)
+
+
+def copies_in_order() -> None:
+    """Numbers that were just computed come back, over two swaps whose overflows are in the same memory."""
+    begin()
+    exponent_code.ROOM = dict.fromkeys(exponent_code.ROOM, 0.3)
+    swaps = [(CopyStreams("npu", True), HostPlaces("npu", True)) for _ in range(2)]
+    numbers = torch.randint(-(2**14), 2**14, (2**16,), dtype=torch.int16)
+    step = numbers.npu()
+    found, expected = [], []
+    for k in range(6):
+        streams, places = swaps[k % 2]
+        taken = []
+        for j in range(2):
+            x = torch.zeros_like(step)
+            for _ in range(10):
+                x = x + step * (k + j)
+            expected.append(numbers * (k + j) * 10)
+            data = x.view(torch.bfloat16)
+            taken.append(StorageCopy(x.view(torch.uint8), places.take(data)))
+        streams.wait(streams.copy_out(taken))
+        back = [StorageCopy(torch.empty_like(each.data), each.place) for each in taken]
+        streams.wait(streams.copy_back(back))
+        found += [each.data.view(torch.int16) for each in back]
+        for each in taken:
+            places.give(each.place)
+    assert all(torch.equal(mine.cpu(), right) for mine, right in zip(found, expected, strict=True))
+
+
+def test_codes_wait_for_what_they_are_of():
+    run_on_ranks(1, copies_in_order, backend="hccl", sets_device=False)

@@ -148,7 +148,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(corners=2, drawn=0)
+@pytest.mark.matrix(corners=2, drawn=1)
 @pytest.mark.parametrize(("world", "stage"), [*CORNERS, *(each for each in CASES if each not in CORNERS)])
 def test_each_two_keys_beside_each_other(world, stage):
     run_on_ranks(WORLDS_OF_PAIRS[world][0], all_pairs, world, stage, deadline_s=1800.0)

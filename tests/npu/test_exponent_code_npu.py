@@ -1,13 +1,10 @@
 """The lossless code with torch_npu's operators: any bits come back, and what CANN does not take is an error."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import shortages
 import torch
 import torch_npu
+from refused_calls import outcomes
 
 from ds_npu.ops import exponent_code
 from ds_npu.ops.exponent_code import LEAST, CodeLayout
@@ -132,15 +129,8 @@ for device, call in enumerate(sys.argv[1:]):
 @pytest.fixture(scope="module")
 def outcome():
     """Of each call the line that says whether it raised an error, and all that was said of the errors."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *CALLS],
-        env={**os.environ, "DS_NPU_SIM_DEVICES": str(len(CALLS))},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    return dict(zip(CALLS, done.stdout.splitlines(), strict=True)), done.stdout + done.stderr
+    lines, said = outcomes(PROGRAM, list(CALLS))
+    return lines, "\n".join([*lines.values(), said])
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -3,11 +3,8 @@
 A device that has failed stays failed, so another process makes the calls, each on a device of its own.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
+from refused_calls import outcomes
 
 CALLS = {
     "fused(x, x, x, 2, 'BNSD', atten_mask=(~triangle).npu(), sparse_mode=2)": "only there",
@@ -42,15 +39,7 @@ for device, call in enumerate(sys.argv[1:]):
 @pytest.fixture(scope="module")
 def outcome():
     """Whether each call raised an error, and all that was said of the errors."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *CALLS],
-        env={**os.environ, "DS_NPU_SIM_DEVICES": str(len(CALLS))},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    return dict(zip(CALLS, done.stdout.splitlines(), strict=True)), done.stderr
+    return outcomes(PROGRAM, list(CALLS))
 
 
 @pytest.mark.parametrize("call", CALLS)

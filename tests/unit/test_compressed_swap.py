@@ -9,6 +9,8 @@ import pytest
 import tiny_models
 import torch
 from coded_activations import code_everything, overflow_bytes
+from memory_rule import DROPS
+from memory_steps import same, step, three_backwards
 from torch import nn
 
 from ds_npu import capability
@@ -24,12 +26,9 @@ from ds_npu.ops import exponent_code
 
 ONE_RANK = SimpleNamespace(size=lambda *axes: 1, rank=lambda *axes: 0)
 """A topology without process groups."""
-DROPS = {
-    "gpt2": {"attn_pdrop": 0.3, "embd_pdrop": 0.2, "resid_pdrop": 0.1},
-    "llama": {"attention_dropout": 0.3},
-    "qwen3_moe": {},
-}
 ROOM = 1 / 2
+SHAPE = 4, 16
+"""Rows and tokens: storages of a multiple of 64 numbers."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,29 +59,16 @@ def swapping(model: nn.Module, compress: bool = True, **section: object) -> nn.M
     return model
 
 
-def step(model: nn.Module, rows: int = 4, length: int = 16) -> list[torch.Tensor]:
-    """The loss, every gradient, and the state of the random generator behind."""
-    torch.manual_seed(3)
-    ids = tiny_models.tokens(rows, length)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None), torch.get_rng_state()]
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", DROPS)
+@pytest.mark.parametrize("family", [*DROPS, "qwen3_moe"])
 def test_gradients_to_the_bit(family, dtype, places):
     def model() -> nn.Module:
-        return tiny_models.tiny(family, torch.float32, num_hidden_layers=3, **DROPS[family]).to(dtype)
+        return tiny_models.tiny(family, torch.float32, num_hidden_layers=3, **DROPS.get(family, {})).to(dtype)
 
-    expected = step(model())
+    expected = step(model(), *SHAPE)
     for recompute in ({}, {"norm": True, "activation_function": True}, {"layers": "all"}):
         places.clear()
-        assert same(step(swapping(model(), recompute=recompute)), expected), recompute
+        assert same(step(swapping(model(), recompute=recompute), *SHAPE), expected), recompute
         coded = [each for each in places if each[3]]
         assert coded and any(each[0] == dtype for each in coded)
     assert overflow_bytes() > 0
@@ -92,8 +78,8 @@ def test_float64_and_odd_sizes_are_copied_as_ever(places):
     def model() -> nn.Module:
         return tiny_models.tiny("llama", torch.float64)
 
-    expected = step(model())
-    assert same(step(swapping(model())), expected)
+    expected = step(model(), *SHAPE)
+    assert same(step(swapping(model()), *SHAPE), expected)
     assert places and not any(coded and dtype == torch.float64 for dtype, _, _, coded in places)
     places.clear()
     step(swapping(tiny_models.tiny("llama", torch.float32)), rows=1, length=7)
@@ -104,22 +90,15 @@ def test_float64_and_odd_sizes_are_copied_as_ever(places):
 
 def test_bytes_that_are_copied(places):
     """Half a byte for each exponent byte, the other bytes, and 1 KiB of counts; rounded up to 64 bytes."""
-    step(swapping(tiny_models.tiny("llama", torch.bfloat16, num_hidden_layers=3)))
+    step(swapping(tiny_models.tiny("llama", torch.bfloat16, num_hidden_layers=3)), *SHAPE)
     for dtype, size, copied, coded in places:
         numel = size // dtype.itemsize
         assert copied == (1024 + -(-numel // 128) * 64 + numel * (dtype.itemsize - 1) if coded else size)
 
 
 def test_two_micro_batches_and_a_graph_that_is_kept():
-    found = []
-    for model in (tiny_models.tiny("llama", torch.float32), swapping(tiny_models.tiny("llama", torch.float32))):
-        first, second = tiny_models.tokens(2, 32), tiny_models.tokens(1, 64)
-        losses = [model(input_ids=ids, labels=ids).loss for ids in (first, second)]
-        losses[0].backward(retain_graph=True)
-        losses[1].backward()
-        losses[0].backward()
-        found.append([each.grad for each in model.parameters()])
-    assert same(*found)
+    models = tiny_models.tiny("llama", torch.float32), swapping(tiny_models.tiny("llama", torch.float32))
+    assert same(*(three_backwards(each, (2, 32), (1, 64)) for each in models))
 
 
 def test_host_memory_is_used_again_also_by_the_next_model(monkeypatch):
@@ -130,7 +109,7 @@ def test_host_memory_is_used_again_also_by_the_next_model(monkeypatch):
     for _ in range(2):
         model = swapping(tiny_models.tiny("llama", torch.float32, num_hidden_layers=3))
         for _ in range(3):
-            step(model)
+            step(model, *SHAPE)
             gc.collect()
             sizes.add((made[-1].pool.size, overflow_bytes()))
     assert len(made) == 2 and len(sizes) == 1 and min(sizes.pop()) > 0

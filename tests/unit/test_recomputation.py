@@ -11,6 +11,7 @@ import tiny_models
 import torch
 import transformers
 from adapted_models import ATTENTION, adapted
+from memory_steps import same, step, three_backwards
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,19 +54,6 @@ def changed(model: nn.Module, recompute: dict[str, object], **section: object) -
     return model
 
 
-def step(model: nn.Module) -> list[torch.Tensor]:
-    """The loss, every gradient, and the state of the random generator behind."""
-    torch.manual_seed(3)
-    ids = tiny_models.tokens(3, 13)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None), torch.get_rng_state()]
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
 @pytest.mark.parametrize("fused", [{}, {"rms_norm": True, "swiglu": True}], ids=["", "fused"])
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.SCALED])
 def test_every_variant_of_every_family_to_the_bit(family, fused):
@@ -99,15 +87,7 @@ def test_adapters(variant):
 def test_two_backwards_and_two_micro_batches(variant):
     models = [tiny_models.tiny("llama", torch.float32) for _ in range(2)]
     changed(models[0], VARIANTS[variant])
-    found = []
-    for model in models:
-        first, second = tiny_models.tokens(2, 9), tiny_models.tokens(1, 12)
-        losses = [model(input_ids=ids, labels=ids).loss for ids in (first, second)]
-        losses[0].backward(retain_graph=True)
-        losses[1].backward()
-        losses[0].backward()
-        found.append([each.grad for each in model.parameters()])
-    assert same(*found)
+    assert same(*(three_backwards(each, (2, 9), (1, 12)) for each in models))
 
 
 # ---- bytes ----

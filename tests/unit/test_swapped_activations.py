@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from adapted_models import ATTENTION, adapted
+from memory_steps import same, step, three_backwards
 from torch import nn
 from wire import Memory
 
@@ -58,19 +59,6 @@ def swapping(model: nn.Module, activations: object = True, **section: object) ->
     return changed(model, {"swap": {"activations": activations}, **section})
 
 
-def step(model: nn.Module) -> list[torch.Tensor]:
-    """The loss, every gradient, and the state of the random generator behind."""
-    torch.manual_seed(3)
-    ids = tiny_models.tokens(3, 13)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None), torch.get_rng_state()]
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_every_family_to_the_bit(family, swaps):
     drops = DROPS if family == "gpt2" else {"attention_dropout": 0.3}
@@ -95,15 +83,8 @@ def test_adapters_bfloat16_and_autocast():
 
 
 def test_two_backwards_and_two_micro_batches():
-    found = []
-    for model in (tiny_models.tiny("llama", torch.float32), swapping(tiny_models.tiny("llama", torch.float32))):
-        first, second = tiny_models.tokens(2, 9), tiny_models.tokens(1, 12)
-        losses = [model(input_ids=ids, labels=ids).loss for ids in (first, second)]
-        losses[0].backward(retain_graph=True)
-        losses[1].backward()
-        losses[0].backward()
-        found.append([each.grad for each in model.parameters()])
-    assert same(*found)
+    models = tiny_models.tiny("llama", torch.float32), swapping(tiny_models.tiny("llama", torch.float32))
+    assert same(*(three_backwards(each, (2, 9), (1, 12)) for each in models))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -30,14 +30,14 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torc
 
 def gather_parts(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
     """Gather every rank's ``x`` into ``parts`` [ranks, *x.shape], which is contiguous."""
-    work = _gather_into(parts.flatten(0, 1), x.contiguous(), group=group, async_op=True)
-    return Pending(parts, work)
+    x = x.contiguous()
+    return Pending(parts, _gather_into(parts.flatten(0, 1), x, group=group, async_op=True), sent=x)
 
 
 def scatter_parts(mine: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
     """Sum every rank's ``parts[r]`` into ``mine`` of rank r; both contiguous, ``parts`` [ranks, *mine.shape]."""
     work = _scatter_into(mine, parts.flatten(0, 1), group=group, async_op=True)
-    return Pending(mine, work)
+    return Pending(mine, work, sent=parts)
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
@@ -80,5 +80,6 @@ def exchange_rows(
     if dist.get_world_size(group) == 1:
         return Pending(x, None)
     rows = x.new_empty(sum(received), *x.shape[1:])
-    work = dist.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=group, async_op=True)
-    return Pending(rows, work)
+    x = x.contiguous()
+    work = dist.all_to_all_single(rows, x, list(received), list(sent), group=group, async_op=True)
+    return Pending(rows, work, sent=x)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -25,16 +27,25 @@ class Pending(Generic[T]):
     Until then nobody may read or write it.
     """
 
-    def __init__(self, value: T, work: Work | None, finish: Callable[[T], T] = identity) -> None:
+    def __init__(
+        self, value: T, work: Work | None, finish: Callable[[T], T] = identity, sent: torch.Tensor | None = None
+    ) -> None:
+        """``sent``: what ``work`` reads, kept until it has been waited for.
+
+        What is freed before, torch_npu keeps for a time that depends on timing, until the stream of HCCL has come so
+        far; and a tensor that two messages read, only until the first of them has been waited for
+        (WorkHCCL::synchronizeInternal, eraseStream).
+        """
         self._value = value
         self._work = work
         self._finish = finish
+        self._sent = sent
 
     def wait(self) -> T:
         """The finished value, the same object at every call; on an NPU the current stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = self._sent = None
         self._value, self._finish = self._finish(self._value), identity
         return self._value
 

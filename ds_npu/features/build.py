@@ -35,6 +35,8 @@ class Build:
     """Functions that are called with the built DeepSpeed engine and return lines for people."""
     is_pipeline: bool = False
     """Whether the model is a deepspeed.PipelineModule, which has a schedule of its own."""
+    waiting_forwards: tuple[int, ...] = ()
+    """By pipeline rank, the most forwards that wait for their backward at a time; none where no schedule says so."""
     collectives: MatmulCollectives | None = None
     """The products that overlap with sequence parallelism's collectives; None: one after the other."""
     sequence_parallel: bool = False

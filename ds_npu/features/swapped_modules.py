@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,15 +46,31 @@ def swap_changes(section: SwapSection, build: Build) -> Iterable[Change]:
             f"ds_npu.{COMPRESS}: found true, and npu_hans_encode and npu_hans_decode do not work here: {reason}. "
             "What to do: leave it out"
         )
-    swap = ActivationSwap(build.device_type, len(chosen), section.hidden_only, section.depth, section.compress)
+    ends = stage_ends(chosen, build.plan.stages if build.is_cut_into_stages else ())
+    waiting = build.waiting_forwards or (1,) * build.topology.size("pp")
+    share = waiting[build.topology.rank("pp")] / max(waiting)
+    swap = ActivationSwap(build.device_type, ends, section.hidden_only, section.depth, section.compress, share)
 
     def wrap_model() -> None:
         wrap_forward(build.model, partial(_model, build.model, swap), Level.SWAP)
 
     yield Change("wraps", "", "what some modules save for backward waits on the host", wrap_model, Level.SWAP)
     for place, name in enumerate(chosen):
-        what = "what it saves waits on the host" if place < len(chosen) - 1 else "what it saves stays"
+        what = "what it saves stays" if place + 1 in ends else "what it saves waits on the host"
         yield Change("wraps", name, what, partial(_wrap_module, build.model, name, place), Level.SWAP)
+
+
+def stage_ends(modules: Sequence[str], stages: Sequence[Collection[str]]) -> list[int]:
+    """By pipeline stage on this rank that has any of ``modules``, how many there are up to its end.
+
+    ``stages``: the blocks of each, where a rank has several.
+    """
+    begins = [
+        next(place for place, name in enumerate(modules) if any(names.is_inside(name, block) for block in stage))
+        for stage in stages
+        if any(names.is_inside(name, block) for name in modules for block in stage)
+    ]
+    return [*sorted(begins)[1:], len(modules)]
 
 
 def _globbed(section: SwapSection, model: nn.Module) -> list[str]:

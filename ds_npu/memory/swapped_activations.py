@@ -3,15 +3,15 @@
 When a module has been called, the storages of what it has saved are copied to the host on a stream of their own, while
 the next one computes. When that has been called, the current stream waits for the copies, and the storages are
 released: what is computed from then on may have their memory, and the host has not waited. In backward the first tensor
-of a module begins the copies back of the ``depth`` modules before it. The last ``depth`` modules, which backward needs
-first, keep what they save.
+of a module begins the copies back of the ``depth`` modules before it. The last ``depth`` modules of a forward (of each
+pipeline stage), which backward needs first, keep what they save.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,27 +33,34 @@ TIMED_FORWARD = 1
 
 
 class ActivationSwap:
-    """The streams, the host memory and the depth of one model, ``count`` of whose modules are swapped."""
+    """The streams, the host memory and the depth of one model, some of whose modules are swapped."""
 
     def __init__(
         self,
         device_type: str,
-        count: int,
+        ends: Sequence[int],
         hidden_only: bool = False,
         depth: int | None = None,
         compresses: bool = False,
+        share: float = 1.0,
     ) -> None:
-        """``hidden_only``: once it is known, so much of each module that a copy takes no longer than it computes.
+        """``ends``: by pipeline stage of the rank, the number of modules up to its end.
+
+        ``hidden_only``: once it is known, so much of each module that a copy takes no longer than it computes; and on
+        a later pipeline rank, ``share`` of whose forwards wait at a time (of the most that do on any rank), only so
+        much that it keeps as much on the device as that rank.
 
         ``depth``: of copies back; None: as many modules as need be, by the measured times. ``compresses``: copies are
         lossless codes of what they can be of.
         """
-        self.device_type, self.count = device_type, count
-        self.depth = max(1, min(depth or 1, count - 1))
+        self.device_type, self._ends = device_type, tuple(ends)
+        # Of the longest stage.
+        self._most_depth = max((end - begin for begin, end in zip((0, *ends), ends, strict=False)), default=0) - 1
+        self.depth = max(1, min(depth or 1, self._most_depth))
         self._is_depth_given = depth is not None
         self.budget: int | None = None
         """Bytes of a module that are copied at most; None: all."""
-        self._hidden_only = hidden_only
+        self._hidden_only, self._share = hidden_only, share
         self.streams, self.places = CopyStreams(device_type, compresses), HostPlaces(device_type, compresses)
         self._forwards = 0
         self._times: list[Any] | None = None
@@ -80,18 +87,24 @@ class ActivationSwap:
         self.set_speed(compute_ms, copy_ms)
         logger().info(
             "swap.activations: a module computes for %.3g ms and is copied in %.3g ms, %s bytes for %s; copies back "
-            "begin %d ahead, and the last %d of %d modules stay on the device, of the others all but %s bytes",
+            "begin %d ahead, and the last %d of %s modules stay on the device, of the others all but %s bytes",
             *(compute_ms, copy_ms, f"{self._timed_copies:,}", f"{self._timed_bytes:,}"),
-            *(self.depth, self.depth, self.count),
+            *(self.depth, self.depth, self._ends[-1]),
             0 if self.budget is None else f"{self._timed_bytes - self.budget:,}",
         )
 
     def set_speed(self, compute_ms: float, copy_ms: float) -> None:
         """A module computes for ``compute_ms``, and what was copied of it took ``copy_ms``."""
         if not (self._hidden_only or self._is_depth_given):
-            self.depth = max(1, min(MOST_DEPTH, self.count - 1, math.ceil(copy_ms / max(compute_ms, 1e-3))))
+            self.depth = max(1, min(MOST_DEPTH, self._most_depth, math.ceil(copy_ms / max(compute_ms, 1e-3))))
         if self._hidden_only and copy_ms > compute_ms:
-            self.budget = int(self._timed_bytes * compute_ms / copy_ms)
+            whole = self._timed_bytes
+            kept = whole - whole * compute_ms / copy_ms
+            self.budget = max(0, int(whole - kept / self._share))
+
+    def stays(self, place: int) -> bool:
+        """Whether the module at ``place`` is one of the last of its forward."""
+        return next(end for end in self._ends if place < end) - place <= self.depth
 
     def chosen(self, storages: Iterable[SwappedStorage]) -> list[SwappedStorage]:
         """Those of one module's that are copied: within the budget, the largest first, of which there are fewest."""
@@ -180,7 +193,7 @@ class SwappedForward:
     def call(self, place: int, kept: Iterable[torch.Tensor]) -> Iterator[None]:
         """A context in which the module that has this ``place`` among all is called."""
         depth, streams = self._swap.depth, self._swap.streams
-        stays = place >= self._swap.count - depth
+        stays = self._swap.stays(place)
         group, around = SwapGroup(self._swap, stays, kept), self._open
         self._groups.append(group)
         begin = streams.mark() if self._is_timed and not stays else None

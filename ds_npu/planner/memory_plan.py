@@ -59,8 +59,8 @@ class Moment:
     """The most that was allocated."""
     calls: tuple[int, ...]
     """By layer, how many of its forwards wait for their backward."""
-    is_inside: bool = False
-    """Whether the forward of the last of these was running."""
+    forward: int | None = None
+    """The place of the layer whose forward was running."""
     backward: int | None = None
     """The place of the layer whose backward was running."""
 
@@ -86,10 +86,14 @@ class MemoryPlan:
         """That the forward and backward of one micro-batch take longer."""
         return sum(each.seconds for each in self.options) + self.wait_seconds
 
-    @property
-    def host_bytes(self) -> int:
-        """What waits on the host."""
-        return sum(self.options[place].kept_bytes - self.options[place].rest_bytes for place in self.pattern.on_host)
+    def host_bytes(self, moments: Iterable[Moment]) -> int:
+        """The most that waits on the host in any of ``moments``."""
+        swapped = [(place, self.options[place]) for place in self.pattern.on_host]
+        return max(
+            sum(self.pattern.count_on_host(place, each.calls, each.forward) * (option.kept_bytes - option.rest_bytes)
+                for place, option in swapped)
+            for each in moments
+        )
 
 
 class BudgetError(ValueError):
@@ -128,10 +132,9 @@ def _more_bytes(
     layers: Sequence[PlannedLayer], columns: Sequence[tuple[int, Option]], moment: Moment, pattern: SwapPattern
 ) -> list[int]:
     """What each option of the layer at a place needs in ``moment`` beside what was measured."""
-    away = pattern.on_host_at(moment.calls, moment.is_inside)
     return [
-        moment.calls[place]
-        * ((option.rest_bytes if place in away else option.kept_bytes) - layers[place].options[0].kept_bytes)
+        moment.calls[place] * (option.kept_bytes - layers[place].options[0].kept_bytes)
+        - pattern.count_on_host(place, moment.calls, moment.forward) * (option.kept_bytes - option.rest_bytes)
         + (option.beside_bytes if place == moment.backward else 0)
         for place, option in columns
     ]
@@ -149,9 +152,8 @@ def best_plan(
 ) -> MemoryPlan:
     """The plan with the least extra time that needs at most ``budget_bytes`` in each of ``moments``.
 
-    It swaps nothing, or one of ``swapped``, of whose layers no two calls may wait at a time. A pure function of its
-    arguments. Raises BudgetError, with the plan that needs the least, where none is possible, and RuntimeError without
-    scipy.
+    It swaps nothing, or one of ``swapped``. A pure function of its arguments. Raises BudgetError, with the plan that needs
+    the least, where none is possible, and RuntimeError without scipy.
     """
     found: list[MemoryPlan] = []
     errors: list[BudgetError] = []
@@ -220,9 +222,9 @@ class _Problem:
             options = useful(layer.options, partial(_wait_seconds, pattern, place), place in pattern.on_host)
             self._columns += [(place, option) for option in options]
         # Of moments that are alike, the one that needs most.
-        self._moments: dict[tuple[tuple[int, ...], bool, int | None], Moment] = {}
+        self._moments: dict[tuple[tuple[int, ...], int | None, int | None], Moment] = {}
         for moment in moments:
-            key = moment.calls, moment.is_inside and bool(pattern.places), moment.backward
+            key = moment.calls, moment.forward if pattern.places else None, moment.backward
             self._moments[key] = max(moment, self._moments.get(key, moment), key=lambda each: each.peak_bytes)
 
     def solved(self, room_bytes: float, unit_bytes: int) -> list[Option] | None:

@@ -82,7 +82,7 @@ def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int
         )
         if stage.plan.pattern.places:
             yield (
-                f"  on the host: {size_text(stage.plan.host_bytes)}; copies make a micro-batch wait "
+                f"  on the host: {size_text(stage.plan.host_bytes(stage.moments))}; copies make a micro-batch wait "
                 f"{1e3 * stage.plan.wait_seconds:.3g} ms of these"
             )
         yield (

@@ -241,7 +241,7 @@ def test_a_kept_result_that_is_modified_is_computed_again(is_swapped, shape, mon
     x.grad = w.grad = None
     recomputed = Recomputation(function, "cpu", kept=["matmul"])
     if is_swapped:
-        swapped = ActivationSwap("cpu", 2).begin()
+        swapped = ActivationSwap("cpu", [2]).begin()
         with new_forward() as micro_batch:
             SWAPPED_FORWARD.set(micro_batch, swapped)
             with swapped.call(0, [w]):

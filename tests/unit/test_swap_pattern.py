@@ -36,7 +36,8 @@ def moments_of(seed: int) -> list[Moment]:
     for place in range(LAYERS):
         for is_inside in (True, False):
             calls = (1,) * (place + 1) + (0,) * (LAYERS - place - 1)
-            found.append(Moment(f"forward {place} {is_inside}", int(5000 + random.integers(0, 900)), calls, is_inside))
+            forward = place if is_inside else None
+            found.append(Moment(f"forward {place} {is_inside}", int(5000 + random.integers(0, 900)), calls, forward))
     for place in reversed(range(LAYERS)):
         calls = (1,) * place + (0,) * (LAYERS - place)
         found.append(Moment(f"backward {place}", int(5000 + random.integers(0, 900)), calls, backward=place))
@@ -68,6 +69,44 @@ def held_in_time(
     return needs
 
 
+def test_several_micro_batches_over_two_stages_of_a_rank():
+    """Of each call, whether it is on the host: from what happens one after the other, by no formula."""
+    pattern = SwapPattern((0, 1, 2, 3, 5), (1.0,) * LAYERS, 1e9, (3,))
+    assert pattern.on_host == (0, 1, 3)
+    before = {1: 0, 2: 1, 5: 3}
+    stages = (range(3), range(3, LAYERS))
+    order = "0F 0F 1F 0F 1B 0B 1F 0F 1F 1B 0B"
+    waiting: dict[int, list[int]] = {0: [], 1: []}
+    on_host: dict[tuple[int, int], bool] = {}
+    numbers, seen = itertools.count(), 0
+
+    def now(forward: int | None = None) -> None:
+        nonlocal seen
+        calls = [sum(place == each for _, place in on_host) for each in range(LAYERS)]
+        found = [pattern.count_on_host(each, calls, forward) for each in range(LAYERS)]
+        assert found == [sum(away for (_, place), away in on_host.items() if place == each) for each in range(LAYERS)]
+        seen = max(seen, sum(found))
+
+    for stage, action in ((int(each[0]), each[1]) for each in order.split()):
+        if action == "F":
+            number = next(numbers)
+            waiting[stage].append(number)
+            for place in stages[stage]:
+                on_host[number, place] = False
+                now(forward=place)
+                if place in before:
+                    on_host[number, before[place]] = True
+                now()
+            continue
+        number = waiting[stage].pop(0)
+        for place in reversed(stages[stage]):
+            if place in before:
+                on_host[number, before[place]] = False
+            del on_host[number, place]
+            now()
+    assert seen == 8
+
+
 def every_pattern(layers: list[PlannedLayer], bandwidth: float) -> list[SwapPattern]:
     return list(patterns([each.forward_seconds for each in layers], bandwidth))
 
@@ -83,6 +122,14 @@ def test_what_is_on_the_device_at_each_moment(seed):
             needs = held_in_time(layers, moments, options, pattern.places)
             assert [measured(layers, [each], options, pattern).peak_bytes for each in moments] == needs, pattern
             assert measured(layers, moments, options, pattern).peak_bytes == max(needs)
+
+
+def test_each_stage_of_a_rank_has_a_layer_that_stays():
+    found = list(patterns([1.0] * 7, 1e9, [4]))
+    assert [each.places for each in found] == [(0, 3), (0, 2, 4, 6), tuple(range(7))]
+    assert [each.on_host for each in found] == [(0,), (0, 4), (0, 1, 2, 4, 5)]
+    # A stage of one layer, whose activations are the first that its backward needs.
+    assert [each.places for each in patterns([1.0] * 3, 1e9, [2])] == [(0, 1)]
 
 
 def test_waiting_for_copies():
@@ -129,7 +176,7 @@ def test_a_swapped_plan_as_keys():
     layers = layers_of(1)
     options = [Option((), 10, 0.0), *([Option(("norm",), 5, 0.1)] * (LAYERS - 1))]
     plan = measured(layers, moments_of(1), options, SwapPattern((0, 2, 4), (1.0,) * LAYERS, 1e9))
-    assert plan.host_bytes == 15
+    assert plan.host_bytes(moments_of(1)) == 15
     assert section_of([StagePlan(0, tuple(layers), (), {}, plan)]) == {
         "recompute": {"norm": ["layers.{1..5}"]},
         "swap": {"activations": ["layers.{0,2,4}"], "depth": 1},

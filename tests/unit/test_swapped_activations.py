@@ -16,6 +16,7 @@ from wire import Memory
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
+from ds_npu.features.swapped_modules import stage_ends
 from ds_npu.memory import swapped_activations
 from ds_npu.memory.held_tensor import ModifiedTensorError
 from ds_npu.memory.host_pool import host_pool
@@ -165,7 +166,7 @@ def test_bytes_of_a_block(variant, dtype, swaps):
 
 def in_forward(call) -> tuple[ActivationSwap, torch.Tensor]:
     """``call`` as the first of three modules, of which one behind it has been called; what it returns."""
-    swap = ActivationSwap("cpu", 3)
+    swap = ActivationSwap("cpu", [3])
     forward = swap.begin()
     with torch.autograd.graph.saved_tensors_hooks(forward.hold, lambda held: held.get()):
         with forward.call(0, []):
@@ -195,7 +196,7 @@ def test_tensors_of_one_storage_are_copied_once():
 
 def test_only_what_is_hidden_is_copied_the_largest_first(swaps):
     sizes = [SimpleNamespace(size=size) for size in (100, 300, 40, 200)]
-    swap = ActivationSwap("cpu", 3, hidden_only=True)
+    swap = ActivationSwap("cpu", [3], hidden_only=True)
     swap.timed((0, 0), (1, 1), (2, 2), SimpleNamespace(bytes=lambda: 1000, copied_bytes=1000))
     swap.set_speed(2.0, 1.0)
     assert swap.chosen(sizes) == sizes and swap.depth == 1
@@ -212,9 +213,24 @@ def test_only_what_is_hidden_is_copied_the_largest_first(swaps):
     assert same(step(partly), expected) and 0 < swaps[2].places.pool.size < 0.6 * swaps[1].places.pool.size
 
 
+@pytest.mark.parametrize("waiting", [(4, 3, 2, 1), (8, 8), (11, 9, 7, 5)], ids=str)
+def test_later_pipeline_ranks_swap_less(waiting):
+    """So much that no rank keeps more on the device than the one with most forwards that wait."""
+    kept, copied = [], []
+    for count in waiting:
+        swap = ActivationSwap("cpu", [3], hidden_only=True, share=count / max(waiting))
+        swap.timed((0, 0), (1, 1), (2, 2), SimpleNamespace(bytes=lambda: 1000, copied_bytes=1000))
+        swap.set_speed(3.0, 5.0)
+        copied.append(swap.budget)
+        kept.append(count * (1000 - swap.budget))
+    assert copied[0] == 600 and copied == sorted(copied, reverse=True)
+    alike = [each for each, budget in zip(kept, copied, strict=True) if budget]
+    assert alike == pytest.approx([kept[0]] * len(alike), abs=max(waiting)) and max(kept) <= kept[0] + max(waiting)
+
+
 def test_buffers_are_used_again_and_weights_stay():
     weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8, requires_grad=True)
-    swap = ActivationSwap("cpu", 3)
+    swap = ActivationSwap("cpu", [3])
     for _ in range(3):
         forward = swap.begin()
         hooks = torch.autograd.graph.saved_tensors_hooks(forward.hold, lambda held: held.get())
@@ -229,7 +245,7 @@ def test_buffers_are_used_again_and_weights_stay():
 
 def test_what_backward_needs_must_not_be_modified():
     for when in ("at once", "before it is released"):
-        x, swap = torch.randn(4, 4, requires_grad=True), ActivationSwap("cpu", 4)
+        x, swap = torch.randn(4, 4, requires_grad=True), ActivationSwap("cpu", [4])
         forward = swap.begin()
         with torch.autograd.graph.saved_tensors_hooks(forward.hold, lambda held: held.get()):
             with forward.call(0, []):
@@ -266,7 +282,7 @@ def test_what_is_modified_later_is_as_it_was_saved():
 
 
 def test_the_last_ones_and_what_lives_anyway_stay():
-    swap, shared = ActivationSwap("cpu", 2), torch.randn(5)
+    swap, shared = ActivationSwap("cpu", [2]), torch.randn(5)
     x = torch.randn(5, requires_grad=True)
     forward = swap.begin()
     with torch.autograd.graph.saved_tensors_hooks(forward.hold, lambda held: held.get()):
@@ -278,6 +294,17 @@ def test_the_last_ones_and_what_lives_anyway_stay():
     forward.close()
     assert swap.places.pool.size == 0
     y.backward()
+
+
+def test_the_last_ones_of_each_stage_stay():
+    swap = ActivationSwap("cpu", [3, 5], depth=1)
+    assert [place for place in range(5) if swap.stays(place)] == [2, 4]
+    deep = ActivationSwap("cpu", [3, 4], depth=4)
+    assert deep.depth == 2 and [place for place in range(4) if deep.stays(place)] == [1, 2, 3]
+    names = [f"model.layers.{place}.{part}" for place in (0, 1, 6, 7) for part in ("self_attn", "mlp")]
+    blocks = [["model.layers.0", "model.layers.1"], ["model.layers.6", "model.layers.7"]]
+    assert stage_ends(names, blocks) == [4, 8] and stage_ends(names, ()) == [8]
+    assert stage_ends(names[:4], blocks) == [4] == stage_ends(names[4:], blocks)
 
 
 def test_a_forward_that_fails_keeps_nothing(swaps):

@@ -66,6 +66,7 @@ def _declare(section: PipelineSection, build: Build) -> Iterable[Change]:
     layout = layout_of(section, build.topology.size("pp"))
     every = stages_of(build.block_plan, blocks_of_stages(section, build.model, build.block_plan, layout))
     own = [every[stage] for stage in layout.own(build.topology.rank("pp"))]
+    build.waiting_forwards = layout.sample.peak_activations
     build.said.append(f"pipeline: {layout_in_words(layout, every)}")
     yield from _changes(build, own)
 

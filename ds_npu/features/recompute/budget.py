@@ -23,7 +23,7 @@ from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, make_changes
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
-from ds_npu.features.swapped_modules import swap_changes
+from ds_npu.features.swapped_modules import stage_ends, swap_changes
 from ds_npu.log import logger, warn_once
 from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
 from ds_npu.memory.storage_record import ENGINE_CALLS, StorageRecord
@@ -133,19 +133,19 @@ class MemoryBudget:
         moments = tuple(dict.fromkeys(moment for each in ranks for moment in each.moments))
         room = int(self.budget_gib * GIB) - self._buffer_bytes
         try:
-            plan = best_plan(layers, moments, room, self._swapped(layers, moments))
+            plan = best_plan(layers, moments, room, self._swapped(layers))
         except BudgetError as error:
             return error
         return StagePlan(ranks[0].stage, layers, moments, ranks[0].modules, plan)
 
-    def _swapped(self, layers: Sequence[PlannedLayer], moments: Sequence[Moment]) -> Iterable[SwapPattern]:
-        """What may be swapped: nothing on the CPU, whose memory is one, and where it is not known what is held when."""
+    def _swapped(self, layers: Sequence[PlannedLayer]) -> Iterable[SwapPattern]:
+        """What may be swapped: nothing on the CPU, whose memory is one."""
         build = self._build
-        several = any(count > 1 for moment in moments for count in moment.calls)
         # With experts, what simulated NPUs held depended on timing.
-        if build.device_type == CPU or build.is_cut_into_stages or build.plan.named(Role.MOE) or several:
+        if build.device_type == CPU or build.plan.named(Role.MOE):
             return ()
-        return patterns([each.forward_seconds for each in layers], self._machine.host)
+        *ends, _ = stage_ends([each.name for each in layers], build.plan.stages)
+        return patterns([each.forward_seconds for each in layers], self._machine.host, ends)
 
     def _follow(self, stages: Sequence[StagePlan]) -> None:
         """From the next forward on."""

@@ -62,11 +62,11 @@ class RecordedSteps:
         self._calls = [0] * len(self.names)
         """By block, how many of its forwards wait for their backward."""
         self._what = "the first forward"
-        self._is_inside = False
-        """Whether the forward of a block is running."""
+        self._in_forward: int | None = None
+        """The block whose forward runs."""
         self._in_backward: int | None = None
         """The block whose backward runs."""
-        self._peaks: dict[tuple[tuple[int, ...], bool, int | None], tuple[int, str]] = {}
+        self._peaks: dict[tuple[tuple[int, ...], int | None, int | None], tuple[int, str]] = {}
         self._wraps: list[tuple[nn.Module, Wrapper]] = []
 
     def wrap(self) -> None:
@@ -97,35 +97,30 @@ class RecordedSteps:
     @property
     def moments(self) -> tuple[Moment, ...]:
         """Every combination of calls that waited, with the peak then; the step so far."""
-        self._next(self._what, self._is_inside, self._in_backward)
+        self._next(self._what, self._in_forward, self._in_backward)
         called = sorted(self._records)
+        places = {None: None} | {place: index for index, place in enumerate(called)}
         return tuple(
-            Moment(
-                what,
-                peak,
-                tuple(calls[place] for place in called),
-                is_inside,
-                None if backward is None else called.index(backward),
-            )
-            for (calls, is_inside, backward), (peak, what) in self._peaks.items()
+            Moment(what, peak, tuple(calls[place] for place in called), places[forward], places[backward])
+            for (calls, forward, backward), (peak, what) in self._peaks.items()
         )
 
     def modules(self, layer: str, part: str) -> list[str]:
         """The modules that are ``part`` of the block ``layer``."""
         return self._records[self.names.index(layer)].modules(part)
 
-    def _next(self, what: str, is_inside: bool = False, backward: int | None = None) -> None:
-        """An interval ends, and one begins, in which the forward of a block runs, or the backward of the given one."""
-        key = tuple(self._calls), self._is_inside, self._in_backward
+    def _next(self, what: str, forward: int | None = None, backward: int | None = None) -> None:
+        """An interval ends, and one begins, in which the forward or the backward of the given block runs."""
+        key = tuple(self._calls), self._in_forward, self._in_backward
         self._peaks[key] = max((self._meter.peak(), self._what), self._peaks.get(key, (0, "")))
-        self._what, self._is_inside, self._in_backward = what, is_inside, backward
+        self._what, self._in_forward, self._in_backward = what, forward, backward
 
     def _block(self, place: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Wrap of a block."""
         if not is_recomputed(module):
             return forward(*args, **kwargs)
         name = self.names[place]
-        self._next(f"the forward of {name}", is_inside=True)
+        self._next(f"the forward of {name}", forward=place)
         self._calls[place] += 1
         kwargs = without_cache(module, kwargs)
         first = first_parameter_name(module)

@@ -68,7 +68,7 @@ class UlyssesAllToAll:
         received = x_BsND.new_empty_strided((batch, tokens, mine, width), strides)
         flat = received.transpose(0, 1).view(-1)
         work = dist.all_to_all_single(flat, sent, from_each, to_each, group=self.group, async_op=True)
-        return Pending(received, work)
+        return Pending(received, work, sent=sent)
 
     def to_tokens(self, x_BSnD: torch.Tensor) -> Pending[torch.Tensor]:
         """Post this rank's heads of all tokens; receive all heads of this rank's tokens, [B, s, N, D].

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ds_npu.config.section import AtLeastOne
 
-ChunkedLossTokens = bool | AtLeastOne
+PLANNED = "planned"
+"""The plan for ``recompute.budget_gib`` chooses the number."""
+ChunkedLossTokens = bool | Literal["planned"] | AtLeastOne
 """Whether the loss is chunked; a number is that of the tokens of a chunk."""

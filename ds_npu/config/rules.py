@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ds_npu.config.chunked_loss import PLANNED
 from ds_npu.config.context_parallel import wrong_factors
 from ds_npu.config.pipeline import PAIRED, too_many_stages, two_divisions
 from ds_npu.config.problems import Problem
@@ -207,6 +208,14 @@ def _planned_beside(config: DsNpuConfig) -> Iterator[Problem]:
             yield Problem(f"ds_npu.{path}", value, accepted)
 
 
+def _planned_chunks(config: DsNpuConfig) -> Iterator[Problem]:
+    if config.chunked_loss == PLANNED and config.recompute.budget_gib is None:
+        accepted = (
+            f"true or a number of tokens; {PLANNED!r} only with ds_npu.recompute.budget_gib, whose plan chooses it"
+        )
+        yield Problem("ds_npu.chunked_loss", config.chunked_loss, accepted)
+
+
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
     asked = {path: value for path, value in switched_on(config) if path in ("recompute.layers", "recompute.modules")}
     if config.pipeline.recompute is not None:
@@ -253,6 +262,7 @@ RULES = (
     Rule(("recompute",), _recompute),
     Rule(("swap",), _swap),
     Rule(("recompute", "swap", "pipeline.recompute", "moe.zero_memory"), _planned_beside),
+    Rule(("chunked_loss", "recompute.budget_gib"), _planned_chunks),
     Rule(("optimizer_memory",), _resident),
     Rule(("parallel", "optimizer_memory"), _blocks),
     Rule(("recompute", "pipeline.recompute"), _recomputed_twice),

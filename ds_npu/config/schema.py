@@ -54,6 +54,8 @@ def accepted(node: dict[str, Any]) -> str:
         return " or ".join(accepted(option) for option in node["anyOf"])
     if "enum" in node:
         return "one of " + ", ".join(repr(value) for value in node["enum"])
+    if "const" in node:
+        return repr(node["const"])
     if "properties" in node:
         return "an object with some of the keys " + ", ".join(node["properties"])
     return _accepted_of_type(node)

@@ -90,8 +90,10 @@ class MemoryPlan:
         """The most that waits on the host in any of ``moments``."""
         swapped = [(place, self.options[place]) for place in self.pattern.on_host]
         return max(
-            sum(self.pattern.count_on_host(place, each.calls, each.forward) * (option.kept_bytes - option.rest_bytes)
-                for place, option in swapped)
+            sum(
+                self.pattern.count_on_host(place, each.calls, each.forward) * (option.kept_bytes - option.rest_bytes)
+                for place, option in swapped
+            )
             for each in moments
         )
 
@@ -152,8 +154,8 @@ def best_plan(
 ) -> MemoryPlan:
     """The plan with the least extra time that needs at most ``budget_bytes`` in each of ``moments``.
 
-    It swaps nothing, or one of ``swapped``. A pure function of its arguments. Raises BudgetError, with the plan that needs
-    the least, where none is possible, and RuntimeError without scipy.
+    It swaps nothing, or one of ``swapped``. A pure function of its arguments. Raises BudgetError, with the plan that
+    needs the least, where none is possible, and RuntimeError without scipy.
     """
     found: list[MemoryPlan] = []
     errors: list[BudgetError] = []

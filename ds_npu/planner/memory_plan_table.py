@@ -23,12 +23,14 @@ from ds_npu.planner.memory_plan import (
 WHOLE, NORM, ACTIVATION, ATTENTION, MLP = "block", "norm", "activation_function", "attention", "mlp"
 """Parts of a block that can be computed again: all of it, the norms, what stands between an MLP's linears, and the
 attention, or the MLP or MoE, as a whole."""
+LOSS = "the loss"
+"""In place of a layer's name; its options are numbers of tokens of a chunk (``chunk_choice``)."""
 GIB, MIB = 2**30, 2**20
 KEY = "ds_npu.recompute.budget_gib"
 
 Modules = Mapping[str, Mapping[str, Sequence[str]]]
 """By layer and part, the modules that are it."""
-Section = dict[str, dict[str, Any]]
+Section = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,19 @@ class StagePlan:
 def section_of(stages: Sequence[StagePlan]) -> Section:
     """The keys of the section that ask for what ``stages`` have planned."""
     found: dict[str, list[str]] = {}
+    chunks: Section = {}
     for stage in stages:
         for layer, option in zip(stage.layers, stage.plan.options, strict=True):
+            if layer.name == LOSS:
+                chunks = {"chunked_loss": int(option.parts[0])}
+                continue
             for part in option.parts:
                 key = part if part in (NORM, ACTIVATION) else "modules"
                 of_part = stage.modules[layer.name].get(part, ()) if part in (ATTENTION, MLP) else [layer.name]
                 found.setdefault(key, []).extend(of_part)
     section: Section = {"recompute": {key: globs(modules) for key, modules in sorted(found.items())}} if found else {}
     swapped = [stage.layers[place].name for stage in stages for place in stage.plan.pattern.places]
-    return section | ({"swap": {"activations": globs(swapped), "depth": 1}} if swapped else {})
+    return section | ({"swap": {"activations": globs(swapped), "depth": 1}} if swapped else {}) | chunks
 
 
 def globs(modules: Sequence[str]) -> list[str]:
@@ -97,6 +103,10 @@ def _rows(stage: StagePlan) -> Iterator[tuple[str, str, str, str]]:
     for place, (layer, option) in enumerate(zip(stage.layers, stage.plan.options, strict=True)):
         groups.setdefault((option, place in stage.plan.pattern.on_host), []).append(layer.name)
     for (option, is_swapped), layers in groups.items():
+        if layers == [LOSS]:
+            chunk = f"{option.kept_bytes / MIB:.3g} at a time"
+            yield LOSS, f"in chunks of {option.parts[0]} tokens", chunk, f"{1e3 * option.seconds:.3g}"
+            continue
         again = (", ".join(option.parts) or "nothing") + (", swapped" if is_swapped else "")
         yield ", ".join(globs(layers)), again, f"{option.kept_bytes / MIB:.3g}", f"{1e3 * option.seconds:.3g}"
 
@@ -110,7 +120,8 @@ def budget_refusal(errors: Mapping[int, BudgetError], budget_gib: float, buffer_
         f"{KEY}: found {budget_gib:g}; the least that works here is {up_to_gib(needed)}: with the most computed "
         f"again, tensors take {size_text(error.least.peak_bytes)} in {error.least.tightest}{where}, and HCCL's "
         f"buffers and a margin {size_text(buffer_bytes)}. What to do: a larger budget; or smaller micro-batches, "
-        "ds_npu.chunked_loss, a higher ZeRO stage, ds_npu.optimizer_memory, or more tensor, context or pipeline ranks"
+        "ds_npu.chunked_loss 'planned', a higher ZeRO stage, ds_npu.optimizer_memory, or more tensor, context or "
+        "pipeline ranks"
     )
 
 

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from memory_rule import DROPS, WORLDS
 from ranks import run_on_ranks
 
+from ds_npu.features.chunked_loss import feature
 from ds_npu.features.recompute.budget import MemoryBudget
 from ds_npu.memory.storage_record import StorageRecord
 from ds_npu.parallel.tensor.shard_access import local_shard
+from ds_npu.planner import chunk_choice
 from ds_npu.planner.memory_plan import Option, PlannedLayer, fastest, measured, smallest
 from ds_npu.planner.memory_plan_table import GIB, StagePlan, section_of
 
@@ -70,7 +72,7 @@ class Run:
         )
 
 
-def trained(family: str, stage: int, section: dict[str, object], room: int | None = None) -> Run:
+def trained(family: str, stage: int, section: dict[str, object], room: int | None = None, **more: int) -> Run:
     """``room``: bytes of the budget beside what is held before; None: without a budget."""
     import deepspeed
 
@@ -78,7 +80,7 @@ def trained(family: str, stage: int, section: dict[str, object], room: int | Non
     most = [0] * dist.get_world_size()
     dist.all_gather_object(most, held_now())
     torch.manual_seed(5)
-    changes = DROPS.get(family, {}) | layers_of(family, 4)
+    changes = DROPS.get(family, {}) | layers_of(family, 4) | more
     model = tiny_models.tiny(family, torch.float32, **changes)
     if room is not None:
         section = section | {"recompute": {"budget_gib": (max(most) + room) / GIB}}
@@ -124,6 +126,30 @@ def hold(family: str, section: dict[str, object], stages: tuple[int, ...]) -> No
             assert trained(family, stage, section | explicit).is_like(expected), where
 
 
+def hold_chunks(section: dict[str, object]) -> None:
+    """Plans that give the loss a part: within the budget, the same numbers but for roundings of sums."""
+    rule.without_extension()
+    words = {"vocab_size": 2048}
+    for module in (chunk_choice, feature):
+        mock.patch.object(module, "LEAST_TOKENS", 8).start()
+    expected = trained("llama", 1, section | {"chunked_loss": 8}, **words)
+    planned = section | {"chunked_loss": "planned"}
+    free = trained("llama", 1, planned, 64 * GIB, **words)
+    least, most = free.most(smallest), free.most(fastest)
+    sizes = [section_of(free.stages)["chunked_loss"]]
+    for share in (0.5, 0.02):
+        room = int(least + share * (most - least))
+        found = trained("llama", 1, planned, room, **words)
+        explicit = section_of(found.stages)
+        sizes.append(explicit["chunked_loss"])
+        assert max(each.plan.peak_bytes for each in found.stages) <= found.before + room, explicit
+        for run in (free, found, trained("llama", 1, section | explicit, **words)):
+            for number, plain in zip(run.numbers, expected.numbers, strict=True):
+                assert torch.allclose(number, plain, rtol=1e-4, atol=1e-6), explicit
+    # Of stages, the first one needs most, and the last one has the loss.
+    assert sizes == sorted(sizes, reverse=True) and (sizes[0] > sizes[-1] or section), sizes
+
+
 def impossible(file: Path) -> None:
     rule.without_extension()
     with pytest.raises(ValueError, match=r"budget_gib: found \S+; the least that works here is \S+: ") as raised:
@@ -153,6 +179,11 @@ def test_a_planned_run_is_that_without_to_the_bit(world, family, stages):
 @pytest.mark.parametrize("section", PIPELINES, ids=str)
 def test_planned_pipeline_stages(section):
     run_on_ranks(2, hold, "llama", section, (0, 1), deadline_s=900.0)
+
+
+@pytest.mark.parametrize("section", [{}, PIPELINES[0], PIPELINES[2]], ids=str)
+def test_planned_chunks_of_the_loss(section):
+    run_on_ranks(2, hold_chunks, section, deadline_s=900.0)
 
 
 def test_an_impossible_budget_is_an_error_that_names_the_least_one(tmp_path):

@@ -142,6 +142,36 @@ def swapping(cases: list[tuple[str, int, dict[str, object], float]]) -> None:
             assert speed < A2.host or all(swaps), swaps
 
 
+def chunked(section: dict[str, object], words: int) -> None:
+    """Budgets of which a plan gives the loss a part: no step over the budget, the loss as without."""
+    rule.without_extension()
+    section = section | {"chunked_loss": "planned"}
+    with mock.patch.dict(SIZES, {"llama": SIZES["llama"] | {"vocab_size": words, "num_hidden_layers": 2}}):
+        plain = trained("llama", 1, section | {"chunked_loss": False}, None)
+        free = trained("llama", 1, section, 8 * GIB)
+        low, high = free.planned(smallest), free.planned(fastest)
+        sizes = [section_of(free.stages)["chunked_loss"]]
+        for share in (0.6, 0.05):
+            room = int(low + share * (high - low)) + 1024
+            found = trained("llama", 1, section, room + free.buffers)
+            said, explicit = found.own.plan.peak_bytes - found.before, section_of(found.stages)
+            print(f"{section}, room {room:,}: said {said:,}, counted {found.peak:,}, {explicit}", flush=True)
+            assert said <= room and 0.9 * said - MARGIN <= found.peak <= room + MARGIN, share
+            # In bf16; sums of the head's gradient are rounded otherwise.
+            assert found.losses == pytest.approx(plain.losses, rel=2e-2), share
+            sizes.append(explicit["chunked_loss"])
+        assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1], sizes
+
+
+def test_chunks_of_the_loss_are_a_part_of_the_budget():
+    run_on_ranks(1, chunked, {}, 4096, backend="hccl", sets_device=False, deadline_s=900.0)
+
+
+@pytest.mark.slow
+def test_chunks_of_the_loss_over_tensor_ranks():
+    run_on_ranks(2, chunked, {"parallel": {"tensor": 2}}, 8192, backend="hccl", sets_device=False, deadline_s=900.0)
+
+
 def test_steps_that_swap_stay_within_the_budget():
     # With a fast link all plans swap.
     cases = [("llama", 1, {}, 1e12), ("llama", 1, {}, 4e9)]

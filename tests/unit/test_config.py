@@ -57,7 +57,7 @@ MISTAKES = [
     ({"parallel": {"tensor": True}}, {}, "ds_npu.parallel.tensor", True, "an integer >= 1"),
     ({"parallel": {"tensor": 2.0}}, {}, "ds_npu.parallel.tensor", 2.0, "an integer >= 1"),
     ({"parallel": {"tensor": None}}, {}, "ds_npu.parallel.tensor", None, "an integer >= 1"),
-    ({"chunked_loss": 0}, {}, "ds_npu.chunked_loss", 0, "true or false or an integer >= 1"),
+    ({"chunked_loss": 0}, {}, "ds_npu.chunked_loss", 0, "true or false or 'planned' or an integer >= 1"),
     ({"memory_report": "true"}, {}, "ds_npu.memory_report", "true", "true or false"),
     ({"fused_ops": {"adamw": 0}}, {}, "ds_npu.fused_ops.adamw", 0, "true or false or null"),
     ({"plan": {"layers.*": 3}}, {}, "ds_npu.plan.layers.*", 3, "one of 'block', 'attention', 'query', "),

@@ -16,6 +16,7 @@ KEYWORDS = {
     "type",
     "anyOf",
     "enum",
+    "const",
     "minimum",
     "maximum",
     "exclusiveMinimum",
@@ -42,6 +43,7 @@ def accepts(schema, value):
         return False
     checks = {
         "enum": lambda allowed: value in allowed,
+        "const": lambda only: value == only,
         "minimum": lambda bound: value >= bound,
         "maximum": lambda bound: value <= bound,
         "exclusiveMinimum": lambda bound: value > bound,
@@ -84,6 +86,7 @@ VALUES = [
     "level1",
     "1f1b",
     "my.csv",
+    "planned",
 ]
 VALUES += [
     ".csv",
@@ -141,7 +144,7 @@ def test_what_is_accepted_is_put_in_words():
     words = {path: accepted(node) for path, node in leaves(section_schema())}
     assert words["parallel.tensor"] == "an integer >= 1 and <= 1048576"
     assert words["pipeline.virtual_stages"] == "an integer >= 1"
-    assert words["chunked_loss"] == "true or false or an integer >= 1"
+    assert words["chunked_loss"] == "true or false or 'planned' or an integer >= 1"
     assert words["tensor_overlap"] == "one of 'none', 'pipelined', 'fused'"
     assert words["recompute.layers"] == "one of 'none', 'all' or an integer >= 1"
     assert words["recompute.budget_gib"] == "a number > 0 or null"

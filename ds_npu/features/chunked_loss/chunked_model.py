@@ -18,17 +18,20 @@ import torch
 from torch import nn
 
 from ds_npu.features.chunked_loss.deferred_logits import DeferredLogits, Source
+from ds_npu.features.loss_chunks import LossChunks
 from ds_npu.features.model_loss import LossFunction, LossLevel, link_of, wrap_loss
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
 from ds_npu.models.zero3 import unpartitioned_shape
+from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
 from ds_npu.parallel.micro_batch import Fact, new_forward, running
 from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.chunked_head import product_dtype
 from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords, Transform
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
+from ds_npu.planner.chunk_choice import ChunkedHead
 from ds_npu.topology.topology import Topology
 
 T = TypeVar("T")
@@ -56,10 +59,10 @@ class _LossOfHead:
 
 
 class ChunkedModel:
-    """Defers the logits of ``model``, and computes its loss of chunks of ``tokens`` tokens."""
+    """Defers the logits of ``model``, and computes its loss of ``chunks``."""
 
-    def __init__(self, model: HuggingFaceModel, topology: Topology, tokens: int) -> None:
-        self.model, self.topology, self.tokens = model, topology, tokens
+    def __init__(self, model: HuggingFaceModel, topology: Topology, chunks: LossChunks) -> None:
+        self.model, self.topology, self.chunks = model, topology, chunks
         self.smoothing = 0.0
         """Label smoothing of the losses that are computed now."""
         self._run: Fact[_Run | None] = Fact()
@@ -79,7 +82,7 @@ class ChunkedModel:
         weight = head.get_parameter("weight")
         vocabulary = sharding_of(weight)
         words = unpartitioned_shape(weight)[0] if vocabulary is None else vocabulary.size
-        loss = ChunkedLoss(words, vocabulary, self.topology, self.tokens)
+        loss = ChunkedLoss(words, vocabulary, self.topology)
         wrap_forward(head, partial(self._head, head=head, loss=loss), Level.OVERLAP)
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +110,9 @@ class ChunkedModel:
         if asked is not None:
             weight, bias = head.get_parameter("weight"), head.bias
             assert bias is None or isinstance(bias, torch.Tensor)
-            return loss(hidden, weight, bias, asked.targets, asked.transform)
+            loss.tokens = self.chunks.tokens
+            with self.chunks.computing(_head_of(hidden, weight, asked.transform)):
+                return loss(hidden, weight, bias, asked.targets, asked.transform)
         run = self._run.of(running())
         if run is None or not (run.is_labelled or torch.is_grad_enabled()):
             logits: torch.Tensor = forward(hidden)
@@ -168,6 +173,19 @@ class ChunkedModel:
         elif isinstance(out, tuple):
             return type(out)(_absent(value) for value in out)
         return out
+
+
+def _head_of(hidden: torch.Tensor, weight: torch.Tensor, transform: Transform | None) -> ChunkedHead:
+    dtype, width = product_dtype(hidden), hidden.shape[-1]
+    return ChunkedHead(
+        tokens=hidden.numel() // width,
+        hidden=width,
+        words=len(weight),
+        itemsize=dtype.itemsize,
+        wide=accumulation_dtype(dtype).itemsize,
+        copies=1 if transform is None else 2,
+        trains_weight=weight.requires_grad,
+    )
 
 
 @contextmanager

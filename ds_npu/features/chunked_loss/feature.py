@@ -13,6 +13,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.chunked_loss.chunked_model import ELSEWHERE, KEY, ChunkedModel
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.feature import Feature
+from ds_npu.features.loss_chunks import LOSS_CHUNKS, LossChunks
 from ds_npu.features.model_loss import LossLevel, has_causal_lm_loss, users_loss
 from ds_npu.models import names
 from ds_npu.models.attributes import set_attribute
@@ -21,14 +22,23 @@ from ds_npu.parallel.forward_wraps import Level
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.chunked_head import TOKENS
 from ds_npu.parallel.tensor.linear import ColumnLinear
+from ds_npu.planner.chunk_choice import LEAST_TOKENS
 
 
 def _asked(value: ChunkedLossTokens, build: Build) -> str:
-    return f"chunks of {_tokens(value)} tokens" if value else ""
+    return f"chunks of {_in_words(value)} tokens" if value else ""
 
 
-def _tokens(value: ChunkedLossTokens) -> int:
-    return TOKENS if value is True else value
+def _chunks(value: ChunkedLossTokens) -> LossChunks:
+    if isinstance(value, str):
+        # What needs the least memory, until the plan is made.
+        return LossChunks(LEAST_TOKENS, is_planned=True)
+    return LossChunks(TOKENS if value is True else value, is_planned=False)
+
+
+def _in_words(value: ChunkedLossTokens) -> str:
+    chunks = _chunks(value)
+    return "a planned number of" if chunks.is_planned else str(chunks.tokens)
 
 
 def _parts(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
@@ -47,8 +57,10 @@ def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
         yield Change("sets", "", ELSEWHERE, partial(set_attribute, build.model, ELSEWHERE, True))
         return
     model, owner, heads = _chunkable(build)
-    chunked = ChunkedModel(model, build.topology, _tokens(value))
-    what = f"logits of {_tokens(value)} tokens at a time in training on labels"
+    chunks = _chunks(value)
+    chunked = ChunkedModel(model, build.topology, chunks)
+    what = f"logits of {_in_words(value)} tokens at a time in training on labels"
+    yield Change("sets", "", LOSS_CHUNKS, partial(set_attribute, build.model, LOSS_CHUNKS, chunks))
     yield Change(
         "links", owner, f"loss of the hidden states before the head, {what}", chunked.link_loss, LossLevel.CHUNKS
     )

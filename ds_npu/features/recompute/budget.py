@@ -22,20 +22,23 @@ from ds_npu.config.roles import Role
 from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, make_changes
+from ds_npu.features.loss_chunks import loss_chunks_of
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
 from ds_npu.features.swapped_modules import stage_ends, swap_changes
 from ds_npu.log import logger, warn_once
 from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
 from ds_npu.memory.storage_record import ENGINE_CALLS, StorageRecord
-from ds_npu.models.attributes import has_attribute, set_attribute
+from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.planner.memory_plan import BudgetError, Moment, Option, PlannedLayer, best_plan
 from ds_npu.planner.memory_plan_table import (
     ATTENTION,
     GIB,
     KEY,
+    LOSS,
     MIB,
     MLP,
     Modules,
+    Section,
     StagePlan,
     budget_refusal,
     plan_lines,
@@ -85,7 +88,9 @@ class MemoryBudget:
 
     def install(self, engine: Any) -> list[str]:
         """Record the first two steps of ``engine``."""
-        if has_attribute(self._build.model, PLANNED):
+        known = attribute(self._build.model, PLANNED, dict)
+        if known is not None:
+            self._set_chunks(known)
             return [f"{KEY}: the model follows the plan that was made before"]
         take, steps = engine._take_model_step, count(1)
 
@@ -144,8 +149,9 @@ class MemoryBudget:
         # With experts, what simulated NPUs held depended on timing.
         if build.device_type == CPU or build.plan.named(Role.MOE):
             return ()
-        *ends, _ = stage_ends([each.name for each in layers], build.plan.stages)
-        return patterns([each.forward_seconds for each in layers], self._machine.host, ends)
+        blocks = [each for each in layers if each.name != LOSS]
+        *ends, _ = stage_ends([each.name for each in blocks], build.plan.stages)
+        return patterns([each.forward_seconds for each in blocks], self._machine.host, ends)
 
     def _follow(self, stages: Sequence[StagePlan]) -> None:
         """From the next forward on."""
@@ -154,11 +160,17 @@ class MemoryBudget:
         section = section_of(stages)
         make_changes(self._declare(RecomputeSection.model_validate(section.get("recompute", {})), self._build))
         make_changes(swap_changes(SwapSection.model_validate(section.get("swap", {})), self._build))
+        self._set_chunks(section)
         set_attribute(self._build.model, PLANNED, section)
         if dist.get_rank() == 0:
             lines = plan_lines(stages, self.budget_gib, self._buffer_bytes, self._machine.name)
             logger().info("%s", "\n".join(lines))
         self._meter.peak()
+
+    def _set_chunks(self, section: Section) -> None:
+        chunks = loss_chunks_of(self._build.model)
+        if chunks is not None and chunks.is_planned:
+            chunks.tokens = section.get("chunked_loss", chunks.tokens)
 
     def _check_peak(self) -> None:
         """Say so once if a step has needed more: its batch may have more tokens than those that were recorded."""

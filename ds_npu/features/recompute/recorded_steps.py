@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_npu.features.build import Build
+from ds_npu.features.loss_chunks import loss_chunks_of
 from ds_npu.features.recompute.block_record import BlockRecord
 from ds_npu.features.recompute.recomputed_calls import is_recomputed, without_cache
 from ds_npu.memory.peak_meter import PeakMeter
@@ -24,7 +25,9 @@ from ds_npu.parallel.forward_wraps import (
     wrap_forward,
 )
 from ds_npu.parallel.micro_batch import closing_over_micro_batch
+from ds_npu.planner.chunk_choice import ChunkedHead
 from ds_npu.planner.memory_plan import Moment, PlannedLayer
+from ds_npu.planner.memory_plan_table import LOSS
 from ds_npu.topology.machine import Machine
 
 
@@ -59,8 +62,11 @@ class RecordedSteps:
         self._build, self._meter, self._machine = build, meter, machine
         self._records: dict[int, BlockRecord] = {}
         """By block, of the call with most tokens."""
-        self._calls = [0] * len(self.names)
-        """By block, how many of its forwards wait for their backward."""
+        self._calls = [0] * (len(self.names) + 1)
+        """By block, how many of its forwards wait for their backward; last, how many losses are being computed."""
+        self._chunks = loss_chunks_of(build.model)
+        self._head: ChunkedHead | None = None
+        """Of the loss with most tokens, where a plan chooses its chunks."""
         self._what = "the first forward"
         self._in_forward: int | None = None
         """The block whose forward runs."""
@@ -75,30 +81,36 @@ class RecordedSteps:
             wrapper = partial(self._block, place, module)
             wrap_forward(module, wrapper, Level.RECOMPUTE)
             self._wraps.append((module, wrapper))
+        if self._chunks is not None and self._chunks.is_planned:
+            self._chunks.around = self._loss
 
     def unwrap(self) -> None:
         for module, wrapper in self._wraps:
             unwrap_forward(module, wrapper)
         self._wraps.clear()
+        if self._chunks is not None:
+            self._chunks.around = None
 
     def end_of_backward(self) -> None:
         """What is allocated from now on is the optimizer step's; calls that wait will have no backward."""
         self._next("the optimizer step")
-        self._calls = [0] * len(self.names)
+        self._calls = [0] * len(self._calls)
 
     @property
     def layers(self) -> tuple[PlannedLayer, ...]:
-        """The blocks that were called, with what can be done with each."""
-        return tuple(
+        """The blocks that were called, with what can be done with each; last the loss, if its chunks are planned."""
+        blocks = [
             PlannedLayer(self.names[place], record.options(), record.forward_seconds)
             for place, record in sorted(self._records.items())
-        )
+        ]
+        loss = [] if self._head is None else [PlannedLayer(LOSS, self._head.options(self._machine))]
+        return (*blocks, *loss)
 
     @property
     def moments(self) -> tuple[Moment, ...]:
         """Every combination of calls that waited, with the peak then; the step so far."""
         self._next(self._what, self._in_forward, self._in_backward)
-        called = sorted(self._records)
+        called = [*sorted(self._records), *([] if self._head is None else [len(self.names)])]
         places = {None: None} | {place: index for index, place in enumerate(called)}
         return tuple(
             Moment(what, peak, tuple(calls[place] for place in called), places[forward], places[backward])
@@ -106,8 +118,8 @@ class RecordedSteps:
         )
 
     def modules(self, layer: str, part: str) -> list[str]:
-        """The modules that are ``part`` of the block ``layer``."""
-        return self._records[self.names.index(layer)].modules(part)
+        """The modules that are ``part`` of the block ``layer``; none of the loss."""
+        return [] if layer == LOSS else self._records[self.names.index(layer)].modules(part)
 
     def _next(self, what: str, forward: int | None = None, backward: int | None = None) -> None:
         """An interval ends, and one begins, in which the forward or the backward of the given block runs."""
@@ -140,6 +152,18 @@ class RecordedSteps:
         made.saves = None
         self._next(f"the forward behind {name}")
         return out
+
+    @contextmanager
+    def _loss(self, head: ChunkedHead) -> Iterator[None]:
+        """A context in which the loss of ``head`` is computed."""
+        if self._head is None or head.tokens > self._head.tokens:
+            self._head = head
+        before = self._what
+        self._next(LOSS)
+        self._calls[-1] += 1
+        yield
+        self._next(before)
+        self._calls[-1] -= 1
 
     def _backward(self, place: int) -> None:
         self._next(f"the backward of {self.names[place]}", backward=place)

@@ -201,7 +201,7 @@ class ChunkedLoss:
     """
 
     def __init__(self, words: int, vocabulary: Sharding | None, topology: Topology, tokens: int = TOKENS) -> None:
-        """``words``: of all ranks; ``tokens``: of a chunk."""
+        """``words``: of all ranks; ``tokens``: of a chunk, which another call may have another number of."""
         self.words, self.tokens = words, tokens
         self.group = None if vocabulary is None else topology.group("tp")
         ((self.start, self.stop),) = ((0, words),) if vocabulary is None else vocabulary.ranges[topology.rank("tp")]

@@ -1,0 +1,70 @@
+"""Of how many tokens the logits are computed at a time, as options of a plan: fewer need less memory, and more time.
+
+Pure: neither torch nor DeepSpeed. A chunk multiplies by the head's weight three times (logits, gradients of the hidden
+states and of the weight); each product takes as long as its operations, or as it moves the weight and the chunk,
+whichever is longer. So small chunks are bound by reading the weight once for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_npu.planner.memory_plan import Option
+from ds_npu.topology.machine import Machine
+
+LEAST_TOKENS = 256
+"""Of a chunk: below it, products wait for the weight."""
+PASSES = 8
+"""Operators of a chunk's loss that read and write all of its logits (``ds_npu.parallel.tensor.chunked_loss``)."""
+
+
+@dataclass(frozen=True)
+class ChunkedHead:
+    """One call of a loss with its head, on one rank."""
+
+    tokens: int
+    hidden: int
+    words: int
+    """This rank's."""
+    itemsize: int
+    """Bytes of a number of the products."""
+    wide: int
+    """Bytes of a number of the sums: of the loss, and of the weight's gradient."""
+    copies: int = 1
+    """Of the logits, in both dtypes: 2 where the model changes them behind its head (softcapping)."""
+    trains_weight: bool = True
+
+    @property
+    def bytes_of_token(self) -> int:
+        """What a token of a chunk needs while the chunk is computed."""
+        return self.copies * self.words * (self.wide + self.itemsize) + 2 * self.hidden * self.itemsize
+
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Powers of two, of which the last holds all tokens."""
+        sizes = [LEAST_TOKENS]
+        while sizes[-1] < self.tokens:
+            sizes.append(2 * sizes[-1])
+        return tuple(sizes)
+
+    def seconds(self, size: int, machine: Machine) -> float:
+        """What all chunks of ``size`` tokens take."""
+        whole, rest = divmod(self.tokens, size)
+        return whole * self._chunk_seconds(size, machine) + (self._chunk_seconds(rest, machine) if rest else 0.0)
+
+    def _chunk_seconds(self, tokens: int, machine: Machine) -> float:
+        product = 2 * tokens * self.hidden * self.words / machine.matmul
+        chunk = tokens * (self.hidden + self.words) * self.itemsize
+        weight = self.hidden * self.words
+        # Read twice; the sum of its gradient read and written.
+        moved = [chunk + weight * self.itemsize] * 2 + [chunk + 2 * weight * self.wide] * self.trains_weight
+        products = sum(max(product, each / machine.memory, machine.kernel) for each in moved)
+        return products + PASSES * max(2 * tokens * self.words * self.wide / machine.memory, machine.kernel)
+
+    def options(self, machine: Machine) -> tuple[Option, ...]:
+        """A chunk of each size, the smallest first; its parts are its number of tokens."""
+        sizes = self.chunk_sizes()
+        least = min(self.seconds(size, machine) for size in sizes)
+        return tuple(
+            Option((str(size),), min(size, self.tokens) * self.bytes_of_token, self.seconds(size, machine) - least)
+            for size in sizes
+        )

@@ -31,8 +31,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_embd": 256, "n_layer": 4, "n_positions": TOKENS},
 }
 SHARES = (0.25, 0.5, 0.8)
-"""Of what lies between the least that can be needed and what is needed without a plan: budgets. With ZeRO 3 what is
-gathered ahead depends on timing."""
+"""Of what lies between the least that can be needed and what is needed without a plan: budgets."""
 FOLLOW = MemoryBudget._follow
 
 
@@ -44,6 +43,9 @@ class Run:
     peak: int
     """The most that the steps behind the recorded ones have allocated."""
     before: int
+    late: int = 0
+    """With ZeRO 3, weights and gradients of the blocks: DeepSpeed uses both on streams of its own, so the allocator has
+    them back when the device has come so far, which depends on timing."""
     buffers: int = 0
     """Of HCCL's communicators, and MARGIN."""
     stages: list[StagePlan] = field(default_factory=list)
@@ -72,6 +74,8 @@ def trained(family: str, stage: int, section: dict[str, object], room: int | Non
         config["ds_npu"] = section | {"recompute": {"budget_gib": (before + room) / GIB}}
     model = tiny_models.tiny(family, torch.float32, attn_implementation="sdpa", **SIZES[family]).to(torch.bfloat16)
     run = Run([], 0, before)
+    if stage == 3:
+        run.late = 2 * sum(each.nbytes for name, each in model.named_parameters() if ".layers." in name)
 
     def follow(budget: MemoryBudget, stages: list[StagePlan]) -> None:
         run.buffers, run.stages = budget._buffer_bytes, stages
@@ -100,7 +104,7 @@ def within(cases: list[tuple[str, int, dict[str, object]]]) -> None:
         assert free.losses == plain.losses and section_of(free.stages) == {}
         low, high = free.planned(smallest), free.planned(fastest)
         print(f"{family} ZeRO {stage} {section}: no plan: said {high:,}, counted {free.peak:,}", flush=True)
-        assert free.peak <= high + MARGIN
+        assert free.peak <= high + MARGIN + free.late
         for share in SHARES:
             room = int(low + share * (high - low)) + 1024
             found = trained(family, stage, section, room + free.buffers)
@@ -109,7 +113,7 @@ def within(cases: list[tuple[str, int, dict[str, object]]]) -> None:
             print(f"  room {room:,}: said {said:,}, counted {found.peak:,}, {explicit}", flush=True)
             assert found.losses == plain.losses and explicit
             where = (family, stage, section, share)
-            assert said <= room and found.peak - MARGIN <= room, where
+            assert said <= room and found.peak - MARGIN - found.late <= room, where
 
 
 def swapping(cases: list[tuple[str, int, dict[str, object], float]]) -> None:

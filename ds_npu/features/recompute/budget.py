@@ -138,16 +138,18 @@ class MemoryBudget:
         moments = tuple(dict.fromkeys(moment for each in ranks for moment in each.moments))
         room = int(self.budget_gib * GIB) - self._buffer_bytes
         try:
-            plan = best_plan(layers, moments, room, self._swapped(layers))
+            plan = best_plan(layers, moments, room, self._swapped(layers, moments))
         except BudgetError as error:
             return error
         return StagePlan(ranks[0].stage, layers, moments, ranks[0].modules, plan)
 
-    def _swapped(self, layers: Sequence[PlannedLayer]) -> Iterable[SwapPattern]:
+    def _swapped(self, layers: Sequence[PlannedLayer], moments: Sequence[Moment]) -> Iterable[SwapPattern]:
         """What may be swapped: nothing on the CPU, whose memory is one."""
         build = self._build
+        # Calls that wait are told apart by how far they have come, so a layer may be called once in a forward.
+        unknown = not build.is_cut_into_stages and any(count > 1 for moment in moments for count in moment.calls)
         # With experts, what simulated NPUs held depended on timing.
-        if build.device_type == CPU or build.plan.named(Role.MOE):
+        if build.device_type == CPU or build.plan.named(Role.MOE) or unknown:
             return ()
         blocks = [each for each in layers if each.name != LOSS]
         *ends, _ = stage_ends([each.name for each in blocks], build.plan.stages)

@@ -41,7 +41,7 @@ class DsNpuConfig(Section):
     swap: SwapSection = SwapSection()
     optimizer_memory: OptimizerMemorySection = OptimizerMemorySection()
     chunked_loss: ChunkedLossTokens = False
-    """Compute logits and loss of a chunk of tokens at a time in training on labels: true is 1024, planned: by plan."""
+    """Compute logits and loss of a chunk of tokens at a time in training on labels; true: 1024; planned: by a plan."""
     memory_report: MemoryReport = False
     """Print what device memory is used for at the peak of the second step; an .svg file: write a picture of it, too."""
     deterministic: bool = False

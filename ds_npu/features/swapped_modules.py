@@ -65,12 +65,11 @@ def stage_ends(modules: Sequence[str], stages: Sequence[Collection[str]]) -> lis
 
     ``stages``: the blocks of each, where a rank has several.
     """
-    begins = [
-        next(place for place, name in enumerate(modules) if any(names.is_inside(name, block) for block in stage))
+    places = [
+        [place for place, name in enumerate(modules) if any(names.is_inside(name, block) for block in stage)]
         for stage in stages
-        if any(names.is_inside(name, block) for name in modules for block in stage)
     ]
-    return [*sorted(begins)[1:], len(modules)]
+    return [*sorted(each[0] for each in places if each)[1:], len(modules)]
 
 
 def _globbed(section: SwapSection, model: nn.Module) -> list[str]:

@@ -110,9 +110,8 @@ class ChunkedModel:
         if asked is not None:
             weight, bias = head.get_parameter("weight"), head.bias
             assert bias is None or isinstance(bias, torch.Tensor)
-            loss.tokens = self.chunks.tokens
             with self.chunks.computing(_head_of(hidden, weight, asked.transform)):
-                return loss(hidden, weight, bias, asked.targets, asked.transform)
+                return loss(hidden, weight, bias, asked.targets, asked.transform, self.chunks.tokens)
         run = self._run.of(running())
         if run is None or not (run.is_labelled or torch.is_grad_enabled()):
             logits: torch.Tensor = forward(hidden)

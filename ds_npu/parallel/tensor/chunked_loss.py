@@ -200,9 +200,9 @@ class ChunkedLoss:
     With ``vocabulary`` the head is sharded over the tensor ranks; None: it is whole.
     """
 
-    def __init__(self, words: int, vocabulary: Sharding | None, topology: Topology, tokens: int = TOKENS) -> None:
-        """``words``: of all ranks; ``tokens``: of a chunk, which another call may have another number of."""
-        self.words, self.tokens = words, tokens
+    def __init__(self, words: int, vocabulary: Sharding | None, topology: Topology) -> None:
+        """``words``: of all ranks."""
+        self.words = words
         self.group = None if vocabulary is None else topology.group("tp")
         ((self.start, self.stop),) = ((0, words),) if vocabulary is None else vocabulary.ranges[topology.rank("tp")]
 
@@ -213,11 +213,12 @@ class ChunkedLoss:
         bias: torch.Tensor | None,
         targets: TargetWords,
         transform: Transform | None = None,
+        tokens: int = TOKENS,
     ) -> torch.Tensor:
         """The sum of the losses of the tokens of ``hidden`` [..., H] that have a target: a scalar.
 
-        ``weight`` [V, H] and ``bias`` [V]: this rank's. Over tensor ranks,
-        hidden states, targets, loss and the gradient of hidden states are the same on every rank. The products are in
+        ``weight`` [V, H] and ``bias`` [V]: this rank's. ``tokens``: of a chunk. Over tensor ranks, hidden states,
+        targets, loss and the gradient of hidden states are the same on every rank. The products are in
         autocast's dtype, or that of ``hidden``; the loss is in float32, or float64.
 
         Messages: for each chunk an all-gather of 3 numbers a token, and an all-reduce of the gradient of ``hidden``,
@@ -234,7 +235,7 @@ class ChunkedLoss:
             )
         check_words(targets.words, self.words, targets.ignore_index)
         head = HeadShard(self.start, self.words, self.group, product_dtype(hidden))
-        chunking = _Chunking(head, transform, self.tokens, targets.smoothing, torch.is_grad_enabled())
+        chunking = _Chunking(head, transform, tokens, targets.smoothing, torch.is_grad_enabled())
         own = _Targets.among(targets.words.flatten(), targets.ignore_index, self.start, self.stop - self.start)
         with torch.autocast(hidden.device.type, enabled=False):
             return _chunked_loss(hidden.flatten(0, -2), weight, bias, own, chunking)

@@ -101,8 +101,8 @@ fast: $(STAMP) unlock
 	python -m pytest -m "not slow"
 
 whole: $(STAMP) unlock
-	BUDGET=$${BUDGET:-200} $(ON_NPUS) python -m pytest tests/npu
-	BUDGET=$${BUDGET:-600} python -m pytest
+	python tests/support/parts.py env BUDGET=$${BUDGET:-200} $(ON_NPUS) python -m pytest tests/npu \
+		--then env BUDGET=$${BUDGET:-600} python -m pytest
 
 # DeepSpeed's own unit tests and examples. They are not part of this repository: what is not named is not run, and said.
 upstream: $(STAMP) unlock

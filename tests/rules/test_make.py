@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import parts as parts_module
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,15 +155,58 @@ def test_deepspeeds_own_tests_are_run_or_said_not_to_be(checkout, named):
         assert (f"tests/support/{script}" in asked, is_said) == (variable in named, variable not in named)
 
 
-CLOSING = "=== 1 {} in 137.29s (0:02:17) ==="
+CLOSING = "total: {} failed, 3 skipped"
 
 
-@pytest.mark.parametrize(("status", "word"), [(0, "passed"), (2, "failed")])
-def test_ci_ends_with_pytests_closing_line(checkout, status, word):
-    closing = CLOSING.format(word)
+@pytest.mark.parametrize(("status", "counts"), [(0, "5 passed, 0"), (2, "4 passed, 1")])
+def test_ci_ends_with_the_sum(checkout, status, counts):
+    closing = CLOSING.format(counts)
     make = f'#!/bin/bash\necho "asked: $*"\necho "{closing}"\n'
     checkout.add("make", make + (f"echo 'make: *** Error 1' >&2\nexit {status}\n" if status else ""))
     done = checkout.run(ROOT / ".ci" / "run")
     assert done.returncode == status
     assert done.stdout.splitlines()[-1] == closing
     assert done.stdout.startswith("asked: ") and done.stdout.splitlines()[0].split()[-1] == "test"
+
+
+PART = """#!/bin/bash
+echo "asked: $*" >>{log}
+for each in "$@"; do case "$each" in --junit-xml=*) printf '%s' '{xml}' >"${{each#*=}}";; esac; done
+exit {status}
+"""
+SUITE = '<testsuites><testsuite tests="{}" failures="{}" errors="{}" skipped="{}"/></testsuites>'
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status", "total"),
+    [
+        ((SUITE.format(4, 0, 0, 1), 0), (SUITE.format(6, 0, 0, 0), 0), 0, "9 passed, 0 failed, 1 skipped"),
+        ((SUITE.format(4, 1, 0, 0), 1), (SUITE.format(6, 0, 0, 0), 0), 1, "9 passed, 1 failed, 0 skipped"),
+        ((SUITE.format(4, 0, 0, 0), 0), (SUITE.format(6, 1, 1, 2), 1), 1, "6 passed, 2 failed, 2 skipped"),
+        # Killed before it could write; killed behind it.
+        (("", 137), (SUITE.format(6, 0, 0, 0), 0), 1, "6 passed, 1 failed, 0 skipped"),
+        ((SUITE.format(4, 0, 0, 0), 139), (SUITE.format(6, 0, 0, 0), 0), 1, "10 passed, 1 failed, 0 skipped"),
+    ],
+)
+def test_both_parts_run_and_are_summed(tmp_path, first, second, status, total):
+    log, programs = tmp_path / "log", [tmp_path / "first", tmp_path / "second"]
+    for program, (xml, code) in zip(programs, (first, second), strict=True):
+        program.write_text(PART.format(log=log, xml=xml, status=code))
+        program.chmod(0o755)
+    parts = ROOT / "tests" / "support" / "parts.py"
+    command = [sys.executable, parts, programs[0], "tests/npu", parts_module.THEN, programs[1], "-x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == status
+    assert done.stdout.splitlines()[-1] == f"total: {total}"
+    asked = [line.rpartition(" --junit-xml=")[0] for line in log.read_text().splitlines()]
+    assert asked == ["asked: tests/npu", "asked: -x"]
+
+
+def test_make_runs_both_parts_of_the_suite(checkout):
+    checkout.make_env()
+    checkout.installed()
+    done = checkout.run(shutil.which("make"), "-n", "whole")
+    (line,) = [each for each in done.stdout.replace("\\\n", "").splitlines() if "parts.py" in each]
+    first, second = line.split(parts_module.THEN)
+    assert "BUDGET=" in first and "BUDGET=" in second
+    assert first.split()[-3:] == ["-m", "pytest", "tests/npu"] and second.split()[-3:] == ["python", "-m", "pytest"]

@@ -14,7 +14,6 @@ import functools
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from ds_npu.engine.failed_ranks import is_of_script
 from ds_npu.engine.failure_record import FailureRecord
+from ds_npu.stacks import main_stack
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -209,8 +209,10 @@ def _ranks(found: list[int]) -> str:
 
 def _line_of_script() -> str:
     """Where the main thread is: the innermost line that is of no library."""
-    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    stack = main_stack()
     scripts = [each for each in stack if is_of_script(each.filename)]
+    if not stack:
+        return "the end of its main thread"
     innermost = (scripts or stack)[-1]
     return f"{innermost.filename}:{innermost.lineno} in {innermost.name}: {innermost.line}"
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import threading
 import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
+
+from ds_npu.stacks import stacks
 
 LEAST_SECONDS = 60.0
 PAUSE_SECONDS = 600.0
@@ -64,8 +64,8 @@ class StallWatch:
         silence = now - self.moved
         if self.is_reported or self.reports == MOST_REPORTS or silence < self.limit(is_training=is_training):
             return None
-        frames = sys._current_frames()
-        stack = traceback.extract_stack(frames[threading.main_thread().ident or 0])
+        every = stacks()
+        stack = every.get(threading.main_thread().ident or 0, traceback.StackSummary())
         if any(frame.name in PAUSES for frame in stack) and silence < self.pause:
             return None
         self.is_reported, self.reports = True, self.reports + 1
@@ -74,7 +74,7 @@ class StallWatch:
         head = (
             f"{self.place} has stood still for {silence:.0f} s, after step {counters[0]} ({median}){last}. It stands at"
         )
-        return "\n".join([head, *_lines(stack, MOST_FRAMES, OUTERMOST_FRAMES), *_other_threads(frames)])
+        return "\n".join([head, *_lines(stack, MOST_FRAMES, OUTERMOST_FRAMES), *_other_threads(every)])
 
     @property
     def median(self) -> float | None:
@@ -131,14 +131,14 @@ def _lines(stack: traceback.StackSummary, most: int, outermost: int = 0) -> list
     return lines if left_out <= 0 else [*lines[:outermost], f"    ... {left_out} more", *lines[outermost + left_out :]]
 
 
-def _other_threads(frames: dict[int, FrameType]) -> list[str]:
+def _other_threads(every: Mapping[int, traceback.StackSummary]) -> list[str]:
     others = [
         each for each in threading.enumerate() if each not in (threading.main_thread(), threading.current_thread())
     ]
     lines = []
     for thread in others[:MOST_THREADS]:
-        if frame := frames.get(thread.ident or 0):
-            lines += [f"  thread {thread.name}", *_lines(traceback.extract_stack(frame), FRAMES_OF_OTHERS)]
+        if stack := every.get(thread.ident or 0):
+            lines += [f"  thread {thread.name}", *_lines(stack, FRAMES_OF_OTHERS)]
     if len(others) > MOST_THREADS:
         lines.append(f"  and {len(others) - MOST_THREADS} more threads")
     return lines

@@ -22,6 +22,7 @@ from ds_npu.capability import SUPPORTED, ascend_hardware_present, torch_npu_impo
 from ds_npu.engine.after_deepspeed import take_over
 from ds_npu.engine.announcement import announced, with_section
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
+from ds_npu.engine.one_rank import be_the_only_rank
 from ds_npu.engine.patches import FAILED
 from ds_npu.log import warn_once
 
@@ -45,6 +46,8 @@ def init_distributed(original: Function) -> Function:
             from ds_npu.engine.session import validate
 
             validate(config)
+        if kwargs.get("auto_mpi_discovery", True):
+            _be_the_only_rank(config is not None)
         return original(*args, **kwargs)
 
     return checked_init_distributed
@@ -67,9 +70,18 @@ def initialize(original: Function) -> Function:
             from ds_npu.engine.session import validate
 
             validate(config, _stages(given.get("model")))
+        _be_the_only_rank(config is not None)
         return original(*args, **kwargs)
 
     return checked_initialize
+
+
+def _be_the_only_rank(has_section: bool) -> None:
+    """Where ds_npu has a part in this run and no launcher has started it, make this process a world of one rank."""
+    from deepspeed.accelerator import get_accelerator
+
+    if has_section or get_accelerator().device_name() == "npu":
+        be_the_only_rank(os.environ)
 
 
 def warn_of_unsupported_releases() -> None:
@@ -164,6 +176,7 @@ def zero_init(original: Function) -> Function:
     @functools.wraps(original)
     def init(self: Any, module: Any = None, data_parallel_group: Any = None, *args: Any, **kwargs: Any) -> None:
         config = with_section(kwargs.get("config_dict_or_path") or kwargs.get("config"))
+        _be_the_only_rank(config is not None)
         if config is not None and data_parallel_group is None and dist.is_initialized():
             from ds_npu.engine.device import use_own_device
             from ds_npu.engine.session import open_session

@@ -34,8 +34,10 @@ PATCHES: tuple[Patch, ...] = (
         name="init_distributed",
         factory="ds_npu.engine.hooks:init_distributed",
         parameters=("dist_backend",),
-        what="a config announced on the command line is checked before a process group is opened",
-        why="a script that opens the group itself would learn of a mistake only after every rank has connected",
+        what="a config announced on the command line is checked before a process group is opened; without a launcher "
+        "this process becomes the only rank",
+        why="a script that opens the group itself would learn of a mistake only after every rank has connected; "
+        "without a launcher and mpi4py it ends in a ModuleNotFoundError",
         upstream="comm/comm.py:init_distributed takes no config that reaches third parties",
         until="DeepSpeed validates its config before init_distributed",
         also=("deepspeed:init_distributed", "deepspeed.comm:init_distributed"),

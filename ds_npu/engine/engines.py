@@ -50,11 +50,11 @@ from ds_npu.features.driver import apply_features, values_in
 from ds_npu.features.experts.listed import gathered_whole
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
-from ds_npu.log import logger
+from ds_npu.log import logger, warn_once
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.compiled import check_engine_may_compile
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-from ds_npu.topology.degrees import Axis
+from ds_npu.topology.degrees import AXES, Axis
 from ds_npu.zero_ext.data_average import average_over_data_ranks
 from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
 from ds_npu.zero_ext.expert_norm import add_up_experts
@@ -63,12 +63,14 @@ from ds_npu.zero_ext.gather_after_step import gather_after_steps
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
+from ds_npu.zero_ext.optimizer_trial import Verdict, tried
 from ds_npu.zero_ext.tied_gradients import equalise_tied
 
 
 class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
+    optimizer_verdict = Verdict()
     is_made_narrow = False
     """Whether a ZeRO optimizer for float64 is being made as if gradients travelled in float32 (float64_reduction)."""
     zero_optimization_stage: Callable[[], int]
@@ -100,6 +102,7 @@ class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckp
         engine: Any = self
         if not engine.zero_optimization() and not is_pipeline and layout is None:
             set_attribute(self, "backward", partial(backward_of_an_output, engine.backward))
+        self._agree_on_optimizer()
         attach_hooks_again(model)
         # PEFT may have been put around a stage.
         refuse_saving_a_stage(model)
@@ -116,6 +119,23 @@ class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckp
         for install in self.build.when_built:
             for line in install(self):
                 logger().info("%s", line)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """Try the optimizer that steps this rank's weights, before ZeRO puts flat tensors in their place."""
+        sizes = {axis: self.topology.size(axis) for axis in AXES}
+        self.optimizer_verdict = tried(basic_optimizer, sizes, self.zero_optimization_stage())
+        upstream: Any = super()
+        return upstream._do_optimizer_sanity_check(basic_optimizer)
+
+    def _agree_on_optimizer(self) -> None:
+        """Raise ValueError on every rank where the optimizer of any rank is not exact over the axes of this layout."""
+        verdicts = [self.optimizer_verdict] * dist.get_world_size()
+        # Once: pipeline stages have different weights, and no rank may go on alone.
+        dist.all_gather_object(verdicts, self.optimizer_verdict)
+        if refusal := next((each.refusal for each in verdicts if each.refusal), None):
+            raise ValueError(refusal)
+        if warning := next((each.warning for each in verdicts if each.warning), None):
+            warn_once(warning)
 
     def communicator_bytes(self) -> int:
         """Of device memory that HCCL's buffers take on this rank."""

@@ -192,7 +192,7 @@ def refused() -> None:
     with pytest.raises(ValueError, match="has an adapter, whose factors do not move"):
         deepspeed.initialize(model=expert_adapters.adapted("mixtral", torch.float32), config=config)
     model = model_of("mixtral", torch.float32)
-    own = torch.optim.Adafactor(model.parameters())
+    own = torch.optim.Rprop(model.parameters())
     del config["optimizer"]
-    with pytest.raises(ValueError, match="placement_interval: found 5, but Adafactor is none of the optimizers"):
+    with pytest.raises(ValueError, match="placement_interval: found 5, but Rprop is none of the optimizers"):
         deepspeed.initialize(model=model, optimizer=own, config=config)

@@ -1,0 +1,245 @@
+"""Whether an optimizer gives, for weights that are sharded, the numbers that it gives for whole ones: it is tried.
+
+AdamW, SGD and Lion step each element by itself. Muon, Adafactor, Lamb, LARS, Shampoo and SOAP read whole matrices or
+their norms, Prodigy reads all weights of its rank: with a part of these on each rank they compute something else, and
+nothing says so. A second optimizer of the same class and settings therefore steps small tensors, whole in one process
+and cut as on two ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.parallel.placement import placement_of
+from ds_npu.topology.degrees import NAMES, Axis
+
+STEPS = 3
+ROWS = 8
+"""Length of each dim of a tensor that is tried; halves of it are what two ranks have."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Relative difference after STEPS up to which two results are one: kernels round by the length of a loop."""
+APART = -1
+"""In place of a dim: the ranks have different weights, each of them whole."""
+FLAT = -2
+"""In place of a dim: the ranks have parts of one flat tensor, as ZeRO cuts it."""
+HOST = torch.device("cpu")
+BY_ELEMENT = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "FusedAdam", "FusedLion")
+"""Compiled optimizers of DeepSpeed that step each element by itself; a second one prints, and holds state in C++."""
+OWN = "use_muon"
+"""The setting of a group for which DeepSpeed's ZeRO 1 to 3 put whole matrices together by themselves."""
+
+
+class NotRepeatableError(RuntimeError):
+    """No second optimizer of the same class and settings can be made and stepped, or its steps are random."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How weights of one parameter group lie on the ranks of an axis."""
+
+    axis: Axis
+    dims: int
+    """Number of dims of the weights in the plain model."""
+    dim: int
+    """The dim of which each rank has a part, or APART, or FLAT."""
+
+
+@dataclass
+class Cuts:
+    """The cuts of the weights in one parameter group, each with the names of the weights."""
+
+    settings: Mapping[str, Any]
+    names: dict[Cut, list[str]] = field(default_factory=dict)
+
+
+def cuts_of(optimizer: torch.optim.Optimizer, sizes: Mapping[Axis, int]) -> list[Cuts]:
+    """How the weights of each group of ``optimizer`` are cut by axes of ``sizes`` ranks; data axes cut nothing."""
+    found = []
+    for group in optimizer.param_groups:
+        own = Cuts({key: value for key, value in group.items() if key != "params"})
+        for weight in group["params"]:
+            name = placement_of(weight).name
+            for cut in _cuts_of_weight(weight, sizes):
+                own.names.setdefault(cut, []).append(name)
+        found.append(own)
+    return found
+
+
+def _cuts_of_weight(weight: nn.Parameter, sizes: Mapping[Axis, int]) -> Iterator[Cut]:
+    placement = placement_of(weight)
+    dims = len(placement.shape)
+    for axis, sharding in placement.sharded.items():
+        if sizes.get(axis, 1) > 1:
+            is_whole = all(sharding.length(rank) in (0, sharding.size) for rank in range(len(sharding.ranges)))
+            yield Cut(axis, dims, APART if is_whole else sharding.dim)
+    for axis in placement.absent:
+        if sizes.get(axis, 1) > 1:
+            yield Cut(axis, dims, APART)
+
+
+def difference_in_parts(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dims: int, dim: int) -> float:
+    """The largest relative difference between weights that were stepped whole and in two parts; 0 within TOLERANCE.
+
+    ``settings``: of the parameter group. ``dims``, ``dim``: as in ``Cut``. ``optimizer`` and the random numbers of this
+    process stay as they are. Raises NotRepeatableError.
+    """
+    own = next((each.device for group in optimizer.param_groups for each in group["params"]), HOST)
+    errors = []
+    # Kernels of a device do not take tensors of the host.
+    for dtype, device in dict.fromkeys([(torch.float64, HOST), (torch.float32, HOST), (torch.float32, own)]):
+        try:
+            return _difference(optimizer, settings, (dims, dim), {"dtype": dtype, "device": device})
+        except NotRepeatableError:
+            raise
+        except Exception as error:  # Foreign code, of which anything may be raised.
+            errors.append(f"{type(error).__name__}: {error}")
+    raise NotRepeatableError(errors[-1])
+
+
+def _difference(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], how: tuple[int, int], kind: Mapping[str, Any]
+) -> float:
+    dims, dim = how
+    drawn = torch.Generator().manual_seed(0)
+
+    def draw() -> torch.Tensor:
+        # Rows of different sizes: parts have different norms.
+        rows = torch.randn(ROWS, ROWS**2, generator=drawn, dtype=torch.float64) * torch.arange(1.0, ROWS + 1)[:, None]
+        return rows.flatten()[: ROWS**dims].reshape([ROWS] * dims).to(**kind)
+
+    weights, gradients = [draw(), draw()], [[draw(), draw()] for _ in range(STEPS)]
+    whole = _stepped(optimizer, settings, weights, gradients)
+    again = _stepped(optimizer, settings, weights, gradients, seed=1)
+    if not all(map(torch.equal, whole, again)):
+        raise NotRepeatableError("two runs from the same weights and gradients gave different results")
+    ranks = []
+    for rank in range(2):
+        own = [_part(each, dim, rank) for each in (weights, *gradients)]
+        ranks.append(_stepped(optimizer, settings, own[0], own[1:]))
+    expected = _joined([_part(whole, dim, rank) for rank in range(2)])
+    found = _joined(ranks)
+    error = float((found - expected).norm() / (expected - _joined([_part(weights, dim, r) for r in range(2)])).norm())
+    return error if not error <= TOLERANCE[kind["dtype"]] else 0.0
+
+
+def _part(tensors: Sequence[torch.Tensor], dim: int, rank: int) -> list[torch.Tensor]:
+    """What ``rank`` of two has of ``tensors``."""
+    if dim == APART:
+        return [tensors[rank]]
+    if dim == FLAT:
+        return [torch.cat([each.flatten() for each in tensors]).chunk(2)[rank]]
+    return [each.chunk(2, dim)[rank].contiguous() for each in tensors]
+
+
+def _joined(ranks: Iterable[Iterable[torch.Tensor]]) -> torch.Tensor:
+    return torch.cat([each.flatten().double().cpu() for rank in ranks for each in rank])
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    seed: int = 0,
+) -> list[torch.Tensor]:
+    """``weights`` after a step with each of ``gradients``."""
+    held = [nn.Parameter(each.clone()) for each in weights]
+    devices = [each.device for each in held[:1] if each.device.type != "cpu"]
+    with (
+        torch.random.fork_rng(devices, device_type=held[0].device.type if devices else "cuda"),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        second = _second(optimizer, settings, held)
+        for step in gradients:
+            for weight, gradient in zip(held, step, strict=True):
+                weight.grad = gradient.clone()
+            second.step()
+    return [each.detach() for each in held]
+
+
+def _second(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], weights: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Another optimizer of the same class, for ``weights``; raises NotRepeatableError for unknown settings."""
+    kind = type(optimizer)
+    given: dict[str, Any] = {}
+    for name, each in list(inspect.signature(kind).parameters.items())[1:]:
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            continue
+        if name in optimizer.defaults:
+            given[name] = optimizer.defaults[name]
+        elif each.default is each.empty and hasattr(optimizer, name):
+            given[name] = getattr(optimizer, name)
+        elif each.default is each.empty:
+            raise NotRepeatableError(f"what {kind.__name__} was given as {name} is not known")
+    return kind([{**settings, "params": weights}], **given)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the trial of an optimizer says of this rank's weights."""
+
+    refusal: str | None = None
+    """Why it is not exact over the axes of this layout."""
+    warning: str | None = None
+    """What is not known of it, or what DeepSpeed's own ZeRO changes."""
+
+
+def tried(optimizer: torch.optim.Optimizer, sizes: Mapping[Axis, int], zero_stage: int) -> Verdict:
+    """Try ``optimizer`` on small tensors, cut as its weights are over axes of ``sizes`` ranks. Takes milliseconds."""
+    kind, unknown = type(optimizer).__name__, None
+    if kind in BY_ELEMENT and type(optimizer).__module__.startswith("deepspeed."):
+        return Verdict()
+    for cuts in cuts_of(optimizer, sizes):
+        for cut, names in cuts.names.items():
+            try:
+                error = difference_in_parts(optimizer, cuts.settings, cut.dims, cut.dim)
+            except NotRepeatableError as reason:
+                unknown = (
+                    f"{kind} could not be tried on small tensors ({reason}), so nothing shows whether it gives the "
+                    f"same numbers for shards ({_key(cut)}) as for whole weights. Compare losses with a run without"
+                )
+                continue
+            if error:
+                return Verdict(_refusal(kind, cut, names, error))
+    if unknown is None and zero_stage and _differs_when_flat(optimizer):
+        unknown = (
+            f"{kind} reads whole weights, and DeepSpeed's ZeRO {zero_stage} gives it parts of flat ones: losses differ "
+            "from those of one process, with or without ds_npu. zero_optimization.stage 0 gives it whole weights"
+        )
+    return Verdict(None, unknown)
+
+
+def _refusal(kind: str, cut: Cut, names: Sequence[str], error: float) -> str:
+    what = "different weights" if cut.dim == APART else f"parts along dim {cut.dim}"
+    return (
+        f"{_key(cut)}: its ranks have {what} of {len(names)} weights ({names[0] or 'one without a name'}, ...), and "
+        f"the optimizer {kind} gives other numbers for parts than for the whole: in a trial of {STEPS} steps of small "
+        f"tensors the steps differ by {error:.2g} of their size. What to do: an optimizer that steps each element by "
+        f"itself (AdamW, SGD, Lion), or no {_key(cut)}"
+    )
+
+
+def _key(cut: Cut) -> str:
+    return f"ds_npu.parallel.{NAMES[cut.axis].replace(' ', '_')}"
+
+
+def _differs_when_flat(optimizer: torch.optim.Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        dims = min(2, max((len(placement_of(each).shape) or 1 for each in group["params"]), default=1))
+        with suppress(NotRepeatableError):
+            if OWN not in group and difference_in_parts(optimizer, settings, dims, FLAT):
+                return True
+    return False

@@ -61,11 +61,12 @@ def layout_in_words(engine: Any) -> str:
         if axis not in ("dp", "edp") and engine.topology.size(axis) > 1
     ]
     zero = engine._config.zero_config
-    offloaded = [
-        f"{key} {each.device.value}"
+    devices = {
+        key: getattr(each.device, "value", each.device)
         for key in ("offload_param", "offload_optimizer")
-        if (each := getattr(zero, key)) is not None and each.device.value != "none"
-    ]
+        if (each := getattr(zero, key)) is not None
+    }
+    offloaded = [f"{key} {device}" for key, device in devices.items() if device != "none"]
     kind = [] if engine.has_manifests else [type(engine.module).__name__]
     return ", ".join([f"{dist.get_world_size()} ranks", *sizes, f"ZeRO {int(zero.stage)}", *offloaded, *kind])
 

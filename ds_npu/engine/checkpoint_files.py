@@ -8,6 +8,7 @@ had the same name, and ``latest`` itself, and ends in torch's "[enforce fail at 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,11 @@ raise SystemExit(
 )
 """
 UNFINISHED = ".unfinished"
+OF_A_CHECKPOINT = re.compile(
+    r"(.*mp_rank_\d+_(model|optim)_states\.pt|layer_\d+-.*model_states\.pt|experts_.*_model_states\.pt"
+    r"|ds_npu_layout_rank_\d+\.json)(\.unfinished)?"
+)
+"""Names that ranks' files have in the folder of a checkpoint."""
 SHOWN = 4
 
 
@@ -73,6 +79,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         for each in latest:
             self.attempt(each, lambda each=each: each.replace(each.with_suffix("")))  # type: ignore[misc]
         self._agree(info)
+        self._remove_older(folder / str(info.tag))
         return True
 
     def attempt(self, path: Path, action: Callable[[], object], needed: int = 0) -> None:
@@ -92,6 +99,19 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         """Remove what was written and got no name."""
         for each in self.unfinished:
             each.unlink(missing_ok=True)
+
+    def _remove_older(self, folder: Path) -> None:
+        """Remove files of an earlier checkpoint of the same name, which other ranks or another layout had.
+
+        All of the new one have their names by now. Where it fails they stay: no load of the new one reads them.
+        """
+        names: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(names, [each.name.removesuffix(UNFINISHED) for each in self.unfinished])
+        new = {name for each in names for name in each}
+        with suppress(OSError):
+            for path in folder.iterdir():
+                if OF_A_CHECKPOINT.fullmatch(path.name) and path.name not in new:
+                    path.unlink(missing_ok=True)
 
     def _write(self, path: Path, write: Callable[[Path], object], needed: int) -> None:
         unfinished = path.with_name(path.name + UNFINISHED)

@@ -16,9 +16,9 @@ from typing import Any
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import nn
 
-from ds_npu.engine.any_layout import REASSEMBLED
 from ds_npu.engine.expert_states import State, joined, part_of
 from ds_npu.engine.joint_calls import JointCalls, joint
+from ds_npu.engine.reassembly import REASSEMBLED
 from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
@@ -74,11 +74,14 @@ class ExpertCheckpoints:
         finally:
             self.checkpoint_engine = plain
 
-    def _save_checkpoint(self, save_dir: str, tag: str, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(
+        self, save_dir: str, tag: str, client_state: State, exclude_frozen_parameters: bool = False
+    ) -> None:
         upstream: Any = super()
-        upstream._save_checkpoint(save_dir, tag, *args, **kwargs)
+        upstream._save_checkpoint(save_dir, tag, client_state, exclude_frozen_parameters)
         if self.writes_experts:
-            self.checkpoint_engine.save(self._states_of_experts(), str(self.expert_file(Path(save_dir, str(tag)))))
+            states = self._states_of_experts(exclude_frozen_parameters)
+            self.checkpoint_engine.save(states, str(self.expert_file(Path(save_dir, str(tag)))))
 
     def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
         upstream: Any = super()
@@ -91,8 +94,8 @@ class ExpertCheckpoints:
                 state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
                 state[OPTIMIZER] = part_of(state[OPTIMIZER], of_experts=False)
                 for key in (FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS):
-                    frozen: State = state.get(key) or {}
-                    state[key] = {name: each for name, each in frozen.items() if name not in names}
+                    if state.get(key) is not None:
+                        state[key] = {name: each for name, each in state[key].items() if name not in names}
         return state
 
     @property
@@ -141,12 +144,13 @@ class ExpertCheckpoints:
             return False
         return self.topology.rank("edp") == 0
 
-    def _states_of_experts(self) -> State:
+    def _states_of_experts(self, leaves_out_frozen: bool) -> State:
         engine: Any = self
         names = self._names_of_experts()
+        weights = engine.module_state_dict(exclude_frozen_parameters=leaves_out_frozen)
         has_own_states = engine.optimizer is not None and not engine.zero_optimization()
         return {
-            MODULE: {name: each for name, each in engine.module_state_dict().items() if name in names},
+            MODULE: {name: each for name, each in weights.items() if name in names},
             OPTIMIZER: part_of(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
         }
 

@@ -78,6 +78,16 @@ def test_adapters_are_those_of_one_process(layout: str, stage: int, start, alone
     assert rule.relative(*(load_file(each / ADAPTER) for each in checkpoints(tmp_path, folder))) <= SINGLE
 
 
+@pytest.mark.parametrize("stages", [(3, 1), (1, 3)], ids=["from ZeRO 3", "to ZeRO 3"])
+def test_adapters_resume_at_another_layout(stages, start, alone, tmp_path: Path):
+    """The Trainer leaves frozen weights out of its checkpoints, and loads them with load_module_strict=False."""
+    for title, stage, parallel in zip(["lora", "lora, resumed"], stages, [{"tensor": 2}, {"context": 2}], strict=True):
+        run_on_ranks(2, live, [title], str(tmp_path), start("llama"), ds_config(stage, parallel))
+    _, expected = alone("llama")
+    for rank, each in enumerate(told(tmp_path, 2)):
+        assert_close(each, {"lora, resumed": expected["lora, resumed"]}, SINGLE, f"rank {rank}")
+
+
 ADAPTER = "adapter_model.safetensors"
 
 

@@ -1,0 +1,203 @@
+"""Reads the JSON of a manifest, which strangers may have written: all of it is checked before anything relies on it."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.manifest import VERSION, Manifest, WrittenPart, WrittenRun
+from ds_npu.parallel.tensor.sharding import Ranges, Sharding
+from ds_npu.topology.degrees import AXES, Axis
+
+READABLE = (1, VERSION)
+MOST_RANKS = 2**24
+MOST_ELEMENTS = 2**53
+"""Of one weight."""
+MOST_DIMS = 16
+MOST_KEYS = 8
+"""On the way to a tensor."""
+
+
+class _WrongJsonError(ValueError):
+    """A value that no manifest has."""
+
+
+def manifest_of_json(text: str, path: Path) -> Manifest:
+    """Raises CheckpointError for what another version has written, and for what no manifest says."""
+    try:
+        found = _object(json.loads(text), "the manifest")
+        if found.get("version") not in READABLE:
+            raise CheckpointError(
+                f"{path}: found version {reprlib.repr(found.get('version'))}, and this ds_npu reads "
+                f"{' and '.join(map(str, READABLE))}. What to do: load the checkpoint with the ds_npu that wrote it, "
+                "and save_pretrained there"
+            )
+        return _manifest(found)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is no manifest of a checkpoint: {error}. What to do: copy the whole folder again, or load an "
+            "earlier checkpoint"
+        ) from error
+
+
+def plain_name(found: object, what: str) -> str:
+    """``found``, the name of a file beside the manifest; raises ValueError for one that leads elsewhere."""
+    name = _text(found, what)
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0:"):
+        raise _WrongJsonError(f"{what}: expected the plain name of a file in the same folder, found {_shown(name)}")
+    return name
+
+
+def _manifest(found: dict[str, Any]) -> Manifest:
+    groups = [_group(each, f"groups[{index}]") for index, each in enumerate(_list(_of(found, "groups"), "groups"))]
+    named = _object(_of(found, "parts"), "parts").items()
+    model_file = _of(found, "model_file")
+    return Manifest(
+        parts={name: _part(_object(part, _shown(name)), _shown(name), len(groups)) for name, part in named},
+        ranks=_number(_of(found, "ranks"), "ranks", MOST_RANKS, least=1),
+        groups=groups,
+        model_file=None if model_file is None else plain_name(model_file, "model_file"),
+        layout=_text(found.get("layout", ""), "layout"),
+        is_known=_flag(found.get("is_known", True), "is_known"),
+        leaves_out_frozen=_flag(found.get("leaves_out_frozen", False), "leaves_out_frozen"),
+        version=found["version"],
+    )
+
+
+def _group(found: object, what: str) -> dict[str, Any]:
+    group = _object(found, what)
+    for key, value in group.items():
+        if value is not None and not isinstance(value, bool | int | float | str | list):
+            raise _WrongJsonError(f"{what}.{key}: expected a number, text or a list, found {_shown(value)}")
+    return group
+
+
+def _part(found: dict[str, Any], name: str, groups: int) -> WrittenPart:
+    sizes = _list(_of(found, "shape", name), f"shape of {name}")
+    if len(sizes) > MOST_DIMS:
+        raise _WrongJsonError(f"shape of {name}: expected at most {MOST_DIMS} dims, found {len(sizes)}")
+    shape = tuple(_number(size, f"shape of {name}", MOST_ELEMENTS) for size in sizes)
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise _WrongJsonError(f"shape of {name}: expected at most {MOST_ELEMENTS} elements, found {list(shape)}")
+    group, dtype = _of(found, "group", name), found.get("dtype")
+    place: dict[Any, int] = _object(_of(found, "place", name), f"place of {name}")
+    part = WrittenPart(
+        shape,
+        _shardings(_object(_of(found, "shardings", name), f"shardings of {name}"), name, len(shape)),
+        place,
+        _run(_of(found, "value", name), f"value of {name}", math.prod(shape)),
+        _run(_of(found, "state", name), f"state of {name}", math.prod(shape)),
+        None if group is None else _number(group, f"group of {name}", groups - 1),
+        None if dtype is None else _text(dtype, f"dtype of {name}"),
+    )
+    _check_place(part, name)
+    return part
+
+
+def _shardings(found: dict[str, Any], name: str, dims: int) -> dict[Axis, Sharding]:
+    unknown = [axis for axis in found if axis not in AXES]
+    if unknown:
+        raise _WrongJsonError(f"shardings of {name}: expected axes of {', '.join(AXES)}, found {_shown(unknown[0])}")
+    named: dict[Any, Any] = found
+    return {axis: _sharding(_object(each, name), f"{axis} of {name}", dims) for axis, each in named.items()}
+
+
+def _sharding(found: dict[str, Any], what: str, dims: int) -> Sharding:
+    size = _number(_of(found, "size", what), f"size along {what}", MOST_ELEMENTS)
+    ranges = tuple(_ranges(each, what, size) for each in _list(_of(found, "ranges", what), f"ranges along {what}"))
+    reached = 0
+    for start, stop in sorted(each for held in ranges for each in held):
+        if start > reached:
+            break
+        reached = max(reached, stop)
+    if reached != size or not ranges:
+        raise _WrongJsonError(f"ranges along {what}: no rank has the indices from {reached} on, of {size}")
+    return Sharding(_number(_of(found, "dim", what), f"dim along {what}", dims - 1), size, ranges)
+
+
+def _ranges(found: object, what: str, size: int) -> Ranges:
+    held = []
+    for each in _list(found, f"ranges along {what}"):
+        bounds = [_number(bound, f"ranges along {what}", size) for bound in _list(each, f"ranges along {what}")]
+        if len(bounds) != 2 or bounds[0] > bounds[1]:
+            raise _WrongJsonError(f"ranges along {what}: expected a start and a stop, found {_shown(each)}")
+        held.append((bounds[0], bounds[1]))
+    return tuple(held)
+
+
+def _check_place(part: WrittenPart, name: str) -> None:
+    """Raise where the place of the rank's part, or its shape, is not one that its shardings have."""
+    if part.place.keys() != part.shardings.keys():
+        raise _WrongJsonError(f"place of {name}: expected {list(part.shardings)}, found {_shown(list(part.place))}")
+    shape = list(part.plain_shape)
+    for axis, sharding in part.shardings.items():
+        rank = _number(part.place[axis], f"place of {name}", len(sharding.ranges) - 1)
+        if shape[sharding.dim] != sharding.size:
+            raise _WrongJsonError(f"{axis} of {name}: expected size {shape[sharding.dim]}, found {sharding.size}")
+        shape[sharding.dim] = sharding.length(rank)
+    if tuple(shape) != part.shape:
+        raise _WrongJsonError(f"shape of {name}: its shardings make {shape}, found {list(part.shape)}")
+
+
+def _run(found: object, what: str, elements: int) -> WrittenRun | None:
+    if found is None:
+        return None
+    run = _object(found, what)
+    keys = _list(_of(run, "keys", what), f"keys of {what}")
+    if not 0 < len(keys) <= MOST_KEYS or not all(type(key) in (str, int) for key in keys):
+        raise _WrongJsonError(f"keys of {what}: expected 1 to {MOST_KEYS} names and indices, found {_shown(keys)}")
+    if any(isinstance(key, int) and key < 0 for key in keys):
+        raise _WrongJsonError(f"keys of {what}: found a negative index in {_shown(keys)}")
+    start = _number(_of(run, "start", what), f"start of {what}", MOST_ELEMENTS)
+    first = _number(_of(run, "first", what), f"first of {what}", MOST_ELEMENTS)
+    numel = _number(_of(run, "numel", what), f"numel of {what}", MOST_ELEMENTS)
+    if first + numel > elements and numel > 0:
+        raise _WrongJsonError(f"{what}: expected elements up to {elements}, found {first} to {first + numel}")
+    return WrittenRun(plain_name(_of(run, "file", what), f"file of {what}"), tuple(keys), start, first, numel)
+
+
+def _of(found: Mapping[str, Any], key: str, what: str = "the manifest") -> Any:
+    if key not in found:
+        raise _WrongJsonError(f"{what} has no {key}")
+    return found[key]
+
+
+def _number(found: object, what: str, most: int, least: int = 0) -> int:
+    if type(found) is not int or not least <= found <= most:
+        raise _WrongJsonError(f"{what}: expected an integer from {least} to {most}, found {_shown(found)}")
+    return found
+
+
+def _text(found: object, what: str) -> str:
+    if not isinstance(found, str):
+        raise _WrongJsonError(f"{what}: expected text, found {_shown(found)}")
+    return found
+
+
+def _flag(found: object, what: str) -> bool:
+    if not isinstance(found, bool):
+        raise _WrongJsonError(f"{what}: expected true or false, found {_shown(found)}")
+    return found
+
+
+def _list(found: object, what: str) -> list[Any]:
+    if not isinstance(found, list):
+        raise _WrongJsonError(f"{what}: expected a list, found {_shown(found)}")
+    return found
+
+
+def _object(found: object, what: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise _WrongJsonError(f"{what}: expected an object, found {_shown(found)}")
+    return found
+
+
+def _shown(found: object) -> str:
+    return reprlib.repr(found)

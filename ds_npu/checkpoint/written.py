@@ -1,0 +1,287 @@
+"""The weights and the optimizer's state of a checkpoint, put together from the files of all ranks by manifests.
+
+One weight is put together after the other; files are mapped, not read whole. Nothing in a file is run when it is
+loaded: it is read with ``weights_only``, and the classes that it may have are given.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_npu.checkpoint.comparison import Plain
+from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.manifest import FILE, Manifest, WrittenPart, WrittenRun, manifest_path
+from ds_npu.checkpoint.manifest_json import manifest_of_json
+from ds_npu.topology.degrees import Axis
+
+NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
+REFUSED = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.\w+)")
+"""How torch names a class that ``weights_only`` refuses."""
+
+
+class WrittenCheckpoint:
+    """The weights and the optimizer's state of the checkpoint in ``folder``, each as a whole.
+
+    ``classes``: those that its files may have beside tensors and plain Python values.
+    """
+
+    def __init__(self, folder: Path, classes: Sequence[type | Callable[..., Any]] = ()) -> None:
+        self.folder = folder
+        self._classes: list[Any] = list(classes)
+        self._files: dict[str, dict[str, Any]] = {}
+
+    @property
+    def has_manifests(self) -> bool:
+        """Whether manifests were written; the first rank always has one."""
+        return manifest_path(self.folder, 0).exists()
+
+    def manifest(self, rank: int) -> Manifest | None:
+        """Of one rank; None where it wrote nothing."""
+        path = manifest_path(self.folder, rank)
+        if not path.exists():
+            return None
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. What to do: copy the whole folder again") from error
+        return manifest_of_json(text, path)
+
+    @cached_property
+    def manifests(self) -> list[Manifest]:
+        """Of all ranks that wrote the checkpoint; another one of the same name may have had more."""
+        first = self.manifest(0)
+        if first is None:
+            return []
+        named = (NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        ranks = sorted(int(each[1]) for each in named if each is not None)
+        found = [first, *(self.manifest(rank) for rank in ranks if 0 < rank < first.ranks)]
+        if len(found) < first.ranks:
+            lacking = next(rank for rank in range(first.ranks) if rank not in ranks)
+            raise CheckpointError(
+                f"{self.folder}: {len(found)} of the manifests of {first.ranks} ranks are there, and none of rank "
+                f"{lacking} ({FILE.format(lacking)}). What to do: copy the whole folder"
+            )
+        return [each for each in found if each is not None]
+
+    @property
+    def layout(self) -> str:
+        """The layout of the run that wrote it, in words."""
+        first = self.manifests[0]
+        return first.layout or f"{first.ranks} ranks"
+
+    @property
+    def leaves_out_frozen(self) -> bool:
+        """Whether ``exclude_frozen_parameters`` left frozen weights out of it."""
+        return any(each.leaves_out_frozen for each in self.manifests)
+
+    def plain_weights(self) -> dict[str, Plain]:
+        """By name, shape and dtype of each weight and buffer whose values were written."""
+        found = {}
+        for name, parts in self._parts.items():
+            if self.has(name):
+                found[name] = Plain(parts[0].plain_shape, parts[0].dtype)
+        return found
+
+    def model_state(self) -> dict[str, Any]:
+        """A copy of one of DeepSpeed's files of models: a run's counters and schedule; its weights are one rank's."""
+        files = [each.model_file for each in self.manifests if each.model_file is not None]
+        if not files:
+            raise CheckpointError(
+                f"{self.folder}: no manifest names a file of models. What to do: copy the whole folder"
+            )
+        return dict(self._file(files[0]))
+
+    def of_optimizer(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """The state dict, under one of ``keys`` of a file, of an optimizer; empty where none was written."""
+        for part in self._all_parts():
+            if part.state is not None:
+                file = self._file(part.state.file)
+                return next((file[key] for key in keys if isinstance(file.get(key), dict)), {})
+        return {}
+
+    def has(self, name: str) -> bool:
+        """Whether the values of the weight or buffer ``name`` were written."""
+        return any(part.numel == 0 or (part.value is not None and self._is_there(part)) for part in self._parts[name])
+
+    def value(self, name: str) -> torch.Tensor:
+        """The plain weight or buffer; raises CheckpointError where elements of it are in no file."""
+        return self._whole(name, lambda part: part.value, self._tensor)
+
+    def state(self, name: str) -> dict[str, Any]:
+        """By key, the state that the optimizer has of a weight: tensors of its shape, and numbers.
+
+        Raises CheckpointError for tensors of other shapes, of which nothing says what a part of the weight needs.
+        """
+        runs = [part.state for part in self._parts.get(name, ()) if part.state is not None]
+        states = {run: self._state(run) for run in runs}
+        found: dict[str, Any] = {}
+        for key in dict.fromkeys(key for each in states.values() for key in each):
+            lacking = [run for run in runs if key not in states[run]]
+            if lacking:
+                raise CheckpointError(
+                    f"{self.folder / lacking[0].file} has no {key} of {name} in the state of the optimizer, which "
+                    "another file has. What to do: copy the whole folder again"
+                )
+            first = states[runs[0]][key]
+            if not isinstance(first, torch.Tensor) or first.dim() == 0:
+                found[key] = first
+                continue
+            tensors = [states[run][key] for run in runs]
+            wrong = [
+                each
+                for run, each in zip(runs, tensors, strict=True)
+                if not isinstance(each, torch.Tensor) or each.numel() < run.start + run.numel
+            ]
+            if wrong:
+                raise CheckpointError(
+                    f"{self.folder}: {key} of {name}, in the state of the optimizer, has the shape "
+                    f"{list(first.shape)}, and not that of the weight: it does not load at another layout. What to do: "
+                    "the layout that wrote it, or load_optimizer_states=False"
+                )
+            found[key] = self._whole(name, lambda part: part.state, partial(_of_state, states, key))
+        return found
+
+    def settings(self, name: str) -> Mapping[str, Any]:
+        """Of the parameter group of a weight; empty where it was not trained."""
+        for manifest in self.manifests:
+            part = manifest.parts.get(name)
+            if part is not None and part.group is not None:
+                return manifest.groups[part.group]
+        return {}
+
+    @cached_property
+    def _parts(self) -> dict[str, list[WrittenPart]]:
+        found: dict[str, list[WrittenPart]] = {}
+        for manifest in self.manifests:
+            for name, part in manifest.parts.items():
+                others = found.setdefault(name, [])
+                if others and (others[0].plain_shape, others[0].shardings) != (part.plain_shape, part.shardings):
+                    raise CheckpointError(
+                        f"{self.folder}: the manifests of two ranks differ in how {name} is sharded. What to do: copy "
+                        "the whole folder again"
+                    )
+                others.append(part)
+        return found
+
+    def _all_parts(self) -> Iterator[WrittenPart]:
+        for manifest in self.manifests:
+            yield from manifest.parts.values()
+
+    def _is_there(self, part: WrittenPart) -> bool:
+        """Whether the file has what its manifest names; those of version 1 name frozen weights that were left out."""
+        run = part.value
+        if run is None or self.manifests[0].version > 1 or len(run.keys) != 2:
+            return run is not None
+        held = self._file(run.file).get(str(run.keys[0]))
+        return isinstance(held, Mapping) and run.keys[1] in held
+
+    def _file(self, name: str) -> dict[str, Any]:
+        if name not in self._files:
+            found = self._loaded(name)
+            if not isinstance(found, dict):
+                raise CheckpointError(
+                    f"{self.folder / name} is none of DeepSpeed's files: expected a dict, found {type(found).__name__}"
+                )
+            self._files[name] = found
+        return self._files[name]
+
+    def _loaded(self, name: str) -> object:
+        path = self.folder / name
+        try:
+            with torch.serialization.safe_globals(self._classes):
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as error:
+            refused = REFUSED.search(str(error))
+            if refused is None:
+                raise _unreadable(path, error) from error
+            raise CheckpointError(
+                f"{path} has an object of {refused[1]}, which is not loaded at another layout: a file can run code "
+                "that way. What to do: if you trust the file, torch.serialization.add_safe_globals("
+                f"[{refused[1].rpartition('.')[2]}]) before load_checkpoint; or leave the object out of client_state"
+            ) from error
+        except (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _unreadable(path, error) from error
+
+    def _at(self, run: WrittenRun, keys: Sequence[str | int]) -> Any:
+        found: Any = self._file(run.file)
+        for key in keys:
+            try:
+                found = found[key]
+            except (LookupError, TypeError) as error:
+                raise CheckpointError(
+                    f"{self.folder / run.file} has no {'/'.join(map(str, run.keys))}, which its manifest names. What "
+                    "to do: copy the whole folder again, or load an earlier checkpoint"
+                ) from error
+        return found
+
+    def _tensor(self, run: WrittenRun) -> torch.Tensor:
+        found = self._at(run, run.keys)
+        if not isinstance(found, torch.Tensor) or found.numel() < run.start + run.numel:
+            what = f"{list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            raise CheckpointError(
+                f"{self.folder / run.file}: {'/'.join(map(str, run.keys))} is {what}, and its manifest names the "
+                f"elements from {run.start} to {run.start + run.numel} of it. What to do: copy the whole folder again"
+            )
+        return found
+
+    def _state(self, run: WrittenRun) -> Mapping[str, Any]:
+        """The state of the optimizer; empty for a weight that has not taken a step."""
+        states = self._at(run, run.keys[:-1])
+        found = states.get(run.keys[-1], {}) if isinstance(states, Mapping) else None
+        if not isinstance(found, Mapping):
+            raise CheckpointError(
+                f"{self.folder / run.file}: expected the state of an optimizer at {'/'.join(map(str, run.keys))}. What "
+                "to do: copy the whole folder again"
+            )
+        return found
+
+    def _whole(
+        self, name: str, run_of: Callable[[WrittenPart], WrittenRun | None], tensor_of: Callable[[WrittenRun], Any]
+    ) -> torch.Tensor:
+        def part_at(place: dict[Axis, int]) -> torch.Tensor:
+            here = [part for part in self._parts[name] if dict(part.place) == place]
+            if not here:
+                raise CheckpointError(f"{self.folder}: no file has the part of {name} at {place or 'any rank'}")
+            runs = {run.first: run for part in here if (run := run_of(part)) is not None and run.numel}
+            pieces, reached = [], 0
+            while reached in runs:
+                run = runs[reached]
+                pieces.append(tensor_of(run).detach().reshape(-1)[run.start : run.start + run.numel])
+                reached += run.numel
+            if reached != here[0].numel:
+                raise CheckpointError(
+                    f"{self.folder}: {reached} of the {here[0].numel} elements of {name}"
+                    f"{f' at {place}' if place else ''} are in its files. What to do: copy the whole folder"
+                )
+            flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0)
+            return flat.view(here[0].shape)
+
+        def whole_at(axes: Sequence[Axis], place: dict[Axis, int]) -> torch.Tensor:
+            if not axes:
+                return part_at(place)
+            sharding = shardings[axes[0]]
+            return sharding.assemble(
+                [whole_at(axes[1:], {**place, axes[0]: rank}) for rank in range(len(sharding.ranges))]
+            )
+
+        if name not in self._parts:
+            raise CheckpointError(f"{self.folder}: {name} is in none of its files")
+        shardings = self._parts[name][0].shardings
+        return whole_at(list(shardings), {})
+
+
+def _of_state(states: Mapping[WrittenRun, Mapping[str, Any]], key: str, run: WrittenRun) -> Any:
+    return states[run][key]
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {error}. What to do: copy the whole folder again, or an earlier checkpoint"
+    )

@@ -39,8 +39,8 @@ class WrittenCheckpoint:
 
     @property
     def has_manifests(self) -> bool:
-        """Whether manifests were written; the first rank always has one."""
-        return manifest_path(self.folder, 0).exists()
+        """Whether manifests were written, of which this machine may see its own ranks' only."""
+        return manifest_path(self.folder, 0).exists() or any(self.folder.glob(FILE.format(0).replace("00000", "*")))
 
     def manifest(self, rank: int) -> Manifest | None:
         """Of one rank; None where it wrote nothing."""
@@ -58,7 +58,9 @@ class WrittenCheckpoint:
         """Of all ranks that wrote the checkpoint; another one of the same name may have had more."""
         first = self.manifest(0)
         if first is None:
-            return []
+            raise CheckpointError(
+                f"{self.folder} has no {FILE.format(0)}. What to do: copy the whole folder to a disk that all ranks see"
+            )
         named = (NAME.fullmatch(path.name) for path in self.folder.iterdir())
         ranks = sorted(int(each[1]) for each in named if each is not None)
         found = [first, *(self.manifest(rank) for rank in ranks if 0 < rank < first.ranks)]

@@ -26,7 +26,7 @@ from ds_npu.engine.checkpoint_files import CheckpointTransaction
 from ds_npu.engine.own_files import missing_files
 from ds_npu.engine.reassembly import GivenState, Reassembly, State
 from ds_npu.engine.written_files import CLASSES, layout_in_words, manifest_of, plain_weights
-from ds_npu.features.experts.relocation import restore_places
+from ds_npu.features.experts.relocation import restore_places, state_of_places
 from ds_npu.log import logger
 from ds_npu.parallel.placement import has_experts
 from ds_npu.topology.topology import Topology
@@ -56,11 +56,12 @@ class AnyLayoutCheckpoints:
         those of the model, or whose optimizer's state has other shapes.
         """
         upstream: Any = super()
-        folder = _folder_of(load_dir, tag)
-        if folder is None or not self.has_manifests or self.load_universal_checkpoint():
+        is_other_kind = not self.has_manifests or self.load_universal_checkpoint()
+        folder = None if is_other_kind else _folder_of(load_dir, tag)
+        if folder is None:
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         written = WrittenCheckpoint(folder, CLASSES)
-        if not written.has_manifests:
+        if not any(_on_every_rank(lambda: written.has_manifests)):
             _on_every_rank(lambda: missing_files(self, folder, not _leaves_states_out(*args, **kwargs)))
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         asked = _Asked(*args, **kwargs)
@@ -77,11 +78,7 @@ class AnyLayoutCheckpoints:
             )
         said = "%s was written at another layout: this rank's part is taken from the files of %s ranks"
         logger().info(said, written.folder, len(written.manifests))
-        reassembled = _made_together(lambda: Reassembly(self, written).state())
-        if has_experts(self.module):
-            # Wherever the experts of the former run were, those of this one begin in the plain order.
-            restore_places(self.module, None, self.topology)
-        self._reassembled = reassembled
+        self._reassembled = self._reassembly_of(written)
         plain = self.checkpoint_engine
         self.checkpoint_engine = GivenState(plain, self._reassembled)
         try:
@@ -134,6 +131,19 @@ class AnyLayoutCheckpoints:
 
         return all(_on_every_rank(is_mine))
 
+    def _reassembly_of(self, written: WrittenCheckpoint) -> State:
+        """What this rank's files would hold; raises CheckpointError on every rank where one cannot read its part."""
+        if not has_experts(self.module):
+            return _made_together(lambda: Reassembly(self, written).state())
+        # Wherever the experts of the former run were, those of this one begin in the plain order.
+        places = state_of_places(self.module, self.topology)
+        restore_places(self.module, None, self.topology)
+        try:
+            return _made_together(lambda: Reassembly(self, written).state())
+        except CheckpointError:
+            restore_places(self.module, places, self.topology)
+            raise
+
     def _check_fit(self, written: WrittenCheckpoint, asked: _Asked) -> None:
         """Raise CheckpointError on every rank where the weights in ``written`` are not those of the model."""
         found = over_ranks(_on_every_rank(lambda: differences(written.plain_weights(), plain_weights(self))))
@@ -179,11 +189,20 @@ def _leaves_states_out(*args: Any, **kwargs: Any) -> bool:
 
 
 def _folder_of(load_dir: Any, tag: str | None) -> Path | None:
-    """The folder of a checkpoint; None where DeepSpeed says that there is none."""
-    latest = Path(load_dir, "latest")
-    if tag is None and not latest.is_file():
-        return None
-    return Path(load_dir, str(tag or latest.read_text().strip()))
+    """The folder of a checkpoint; None where DeepSpeed says that there is none. Every rank calls it."""
+
+    def latest() -> str | None:
+        path = Path(load_dir, "latest")
+        return path.read_text().strip() if tag is None and path.is_file() else tag
+
+    tags = _on_every_rank(latest)
+    if len(set(map(str, tags))) > 1:
+        first, rank = next((each, rank) for rank, each in enumerate(tags) if str(each) != str(tags[0]))
+        raise CheckpointError(
+            f"{load_dir}: rank 0 is to load {tags[0]}, and rank {rank} {first} (None: it sees no file named latest). "
+            "What to do: put the checkpoint on a disk that all ranks see, and give all of them the same tag"
+        )
+    return None if tags[0] is None else Path(load_dir, str(tags[0]))
 
 
 def _check_known(written: WrittenCheckpoint, mine: str) -> None:

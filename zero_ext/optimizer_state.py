@@ -37,7 +37,7 @@ WRAPPERS = (
     *(DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer),
     *(FP16_Optimizer, FP16_UnfusedOptimizer),
 )
-READERS = ("state_dict", "load_state_dict", "refresh_fp32_params", "update_lp_params")
+READERS = ("state_dict", "load_state_dict", "refresh_fp32_params", "_restore_from_bit16_weights", "update_lp_params")
 """Of wrappers: what reads or writes masters and state of all weights."""
 READERS_OF_ONE = {"get_full_hp_param": get_full_hp_param, "set_full_hp_param": set_full_hp_param}
 """Of a weight that has a part of a flat master: what reads or writes that."""

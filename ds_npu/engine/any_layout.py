@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -25,6 +25,7 @@ from ds_npu.checkpoint.written import WrittenCheckpoint
 from ds_npu.engine.checkpoint_files import CheckpointTransaction
 from ds_npu.engine.own_files import missing_files
 from ds_npu.engine.reassembly import GivenState, Reassembly, State
+from ds_npu.engine.weights_only import Asked, check_partitions_load
 from ds_npu.engine.written_files import CLASSES, layout_in_words, manifest_of, plain_weights
 from ds_npu.features.experts.relocation import restore_places, state_of_places
 from ds_npu.log import logger
@@ -60,29 +61,27 @@ class AnyLayoutCheckpoints:
         folder = None if is_other_kind else _folder_of(load_dir, tag)
         if folder is None:
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
-        written = WrittenCheckpoint(folder, CLASSES)
+        written, asked = WrittenCheckpoint(folder, CLASSES), Asked(*args, **kwargs)
         if not any(_on_every_rank(lambda: written.has_manifests)):
-            _on_every_rank(lambda: missing_files(self, folder, not _leaves_states_out(*args, **kwargs)))
+            _on_every_rank(lambda: self._check_without_manifests(folder, asked))
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
-        asked = _Asked(*args, **kwargs)
-        if self._is_layout_of(written):
+        partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
+        if self._is_layout_of(written) and not partitions_alone:
             if written.leaves_out_frozen:
                 self._check_fit(written, asked)
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         _on_every_rank(lambda: _check_known(written, layout_in_words(self)))
         self._check_fit(written, asked)
-        if self.zero_optimization_partition_weights() and _leaves_states_out(*args, **kwargs):
-            raise CheckpointError(
-                f"{written.folder} was written at another layout: under ZeRO 3 weights come with the optimizer's "
-                "state. What to do: load_optimizer_states=True, load_module_only=False, or from_pretrained"
-            )
-        said = "%s was written at another layout: this rank's part is taken from the files of %s ranks"
+        said = "%s: this rank's part is taken from the files of %s ranks"
         logger().info(said, written.folder, len(written.manifests))
-        self._reassembled = self._reassembly_of(written)
+        self._reassembled = self._reassembly_of(written, partitions_alone)
         plain = self.checkpoint_engine
         self.checkpoint_engine = GivenState(plain, self._reassembled)
+        if partitions_alone:
+            # Else DeepSpeed reads weights by itself; that no state is loaded, WeightsOnly sees to.
+            asked = asked._replace(load_optimizer_states=True)
         try:
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return upstream.load_checkpoint(load_dir, tag, *asked)
         finally:
             self.checkpoint_engine, self._reassembled = plain, None
 
@@ -131,20 +130,26 @@ class AnyLayoutCheckpoints:
 
         return all(_on_every_rank(is_mine))
 
-    def _reassembly_of(self, written: WrittenCheckpoint) -> State:
+    def _check_without_manifests(self, folder: Path, asked: Asked) -> None:
+        """Raise CheckpointError where DeepSpeed, by itself, would not load what is in ``folder``."""
+        missing_files(self, folder, not asked.leaves_states_out)
+        if self.zero_optimization_partition_weights() and asked.leaves_states_out:
+            check_partitions_load(folder, asked, self.mp_world_size == 1 and not has_experts(self.module))
+
+    def _reassembly_of(self, written: WrittenCheckpoint, partitions_alone: bool) -> State:
         """What this rank's files would hold; raises CheckpointError on every rank where one cannot read its part."""
         if not has_experts(self.module):
-            return _made_together(lambda: Reassembly(self, written).state())
+            return _made_together(lambda: Reassembly(self, written, partitions_alone).state())
         # Wherever the experts of the former run were, those of this one begin in the plain order.
         places = state_of_places(self.module, self.topology)
         restore_places(self.module, None, self.topology)
         try:
-            return _made_together(lambda: Reassembly(self, written).state())
+            return _made_together(lambda: Reassembly(self, written, partitions_alone).state())
         except CheckpointError:
             restore_places(self.module, places, self.topology)
             raise
 
-    def _check_fit(self, written: WrittenCheckpoint, asked: _Asked) -> None:
+    def _check_fit(self, written: WrittenCheckpoint, asked: Asked) -> None:
         """Raise CheckpointError on every rank where the weights in ``written`` are not those of the model."""
         found = over_ranks(_on_every_rank(lambda: differences(written.plain_weights(), plain_weights(self))))
         is_strict = asked.load_module_strict and asked.custom_load_fn is None
@@ -170,22 +175,6 @@ class AnyLayoutCheckpoints:
     def optimizer_layout(self) -> OptimizerLayout | None:
         """Where the optimizer has its weights and their state; None without one, or where that is not known."""
         return layout_of_optimizer(self.optimizer, list(self.module.parameters()))
-
-
-class _Asked(NamedTuple):
-    """The arguments of DeepSpeed's load_checkpoint that follow the tag."""
-
-    load_module_strict: bool = True
-    load_optimizer_states: bool = True
-    load_lr_scheduler_states: bool = True
-    load_module_only: bool = False
-    custom_load_fn: object = None
-
-
-def _leaves_states_out(*args: Any, **kwargs: Any) -> bool:
-    """Whether DeepSpeed's load_checkpoint, called so, loads weights alone."""
-    asked = _Asked(*args, **kwargs)
-    return asked.load_module_only or not asked.load_optimizer_states
 
 
 def _folder_of(load_dir: Any, tag: str | None) -> Path | None:

@@ -43,6 +43,7 @@ from ds_npu.engine.scheduled_module import scheduled_module
 from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.engine.staged_engine import StagedEngine
 from ds_npu.engine.weights import WholeWeights
+from ds_npu.engine.weights_only import WeightsOnly
 from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
@@ -67,7 +68,7 @@ from ds_npu.zero_ext.optimizer_trial import Verdict, tried
 from ds_npu.zero_ext.tied_gradients import equalise_tied
 
 
-class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckpoints):
+class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, AtomicCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     optimizer_verdict = Verdict()
@@ -204,7 +205,7 @@ class TopologyMixin(AnyLayoutCheckpoints, ExpertView, WholeWeights, AtomicCheckp
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of the model, and of accumulated gradients, for ZeRO; without it DeepSpeed wraps all but float32."""
         types: tuple[torch.dtype, torch.dtype] = super().get_data_types()  # type: ignore[misc]
-        zero = self.zero_optimization()  # type: ignore[attr-defined]
+        zero = self.zero_optimization()
         return (torch.float64, torch.float64) if self.is_float64 and zero else types
 
     def zero_reduce_scatter(self) -> bool:

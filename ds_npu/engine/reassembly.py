@@ -13,6 +13,7 @@ from torch import nn
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import MODULE
 from ds_npu.checkpoint.written import WrittenCheckpoint
+from ds_npu.engine.weights_only import PARTITIONS
 from ds_npu.engine.written_files import OF_RANKS, layout_in_words, numel_of, partition_start
 from ds_npu.features.experts.relocation import PLACES
 from ds_npu.parallel.placement import placement_of
@@ -40,10 +41,11 @@ class Reassembly:
     A weight of the model that the checkpoint does not have keeps its own values, and has no state of the optimizer.
     """
 
-    def __init__(self, engine: Any, written: WrittenCheckpoint) -> None:
-        self.engine, self.written = engine, written
-        self.layout: OptimizerLayout | None = engine.optimizer_layout
-        if engine.optimizer is not None and self.layout is None:
+    def __init__(self, engine: Any, written: WrittenCheckpoint, partitions_alone: bool = False) -> None:
+        """``partitions_alone``: under ZeRO 3, the weights without the state of their optimizer."""
+        self.engine, self.written, self.partitions_alone = engine, written, partitions_alone
+        self.layout: OptimizerLayout | None = None if partitions_alone else engine.optimizer_layout
+        if engine.optimizer is not None and self.layout is None and not partitions_alone:
             optimizer, mine = type(engine.optimizer).__name__, layout_in_words(engine)
             raise CheckpointError(
                 f"{written.folder} was written at another layout ({written.layout}; this run: {mine}), and it is not "
@@ -67,7 +69,9 @@ class Reassembly:
             "dp_world_size": self.engine.seq_dp_world_size,
             "mp_world_size": self.engine.mp_world_size,
         }
-        if self.is_partitioned:
+        if self.partitions_alone:
+            found[PARTITIONS] = dict(self._fragments())
+        elif self.is_partitioned:
             found[FROZEN_PARAM_FRAGMENTS] = dict(self._fragments())
         if self.layout is not None:
             root = str(self.layout.states[0])
@@ -96,11 +100,16 @@ class Reassembly:
         return whole
 
     def _fragments(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of weights that are not trained, under ZeRO 3, this rank's even part."""
+        """Under ZeRO 3, this rank's even part of each weight, or of those that are not trained, by name."""
         for name, weight in self.engine.module.named_parameters():
-            if weight.requires_grad and numel_of(weight) > 0:
+            if weight.requires_grad and numel_of(weight) > 0 and not self.partitions_alone:
                 continue
             held = weight.ds_tensor
+            if held.numel() == 0 < numel_of(weight):
+                raise CheckpointError(
+                    f"{name} is not in memory (zero_optimization.offload_param): weights alone cannot be loaded into "
+                    "it. What to do: load_optimizer_states=True with load_module_only=False, or from_pretrained"
+                )
             if name not in self.names:
                 yield name, held.detach().to("cpu", copy=True)
                 continue

@@ -47,10 +47,11 @@ class Case:
     """Whether the optimizer is DeepSpeed's FusedAdam, not torch's."""
     torch_fused: bool = False
     """Whether torch's AdamW is told to be fused, as the Trainer's is."""
+    weight_decay: float = 0.1
 
     def config(self, memory: dict[str, object], **more: object) -> dict[str, object]:
         section: dict[str, object] = {"parallel": dict(self.parallel)}
-        adam = {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": not self.fused}
+        adam = {"lr": 1e-2, "weight_decay": self.weight_decay, "torch_adam": not self.fused}
         adam |= {"fused": True} if self.torch_fused else {}
         config: dict[str, object] = {
             "train_micro_batch_size_per_gpu": rule.MICRO,

@@ -132,7 +132,7 @@ def in_16_bits(dtype: torch.dtype, layouts: list, folder: str) -> None:
 
 def parts_of_a_load(folder: str) -> None:
     """Weights alone, or all but the optimizer's state; files that are missing; a run's own state."""
-    layouts = [(1, {}), (1, {"parallel": {"tensor": 2}}), (0, {"parallel": {"tensor": 2}})]
+    layouts = [(1, {}), (1, {"parallel": {"tensor": 2}}), (0, {"parallel": {"tensor": 2}}), (3, {})]
     first = engine_of("llama", *layouts[0], torch.float32)
     step_of(first, 0, torch.float32)
     first.save_checkpoint(folder, client_state={"mine": 7})
@@ -146,8 +146,6 @@ def parts_of_a_load(folder: str) -> None:
             assert client_state["mine"] == 7
             assert engine.global_steps == (0 if "load_module_only" in keys else 1)
     engine = engine_of("llama", 3, {}, torch.float32)
-    with pytest.raises(CheckpointError, match=r"ZeRO 3 .*load_optimizer_states"):
-        engine.load_checkpoint(folder, load_optimizer_states=False)
     dist.barrier()
     (last,) = Path(folder).glob("*/*rank_1_*optim_states.pt")
     damages = {

@@ -1,0 +1,89 @@
+"""Weights of a checkpoint without the optimizer's state: what DeepSpeed leaves as it was is brought up to date.
+
+DeepSpeed 0.19.8 (runtime/engine.py) leaves two things behind. Without ZeRO, ``load_optimizer_states=False`` loads the
+16-bit weights and keeps the float32 masters, which the next step writes back. Under ZeRO 3 ``load_module_only=True``
+loads nothing, because the files of models hold no weights; ``load_optimizer_states=False`` reads the weights of the
+checkpoint that ``latest`` names, whatever tag was given, and knows neither tensor ranks nor experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_npu.checkpoint.files import CheckpointError
+
+PARTITIONS = "ds_npu_partitions"
+"""The key of a state that holds, by name, this rank's partition of each weight under ZeRO 3."""
+
+
+class Asked(NamedTuple):
+    """The arguments of DeepSpeed's load_checkpoint that follow the tag."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: object = None
+
+    @property
+    def leaves_states_out(self) -> bool:
+        """Whether weights alone are asked for."""
+        return self.load_module_only or not self.load_optimizer_states
+
+
+class WeightsOnly:
+    """How an engine loads weights alone; every rank calls it together."""
+
+    module: nn.Module
+    optimizer: Any
+    mp_world_size: int
+    zero_optimization: Callable[[], bool]
+    _reassembled: dict[str, Any] | None = None
+
+    def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; the masters are those of the weights that were loaded."""
+        upstream: Any = super()
+        path, client_state = upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+        has_masters = not self.zero_optimization() and hasattr(self.optimizer, "refresh_fp32_params")
+        if path is not None and has_masters and Asked(*args, **kwargs).leaves_states_out:
+            self.optimizer.refresh_fp32_params()
+        return path, client_state
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's, and under ZeRO 3 the partitions in ``checkpoint``, while no weight is gathered."""
+        upstream: Any = super()
+        upstream.load_module_state_dict(checkpoint, *args, **kwargs)
+        partitions = checkpoint.get(PARTITIONS) or {}
+        with torch.no_grad():
+            for name, weight in self.module.named_parameters():
+                if name in partitions:
+                    held: Any = weight
+                    held.ds_tensor.copy_(partitions[name])
+
+    def _load_zero_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """DeepSpeed's; False, after which DeepSpeed makes masters of the weights, where partitions were loaded."""
+        upstream: Any = super()
+        if self._reassembled is not None and PARTITIONS in self._reassembled:
+            return False
+        return bool(upstream._load_zero_checkpoint(*args, **kwargs))
+
+
+def check_partitions_load(folder: Path, asked: Asked, is_plain: bool) -> None:
+    """Raise CheckpointError where DeepSpeed would load other weights than those in ``folder``, which has no manifests.
+
+    ``is_plain``: no rank has a shard of a weight, ZeRO's partitions apart.
+    """
+    latest = folder.parent / "latest"
+    is_latest = latest.is_file() and latest.read_text().strip() == folder.name
+    if asked.load_module_only or not is_latest or not is_plain:
+        raise CheckpointError(
+            f"{folder} has no manifests (ds_npu_layout_rank_*.json), and is to be loaded under ZeRO 3 without the "
+            "optimizer's state: DeepSpeed would leave the model as it is, or load other weights. What to do: "
+            "load_optimizer_states=True with load_module_only=False, or weights only: engine.save_pretrained in the "
+            "former run, from_pretrained in this one"
+        )

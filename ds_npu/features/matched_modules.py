@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
+from ds_npu.config.roles import Role
 from ds_npu.models import names
 from ds_npu.parallel.pipeline.pass_through import PassThrough, pass_throughs
+
+
+def no_module_is(role: Role, model: nn.Module) -> str:
+    """The reason and the remedy of a refusal: a key of the section needs modules of ``role``, and none is known."""
+    return (
+        f"no module of {type(model).__name__} is known to have the role {role}. What to do: say in ds_npu.plan which "
+        f'ones are ({{"<glob over module names>": "{role}"}}), or leave the key out'
+    )
 
 
 def matched_modules(key: str, glob: str, model: nn.Module) -> list[str]:

@@ -64,7 +64,10 @@ def test_every_variant_of_every_family_to_the_bit(family, fused):
 
     expected = step(changed(model(), {}, fused_ops=fused))
     for name, recompute in VARIANTS.items():
-        if family != "gpt2" or name != "modules":
+        if family == "mixtral" and "activation_function" in recompute:
+            with pytest.raises(ValueError, match=r"recompute\.activation_function: .* the role mlp\..*zero_memory$"):
+                changed(model(), recompute)
+        elif family != "gpt2" or name != "modules":
             assert same(step(changed(model(), recompute, fused_ops=fused)), expected), name
 
 

@@ -149,10 +149,10 @@ class MemoryBudget:
         # Calls that wait are told apart by how far they have come, so a layer may be called once in a forward.
         unknown = not build.is_cut_into_stages and any(count > 1 for moment in moments for count in moment.calls)
         # With experts, what simulated NPUs held depended on timing.
-        if build.device_type == CPU or build.plan.named(Role.MOE) or unknown:
+        if build.device_type == CPU or build.block_plan.named(Role.MOE) or unknown:
             return ()
         blocks = [each for each in layers if each.name != LOSS]
-        *ends, _ = stage_ends([each.name for each in blocks], build.plan.stages)
+        *ends, _ = stage_ends([each.name for each in blocks], build.block_plan.stages)
         return patterns([each.forward_seconds for each in blocks], self._machine.host, ends)
 
     def _follow(self, stages: Sequence[StagePlan]) -> None:

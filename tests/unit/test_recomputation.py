@@ -26,6 +26,7 @@ from ds_npu.memory.held_tensor import ModifiedTensorError
 from ds_npu.memory.recomputation import Recomputation, RecomputationError, without_outputs
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
 from ds_npu.parallel.micro_batch import new_forward
+from ds_npu.parallel.saving_context import SavingContext
 
 ONE_RANK = SimpleNamespace(size=lambda *axes: 1, rank=lambda *axes: 0)
 """A topology without process groups."""
@@ -346,3 +347,24 @@ def test_evaluation_is_as_ever():
     assert torch.equal(
         model(input_ids=ids).logits, tiny_models.tiny("llama", torch.float32).eval()(input_ids=ids).logits
     )
+
+
+def test_what_runs_in_a_context_from_outside_is_no_part_of_the_recomputation():
+    x, other = (torch.randn(3, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(2))
+    outside = SavingContext()
+    found: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not found:
+            with outside.entered():
+                found.append((other @ other).exp())
+        return (x @ x).exp().sin()
+
+    made = Recomputation(function, "cpu", kept=["matmul"])
+    y = made(x)
+    assert [each.operator for each in made._results.results] == ["aten::mm"]
+    found[0].sum().backward()
+    y.sum().backward()
+    expected = [each.detach().clone().requires_grad_() for each in (x, other)]
+    torch.autograd.backward([(expected[0] @ expected[0]).exp().sin().sum(), (expected[1] @ expected[1]).exp().sum()])
+    assert torch.equal(x.grad, expected[0].grad) and torch.equal(other.grad, expected[1].grad)

@@ -305,6 +305,10 @@ def test_nothing_stays_behind():
     [
         ({"layers": 3, "method": "block"}, r"recompute\.layers: found 3; LlamaForCausalLM has 2: at most so many"),
         ({"modules": ["**.nothing"]}, r"recompute\.modules: '\*\*\.nothing' matches no module of LlamaForCausalLM"),
+        (
+            {"modules": ["*mlp*"]},
+            r"recompute\.modules: '\*mlp\*' matches no module .*: \"\*\*\.\*mlp\*\" matches model\.",
+        ),
     ],
 )
 def test_what_a_model_does_not_have(recompute, said):

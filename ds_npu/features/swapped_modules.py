@@ -11,10 +11,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from ds_npu.config.roles import Role
 from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change
-from ds_npu.features.matched_modules import matched_modules
+from ds_npu.features.matched_modules import matched_modules, no_module_is
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
 from ds_npu.models import names
 from ds_npu.ops import exponent_code
@@ -33,7 +34,9 @@ def swap_changes(section: SwapSection, build: Build) -> Iterable[Change]:
             f"ds_npu.{KEY}: found for a deepspeed.PipelineModule. What to do: leave it out, and give the module an "
             "activation_checkpoint_interval; or a model of transformers, with ds_npu.parallel.pipeline"
         )
-    chosen = list(build.plan.blocks) if section.activations is True else _globbed(section, build.model)
+    if section.activations is True and not build.block_plan.blocks and not build.is_cut_into_stages:
+        raise ValueError(f"ds_npu.{KEY}: found true; {no_module_is(Role.BLOCK, build.model)}")
+    chosen = list(build.block_plan.blocks) if section.activations is True else _globbed(section, build.model)
     # A pipeline stage may have no blocks.
     if len(chosen) < 2 and not build.is_cut_into_stages:
         raise ValueError(
@@ -46,7 +49,7 @@ def swap_changes(section: SwapSection, build: Build) -> Iterable[Change]:
             f"ds_npu.{COMPRESS}: found true, and npu_hans_encode and npu_hans_decode do not work here: {reason}. "
             "What to do: leave it out"
         )
-    ends = stage_ends(chosen, build.plan.stages if build.is_cut_into_stages else ())
+    ends = stage_ends(chosen, build.block_plan.stages if build.is_cut_into_stages else ())
     waiting = build.waiting_forwards or (1,) * build.topology.size("pp")
     share = waiting[build.topology.rank("pp")] / max(waiting)
     swap = ActivationSwap(build.device_type, ends, section.hidden_only, section.depth, section.compress, share)

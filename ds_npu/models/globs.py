@@ -14,9 +14,6 @@ from ds_npu.models.hugging_face_plan import draft_of
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.pipeline.pass_through import PassThrough
 
-NEAR = 3
-"""How many names are suggested for one that does not exist."""
-
 
 def plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
     """The plan of ``model``, for which ``globs`` (from a glob over module names to a role) decide, the last one first.
@@ -43,7 +40,7 @@ def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]
     """Give the role named ``value`` to the modules that ``glob`` matches; yield what is wrong with either."""
     matched = {name: module for name, module in model.named_modules() if names.matches(glob, name)}
     if not matched:
-        yield f'"{glob}": matches no module{_near(model, glob)}'
+        yield f'"{glob}": matches no module{names.suggestion(glob, dict(model.named_modules()))}'
     if value not in list(Role):
         near = difflib.get_close_matches(value, list(Role), n=1)
         hint = f", did you mean {str(near[0])!r}?" if near else ""
@@ -71,9 +68,3 @@ def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:
             yield from (inner for inner, each in inside if not isinstance(each, PassThrough))
         elif kinds.counts(module, role):
             yield name
-
-
-def _near(model: nn.Module, glob: str) -> str:
-    every = list(dict.fromkeys(names.generic(names.plain(name)) for name, _ in model.named_modules() if name))
-    found = difflib.get_close_matches(names.generic(glob), every, n=NEAR, cutoff=0.8)
-    return ", did you mean " + " or ".join(f'"{name}"' for name in found) + "?" if found else ""

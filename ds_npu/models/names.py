@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Collection, Iterable
@@ -23,6 +24,8 @@ NUMBERS = re.compile(r"\{\d+(\.\.\d+)?(,\d+(\.\.\d+)?)*\}")
 """What ``abbreviated`` makes of several indices, and a glob may have in their place."""
 DOTS = re.compile(r"\.(?![^{]*\})")
 """Between the parts of a glob."""
+NEAR = 3
+"""How many names are suggested for one that does not exist."""
 
 
 def plain(name: str) -> str:
@@ -116,3 +119,23 @@ def _match_part(glob: str, part: str) -> bool:
         return fnmatchcase(part, glob)
     runs = (run.split("..") for run in glob[1:-1].split(","))
     return part.isdecimal() and any(int(run[0]) <= int(part) <= int(run[-1]) for run in runs)
+
+
+def suggestion(glob: str, existing: Iterable[str]) -> str:
+    """What to write for a ``glob`` that matches none of ``existing``; empty where nothing is near.
+
+    The glob with ``**`` where it lacks parts, and names that it matches; else the names that are written most alike.
+    """
+    known = [name for name in existing if name]
+    parts = DOTS.split(glob)
+    for wider in (f"**.{glob}", ".**.".join(parts), ".**.".join(["**", *parts]).replace("**.**", "**")):
+        found = list(dict.fromkeys(generic(plain(name)) for name in known if matches(wider, name)))
+        if found:
+            more = " ..." if len(found) > NEAR else ""
+            return (
+                "; * stands for characters of one part of a name, and ends at a dot, ** for any number of parts: "
+                f'"{wider}" matches {", ".join(found[:NEAR])}{more}'
+            )
+    every = list(dict.fromkeys(generic(plain(name)) for name in known))
+    found = difflib.get_close_matches(generic(glob), every, n=NEAR, cutoff=0.8)
+    return ", did you mean " + " or ".join(f'"{name}"' for name in found) + "?" if found else ""

@@ -27,6 +27,8 @@ LOSS = "the loss"
 """In place of a layer's name; its options are numbers of tokens of a chunk (``chunk_choice``)."""
 GIB, MIB = 2**30, 2**20
 KEY = "ds_npu.recompute.budget_gib"
+LARGE_SHARE = 0.1
+"""Of what a step needs, from which buckets of gradients are called large."""
 
 Modules = Mapping[str, Mapping[str, Sequence[str]]]
 """By layer and part, the modules that are it."""
@@ -111,17 +113,50 @@ def _rows(stage: StagePlan) -> Iterator[tuple[str, str, str, str]]:
         yield ", ".join(globs(layers)), again, f"{option.kept_bytes / MIB:.3g}", f"{1e3 * option.seconds:.3g}"
 
 
-def budget_refusal(errors: Mapping[int, BudgetError], budget_gib: float, buffer_bytes: int) -> str:
-    """Why ``budget_gib`` is impossible; ``errors``: by pipeline rank."""
+@dataclass(frozen=True)
+class Buckets:
+    """The buffers in which ZeRO collects gradients."""
+
+    elements: int
+    """Of each, as the config says."""
+    size: int
+    """Bytes of all of them."""
+    largest_weight: int
+    """Elements of the model's largest weight, which is all that a bucket need hold."""
+
+
+def budget_refusal(
+    errors: Mapping[int, BudgetError], budget_gib: float, buffer_bytes: int, buckets: Buckets | None
+) -> str:
+    """Why ``budget_gib`` is impossible; ``errors``: by pipeline rank; ``buckets``: of the rank that says so."""
     stage, error = max(errors.items(), key=lambda pair: pair[1].least.peak_bytes)
     needed = error.least.peak_bytes + buffer_bytes
     where = f" of pipeline rank {stage}" if len(errors) > 1 or stage else ""
+    of_buckets, smaller = "", ""
+    if buckets is not None and buckets.size >= LARGE_SHARE * needed and buckets.elements > buckets.largest_weight:
+        of_buckets = (
+            f" ({size_text(buckets.size)} of it are DeepSpeed's buckets of gradients, "
+            f"zero_optimization.reduce_bucket_size: {buckets.elements:,} elements)"
+        )
+        smaller = (
+            f"zero_optimization.reduce_bucket_size {buckets.largest_weight}, the elements of the largest weight, or "
+            "some times as many; "
+        )
     return (
         f"{KEY}: found {budget_gib:g}; the least that works here is {up_to_gib(needed)}: with the most computed "
-        f"again, tensors take {size_text(error.least.peak_bytes)} in {error.least.tightest}{where}, and HCCL's "
-        f"buffers and a margin {size_text(buffer_bytes)}. What to do: a larger budget; or smaller micro-batches, "
-        "ds_npu.chunked_loss 'planned', a higher ZeRO stage, ds_npu.optimizer_memory, or more tensor, context or "
-        "pipeline ranks"
+        f"again, tensors take {size_text(error.least.peak_bytes)}{of_buckets} in {error.least.tightest}{where}, and "
+        f"HCCL's buffers and a margin {size_text(buffer_bytes)}. What to do: {smaller}a larger budget; or smaller "
+        "micro-batches, ds_npu.chunked_loss 'planned', a higher ZeRO stage, ds_npu.optimizer_memory, or more tensor, "
+        "context or pipeline ranks"
+    )
+
+
+def too_early(errors: Mapping[int, BudgetError], budget_gib: float, buffer_bytes: int) -> str:
+    """What is known of an impossible budget before the first optimizer step, which may need more."""
+    needed = max(each.least.peak_bytes for each in errors.values()) + buffer_bytes
+    return (
+        f"{KEY}: found {budget_gib:g}; forward and backward alone need {up_to_gib(needed)}. The first optimizer step "
+        "follows, to see what that needs; an error before the second one names the least budget that works"
     )
 
 

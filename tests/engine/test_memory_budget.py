@@ -72,7 +72,9 @@ class Run:
         )
 
 
-def trained(family: str, stage: int, section: dict[str, object], room: int | None = None, **more: int) -> Run:
+def trained(
+    family: str, stage: int, section: dict[str, object], room: int | None = None, optimizer: str = "SGD", **more: int
+) -> Run:
     """``room``: bytes of the budget beside what is held before; None: without a budget."""
     import deepspeed
 
@@ -86,6 +88,8 @@ def trained(family: str, stage: int, section: dict[str, object], room: int | Non
         section = section | {"recompute": {"budget_gib": (max(most) + room) / GIB}}
     config = tensor_rule.config(stage, torch.float32, section)
     config["zero_optimization"] |= BUCKETS
+    torch_adam = {"torch_adam": True} if optimizer == "AdamW" else {}
+    config["optimizer"] = {"type": optimizer, "params": {"lr": rule.LR} | torch_adam}
     run = Run([], max(most))
 
     def follow(budget: MemoryBudget, stages: list[StagePlan]) -> None:
@@ -150,18 +154,29 @@ def hold_chunks(section: dict[str, object]) -> None:
     assert sizes == sorted(sizes, reverse=True) and (sizes[0] > sizes[-1] or section), sizes
 
 
-def impossible(file: Path) -> None:
+def impossible(file: Path, optimizer: str, stage: int) -> None:
     rule.without_extension()
     with pytest.raises(ValueError, match=r"budget_gib: found \S+; the least that works here is \S+: ") as raised:
-        trained("llama", 0, {}, 1)
-    file.write_text(str(raised.value).split("works here is ")[1].split(":")[0])
+        trained("llama", stage, {}, 1, optimizer)
+    said = str(raised.value)
+    assert "buckets" not in said
+    file.write_text(said.split("works here is ")[1].split(":")[0])
+    if stage > 0:
+        with mock.patch.dict(BUCKETS, clear=True), pytest.raises(ValueError) as raised:
+            trained("llama", stage, {}, 1, optimizer)
+        large = (
+            "of it are DeepSpeed's buckets of gradients, zero_optimization.reduce_bucket_size: 500,000,000 elements)"
+        )
+        assert large in str(raised.value), raised.value
+        remedy = "What to do: zero_optimization.reduce_bucket_size 2048, the elements of the largest weight, or"
+        assert remedy in str(raised.value)
 
 
-def possible(least_gib: float) -> None:
+def possible(least_gib: float, optimizer: str, stage: int) -> None:
     rule.without_extension()
     for share, works in ((1.02, True), (0.9, False)):
         with nullcontext() if works else pytest.raises(ValueError, match="the least that works here"):
-            trained("llama", 0, {}, int(share * least_gib * GIB) - held_now())
+            trained("llama", stage, {}, int(share * least_gib * GIB) - held_now(), optimizer)
 
 
 @pytest.mark.slow
@@ -186,7 +201,8 @@ def test_planned_chunks_of_the_loss(section):
     run_on_ranks(2, hold_chunks, section, deadline_s=900.0)
 
 
-def test_an_impossible_budget_is_an_error_that_names_the_least_one(tmp_path):
-    run_on_ranks(1, impossible, tmp_path / "least")
+@pytest.mark.parametrize(("optimizer", "stage"), [("AdamW", 0), ("SGD", 0), ("AdamW", 1), ("AdamW", 2), ("AdamW", 3)])
+def test_an_impossible_budget_is_an_error_that_names_the_least_one(tmp_path, optimizer, stage):
+    run_on_ranks(1, impossible, tmp_path / "least", optimizer, stage)
     # In a process without an engine.
-    run_on_ranks(1, possible, float((tmp_path / "least").read_text()))
+    run_on_ranks(1, possible, float((tmp_path / "least").read_text()), optimizer, stage)

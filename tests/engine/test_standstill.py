@@ -29,17 +29,21 @@ def one_rank_stops(folder: str) -> None:
     os.dup2(log, 2)
     config = rule.config(1, torch.float32, {}) | {"gradient_accumulation_steps": 1}
     config["ds_npu"] = {"parallel": {"tensor": 2}, "watch": {"stall_factor": 3}}
-    model = tiny_models.tiny("llama", torch.float32)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    models = [tiny_models.tiny("llama", torch.float32) for _ in range(2)]
+    # The script finishes with the first engine, and does not stand still while it uses the second.
+    engines = [
+        deepspeed.initialize(model=each, model_parameters=each.parameters(), config=config)[0] for each in models
+    ]
     ids = tiny_models.tokens(2, 9)
-    for step in range(STEPS):
-        loss = engine(input_ids=ids, labels=ids).loss
-        if step == STEPS - 1 and dist.get_rank() == 1:
-            time.sleep(STANDSTILL_S)  # the rank that is late
-        engine.backward(loss)
-        engine.step()
-        # The watch looks after each step.
-        time.sleep(0.1)
+    for engine, steps in zip(engines, (STEPS // 2, STEPS), strict=True):
+        for step in range(steps):
+            loss = engine(input_ids=ids, labels=ids).loss
+            if step == STEPS - 1 and dist.get_rank() == 1:
+                time.sleep(STANDSTILL_S)  # the rank that is late
+            engine.backward(loss)
+            engine.step()
+            # The watch looks after each step.
+            time.sleep(0.1)
 
 
 @pytest.mark.slow

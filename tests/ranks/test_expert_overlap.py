@@ -105,6 +105,41 @@ def test_beside_shared_experts_every_bit_is_the_same():
     run_on_ranks(2, same_bits)
 
 
+AGAIN: list[dict[str, object]] = [
+    {"activation_function": True},
+    {"modules": ["**.shared_experts"]},
+    {"modules": ["**.shared_experts"], "keep": ["matmul"], "norm": True},
+    {"modules": ["**.shared_experts.down_proj"]},
+    {"modules": ["**.mlp"], "keep": ["matmul"]},
+    {"layers": "all"},
+]
+"""Of ``ds_npu.recompute``: shared experts, and what is around or in them, computed again."""
+
+
+def gradients(family: str, moe: dict[str, object], recompute: dict[str, object]) -> list[torch.Tensor]:
+    """Losses and gradients of two micro-batches in flight, of which the first goes back first."""
+    model = tiny_models.tiny(family, torch.float32, num_hidden_layers=3)
+    section = DsNpuConfig.model_validate({"parallel": {"expert": 2}, "moe": moe, "recompute": recompute})
+    apply_features(values_in(section), Build(Topology(EP2), model))
+    losses = [model(input_ids=ids, labels=ids).loss for ids in tiny_models.tokens(4, 9).split(2)]
+    for loss in losses:
+        loss.backward()
+    return [*(loss.detach() for loss in losses), *(each.grad for each in model.parameters() if each.grad is not None)]
+
+
+def shared_experts_again() -> None:
+    for family in ("deepseek_v3", *tiny_models.SHARED_EXPERTS):
+        expected = gradients(family, {}, {})
+        for recompute in AGAIN:
+            found = gradients(family, {"overlap": True}, recompute)
+            assert len(found) == len(expected) > 10
+            assert all(map(torch.equal, found, expected)), (family, recompute)
+
+
+def test_shared_experts_that_are_computed_again_do_not_record_the_routed_ones():
+    run_on_ranks(2, shared_experts_again)
+
+
 Events = list[str]
 
 

@@ -101,10 +101,26 @@ OF_EXPERTS = FAMILIES | {
 }
 """With those whose experts only expert ranks shard."""
 
+SHARED_EXPERTS: dict[str, tuple[str, dict[str, object]]] = {
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        LATENT | {"topk_method": "greedy", "n_group": None, "topk_group": None},
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {
+            **{"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+            **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        },
+    ),
+}
+"""Beside DeepSeek-V3 families with shared experts and a dense first layer."""
+ALL = OF_EXPERTS | SCALED | SHARED_EXPERTS
+
 
 def config_of(family: str, **changes: object) -> transformers.PretrainedConfig:
     """The configuration of a tiny model; ``changes`` are values of its text part."""
-    name, special = (OF_EXPERTS | SCALED)[family]
+    name, special = ALL[family]
     kind = getattr(transformers, name)
     if family == "gpt2":
         return kind.config_class(**GPT2 | changes)
@@ -121,7 +137,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float64, **changes: object) -> 
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(5)
-    model = getattr(transformers, (OF_EXPERTS | SCALED)[family][0])(config_of(family, **changes))
+    model = getattr(transformers, ALL[family][0])(config_of(family, **changes))
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

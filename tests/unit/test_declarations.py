@@ -146,7 +146,11 @@ SECTIONS = {
 def test_what_is_declared_is_what_is_done(name, family):
     parallel = SECTIONS[name].get("parallel", {})
     degrees = Degrees(tp=parallel.get("tensor", 1), cp=parallel.get("context", 1))
-    assert changed(tiny_models.tiny(family, torch.float32), SECTIONS[name], degrees)
+    section = SECTIONS[name]
+    if family == "mixtral" and "recompute" in section:
+        # It has experts only: there is no MLP whose activation function could be computed again.
+        section = section | {"recompute": section["recompute"] | {"activation_function": False}}
+    assert changed(tiny_models.tiny(family, torch.float32), section, degrees)
 
 
 def acts(declarations):

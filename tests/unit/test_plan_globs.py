@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiny_models
 import torch
 from planned_models import llama, made
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from ds_npu.config.roles import ORDERS, STRUCTURAL, Role
 from ds_npu.models.globs import plan_for
 from ds_npu.models.hugging_face_plan import plan_of
-from ds_npu.models.names import abbreviated, matches
+from ds_npu.models.names import abbreviated, matches, suggestion
 from ds_npu.models.plan import AttentionShape, PlanError
 
 ROLES = (
@@ -137,6 +138,23 @@ def test_names_that_differ_in_indices_are_abbreviated(names, expected):
 
 
 # ---- plans ----
+
+
+@pytest.mark.parametrize(
+    ("glob", "wider", "found"),
+    [
+        ("*mlp*", "**.*mlp*", "model.layers.*.mlp"),
+        ("down_proj", "**.down_proj", "model.layers.*.mlp.down_proj"),
+        ("model.*mlp", "model.**.*mlp", "model.layers.*.mlp"),
+        ("layers.*norm", "**.layers.**.*norm", "model.layers.*.input_layernorm, model.layers.*.post_attention_layer"),
+    ],
+)
+def test_a_glob_without_enough_stars_is_told_what_they_do(glob, wider, found):
+    said = suggestion(glob, dict(tiny_models.tiny("llama").named_modules()))
+    begins = "; * stands for characters of one part of a name, and ends at a dot, ** for any number of parts"
+    assert said.startswith(f'{begins}: "{wider}" matches {found}')
+    # What is suggested matches what the message names.
+    assert all(matches(wider, name.replace("*", "1")) for name in said.partition(" matches ")[2].split(", "))
 
 
 def test_a_model_of_somebodys_own():

@@ -63,6 +63,39 @@ def test_while_a_checkpoint_is_written_it_is_patient():
     assert "save_checkpoint: " in save_checkpoint(6.0 + PAUSE_SECONDS)
 
 
+def test_a_pause_is_called_by_its_name():
+    """A long save is no standstill."""
+    watch = watch_after_steps(1.0)
+
+    def save_checkpoint(now: float) -> str | None:
+        return watch.look(now, (6, 6), is_training=True)
+
+    assert save_checkpoint(6.0 + PAUSE_SECONDS).startswith("rank 1 of 4 has been in save_checkpoint for 600 s, after")
+    said = watch_after_steps(1.0).look(6.0 + PAUSE_SECONDS, (6, 6), is_training=False)
+    assert said.startswith("rank 1 of 4 has evaluated for 600 s, after step 6 (")
+
+
+def test_an_engine_that_the_script_has_finished_with_does_not_stand_still():
+    finished, used = watch_after_steps(1.0), watch_after_steps(1.0)
+    for second in range(7, 1000):
+        assert finished.look(second, (6, 6), is_training=True, others=[used]) is None
+        assert used.look(second, (second, second), is_training=True, others=[finished]) is None
+    # A step of the one that is used hangs: that one says so, and only that one.
+    said = [
+        watch.look(999 + LEAST_SECONDS, counters, is_training=True, others=[other])
+        for watch, other, counters in [(finished, used, (6, 6)), (used, finished, (999, 999))]
+    ]
+    assert said[0] is None and said[1].startswith("rank 1 of 4 has stood still for 60 s, after step 999")
+    # The other engine is gone: the time that the script used it for does not count.
+    begun = 999 + LEAST_SECONDS
+    assert finished.look(begun + LEAST_SECONDS - 1, (6, 6), is_training=True) is None
+    assert "has stood still for 60 s, after step 6" in finished.look(begun + LEAST_SECONDS, (6, 6), is_training=True)
+
+
+def test_a_factor_of_0_never_speaks():
+    assert watch_after_steps(1.0, factor=0).look(1e9, (6, 6), is_training=True) is None
+
+
 def test_of_a_deep_stack_both_ends_are_shown():
     watch = watch_after_steps(1.0)
 
@@ -85,6 +118,26 @@ def test_it_speaks_three_times_at_most():
         now += 1
     spoken = [each for each in said if each]
     assert len(spoken) == MOST_REPORTS and "says no more of this" in spoken[-1]
+
+
+def test_threads_of_two_engines_know_of_each_other(monkeypatch, capfd):
+    monkeypatch.setattr(stalls, "LOOK_EVERY_SECONDS", 0.02)
+    engines = finished, used = [Engine(), Engine()]
+    threads = [
+        watch_for_stalls(each, StallWatch(2, "rank 0 of 1", least=0.3, pause=0.6), lambda: None) for each in engines
+    ]
+    for engine, steps in ((finished, 5), (used, 20)):
+        for _ in range(steps):
+            time.sleep(0.05)
+            engine.global_steps += 1
+    time.sleep(0.9)  # the standstill of the second
+    said = capfd.readouterr().err
+    assert said.count("has stood still") == 1 and ", after step 20 (" in said
+    del engines, engine, finished, used
+    gc.collect()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_the_thread_prints_the_stacks_of_all_threads_and_ends_with_the_engine(monkeypatch, capfd):

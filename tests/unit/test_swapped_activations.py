@@ -69,6 +69,9 @@ def test_every_family_to_the_bit(family, swaps):
 
     expected = step(model())
     for recompute in RECOMPUTE:
+        if family == "mixtral":
+            # It has experts only, and no MLP.
+            recompute = recompute | {"activation_function": False}
         assert same(step(swapping(model(), recompute=recompute)), expected), recompute
         assert swaps.pop().places.pool.size > 0
     blocks = "transformer.h.*" if family == "gpt2" else "**.layers.*"

@@ -77,14 +77,14 @@ def _wrap_head(chunked: ChunkedModel, model: nn.Module, name: str) -> None:
 
 def _chunkable(build: Build) -> tuple[HuggingFaceModel, str, list[str]]:
     """The model with a head, its name, its heads' names; raises ValueError where its loss cannot be chunked."""
-    heads = build.plan.named(Role.HEAD)
+    heads = build.block_plan.named(Role.HEAD)
     owner = names.owner(heads[0]) if heads else ""
     reason, who = "", type(build.model).__name__
     model = build.model.get_submodule(owner)
     if build.is_pipeline:
         reason = f"{who} is a deepspeed.PipelineModule, whose loss is a function of its own"
     elif not heads:
-        reason = f"{who} has no head, a linear layer from hidden states to logits"
+        reason = f"{who} has no head, a linear layer from hidden states to logits (role {Role.HEAD} of ds_npu.plan)"
     elif adapted := [each for each in heads if names.is_adapted(each)]:
         reason = f"{adapted[0]} of {who} has an adapter, so its logits are a sum of two products"
     elif other := [type(each).__name__ for each in map(build.model.get_submodule, heads) if not _is_linear(each)]:

@@ -98,13 +98,14 @@ def _declare(section: FusedOpsSection, build: Build) -> Iterable[Change]:
 def _operators(wanted: list[str], build: Build, must: bool) -> tuple[list[Change], list[str]]:
     """The changes, and lines that say where each operator goes.
 
-    Raises PlanError for an unknown model if an operator ``must`` be in it.
+    Raises PlanError for a model that tensor ranks would shard and whose modules are not known, if an operator
+    ``must`` be in it.
     """
     if fused_keys(build.model).issuperset(wanted):
         # Sharded and fused before: the modules of the model are no longer those of a plan.
         return [], [f"the model computes with {', '.join(wanted)} already"]
     try:
-        plan = build.plan
+        plan = build.block_plan
     except PlanError as error:
         if must:
             raise

@@ -2,8 +2,7 @@
 
 In the recorded steps every block is computed again, so that they need the least memory: what blocks would keep, and
 what operators take, follows from shapes. All ranks of a pipeline stage get one plan. A budget that no plan keeps is an
-error before the first optimizer step, or, where the optimizer makes its state in the first one only, before the
-second.
+error before the second optimizer step: the first one has shown what the optimizer needs, and what state it keeps.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, make_changes
 from ds_npu.features.loss_chunks import loss_chunks_of
+from ds_npu.features.recompute.gradient_buckets import gradient_buckets
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
 from ds_npu.features.swapped_modules import stage_ends, swap_changes
 from ds_npu.log import logger, warn_once
@@ -37,6 +36,7 @@ from ds_npu.planner.memory_plan_table import (
     LOSS,
     MIB,
     MLP,
+    Buckets,
     Modules,
     Section,
     StagePlan,
@@ -44,6 +44,7 @@ from ds_npu.planner.memory_plan_table import (
     plan_lines,
     section_of,
     size_text,
+    too_early,
 )
 from ds_npu.planner.swap_pattern import SwapPattern, patterns
 from ds_npu.topology.machine import Machine, machine_of
@@ -92,17 +93,18 @@ class MemoryBudget:
         if known is not None:
             self._set_chunks(known)
             return [f"{KEY}: the model follows the plan that was made before"]
-        take, steps = engine._take_model_step, count(1)
+        take, updates, follows = engine._take_model_step, 0, False
 
         def take_step(*args: Any, **kwargs: Any) -> Any:
-            step = next(steps)
-            if step <= 2:
+            nonlocal updates, follows
+            followed = follows
+            if not follows:
                 self._recorded.end_of_backward()
-                stages = self._planned()
-                if step == 2:
-                    self._follow(stages)
+                follows = self._plan(updates, partial(gradient_buckets, engine))
             out = take(*args, **kwargs)
-            if step > 2:
+            # A step that is skipped (fp16) has made no state of the optimizer yet.
+            updates += engine.was_step_applied()
+            if followed:
                 self._check_peak()
             return out
 
@@ -113,8 +115,22 @@ class MemoryBudget:
         self._recorded.wrap()
         return [f"{KEY}: the first two steps compute every block again, and are recorded"]
 
-    def _planned(self) -> list[StagePlan]:
-        """The plans of all stages; every rank of the world calls it at the same time. Raises ValueError."""
+    def _plan(self, updates: int, buckets: Callable[[], Buckets | None]) -> bool:
+        """Behind the first optimizer step follow a plan: whether one is followed. Raises ValueError where none works.
+
+        Before it nothing is decided: the optimizer makes its state in that step, and needs memory for it.
+        """
+        stages, errors = self._planned()
+        if errors and updates:
+            raise ValueError(budget_refusal(errors, self.budget_gib, self._buffer_bytes, buckets()))
+        if errors and dist.get_rank() == 0:
+            warn_once(too_early(errors, self.budget_gib, self._buffer_bytes))
+        if updates:
+            self._follow(stages)
+        return updates > 0
+
+    def _planned(self) -> tuple[list[StagePlan], dict[int, BudgetError]]:
+        """The plans of all stages, or by stage why there is none; every rank of the world calls it at the same time."""
         topology, recorded = self._build.topology, self._recorded
         layers = recorded.layers
         modules = {each.name: {part: recorded.modules(each.name, part) for part in (ATTENTION, MLP)} for each in layers}
@@ -128,9 +144,9 @@ class MemoryBudget:
             found = self._best([every[rank] for rank in peers])
         results: list[tuple[int, StagePlan | BudgetError | None]] = [(mine.stage, found)] * len(every)
         dist.all_gather_object(results, (mine.stage, found))
-        if errors := {stage: each for stage, each in results if isinstance(each, BudgetError)}:
-            raise ValueError(budget_refusal(errors, self.budget_gib, self._buffer_bytes))
-        return sorted((each for _, each in results if isinstance(each, StagePlan)), key=lambda each: each.stage)
+        errors = {stage: each for stage, each in results if isinstance(each, BudgetError)}
+        plans = [each for _, each in results if isinstance(each, StagePlan)]
+        return sorted(plans, key=lambda each: each.stage), errors
 
     def _best(self, ranks: Sequence[_Recorded]) -> StagePlan | BudgetError:
         """The plan of the ranks of a stage, for the most that any of them needs."""
@@ -149,10 +165,10 @@ class MemoryBudget:
         # Calls that wait are told apart by how far they have come, so a layer may be called once in a forward.
         unknown = not build.is_cut_into_stages and any(count > 1 for moment in moments for count in moment.calls)
         # With experts, what simulated NPUs held depended on timing.
-        if build.device_type == CPU or build.plan.named(Role.MOE) or unknown:
+        if build.device_type == CPU or build.block_plan.named(Role.MOE) or unknown:
             return ()
         blocks = [each for each in layers if each.name != LOSS]
-        *ends, _ = stage_ends([each.name for each in blocks], build.plan.stages)
+        *ends, _ = stage_ends([each.name for each in blocks], build.block_plan.stages)
         return patterns([each.forward_seconds for each in blocks], self._machine.host, ends)
 
     def _follow(self, stages: Sequence[StagePlan]) -> None:

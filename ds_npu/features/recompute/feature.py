@@ -12,17 +12,19 @@ from ds_npu.config.roles import Role
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.feature import Feature
-from ds_npu.features.matched_modules import matched_modules
+from ds_npu.features.matched_modules import matched_modules, no_module_is
 from ds_npu.features.recompute.attention_core import attention_changes
 from ds_npu.features.recompute.budget import plan_part
-from ds_npu.features.recompute.mlp_linears import COLUMNS, children, mlp_linears
+from ds_npu.features.recompute.mlp_linears import COLUMNS, LAST, children, mlp_linears
 from ds_npu.features.recompute.outputs import RecomputedActivation, RecomputedNorm, without_kept_outputs
 from ds_npu.features.recompute.recomputed_calls import KEY, RecomputedRuns, check_not_checkpointed, recompute_module
 from ds_npu.models import names
 from ds_npu.parallel.forward_wraps import Level, Wrapper, wrap_forward
+from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.planner.memory_plan import missing_solver
 
 NORMS = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
+MLPS = (Role.MLP,)
 
 
 def _asked(section: RecomputeSection, build: Build) -> str:
@@ -39,8 +41,8 @@ def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
             "activation_checkpoint_interval"
         )
     check_not_checkpointed(build.model)
-    if section.budget_gib is not None and not build.plan.blocks and not build.is_cut_into_stages:
-        raise ValueError(f"ds_npu.{KEY}.budget_gib: {build.plan.model} has no blocks to plan for: leave it out")
+    if section.budget_gib is not None and not build.block_plan.blocks and not build.is_cut_into_stages:
+        raise ValueError(f"ds_npu.{KEY}.budget_gib: {no_module_is(Role.BLOCK, build.model)}")
     whole = _blocks(section, build) if section.layers != "none" else []
     yield from _runs(section, build, whole)
     for name in _globbed(section, build, whole):
@@ -68,12 +70,14 @@ def _of_module(section: RecomputeSection, build: Build, module: nn.Module) -> Wr
 
 def _blocks(section: RecomputeSection, build: Build) -> list[str]:
     """The blocks of this rank that are recomputed whole."""
-    blocks, found = build.plan.blocks, section.layers
+    blocks, found = build.block_plan.blocks, section.layers
     first = found if isinstance(found, int) and section.method == "block" else len(blocks)
     # A pipeline stage may have fewer than others, or none.
-    if not build.is_cut_into_stages and (first > len(blocks) or not blocks):
+    if not build.is_cut_into_stages and not blocks:
+        raise ValueError(f"ds_npu.{KEY}.layers: found {found}; {no_module_is(Role.BLOCK, build.model)}")
+    if not build.is_cut_into_stages and first > len(blocks):
         raise ValueError(
-            f"ds_npu.{KEY}.layers: found {found}; {build.plan.model} has {len(blocks)}: at most so many, or 'all'"
+            f"ds_npu.{KEY}.layers: found {found}; {build.block_plan.model} has {len(blocks)}: at most so many, or 'all'"
         )
     return list(blocks[:first])
 
@@ -120,14 +124,14 @@ def _is_inside_any(name: str, others: Iterable[str]) -> bool:
 
 def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> Iterator[Change]:
     """Norms and activation functions outside of what is recomputed as a whole."""
-    plan = build.plan
+    plan = build.block_plan
 
     def chosen(key: str, globs: bool | Sequence[str], *roles: Role) -> list[str]:
         around = _matched(key, globs, build)
         return [each for each in plan.named(*roles) if _is_inside_any(each, around) and not _is_inside_any(each, whole)]
 
     norms = chosen("norm", section.norm, *NORMS)
-    mlps = chosen("activation_function", section.activation_function, Role.MLP)
+    mlps = chosen("activation_function", section.activation_function, *MLPS)
     for name in plan.blocks:
         if not _is_inside_any(name, whole) and any(names.is_inside(each, name) for each in (*norms, *mlps)):
             what = "outputs of norms and activation functions are not kept"
@@ -141,9 +145,9 @@ def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> I
 
 def _activation(build: Build, mlp: str) -> Iterator[Change]:
     """What the MLP computes between its linears."""
-    linears = mlp_linears(build.plan, mlp)
+    linears = mlp_linears(build.block_plan, mlp)
     if linears is None:
-        first, last = (len(children(build.plan, mlp, *roles)) for roles in (COLUMNS, (Role.DOWN,)))
+        first, last = (len(children(build.block_plan, mlp, *roles)) for roles in (COLUMNS, LAST))
         build.said.append(f"{KEY}: {mlp} keeps its activations: {first} first linears, {last} last ones")
         return
     columns, down = linears
@@ -157,7 +161,19 @@ def _activation(build: Build, mlp: str) -> Iterator[Change]:
     yield Change("wraps", f"{mlp}.{down}", "its input is not kept", None, Level.RECOMPUTE)
 
 
+def _check_roles(section: RecomputeSection, build: Build) -> None:
+    """Raise ValueError where a model that is not cut into stages has no module that a key is for."""
+    plan = build.block_plan
+    keys = ("norm", section.norm, NORMS), ("activation_function", section.activation_function, MLPS)
+    for key, globs, roles in keys:
+        if globs and not plan.named(*roles):
+            experts = "; for experts ds_npu.moe.zero_memory" if roles is MLPS and plan.named(Role.EXPERTS) else ""
+            raise ValueError(f"ds_npu.{KEY}.{key}: found {globs}; {no_module_is(roles[0], build.model)}{experts}")
+
+
 def _parts(section: RecomputeSection, build: Build) -> Iterable[Change]:
+    if (section.norm or section.activation_function) and not (build.is_pipeline or stages_in(build.model)):
+        _check_roles(section, build)
     yield from plan_part(section, build, _declare)
 
 

@@ -58,7 +58,7 @@ class RecordedSteps:
     """Records the blocks of ``build``'s model, and the peaks between their calls."""
 
     def __init__(self, build: Build, meter: PeakMeter, machine: Machine) -> None:
-        self.names = list(build.plan.blocks)
+        self.names = list(build.block_plan.blocks)
         self._build, self._meter, self._machine = build, meter, machine
         self._records: dict[int, BlockRecord] = {}
         """By block, of the call with most tokens."""
@@ -139,7 +139,7 @@ class RecordedSteps:
         hidden = args[0] if args else kwargs[first]
         others = args[1:], {key: value for key, value in kwargs.items() if args or key != first}
         known = self._records.get(place)
-        record = BlockRecord(self._build.model, self._build.plan, name, self._machine)
+        record = BlockRecord(self._build.model, self._build.block_plan, name, self._machine)
         is_new = isinstance(hidden, torch.Tensor) and (known is None or hidden.nbytes > known.hidden_bytes)
         made = _RecordedCall(
             closing_over_micro_batch(forward), self._build.device_type, record.saves if is_new else None

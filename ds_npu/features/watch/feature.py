@@ -21,9 +21,9 @@ def _parts(section: WatchSection, build: Build) -> Iterable[Change]:
     def part(name: str, what: str, install: Callable[[Any], object]) -> Change:
         return Change("provides", name, what, partial(build.when_built.append, partial(_quietly, install)))
 
-    if section.stall_factor:
-        what = f"where each rank stands when no step ends for {section.stall_factor} median steps"
-        yield part("a look after steps", what, partial(_look_after_steps, section.stall_factor))
+    factor = section.stall_factor
+    what = f"where each rank stands when no step ends for {factor} median steps" if factor else "what other watches see"
+    yield part("a look after steps", what, partial(_look_after_steps, factor))
     yield part("events of the monitor", "step time and tokens per second", partial(_write_throughput, build))
     if section.finite:
         stop = partial(stop_at_not_finite, is_pipeline=build.is_pipeline)
@@ -37,7 +37,7 @@ def _quietly(install: Callable[[Any], object], engine: Any) -> list[str]:
 
 def _look_after_steps(factor: int, engine: Any) -> None:
     watch = StallWatch(factor, f"rank {dist.get_rank()} of {dist.get_world_size()}")
-    watch_for_stalls(engine, watch, engine.joint_calls.say_where)
+    watch_for_stalls(engine, watch, engine.joint_calls.say_where if factor else lambda: None)
 
 
 def _write_throughput(build: Build, engine: Any) -> None:

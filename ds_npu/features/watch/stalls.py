@@ -1,11 +1,13 @@
 """A thread that notices when no step ends, and prints where this rank stands.
 
 It reads DeepSpeed's own counters from outside, so that a step costs nothing. It only speaks: compiling, evaluating or
-saving may take as long as they do. A call that holds Python's lock while it waits is not seen.
+saving may take as long as they do. A call that holds Python's lock while it waits is not seen. Of several engines in
+one process only the one that moved last can stand still: the script does not use the others now.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import threading
@@ -13,7 +15,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +38,12 @@ MOST_THREADS = 6
 FRAMES_OF_OTHERS = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class StallWatch:
     """What one engine's thread knows; ``look`` is called again and again with the clock's time in seconds."""
 
     factor: int
+    """0: it never speaks; the watches of other engines see that this one moves."""
     place: str
     """This rank, in words."""
     least: float = LEAST_SECONDS
@@ -50,30 +53,37 @@ class StallWatch:
     """Optimizer steps and micro-batches that have ended, when last looked."""
     moved: float = 0.0
     """When the counters last changed."""
+    unused: float = 0.0
+    """When the script last was seen to use another engine."""
     stepped: float | None = None
     """When the first of them last did."""
     reports: int = 0
     is_reported: bool = False
 
-    def look(self, now: float, counters: tuple[int, int], *, is_training: bool) -> str | None:
-        """What to print, if anything, of a run whose counters are these."""
+    def look(
+        self, now: float, counters: tuple[int, int], *, is_training: bool, others: Iterable[StallWatch] = ()
+    ) -> str | None:
+        """What to print, if anything, of an engine whose counters are these; ``others``: those of other engines."""
         if counters != self.counters:
             said = f"{self.place} goes on, after {now - self.moved:.0f} s" if self.is_reported else None
             self._note(now, counters)
             return said
-        silence = now - self.moved
+        if any(other.moved > self.moved for other in others):
+            self.unused = now
+        silence = now - max(self.moved, self.unused)
         if self.is_reported or self.reports == MOST_REPORTS or silence < self.limit(is_training=is_training):
             return None
         every = stacks()
         stack = every.get(threading.main_thread().ident or 0, traceback.StackSummary())
-        if any(frame.name in PAUSES for frame in stack) and silence < self.pause:
+        pause = next((frame.name for frame in stack if frame.name in PAUSES), None)
+        if pause is not None and silence < self.pause:
             return None
         self.is_reported, self.reports = True, self.reports + 1
         median = f"the median step takes {self.median:.2g} s" if self.median else "no step has ended"
         last = "; says no more of this" if self.reports == MOST_REPORTS else ""
-        head = (
-            f"{self.place} has stood still for {silence:.0f} s, after step {counters[0]} ({median}){last}. It stands at"
-        )
+        what = "stood still" if is_training else "evaluated"
+        what = what if pause is None else f"been in {pause}"
+        head = f"{self.place} has {what} for {silence:.0f} s, after step {counters[0]} ({median}){last}. It stands at"
         return "\n".join([head, *_lines(stack, MOST_FRAMES, OUTERMOST_FRAMES), *_other_threads(every)])
 
     @property
@@ -83,6 +93,8 @@ class StallWatch:
 
     def limit(self, *, is_training: bool) -> float:
         """After how many seconds without a change the rank says where it stands."""
+        if self.factor == 0:
+            return math.inf
         if self.median is None or not is_training:
             return self.pause
         return max(self.least, self.factor * self.median)
@@ -96,23 +108,31 @@ class StallWatch:
         self.counters, self.moved, self.is_reported = counters, now, False
 
 
+_WATCHES: weakref.WeakSet[StallWatch] = weakref.WeakSet()
+"""Of all engines of this process."""
+
+
 def watch_for_stalls(engine: Any, watch: StallWatch, when_still: Callable[[], None]) -> threading.Thread:
     """Start the thread that looks after ``engine``, a DeepSpeed engine; it ends with the engine.
 
     ``when_still`` is called every STILL_SECONDS while nothing moves.
     """
     alive = weakref.ref(engine)
+    watch.moved = time.monotonic()
+    _WATCHES.add(watch)
 
     def look_again_and_again() -> None:
-        watch.moved = asked = time.monotonic()
+        asked = watch.moved
         while True:
             time.sleep(LOOK_EVERY_SECONDS)
             engine = alive()
             if engine is None:
+                _WATCHES.discard(watch)
                 return
             counters, is_training = (engine.global_steps, engine.micro_steps), engine.module.training
             del engine
-            said = watch.look(time.monotonic(), counters, is_training=is_training)
+            others = [each for each in list(_WATCHES) if each is not watch]
+            said = watch.look(time.monotonic(), counters, is_training=is_training, others=others)
             if time.monotonic() - max(watch.moved, asked) > STILL_SECONDS:
                 asked = time.monotonic()
                 when_still()

@@ -12,7 +12,7 @@ the youngest of the nodes that are ready, so that backward has the same order fr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, Piece, send_to_experts
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.forward_wraps import Forward
+from ds_npu.parallel.saving_context import SavingContext
 
 Compute = Callable[[], None]
 
@@ -61,6 +62,8 @@ class _Block:
     result: object = None
     compute: Compute | None = None
     """Of the routed experts, until it is called."""
+    graph_task: int = field(default_factory=torch._C._current_graph_task_id)
+    """The backward that computes the block again; -1 in its forward."""
 
     def compute_now(self) -> None:
         if self.compute is not None:
@@ -117,8 +120,10 @@ class SharedExperts:
         return forward(*args, **kwargs)
 
     def in_last(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if self._block is not None:
-            self._block.compute_now()
+        block = self._block
+        # Shared experts that a backward computes again by themselves are no part of a forward that waits meanwhile.
+        if block is not None and block.graph_task == torch._C._current_graph_task_id():
+            block.compute_now()
         return forward(*args, **kwargs)
 
     def run(self, compute: Compute) -> None:
@@ -127,7 +132,14 @@ class SharedExperts:
         if block is None or block.x is None:
             compute()
             return
-        block.state, block.compute = _state_of(block.x), compute
+        around = SavingContext()
+
+        def compute_outside() -> None:
+            # What computes the shared experts again in backward must not record the routed ones.
+            with around.entered():
+                compute()
+
+        block.state, block.compute = _state_of(block.x), compute_outside
         # Not by a call of the module: its hooks are for the block's own call, which comes.
         block.result = self._find().forward(block.x)
         block.compute_now()

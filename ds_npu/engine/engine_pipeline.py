@@ -16,6 +16,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from ds_npu.config.pipeline import PipelineSection
+from ds_npu.engine.batch_failures import BatchFailures, BatchInStages
 from ds_npu.engine.same_batch import agree_before_stages
 from ds_npu.engine.stage_output import LOSS, OutputForm, StageOutputs, detached, tensors_of, training_output
 from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_loss
@@ -32,7 +33,7 @@ from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 from ds_npu.parallel.tensor.randomness import RegionRandomness
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.held_reduction import HeldReduction
+from ds_npu.zero_ext.held_reduction import HeldReduction, add_missing
 from ds_npu.zero_ext.pending_gradients import PendingGradients, gradient_slots
 from ds_npu.zero_ext.tied_gradients import TiedGradients
 
@@ -207,11 +208,14 @@ class EnginePipeline:
         self.loss = BatchLoss(engine.module)
         self.signature = inspect.signature(engine.module.forward)
         self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
+        self.failures = BatchFailures(topology, get_accelerator().device_name())
         self.pending = PendingGradients(gradient_slots(engine))
         self.tied = TiedGradients(self.pending.slots, topology, layout.rank_of)
         self._has_begun = False
         self.handle: torch.Tensor | None = None
         """The loss that was returned, and whose gradients are pending."""
+        self.is_unreduced = False
+        """Whether the gradients that were committed last are this rank's alone, and not reduced."""
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a forward by name."""
@@ -289,15 +293,18 @@ class EnginePipeline:
 
     def _trained(self, batch: RunningMicroBatches) -> tuple[OutputForm, torch.Tensor]:
         self.drop()
-        self.held.__enter__()
+        self.held.hold()
         self.pending.begin()
+        key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
         try:
-            self._run(self.layout.make(len(batch.parts)), batch)
+            running = self._run(self.layout.make(len(batch.parts)), batch)
+            found = self.outputs.of_training(batch.form, batch.own_losses, key)
+            running.end()
         except BaseException:
             self.drop()
             raise
-        key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
-        form, loss = self.outputs.of_training(batch.form, batch.own_losses, key)
+        assert found is not None, "no rank has failed"
+        form, loss = found
         self.handle = loss.requires_grad_()
         # A copy: the caller may scale it in place.
         return form, self.handle * 1
@@ -305,13 +312,28 @@ class EnginePipeline:
     def evaluate(self, batch: RunningMicroBatches) -> Any:
         """Run the forwards of ``batch``; the output, the same on every rank along pp."""
         with torch.no_grad():
-            self._run(self.layout.forwards(len(batch.parts)), batch)
-            return self.outputs.of_evaluation(batch.own_outputs, averages=batch.items is None)
+            running = self._run(self.layout.forwards(len(batch.parts)), batch)
+            out = self.outputs.of_evaluation(batch.own_outputs, averages=batch.items is None)
+            running.end()
+            return out
 
-    def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> None:
+    def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> BatchInStages:
+        """Run the micro-batches of ``batch``; returned is what has to be ended, which raises where a rank has failed.
+
+        Raises, for this and all later batches, what leaves the ranks out of step.
+        """
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
-        run = PipelineRun(schedule, self.rank, stages, self.links)
-        run.run([shape_of(part) for part in batch.parts])
+        running = self.failures.begin(schedule, batch.trains)
+        run = PipelineRun(schedule, self.rank, stages, self.links, running.note)
+        try:
+            run.run([shape_of(part) for part in batch.parts])
+        except BaseException as error:
+            self.failures.broken = f"{type(error).__name__}: {error}"
+            raise
+        if run.has_failed:
+            batch.outputs.clear()
+            batch.losses.clear()
+        return running
 
     @property
     def is_pending(self) -> bool:
@@ -339,9 +361,17 @@ class EnginePipeline:
         (factor,) = torch.autograd.grad(loss, self.handle)
         self.handle = None
         self.pending.commit(factor)
-        if self.engine.is_gradient_accumulation_boundary():
+        self.is_unreduced = not self.held.reduces_now
+        if not self.is_unreduced:
             self.tied.add_up()
-        self.held.__exit__(None, None, None)
+        self.held.release()
+
+    def complete(self) -> None:
+        """Prepare what was committed for a reduction that DeepSpeed makes; forget what is pending."""
+        self.drop()
+        self.tied.add_up()
+        add_missing(self.engine.optimizer)
+        self.is_unreduced = False
 
     def drop(self) -> None:
         """Forget gradients that are pending."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,37 +57,6 @@ def own_layout(section: PipelineSection, model: nn.Module, topology: Topology) -
             f"{layout.name} of ds_npu.pipeline needs {expected} of {layout.stages} on this rank"
         )
     return layout
-
-
-def keep_own_parameters(given: dict[str, Any], model: nn.Module) -> None:
-    """Leave, of the optimizer and the parameters that deepspeed.initialize was ``given``, those in ``model``.
-
-    Raises ValueError for a group of parameters that all stand in other stages.
-    """
-    own = {id(each) for each in model.parameters()}
-    optimizer = given.get("optimizer")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = _own(group["params"], own)
-    parameters = given.get("model_parameters")
-    if parameters is not None:
-        held = list(parameters)
-        if held and isinstance(held[0], dict):
-            given["model_parameters"] = [{**group, "params": _own(list(group["params"]), own)} for group in held]
-        elif held:
-            named = isinstance(held[0], tuple)
-            given["model_parameters"] = [each for each in held if id(each[1] if named else each) in own]
-
-
-def _own(parameters: Sequence[nn.Parameter], own: Collection[int]) -> list[nn.Parameter]:
-    found = [each for each in parameters if id(each) in own]
-    if parameters and not found:
-        raise ValueError(
-            f"a group of {len(parameters)} parameters of the optimizer has none in this rank's pipeline stages, and "
-            "DeepSpeed has no empty groups. What to do: groups with parameters of every stage, another "
-            "ds_npu.pipeline.split, or ds_npu.parallel.pipeline 1"
-        )
-    return found
 
 
 @dataclass
@@ -173,6 +142,16 @@ def loss_scaled(engine: Any, loss: torch.Tensor) -> torch.Tensor:
     return scaler.scale(loss) if scaler else loss
 
 
+def check_not_profiled(engine: Any) -> None:
+    """Raise ValueError where DeepSpeed's profiler is to count the operations of forwards, in which backwards run."""
+    if engine.flops_profiler_enabled():
+        raise ValueError(
+            "flops_profiler.enabled: found true in pipeline stages. DeepSpeed's profiler divides what it has counted "
+            "in the forward of a whole model by the seconds of the forward and of the backward, and engine(batch) "
+            "runs both of this rank's stages. What to do: leave it out, or profile with ds_npu.parallel.pipeline 1"
+        )
+
+
 def check_scales_losses(engine: Any) -> None:
     """Raise ValueError where the gradients of ``engine`` are divided by a loss scale that no loss is multiplied by."""
     if engine.fp16_enabled() and not engine.zero_optimization():
@@ -198,6 +177,7 @@ class EnginePipeline:
         Raises ValueError where the gradients of the engine cannot be held back until a batch has been through.
         """
         check_scales_losses(engine)
+        check_not_profiled(engine)
         self.engine, self.layout, self.micro_batches = engine, layout, micro_batches
         topology: Topology = engine.topology
         self.rank = topology.rank("pp")

@@ -23,6 +23,13 @@ class WeightPart(Protocol):
         """Compute them and add them to the others."""
 
 
+class _NoWeights:
+    """Of a backward that nothing trained stands before."""
+
+    def compute(self) -> None:
+        """There are none."""
+
+
 class StageWork(Protocol):
     """One stage of a model on this rank."""
 
@@ -177,7 +184,10 @@ class PipelineRun:
             outputs = differentiable(kept.outputs)
             if given is not None:
                 outputs, given = _with_graph(outputs, given)
-            weights = self._stages[action.stage].backward(outputs, given)
+            if given is not None and not outputs:
+                weights: WeightPart = _NoWeights()
+            else:
+                weights = self._stages[action.stage].backward(outputs, given)
             if kept.arrived is not None:
                 self._results[action] = tuple(map(_gradient, differentiable(kept.arrived)))
             if action.kind is Kind.BACKWARD:
@@ -235,9 +245,8 @@ class PipelineRun:
 
 
 def _with_graph(outputs: Tensors, gradients: Tensors) -> tuple[Tensors, Tensors]:
-    """Without those of ``outputs`` that nothing trained has made, but for the hidden states."""
-    pairs = zip(outputs, gradients, strict=True)
-    kept = [pair for index, pair in enumerate(pairs) if index == 0 or pair[0].requires_grad]
+    """Without those of ``outputs`` that nothing trained has made: in a first stage of frozen weights, all of them."""
+    kept = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     return tuple(output for output, _ in kept), tuple(gradient for _, gradient in kept)
 
 

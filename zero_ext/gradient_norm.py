@@ -35,8 +35,10 @@ def clip_gradients(
     ``model_axes``: the axes of the dense view along which ranks hold other weights of the model. The norm is summed in
     float32, in float64 where there are float64 gradients. Nothing waits for the device.
     """
-    held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norm = joint_norm(held, topology, model_axes)
+    every = list(parameters)
+    held = [(parameter, parameter.grad) for parameter in every if parameter.grad is not None]
+    # A pipeline stage in which nothing is trained takes part in the sum all the same.
+    norm = joint_norm(held, topology, model_axes, every[0] if every else None)
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     for _, gradient in held:
         gradient.mul_(factor)
@@ -44,16 +46,21 @@ def clip_gradients(
 
 
 def joint_norm(
-    held: Sequence[tuple[torch.nn.Parameter, torch.Tensor]], topology: Topology, model_axes: tuple[Axis, ...]
+    held: Sequence[tuple[torch.nn.Parameter, torch.Tensor]],
+    topology: Topology,
+    model_axes: tuple[Axis, ...],
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The 2-norm, a scalar, of the gradients of all weights of the model: ``held`` are this rank's, with its gradients.
 
-    ``model_axes`` and precision as of ``clip_gradients``.
+    ``model_axes`` and precision as of ``clip_gradients``. ``like``: of the dtype and on the device of the gradients,
+    where none are held.
     """
-    if not held:
+    sample = held[0][1] if held else like
+    if sample is None:
         return torch.zeros(())
-    dtype = accumulation_dtype(held[0][1].dtype)
-    dense, experts = (torch.zeros((), dtype=dtype, device=held[0][0].device) for _ in range(2))
+    dtype = accumulation_dtype(sample.dtype)
+    dense, experts = (torch.zeros((), dtype=dtype, device=sample.device) for _ in range(2))
     for parameter, gradient in held:
         placement = placement_of(parameter)
         axes, total = (EXPERT_MODEL_AXES, experts) if placement.is_expert else (model_axes, dense)

@@ -35,9 +35,10 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 class HeldReduction:
     """A context in which the backwards of ``engine``, which is complete, reduce no gradient; it can be entered again.
 
-    At its end all gradients are reduced, once, if the engine is at a boundary of gradient accumulation; then the engine
-    may step. Within it call the model itself (``engine.module``), and ``backward`` of this object. The caller scales
-    the losses: by the number of micro-batches, and by the loss scale.
+    At its end all gradients are reduced, once, if the engine is at a boundary of gradient accumulation and not inside
+    of its user's ``no_sync``; then the engine may step. Within it call the model itself (``engine.module``), and
+    ``backward`` of this object. The caller scales the losses: by the number of micro-batches, and by the loss scale.
+    ``hold`` and ``release`` are its two ends for a caller whose user may enter or leave ``no_sync`` between them.
 
     With ``queue_weight_gradients`` a backward leaves the weight gradients of linear layers and embeddings for later.
     Their operands stay in memory until then (with sequence parallelism, of the whole sequence). A weight has its
@@ -51,33 +52,60 @@ class HeldReduction:
             raise ValueError(f"the gradients of {type(engine).__name__} cannot be held back or queued: {reason}")
         self._engine, self._queues = engine, queue_weight_gradients
         self._queue = GradientQueue()
+        self.is_held = False
+        self._was_coalesced = self._was_inside_no_sync = False
         if queue_weight_gradients:
             _fill(engine, self._queue)
 
     def __enter__(self) -> HeldReduction:
         """Raises RuntimeError where the reduction is held back already."""
-        if self._engine.inside_no_sync_ctxt:
-            raise RuntimeError("the reduction of gradients is held back already: leave that context first")
-        if isinstance(self._engine.optimizer, ZeROOptimizer):
-            self._engine.optimizer.clear_backward_seen_flag()
-        self._hold(True)
-        self._queue.is_open = self._queues
+        self.hold()
+        self._was_inside_no_sync = self._engine.inside_no_sync_ctxt
+        self._engine.inside_no_sync_ctxt = True  # engine.step() raises meanwhile.
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         """Reduce the gradients, but not behind an exception. Raises RuntimeError where weight gradients are queued."""
-        if kind is not None:
+        self._engine.inside_no_sync_ctxt = self._was_inside_no_sync
+        if kind is None:
+            self.release()
+        else:
             self.abandon()
-            return
-        self._hold(False)
+
+    def hold(self) -> None:
+        """Begin to hold the reduction back. Raises RuntimeError where it is held back already."""
+        if self.is_held:
+            raise RuntimeError("the reduction of gradients is held back already: leave that context first")
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, ZeROOptimizer):
+            optimizer.clear_backward_seen_flag()
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            self._was_coalesced = optimizer._coalesce_grad_reduction
+            optimizer._coalesce_grad_reduction = True
+        self.is_held = True
+        self._queue.is_open = self._queues
+
+    def release(self) -> None:
+        """Hold it back no more, and reduce the gradients. Raises RuntimeError where weight gradients are queued."""
+        self._end_hold()
         uncomputed = self._queue.close()
         if uncomputed:
             raise RuntimeError(
                 f"gradients are to be reduced, and those of {len(uncomputed)} weights are still queued: "
                 f"{', '.join(uncomputed)}. What to do: compute() what every backward has returned before"
             )
-        if self._engine.is_gradient_accumulation_boundary():
+        if self.reduces_now:
             _reduce(self._engine)
+
+    def abandon(self) -> None:
+        """Hold it back no more, and reduce nothing."""
+        self._end_hold()
+        self._queue.close()
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether gradients are reduced behind this backward: at a boundary, outside of the user's ``no_sync``."""
+        return bool(self._engine.is_gradient_accumulation_boundary()) and not self._engine.inside_no_sync_ctxt
 
     def backward(self, outputs: Tensors, gradients: Tensors | None = None) -> QueuedGradients:
         """Backward from ``outputs``, with their ``gradients`` (none for scalars).
@@ -93,20 +121,10 @@ class HeldReduction:
             optimizer.backward_epilogue()
         return self._queue.collect()
 
-    @property
-    def is_held(self) -> bool:
-        """Whether the reduction is held back."""
-        return bool(self._engine.inside_no_sync_ctxt)
-
-    def abandon(self) -> None:
-        """Leave the context, and reduce nothing."""
-        self._hold(False)
-        self._queue.close()
-
-    def _hold(self, held: bool) -> None:
-        self._engine.inside_no_sync_ctxt = held  # engine.step() raises meanwhile.
+    def _end_hold(self) -> None:
+        self.is_held = False
         if isinstance(self._engine.optimizer, DeepSpeedZeroOptimizer):
-            self._engine.optimizer._coalesce_grad_reduction = held
+            self._engine.optimizer._coalesce_grad_reduction = self._was_coalesced
 
 
 def _why_not(engine: Any) -> str | None:
@@ -135,13 +153,13 @@ def _reduce(engine: Any) -> None:
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         optimizer.set_gradient_accumulation_boundary(True)
-        _add_missing(optimizer)
+        add_missing(optimizer)
         engine._flush_coalesced_reduction_zero12(optimizer)
     else:
         engine.allreduce_gradients()
 
 
-def _add_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
+def add_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
     """Give the weights that no batch of this rank has used (of a vision tower, without images) gradients of zeros.
 
     DeepSpeed 0.19.8 leaves them out of its buckets, and other data ranks, whose batches used them, would wait.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from ds_npu.config.pipeline import PipelineSection
+from ds_npu.engine.batch_failures import BatchFailures, BatchInStages
 from ds_npu.engine.same_batch import agree_before_stages
 from ds_npu.engine.stage_output import LOSS, OutputForm, StageOutputs, detached, tensors_of, training_output
 from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_loss
@@ -32,7 +33,7 @@ from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 from ds_npu.parallel.tensor.randomness import RegionRandomness
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.held_reduction import HeldReduction
+from ds_npu.zero_ext.held_reduction import HeldReduction, add_missing
 from ds_npu.zero_ext.pending_gradients import PendingGradients, gradient_slots
 from ds_npu.zero_ext.tied_gradients import TiedGradients
 
@@ -56,37 +57,6 @@ def own_layout(section: PipelineSection, model: nn.Module, topology: Topology) -
             f"{layout.name} of ds_npu.pipeline needs {expected} of {layout.stages} on this rank"
         )
     return layout
-
-
-def keep_own_parameters(given: dict[str, Any], model: nn.Module) -> None:
-    """Leave, of the optimizer and the parameters that deepspeed.initialize was ``given``, those in ``model``.
-
-    Raises ValueError for a group of parameters that all stand in other stages.
-    """
-    own = {id(each) for each in model.parameters()}
-    optimizer = given.get("optimizer")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = _own(group["params"], own)
-    parameters = given.get("model_parameters")
-    if parameters is not None:
-        held = list(parameters)
-        if held and isinstance(held[0], dict):
-            given["model_parameters"] = [{**group, "params": _own(list(group["params"]), own)} for group in held]
-        elif held:
-            named = isinstance(held[0], tuple)
-            given["model_parameters"] = [each for each in held if id(each[1] if named else each) in own]
-
-
-def _own(parameters: Sequence[nn.Parameter], own: Collection[int]) -> list[nn.Parameter]:
-    found = [each for each in parameters if id(each) in own]
-    if parameters and not found:
-        raise ValueError(
-            f"a group of {len(parameters)} parameters of the optimizer has none in this rank's pipeline stages, and "
-            "DeepSpeed has no empty groups. What to do: groups with parameters of every stage, another "
-            "ds_npu.pipeline.split, or ds_npu.parallel.pipeline 1"
-        )
-    return found
 
 
 @dataclass
@@ -172,6 +142,16 @@ def loss_scaled(engine: Any, loss: torch.Tensor) -> torch.Tensor:
     return scaler.scale(loss) if scaler else loss
 
 
+def check_not_profiled(engine: Any) -> None:
+    """Raise ValueError where DeepSpeed's profiler is to count the operations of forwards, in which backwards run."""
+    if engine.flops_profiler_enabled():
+        raise ValueError(
+            "flops_profiler.enabled: found true in pipeline stages. DeepSpeed's profiler divides what it has counted "
+            "in the forward of a whole model by the seconds of the forward and of the backward, and engine(batch) "
+            "runs both of this rank's stages. What to do: leave it out, or profile with ds_npu.parallel.pipeline 1"
+        )
+
+
 def check_scales_losses(engine: Any) -> None:
     """Raise ValueError where the gradients of ``engine`` are divided by a loss scale that no loss is multiplied by."""
     if engine.fp16_enabled() and not engine.zero_optimization():
@@ -197,6 +177,7 @@ class EnginePipeline:
         Raises ValueError where the gradients of the engine cannot be held back until a batch has been through.
         """
         check_scales_losses(engine)
+        check_not_profiled(engine)
         self.engine, self.layout, self.micro_batches = engine, layout, micro_batches
         topology: Topology = engine.topology
         self.rank = topology.rank("pp")
@@ -207,11 +188,14 @@ class EnginePipeline:
         self.loss = BatchLoss(engine.module)
         self.signature = inspect.signature(engine.module.forward)
         self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
+        self.failures = BatchFailures(topology, get_accelerator().device_name())
         self.pending = PendingGradients(gradient_slots(engine))
         self.tied = TiedGradients(self.pending.slots, topology, layout.rank_of)
         self._has_begun = False
         self.handle: torch.Tensor | None = None
         """The loss that was returned, and whose gradients are pending."""
+        self.is_unreduced = False
+        """Whether the gradients that were committed last are this rank's alone, and not reduced."""
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a forward by name."""
@@ -289,15 +273,18 @@ class EnginePipeline:
 
     def _trained(self, batch: RunningMicroBatches) -> tuple[OutputForm, torch.Tensor]:
         self.drop()
-        self.held.__enter__()
+        self.held.hold()
         self.pending.begin()
+        key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
         try:
-            self._run(self.layout.make(len(batch.parts)), batch)
+            running = self._run(self.layout.make(len(batch.parts)), batch)
+            found = self.outputs.of_training(batch.form, batch.own_losses, key)
+            running.end()
         except BaseException:
             self.drop()
             raise
-        key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
-        form, loss = self.outputs.of_training(batch.form, batch.own_losses, key)
+        assert found is not None, "no rank has failed"
+        form, loss = found
         self.handle = loss.requires_grad_()
         # A copy: the caller may scale it in place.
         return form, self.handle * 1
@@ -305,13 +292,28 @@ class EnginePipeline:
     def evaluate(self, batch: RunningMicroBatches) -> Any:
         """Run the forwards of ``batch``; the output, the same on every rank along pp."""
         with torch.no_grad():
-            self._run(self.layout.forwards(len(batch.parts)), batch)
-            return self.outputs.of_evaluation(batch.own_outputs, averages=batch.items is None)
+            running = self._run(self.layout.forwards(len(batch.parts)), batch)
+            out = self.outputs.of_evaluation(batch.own_outputs, averages=batch.items is None)
+            running.end()
+            return out
 
-    def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> None:
+    def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> BatchInStages:
+        """Run the micro-batches of ``batch``; returned is what has to be ended, which raises where a rank has failed.
+
+        Raises, for this and all later batches, what leaves the ranks out of step.
+        """
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
-        run = PipelineRun(schedule, self.rank, stages, self.links)
-        run.run([shape_of(part) for part in batch.parts])
+        running = self.failures.begin(schedule, batch.trains)
+        run = PipelineRun(schedule, self.rank, stages, self.links, running.note)
+        try:
+            run.run([shape_of(part) for part in batch.parts])
+        except BaseException as error:
+            self.failures.broken = f"{type(error).__name__}: {error}"
+            raise
+        if run.has_failed:
+            batch.outputs.clear()
+            batch.losses.clear()
+        return running
 
     @property
     def is_pending(self) -> bool:
@@ -339,9 +341,17 @@ class EnginePipeline:
         (factor,) = torch.autograd.grad(loss, self.handle)
         self.handle = None
         self.pending.commit(factor)
-        if self.engine.is_gradient_accumulation_boundary():
+        self.is_unreduced = not self.held.reduces_now
+        if not self.is_unreduced:
             self.tied.add_up()
-        self.held.__exit__(None, None, None)
+        self.held.release()
+
+    def complete(self) -> None:
+        """Prepare what was committed for a reduction that DeepSpeed makes; forget what is pending."""
+        self.drop()
+        self.tied.add_up()
+        add_missing(self.engine.optimizer)
+        self.is_unreduced = False
 
     def drop(self) -> None:
         """Forget gradients that are pending."""

@@ -30,7 +30,7 @@ from ds_npu.engine.asked_twice import check_whole
 from ds_npu.engine.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.communicator_memory import communicator_bytes
 from ds_npu.engine.device import use_own_device
-from ds_npu.engine.engine_pipeline import EnginePipeline, keep_own_parameters, own_layout
+from ds_npu.engine.engine_pipeline import EnginePipeline, own_layout
 from ds_npu.engine.expert_view import ExpertView
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.joint_calls import joint_calls_of_this_world
@@ -41,6 +41,7 @@ from ds_npu.engine.quantized import check_not_quantized
 from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.scheduled_module import scheduled_module
 from ds_npu.engine.shard_protection import protect_shards
+from ds_npu.engine.stage_groups import agree_on_groups, give_own_parameters
 from ds_npu.engine.staged_engine import StagedEngine
 from ds_npu.engine.weights import WholeWeights
 from ds_npu.engine.weights_only import WeightsOnly
@@ -94,7 +95,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         layout = None if is_pipeline else own_layout(session.config.pipeline, model, self.topology)
         if layout is not None:
             equalise_tied(model, self.topology, layout.rank_of)
-            keep_own_parameters(kwargs, model)
+            give_own_parameters(kwargs, model, self.topology)
         stage_axes: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
         place_parameters(model, self.topology, stage_axes, kwargs["config_class"].zero_optimization_stage)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
@@ -116,6 +117,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         if layout is not None:
             # Only now is it known that the model is in stages; other engines pay for none of its calls.
             self.__class__ = NpuStagedEngine
+            agree_on_groups(self)
             engine.run_in_stages(EnginePipeline(self, layout, session.config.pipeline.micro_batches))
         for install in self.build.when_built:
             for line in install(self):

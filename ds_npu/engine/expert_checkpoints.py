@@ -20,6 +20,7 @@ from ds_npu.engine.expert_states import State, joined, part_of
 from ds_npu.engine.joint_calls import JointCalls, joint
 from ds_npu.engine.reassembly import REASSEMBLED
 from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
+from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
@@ -86,6 +87,9 @@ class ExpertCheckpoints:
     def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
         upstream: Any = super()
         state: State = upstream._common_checkpoint_state(module_state_dict, *args)
+        if stages_in(self.module) and self.topology.size("ep", "etp") > 1:
+            # A stage without experts, too: DeepSpeed reads its file on the ranks of all stages.
+            state[LAYOUT] = self.layout
         if self.has_experts:
             state[LAYOUT] = self.layout
             state[PLACES] = self.places

@@ -78,7 +78,7 @@ class Hook:
             ending = Ending(is_whole=True)
         if ending.is_whole:
             self.below(kind, error, traceback)
-        tell_torchelastic(_failure(error, traceback), ending.line, is_cause=ending.is_cause)
+        tell_torchelastic(failure_of(error, traceback), ending.line, is_cause=ending.is_cause)
         if ending.line:
             line = f"[ds_npu] ERROR: {ending.line}.\n"
             sys.stderr.write(line)
@@ -109,7 +109,7 @@ def ending_of(error: BaseException, traceback: TracebackType | None, record: Fai
     """How this rank ends by ``error``, after a word with the others."""
     rank, ranks, local_rank = this_place()
     me = f"rank {rank} of {ranks}"
-    mine = _failure(error, traceback)
+    mine = failure_of(error, traceback)
     if ranks == 1:
         return Ending(is_whole=True)
     if record is None:
@@ -186,13 +186,18 @@ def _match(pattern: re.Pattern[str], error: BaseException) -> str | None:
     return None
 
 
+def is_of_transport(error: BaseException) -> bool:
+    """Whether ``error`` says that another rank is gone, or did not answer in time."""
+    return (_match(PEER_GONE, error) or _match(TIMED_OUT, error)) is not None
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def _failure(error: BaseException, traceback: TracebackType | None) -> Failure:
+def failure_of(error: BaseException, traceback: TracebackType | None) -> Failure:
     """``error`` in words; errors of one kind are raised at the same line of the program."""
     rank, _, _ = this_place()
     name = type(error).__name__

@@ -95,6 +95,11 @@ class ScheduledModule:
     def train(self) -> None:
         """One optimizer step on the next batches of the engine's data; ``total_loss`` is the sum of their losses."""
         engine, count = self.engine, self.engine.micro_batches
+        if engine.inside_no_sync_ctxt:
+            raise RuntimeError(
+                "engine.train_batch inside of engine.no_sync(): it ends in a step of the optimizer. What to do: call "
+                "it outside, with more micro-batches (gradient_accumulation_steps)"
+            )
         engine.tput_timer.start()
         if engine.is_first_stage() or engine.is_last_stage():
             engine._reserve_pipe_buffers(count)

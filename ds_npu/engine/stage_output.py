@@ -71,13 +71,17 @@ class StageOutputs:
 
     def of_training(
         self, found: OutputForm | None, losses: Sequence[torch.Tensor], key: Any
-    ) -> tuple[OutputForm, torch.Tensor]:
+    ) -> tuple[OutputForm, torch.Tensor] | None:
         """The form of the output of a batch to whose loss this rank adds ``losses``, and the loss.
 
-        ``found``: the form, on the last rank. ``key``: what it depends on.
+        ``found``: the form, on the last rank. ``key``: what it depends on. None where the last rank has failed before
+        it knew the form.
         """
         if key not in self._forms:
-            self._forms[key] = self._from_last(found)
+            form = self._from_last(found)
+            if form is None:
+                return None
+            self._forms[key] = form
         form = self._forms[key]
         dtype = form.tensors[LOSS][1]
         own = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._device)
@@ -88,11 +92,14 @@ class StageOutputs:
     def of_evaluation(self, outputs: Sequence[Any], averages: bool) -> Any:
         """The whole output of a batch: the ``outputs`` of its micro-batches, on the last rank, joined along dim 0.
 
-        Scalars are added up, or averaged.
+        Scalars are added up, or averaged. None where the last rank has none of them, since it has failed.
         """
-        joined = _joined(outputs, averages) if self._is_last else {}
+        has_outputs = self._is_last and len(outputs) > 0
+        joined = _joined(outputs, averages) if has_outputs else {}
         shapes = {name: (tuple(each.shape), each.dtype) for name, each in joined.items()}
-        form = self._from_last(OutputForm(type(outputs[0]), shapes) if self._is_last else None)
+        form = self._from_last(OutputForm(type(outputs[0]), shapes) if has_outputs else None)
+        if form is None:
+            return None
         found = {}
         for name, (shape, dtype) in form.tensors.items():
             value = joined[name].contiguous() if self._is_last else torch.empty(shape, dtype=dtype, device=self._device)
@@ -100,10 +107,10 @@ class StageOutputs:
             found[name] = value
         return form.filled(found)
 
-    def _from_last(self, form: OutputForm | None) -> OutputForm:
+    def _from_last(self, form: OutputForm | None) -> OutputForm | None:
         held: list[Any] = [form]
         dist.broadcast_object_list(held, group=self._group, group_src=self._last, device=self._device)
-        found: OutputForm = held[0]
+        found: OutputForm | None = held[0]
         return found
 
 

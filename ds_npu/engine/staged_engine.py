@@ -7,6 +7,7 @@ steps, multiplied it by a number of ranks), and scales the gradients, which are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class StagedEngine:
     topology: Topology
     module: nn.Module
     micro_steps: int
+    inside_no_sync_ctxt: bool
     device: torch.device
     gradient_accumulation_steps: Callable[[], int]
     _runs = False
@@ -64,22 +66,44 @@ class StagedEngine:
         return loss.detach()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; raises RuntimeError where the gradients of a batch were not taken over."""
+        """DeepSpeed's; raises RuntimeError where the gradients of a batch were not taken over, or not reduced."""
         if self.pipeline.is_pending:
             raise RuntimeError(
                 "engine.step: the gradients of the last engine(batch) wait for engine.backward(loss). What to do: call "
                 "it before engine.step(); loss.backward() does not reach them"
             )
         upstream: Any = super()
+        # Inside of no_sync DeepSpeed itself refuses.
+        if self.pipeline.is_unreduced and upstream.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt:
+            raise RuntimeError(
+                "engine.step: the gradients of the last engine.backward(loss) were not reduced, since it was called "
+                "inside of engine.no_sync() or before engine.set_gradient_accumulation_boundary(True). What to do: run "
+                "the last batch of an accumulation, its backward too, outside of no_sync and at a boundary"
+            )
         return upstream.step(*args, **kwargs)
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """DeepSpeed's: the gradients of the batches of this context are reduced at its end."""
+        upstream: Any = super()
+        with upstream.coalesce_grad_reduction():
+            try:
+                yield
+            finally:
+                self.pipeline.complete()
 
     def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """One optimizer step on ``gradient_accumulation_steps`` batches of ``data_iter``, each one micro-batch.
 
         Returns the mean of their losses. A batch is a mapping of the model's arguments, or a sequence of them. Raises
-        RuntimeError in the middle of an accumulation.
+        RuntimeError in the middle of an accumulation and inside of ``no_sync``.
         """
         steps = self.gradient_accumulation_steps()
+        if self.inside_no_sync_ctxt:
+            raise RuntimeError(
+                "engine.train_batch inside of engine.no_sync(): it ends in a step of the optimizer. What to do: call "
+                "it outside, or call engine(batch) and engine.backward(loss) there"
+            )
         if self.micro_steps % steps:
             raise RuntimeError("engine.train_batch: an accumulation has begun; call engine.step() to its end first")
         parts = [self._arguments(next(data_iter)) for _ in range(steps)]

@@ -41,6 +41,7 @@ from ds_npu.parallel.expert.fused import compute_experts_fused
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside, compute_experts_in_halves
 from ds_npu.parallel.expert.places import plain_places
 from ds_npu.parallel.expert.relocation import PlacedExperts
+from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.placement import has_experts
 from ds_npu.topology.topology import Topology
 
@@ -65,7 +66,8 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
         return []
     check_not_compiled(build.model, "expert")
     layouts = expert_layouts(build.model, build.partial_plan)
-    if not layouts:
+    # Of several stages, some may have none: the whole model was asked before it was cut.
+    if not layouts and not stages_in(build.model):
         raise ValueError(_nowhere(build.model))
     balance = list(balance_changes(section, build, layouts))
     if not computes:
@@ -196,6 +198,9 @@ def _nowhere(model: nn.Module) -> str:
 
 
 def _parts(section: MoeSection, build: Build) -> Iterable[Change]:
+    is_whole = not stages_in(build.model) and not _is_placed(build.model)
+    if _asked(section, build) and is_whole and not expert_layouts(build.model, build.partial_plan):
+        raise ValueError(_nowhere(build.model))
     if interval := section.placement_interval:
         make = partial(build.when_built.append, partial(install_relocation, interval))
         yield Change("provides", "relocation", f"experts move by their load every {interval} steps", make)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from ds_npu.parallel.micro_batch import new_forward
-from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
+from ds_npu.parallel.pipeline.schedule import RESULTS, Action, Kind, Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors, differentiable
 from ds_npu.parallel.turns import TURNS, Together, Turns
 
@@ -20,6 +21,13 @@ class WeightPart(Protocol):
 
     def compute(self) -> None:
         """Compute them and add them to the others."""
+
+
+class _NoWeights:
+    """Of a backward that nothing trained stands before."""
+
+    def compute(self) -> None:
+        """There are none."""
 
 
 class StageWork(Protocol):
@@ -54,11 +62,29 @@ class PipelineError(RuntimeError):
     """A pipeline that stopped; the text names the rank, the cell and what it waited for."""
 
 
-class PipelineRun:
-    """One run of ``schedule`` on one rank: every micro-batch forwards once, and backwards if the schedule has them."""
+OnFailure = Callable[[Action, Exception], None]
+"""Told of the action of this rank that has failed; raises where the others cannot end the batch with it."""
 
-    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageWork], links: PipelineLinks) -> None:
-        """``stages``: by number, those of this rank."""
+
+class PipelineRun:
+    """One run of ``schedule`` on one rank: every micro-batch forwards once, and backwards if the schedule has them.
+
+    After an exception in a stage (and ``on_failure``) the rank computes nothing more, but goes on through its row: it
+    receives what the others send, and sends zeros. So they come to the end of the batch, and no message is left over.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, StageWork],
+        links: PipelineLinks,
+        on_failure: OnFailure | None = None,
+    ) -> None:
+        """``stages``: by number, those of this rank. Without ``on_failure`` an exception ends the run at once."""
+        self._on_failure = on_failure
+        self.has_failed = False
+        """Whether this rank computes no more, since it has failed or was sent nothing that it could compute with."""
         self._schedule, self._rank, self._stages, self._links = schedule, rank, stages, links
         self._goes_back = any(each.kind is not Kind.FORWARD for each in schedule.rows[rank])
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -66,6 +92,8 @@ class PipelineRun:
         """Results that another stage of this rank is to take."""
         self._results: dict[Action, Tensors] = {}
         """Of what has run and is not handed on yet."""
+        self._delivered: set[Action] = set()
+        """Those whose results were handed to the stages that need them."""
         self._weights: dict[tuple[int, int], WeightPart] = {}
         self.losses: dict[int, torch.Tensor] = {}
         """By micro-batch, on the rank of the last stage, without graphs."""
@@ -79,37 +107,51 @@ class PipelineRun:
         schedule, index = self._schedule, 0
         with Together(self._links.device) if schedule.paired else nullcontext() as together:
             for step in schedule.steps(self._rank):
-                self._run(step, index, together)
+                arrived = tuple(self._arriving(action, index + place) for place, action in enumerate(step))
+                self._attempt(step[0], partial(self._run, step, arrived, together))
                 for action in step:
-                    self._deliver(action)
+                    self._attempt(action, partial(self._deliver, action))
+                    if self.has_failed and action not in self._delivered:
+                        self._links.send_failed(action)
                 index += len(step)
         self._links.finish()
 
-    def _run(self, step: tuple[Action, ...], index: int, together: Together | None) -> None:
-        """Run the one or two actions of ``step``, the first in cell ``index``; their results are not handed on yet."""
-        first, *second = (self._prepared(action, index + place) for place, action in enumerate(step))
+    def _attempt(self, action: Action, compute: Callable[[], None]) -> None:
+        """Run ``compute``, of ``action``, unless this rank has failed."""
+        if self.has_failed:
+            return
+        try:
+            compute()
+        except Exception as error:
+            if self._on_failure is None:
+                raise
+            self.has_failed = True
+            for held in (self._kept, self._handed, self._results, self._weights):
+                held.clear()
+            self._on_failure(action, error)
+
+    def _run(self, step: tuple[Action, ...], arrived: tuple[Tensors | None, ...], together: Together | None) -> None:
+        """Run the one or two actions of ``step``, on what has ``arrived``; their results are not handed on yet."""
+        first, *second = (self._prepared(*each) for each in zip(step, arrived, strict=True))
         if together is None or not second:
             first()
             return
         forward, backward = (self._kept[action.stage, action.micro_batch].turns for action in step)
         together.run(first, second[0], (forward, backward))
 
-    def _prepared(self, action: Action, index: int) -> Callable[[], None]:
-        """What computes ``action``, in cell ``index``; what it needs is here."""
+    def _prepared(self, action: Action, arrived: Tensors | None) -> Callable[[], None]:
+        """What computes ``action``, which needs what has ``arrived``."""
         if action.kind is Kind.FORWARD:
-            return self._forward(action, index)
+            return self._forward(action, arrived)
         if action.kind is Kind.RECOMPUTE:
             return lambda: self._recompute(action)
         if action.kind is Kind.BACKWARD_WEIGHT:
             return self._weights.pop((action.stage, action.micro_batch)).compute
-        return self._backward(action, index)
+        return self._backward(action, arrived)
 
-    def _forward(self, action: Action, index: int) -> Callable[[], None]:
-        arrived = None
-        if action.stage > 0:
-            arrived = self._taken(Action(action.stage - 1, Kind.FORWARD, action.micro_batch), action, index)
-            for each in differentiable(arrived):
-                each.requires_grad_(self._goes_back)
+    def _forward(self, action: Action, arrived: Tensors | None) -> Callable[[], None]:
+        for each in differentiable(arrived or ()):
+            each.requires_grad_(self._goes_back)
         stage, kept = self._stages[action.stage], _Kept(arrived, ())
         if self._goes_back:
             self._kept[action.stage, action.micro_batch] = kept
@@ -134,19 +176,18 @@ class PipelineRun:
         with kept.state:
             kept.outputs = self._stages[action.stage].forward(action.micro_batch, kept.arrived)
 
-    def _backward(self, action: Action, index: int) -> Callable[[], None]:
+    def _backward(self, action: Action, gradients: Tensors | None) -> Callable[[], None]:
         place = action.stage, action.micro_batch
-        gradients: Tensors | None = None
-        if action.stage < self._schedule.stages - 1:
-            needed = next(each for each in self._schedule.needs(action) if each.stage > action.stage)
-            gradients = self._taken(needed, action, index)
 
         def compute() -> None:
             kept, given = self._kept.pop(place), gradients
             outputs = differentiable(kept.outputs)
             if given is not None:
                 outputs, given = _with_graph(outputs, given)
-            weights = self._stages[action.stage].backward(outputs, given)
+            if given is not None and not outputs:
+                weights: WeightPart = _NoWeights()
+            else:
+                weights = self._stages[action.stage].backward(outputs, given)
             if kept.arrived is not None:
                 self._results[action] = tuple(map(_gradient, differentiable(kept.arrived)))
             if action.kind is Kind.BACKWARD:
@@ -174,24 +215,38 @@ class PipelineRun:
         else:
             self._links.send(action, values)
 
-    def _taken(self, needed: Action, action: Action, index: int) -> Tensors:
-        """The result of ``needed``, for ``action`` in cell ``index``."""
+        self._delivered.add(action)
+
+    def _arriving(self, action: Action, index: int) -> Tensors | None:
+        """What ``action`` in cell ``index`` needs of another stage; None where it needs nothing, or after a failure."""
+        needed = self._needed(action)
+        if needed is None:
+            return None
         source = self._schedule.rank_of[needed.stage]
         if source == self._rank:
-            return self._handed.pop(needed)
+            return self._handed.pop(needed, None)
         try:
-            return self._links.receive(needed)
+            found = self._links.receive(needed)
         except RuntimeError as error:
             raise PipelineError(
                 f"ds_npu.parallel.pipeline: rank {self._rank} waited in cell {index} ({action}) for {needed} of rank "
                 f"{source}, which failed or did not answer in time: {error}"
             ) from error
+        self.has_failed |= found is None
+        return found
+
+    def _needed(self, action: Action) -> Action | None:
+        """The action of another stage whose result ``action`` computes with."""
+        if action.kind is Kind.FORWARD:
+            return Action(action.stage - 1, Kind.FORWARD, action.micro_batch) if action.stage > 0 else None
+        if action.kind in RESULTS:
+            return next((each for each in self._schedule.needs(action) if each.stage > action.stage), None)
+        return None
 
 
 def _with_graph(outputs: Tensors, gradients: Tensors) -> tuple[Tensors, Tensors]:
-    """Without those of ``outputs`` that nothing trained has made, but for the hidden states."""
-    pairs = zip(outputs, gradients, strict=True)
-    kept = [pair for index, pair in enumerate(pairs) if index == 0 or pair[0].requires_grad]
+    """Without those of ``outputs`` that nothing trained has made: in a first stage of frozen weights, all of them."""
+    kept = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     return tuple(output for output, _ in kept), tuple(gradient for _, gradient in kept)
 
 

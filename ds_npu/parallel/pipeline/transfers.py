@@ -4,6 +4,9 @@ All messages from one rank to another are sent in the order of the sender's row,
 messages have no names. Messages to higher and to lower ranks have groups of their own, so that no rank waits for a
 message behind one that waits for it. Of batches of a new shape, a header says before the first hidden states how large
 they are, and how many tensors.
+
+A rank that has failed sends zeros in place of its results, so that every message of the batch is sent and received.
+Where their size is not known yet it sends a header that says so, and neither side sends anything behind it.
 """
 
 from __future__ import annotations
@@ -60,14 +63,18 @@ class MessageForm:
         return torch.tensor([len(rows), *padded, *[0] * (HEADER - 1 - len(padded))], device=device)
 
     @staticmethod
-    def read(header: torch.Tensor) -> MessageForm:
-        """From what ``header`` made; waits for the device."""
+    def read(header: torch.Tensor) -> MessageForm | None:
+        """From what ``header`` made (None: the sender has failed); waits for the device."""
         count, *numbers = header.tolist()
+        if count == FAILED:
+            return None
         rows = [numbers[index * (2 + MOST_DIMS) :][: 2 + MOST_DIMS] for index in range(count)]
         return MessageForm(tuple((tuple(sizes[:dims]), DTYPES[dtype]) for dtype, dims, *sizes in rows))
 
 
 HEADER = 1 + MOST_TENSORS * (2 + MOST_DIMS)
+FAILED = -1
+"""In the place of the number of tensors, in a header of a rank that has failed."""
 
 
 class PipelineLinks:
@@ -84,11 +91,14 @@ class PipelineLinks:
     def begin(self, messages: Messages, shapes: Sequence[Hashable]) -> None:
         """A run begins. ``shapes``: by micro-batch, what its tensors' shapes depend on, equal on all ranks."""
         self._messages, self._shapes = messages, shapes
-        self._posted: dict[Action, list[Pending[torch.Tensor]]] = {}
+        self._posted: dict[Action, list[Pending[torch.Tensor]] | None] = {}
         self._next = dict.fromkeys(messages.received, 0)
 
     def send(self, action: Action, values: Tensors) -> None:
-        """Send ``values``, the result of ``action``, if another rank needs it; nobody waits."""
+        """Send ``values``, the result of ``action``, if another rank needs it; nobody waits.
+
+        Raises ValueError for what cannot be sent, of which nothing has been sent then.
+        """
         target = self._messages.sent.get(action)
         if target is None:
             return
@@ -106,13 +116,29 @@ class PipelineLinks:
         for each in values:
             self._send(each, target)
 
-    def receive(self, action: Action) -> Tensors:
-        """Wait for the result of ``action`` of another rank; behind it the next message from there may arrive."""
+    def send_failed(self, action: Action) -> None:
+        """Send zeros in place of the result of ``action``, which has failed or was left out, if another needs it."""
+        target = self._messages.sent.get(action)
+        if target is None:
+            return
+        form = self._forward_form(action)
+        if form is not None:
+            for shape, dtype in self._of(action, form).tensors:
+                self._send(torch.zeros(shape, dtype=dtype, device=self.device), target)
+        elif action.kind is Kind.FORWARD:
+            self._send(torch.full((HEADER,), FAILED, dtype=torch.int64, device=self.device), target)
+
+    def receive(self, action: Action) -> Tensors | None:
+        """Wait for the result of ``action`` of another rank; behind it the next message from there may arrive.
+
+        None where that rank has failed before anybody knew the size of the result.
+        """
         source = next(rank for rank, each in self._messages.received.items() if action in each)
         queue = self._messages.received[source]
         while action not in self._posted:
             self._post(source)
-        found = tuple(each.wait() for each in self._posted.pop(action))
+        posted = self._posted.pop(action)
+        found = None if posted is None else tuple(each.wait() for each in posted)
         # Of an unknown shape the host would have to wait for the header.
         if self._next[source] < len(queue) and self._forward_form(queue[self._next[source]]) is not None:
             self._post(source)
@@ -137,15 +163,19 @@ class PipelineLinks:
         self._next[source] += 1
         group = self._group(source, self._own)
         form = self._forward_form(action)
-        if form is None:
+        if form is None and action.kind is Kind.FORWARD:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
             dist.recv(header, group=group, group_src=source)
-            form = self._known[self._border(action)] = MessageForm.read(header)
-        self._posted[action] = []
+            form = MessageForm.read(header)
+        if form is None:
+            self._posted[action] = None
+            return
+        self._known[self._border(action)] = form
+        posted = self._posted[action] = []
         for shape, dtype in self._of(action, form).tensors:
             values = torch.empty(shape, dtype=dtype, device=self.device)
             work = dist.irecv(values, group=group, group_src=source)
-            self._posted[action].append(Pending(values, work))
+            posted.append(Pending(values, work))
 
     def _forward_form(self, action: Action) -> MessageForm | None:
         """What crosses forwards the border that the result of ``action`` crosses; None where nothing has yet."""

@@ -11,6 +11,7 @@ one of them is raised on all, so that none waits for another.
 from __future__ import annotations
 
 from collections.abc import Callable
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -159,7 +160,8 @@ class AnyLayoutCheckpoints:
             )
         if found.any_names:
             said = "%s, loaded with load_module_strict=False, does not fit the model: %s"
-            logger().warning(said, written.folder, found.told())
+            is_usual = written.leaves_out_frozen and not found.unexpected
+            logger().log(INFO if is_usual else WARNING, said, written.folder, found.told())
 
     @property
     def has_manifests(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
@@ -22,14 +23,19 @@ from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.degrees import DENSE, EXPERT, NAMES
 from ds_npu.zero_ext.optimizer_layout import ZERO, OptimizerLayout
 
-CLASSES: tuple[Callable[..., Any], ...] = (
+CLASSES: tuple[Any, ...] = (
     loss_scaler.LossScaler,
     loss_scaler.DynamicLossScaler,
     ZeroStageEnum,
     fragment_address,
     argparse.Namespace,
+    # Arrays, as the state of NumPy's random numbers is.
+    numpy.empty(0).__reduce__()[0],
+    numpy.ndarray,
+    numpy.dtype,
+    *{type(numpy.dtype(kind)) for kind in "?bhilqBHILQefd"},
 )
-"""Of objects in the files of DeepSpeed 0.19.6 to 0.19.8, and of Megatron's ``client_state``; none runs code."""
+"""Classes of objects in the files of DeepSpeed 0.19.6 to 0.19.8 and in many a ``client_state``; none runs code."""
 OF_RANKS = ("params", "name", "moe", "param_names")
 """Settings of a parameter group that say which weights it has, not how they are stepped."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import layout_lives as lives
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.manifest import manifest_path
 
 OFFLOADED = {"zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
 """Under ZeRO 3, where it is not known what the optimizer holds where."""
@@ -52,11 +54,25 @@ def known_and_unknown_layouts(folder: str) -> None:
     refused(3, TENSOR, folder, unknown)
     expected = saved(2, TENSOR, folder, 2)
     assert resumed(2, TENSOR, folder) == expected
+    as_version_1(folder)
+    assert resumed(2, TENSOR, folder) == expected
     close(resumed(0, {}, folder), expected)
     refused(3, OFFLOADED, folder, "not known what .*Stage3 holds where")
     names = files(folder)
     assert not [name for name in names if "zero_pp_rank" in name and "model_states" in name], names
     without_manifests(folder)
+
+
+def as_version_1(folder: str) -> None:
+    """Rewrite this rank's manifest as earlier commits wrote it."""
+    path = manifest_path(Path(folder, TAG), dist.get_rank())
+    old = json.loads(path.read_text()) | {"version": 1}
+    for key in ("layout", "is_known", "leaves_out_frozen"):
+        del old[key]
+    for part in old["parts"].values():
+        del part["dtype"]
+    path.write_text(json.dumps(old))
+    dist.barrier()
 
 
 def without_manifests(folder: str) -> None:
@@ -87,8 +103,24 @@ def by_more_ranks(folder: str) -> None:
     saved(3, {}, folder, 0)
 
 
+def fails_to_save(folder: str) -> None:
+    """A rank cannot write: all that was saved before is there."""
+    engine, before = lives.engine_of("llama", 3, {}, torch.float32), files(folder)
+
+    def full(*given: object) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Path, "write_text", full)
+        with pytest.raises(RuntimeError, match="was not saved to"):
+            engine.save_checkpoint(folder, tag=TAG)
+    assert files(folder) == before and [name for name in before if "00003" in name]
+
+
 def by_fewer_ranks(folder: str) -> None:
     """Files of ranks that this world does not have are gone, another's stay."""
+    fails_to_save(folder)
     if dist.get_rank() == 0:
         Path(folder, TAG, "notes.txt").write_text("mine")
     expected = saved(3, {}, folder, 1)

@@ -79,15 +79,20 @@ class WrittenCheckpoint:
         return first.layout or f"{first.ranks} ranks"
 
     @property
+    def is_known(self) -> bool:
+        """Whether the manifests say what is where."""
+        return all(each.is_known for each in self.manifests)
+
+    @property
     def leaves_out_frozen(self) -> bool:
         """Whether ``exclude_frozen_parameters`` left frozen weights out of it."""
         return any(each.leaves_out_frozen for each in self.manifests)
 
     def plain_weights(self) -> dict[str, Plain]:
-        """By name, shape and dtype of each weight and buffer whose values were written."""
+        """By name, shape and dtype of each weight and buffer whose values were written, or may have been."""
         found = {}
         for name, parts in self._parts.items():
-            if self.has(name):
+            if not self.is_known or self.has(name):
                 found[name] = Plain(parts[0].plain_shape, parts[0].dtype)
         return found
 

@@ -24,9 +24,9 @@ from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import manifest_path
 from ds_npu.checkpoint.written import WrittenCheckpoint
 from ds_npu.engine.checkpoint_files import CheckpointTransaction
-from ds_npu.engine.own_files import missing_files
+from ds_npu.engine.own_files import check_files
 from ds_npu.engine.reassembly import GivenState, Reassembly, State
-from ds_npu.engine.written_files import CLASSES, layout_in_words, manifest_of, plain_weights
+from ds_npu.engine.written_files import CLASSES, manifest_of, plain_weights
 from ds_npu.features.experts.relocation import restore_places, state_of_places
 from ds_npu.log import logger
 from ds_npu.parallel.placement import has_experts
@@ -63,14 +63,19 @@ class AnyLayoutCheckpoints:
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         written = WrittenCheckpoint(folder, CLASSES)
         if not any(_on_every_rank(lambda: written.has_manifests)):
-            _on_every_rank(lambda: missing_files(self, folder, not _leaves_states_out(*args, **kwargs)))
+            _on_every_rank(lambda: check_files(self, folder, not _leaves_states_out(*args, **kwargs)))
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         asked = _Asked(*args, **kwargs)
         if self._is_layout_of(written):
             if written.leaves_out_frozen:
                 self._check_fit(written, asked)
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
-        _on_every_rank(lambda: _check_known(written, layout_in_words(self)))
+        if not all(_on_every_rank(lambda: written.is_known)):
+            with_states = not _leaves_states_out(*args, **kwargs)
+            if written.plain_weights():
+                self._check_fit(written, asked)
+            _on_every_rank(lambda: check_files(self, folder, with_states, written))
+            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         self._check_fit(written, asked)
         if self.zero_optimization_partition_weights() and _leaves_states_out(*args, **kwargs):
             raise CheckpointError(
@@ -205,16 +210,6 @@ def _folder_of(load_dir: Any, tag: str | None) -> Path | None:
             "What to do: put the checkpoint on a disk that all ranks see, and give all of them the same tag"
         )
     return None if tags[0] is None else Path(load_dir, str(tags[0]))
-
-
-def _check_known(written: WrittenCheckpoint, mine: str) -> None:
-    """Raise CheckpointError for a checkpoint whose manifests do not say what is where."""
-    if not all(each.is_known for each in written.manifests):
-        raise CheckpointError(
-            f"{written.folder} was written at another layout ({written.layout}; this run: {mine}), and it is not known "
-            "what its optimizer's files hold where. What to do: load it with the layout that wrote it, or weights "
-            "only: engine.save_pretrained in a run with that layout, from_pretrained in this one"
-        )
 
 
 def _on_every_rank(make: Callable[[], T]) -> list[T]:

@@ -249,7 +249,7 @@ def life(case: Case, folder: str) -> None:
     lives.step_of(first, 0, case.dtype)
     first.save_checkpoint(folder, exclude_frozen_parameters=case.leaves_out_frozen)
     engine = engine_of(case, case.reader)
-    with_masters = "optimizer_memory" not in case.reader.section
+    with_masters = "optimizer_memory" not in case.reader.section and engine.optimizer_layout is not None
     before = states_in(engine, with_masters)
     refusal = refusal_of(case)
     if refusal is not None:

@@ -116,9 +116,7 @@ class Manifest:
     version: int = VERSION
 
     def to_json(self) -> str:
-        own = {key.name: getattr(self, key.name) for key in dataclasses.fields(self)}
-        parts = {name: dataclasses.asdict(part) for name, part in self.parts.items()}
-        return json.dumps(own | {"groups": list(self.groups), "parts": parts})
+        return json.dumps(dataclasses.asdict(self))
 
     def like(self, other: Manifest) -> bool:
         """Whether both have the same elements at the same places."""

@@ -7,14 +7,14 @@ from typing import Any
 
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.written import WrittenCheckpoint
-from ds_npu.engine.written_files import layout_in_words, manifest_of
+from ds_npu.engine.written_files import layout_description, manifest_of
 
 
 def check_files(engine: Any, folder: Path, with_states: bool, written: WrittenCheckpoint | None = None) -> None:
     """Raise CheckpointError where DeepSpeed cannot read ``folder`` with the layout of ``engine``.
 
-    DeepSpeed (0.19.8) fails there with a bare assertion, or after it has written to the model. ``with_states``: it reads
-    the optimizer's, too. ``written``: the checkpoint by its manifests, if it has any.
+    DeepSpeed (0.19.8) fails there with a bare assertion, or after it has written to the model. ``with_states``: it
+    reads the optimizer's, too. ``written``: the checkpoint by its manifests, if it has any.
     """
     models = {path.name for path in folder.glob("*mp_rank_*_model_states.pt")}
     states = {path.name for path in folder.glob("*zero_pp_rank_*_optim_states.pt")}
@@ -29,11 +29,11 @@ def check_files(engine: Any, folder: Path, with_states: bool, written: WrittenCh
         if not any(mine.has_parts_like(each) for each in written.manifests):
             problem = "none of its ranks held the parts of the model that this rank holds"
     if problem is not None:
+        wrote, mine_is = written.layout if written else _layout(models, states), layout_description(engine)
         raise CheckpointError(
-            f"{folder} was written at another layout ({written.layout if written else _layout(models, states)}; this "
-            f"run: {layout_in_words(engine)}), and it is not known what its files hold where: {problem}. What to do: "
-            "load it with the layout that wrote it, or weights only: engine.save_pretrained in a run with that layout, "
-            "from_pretrained in this one"
+            f"{folder} was written at another layout ({wrote}; this run: {mine_is}), and it is not known what its "
+            f"files hold where: {problem}. What to do: load it with the layout that wrote it, or weights only: "
+            "engine.save_pretrained in a run with that layout, from_pretrained in this one"
         )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import MODULE
 from ds_npu.checkpoint.written import WrittenCheckpoint
-from ds_npu.engine.written_files import OF_RANKS, layout_in_words, numel_of, partition_start
+from ds_npu.engine.written_files import OF_RANKS, layout_description, numel_of, partition_start
 from ds_npu.features.experts.relocation import PLACES
 from ds_npu.parallel.placement import placement_of
 from ds_npu.zero_ext.optimizer_layout import PLAIN, ZERO, OptimizerLayout
@@ -44,7 +44,7 @@ class Reassembly:
         self.engine, self.written = engine, written
         self.layout: OptimizerLayout | None = engine.optimizer_layout
         if engine.optimizer is not None and self.layout is None:
-            optimizer, mine = type(engine.optimizer).__name__, layout_in_words(engine)
+            optimizer, mine = type(engine.optimizer).__name__, layout_description(engine)
             raise CheckpointError(
                 f"{written.folder} was written at another layout ({written.layout}; this run: {mine}), and it is not "
                 f"known what {optimizer} holds where with the offloading of this config. What to do: the layout that "

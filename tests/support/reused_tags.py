@@ -91,7 +91,9 @@ def without_manifests(folder: str) -> None:
 
 def files(folder: str) -> list[str]:
     dist.barrier()
-    return sorted(path.name for path in Path(folder, TAG).iterdir())
+    found = sorted(path.name for path in Path(folder, TAG).iterdir())
+    dist.barrier()
+    return found
 
 
 def close(found: list[float], expected: list[float]) -> None:

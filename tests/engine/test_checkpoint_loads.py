@@ -29,3 +29,8 @@ CORNERS = [
 def test_loads(batch, tmp_path):
     cases = [loads.drawn(IN_A_WORLD * batch + index) for index in range(IN_A_WORLD)] if batch else CORNERS
     run_on_ranks(2, loads.lead, cases, str(tmp_path), deadline_s=400.0)
+
+
+@pytest.mark.slow
+def test_other_dtypes(tmp_path):
+    run_on_ranks(2, loads.other_dtypes, str(tmp_path))

@@ -60,6 +60,11 @@ def known_and_unknown_layouts(folder: str) -> None:
     names = files(folder)
     assert not [name for name in names if "zero_pp_rank" in name and "model_states" in name], names
     without_manifests(folder)
+    engine = lives.engine_of("llama", 1, {}, torch.float32)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 is to load same, and rank 1 None .*on a disk that all ranks see"
+    ):
+        engine.load_checkpoint(folder if dist.get_rank() == 0 else f"{folder}/elsewhere")
 
 
 def as_version_1(folder: str) -> None:

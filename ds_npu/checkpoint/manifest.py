@@ -74,7 +74,12 @@ class WrittenPart:
 
     def like(self, other: WrittenPart) -> bool:
         """Whether the same elements are at the same places; experts may have moved between ranks."""
-        return self._described() == other._described() and is_readable_as(self.dtype, other.dtype)
+        is_same = (self.value, self.state) == (other.value, other.state)
+        return is_same and self.is_part_like(other) and is_readable_as(self.dtype, other.dtype)
+
+    def is_part_like(self, other: WrittenPart) -> bool:
+        """Whether both are the same part of weights of the same shape."""
+        return self._described() == other._described()
 
     def _described(self) -> object:
         sizes = {
@@ -82,7 +87,7 @@ class WrittenPart:
             for axis, each in self.shardings.items()
         }
         exact = self.shardings.get("tp")
-        return self.shape, sizes, exact, dict(self.place), self.value, self.state
+        return self.shape, sizes, exact, dict(self.place)
 
 
 def is_readable_as(one: str | None, other: str | None) -> bool:
@@ -111,9 +116,7 @@ class Manifest:
     version: int = VERSION
 
     def to_json(self) -> str:
-        own = {key.name: getattr(self, key.name) for key in dataclasses.fields(self)}
-        parts = {name: dataclasses.asdict(part) for name, part in self.parts.items()}
-        return json.dumps(own | {"groups": list(self.groups), "parts": parts})
+        return json.dumps(dataclasses.asdict(self))
 
     def like(self, other: Manifest) -> bool:
         """Whether both have the same elements at the same places."""
@@ -123,6 +126,11 @@ class Manifest:
         if not self.is_known and self.layout != other.layout:
             return False
         return names == other.parts.keys() and all(self.parts[name].like(other.parts[name]) for name in names)
+
+    def has_parts_like(self, other: Manifest) -> bool:
+        """Whether both ranks hold the same parts of the model."""
+        names = self.parts.keys()
+        return names == other.parts.keys() and all(self.parts[name].is_part_like(other.parts[name]) for name in names)
 
 
 def manifest_path(folder: Path, rank: int) -> Path:

@@ -6,7 +6,6 @@ loaded: it is read with ``weights_only``, and the classes that it may have are g
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -16,14 +15,13 @@ from typing import Any
 import torch
 
 from ds_npu.checkpoint.comparison import Plain
+from ds_npu.checkpoint.contents import CheckpointFiles
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import FILE, Manifest, WrittenPart, WrittenRun, manifest_path
 from ds_npu.checkpoint.manifest_json import manifest_of_json
 from ds_npu.topology.degrees import Axis
 
 NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
-REFUSED = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.\w+)")
-"""How torch names a class that ``weights_only`` refuses."""
 
 
 class WrittenCheckpoint:
@@ -34,8 +32,7 @@ class WrittenCheckpoint:
 
     def __init__(self, folder: Path, classes: Sequence[type | Callable[..., Any]] = ()) -> None:
         self.folder = folder
-        self._classes: list[Any] = list(classes)
-        self._files: dict[str, dict[str, Any]] = {}
+        self._files = CheckpointFiles(folder, classes)
 
     @property
     def has_manifests(self) -> bool:
@@ -79,15 +76,20 @@ class WrittenCheckpoint:
         return first.layout or f"{first.ranks} ranks"
 
     @property
+    def is_known(self) -> bool:
+        """Whether the manifests say what is where."""
+        return all(each.is_known for each in self.manifests)
+
+    @property
     def leaves_out_frozen(self) -> bool:
         """Whether ``exclude_frozen_parameters`` left frozen weights out of it."""
         return any(each.leaves_out_frozen for each in self.manifests)
 
     def plain_weights(self) -> dict[str, Plain]:
-        """By name, shape and dtype of each weight and buffer whose values were written."""
+        """By name, shape and dtype of each weight and buffer whose values were written, or may have been."""
         found = {}
         for name, parts in self._parts.items():
-            if self.has(name):
+            if not self.is_known or self.has(name):
                 found[name] = Plain(parts[0].plain_shape, parts[0].dtype)
         return found
 
@@ -98,13 +100,13 @@ class WrittenCheckpoint:
             raise CheckpointError(
                 f"{self.folder}: no manifest names a file of models. What to do: copy the whole folder"
             )
-        return dict(self._file(files[0]))
+        return dict(self._files.named(files[0]))
 
     def of_optimizer(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """The state dict, under one of ``keys`` of a file, of an optimizer; empty where none was written."""
         for part in self._all_parts():
             if part.state is not None:
-                file = self._file(part.state.file)
+                file = self._files.named(part.state.file)
                 return next((file[key] for key in keys if isinstance(file.get(key), dict)), {})
         return {}
 
@@ -114,7 +116,7 @@ class WrittenCheckpoint:
 
     def value(self, name: str) -> torch.Tensor:
         """The plain weight or buffer; raises CheckpointError where elements of it are in no file."""
-        return self._whole(name, lambda part: part.value, self._tensor)
+        return self._whole(name, lambda part: part.value, self._files.tensor)
 
     def state(self, name: str) -> dict[str, Any]:
         """By key, the state that the optimizer has of a weight: tensors of its shape, and numbers.
@@ -122,7 +124,7 @@ class WrittenCheckpoint:
         Raises CheckpointError for tensors of other shapes, of which nothing says what a part of the weight needs.
         """
         runs = [part.state for part in self._parts.get(name, ()) if part.state is not None]
-        states = {run: self._state(run) for run in runs}
+        states = {run: self._files.state(run) for run in runs}
         found: dict[str, Any] = {}
         for key in dict.fromkeys(key for each in states.values() for key in each):
             lacking = [run for run in runs if key not in states[run]]
@@ -181,68 +183,8 @@ class WrittenCheckpoint:
         run = part.value
         if run is None or self.manifests[0].version > 1 or len(run.keys) != 2:
             return run is not None
-        held = self._file(run.file).get(str(run.keys[0]))
+        held = self._files.named(run.file).get(str(run.keys[0]))
         return isinstance(held, Mapping) and run.keys[1] in held
-
-    def _file(self, name: str) -> dict[str, Any]:
-        if name not in self._files:
-            found = self._loaded(name)
-            if not isinstance(found, dict):
-                raise CheckpointError(
-                    f"{self.folder / name} is none of DeepSpeed's files: expected a dict, found {type(found).__name__}"
-                )
-            self._files[name] = found
-        return self._files[name]
-
-    def _loaded(self, name: str) -> object:
-        path = self.folder / name
-        try:
-            with torch.serialization.safe_globals(self._classes):
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except pickle.UnpicklingError as error:
-            refused = REFUSED.search(str(error))
-            if refused is None:
-                raise _unreadable(path, error) from error
-            raise CheckpointError(
-                f"{path} has an object of {refused[1]}, which is not loaded at another layout: a file can run code "
-                "that way. What to do: if you trust the file, torch.serialization.add_safe_globals("
-                f"[{refused[1].rpartition('.')[2]}]) before load_checkpoint; or leave the object out of client_state"
-            ) from error
-        except (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _unreadable(path, error) from error
-
-    def _at(self, run: WrittenRun, keys: Sequence[str | int]) -> Any:
-        found: Any = self._file(run.file)
-        for key in keys:
-            try:
-                found = found[key]
-            except (LookupError, TypeError) as error:
-                raise CheckpointError(
-                    f"{self.folder / run.file} has no {'/'.join(map(str, run.keys))}, which its manifest names. What "
-                    "to do: copy the whole folder again, or load an earlier checkpoint"
-                ) from error
-        return found
-
-    def _tensor(self, run: WrittenRun) -> torch.Tensor:
-        found = self._at(run, run.keys)
-        if not isinstance(found, torch.Tensor) or found.numel() < run.start + run.numel:
-            what = f"{list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-            raise CheckpointError(
-                f"{self.folder / run.file}: {'/'.join(map(str, run.keys))} is {what}, and its manifest names the "
-                f"elements from {run.start} to {run.start + run.numel} of it. What to do: copy the whole folder again"
-            )
-        return found
-
-    def _state(self, run: WrittenRun) -> Mapping[str, Any]:
-        """The state of the optimizer; empty for a weight that has not taken a step."""
-        states = self._at(run, run.keys[:-1])
-        found = states.get(run.keys[-1], {}) if isinstance(states, Mapping) else None
-        if not isinstance(found, Mapping):
-            raise CheckpointError(
-                f"{self.folder / run.file}: expected the state of an optimizer at {'/'.join(map(str, run.keys))}. What "
-                "to do: copy the whole folder again"
-            )
-        return found
 
     def _whole(
         self, name: str, run_of: Callable[[WrittenPart], WrittenRun | None], tensor_of: Callable[[WrittenRun], Any]
@@ -281,9 +223,3 @@ class WrittenCheckpoint:
 
 def _of_state(states: Mapping[WrittenRun, Mapping[str, Any]], key: str, run: WrittenRun) -> Any:
     return states[run][key]
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read: {error}. What to do: copy the whole folder again, or an earlier checkpoint"
-    )

@@ -11,6 +11,7 @@ one of them is raised on all, so that none waits for another.
 from __future__ import annotations
 
 from collections.abc import Callable
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +24,10 @@ from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import manifest_path
 from ds_npu.checkpoint.written import WrittenCheckpoint
 from ds_npu.engine.checkpoint_files import CheckpointTransaction
-from ds_npu.engine.own_files import missing_files
+from ds_npu.engine.own_files import check_files
 from ds_npu.engine.reassembly import GivenState, Reassembly, State
 from ds_npu.engine.weights_only import Asked, check_partitions_load
-from ds_npu.engine.written_files import CLASSES, layout_in_words, manifest_of, plain_weights
+from ds_npu.engine.written_files import CLASSES, manifest_of, plain_weights
 from ds_npu.features.experts.relocation import restore_places, state_of_places
 from ds_npu.log import logger
 from ds_npu.parallel.placement import has_experts
@@ -63,14 +64,18 @@ class AnyLayoutCheckpoints:
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         written, asked = WrittenCheckpoint(folder, CLASSES), Asked(*args, **kwargs)
         if not any(_on_every_rank(lambda: written.has_manifests)):
-            _on_every_rank(lambda: self._check_without_manifests(folder, asked))
+            _on_every_rank(lambda: self._check_own_files(folder, asked))
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
         if self._is_layout_of(written) and not partitions_alone:
             if written.leaves_out_frozen:
                 self._check_fit(written, asked)
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
-        _on_every_rank(lambda: _check_known(written, layout_in_words(self)))
+        if not all(_on_every_rank(lambda: written.is_known)):
+            if written.plain_weights():
+                self._check_fit(written, asked)
+            _on_every_rank(lambda: self._check_own_files(folder, asked, written))
+            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         self._check_fit(written, asked)
         said = "%s: this rank's part is taken from the files of %s ranks"
         logger().info(said, written.folder, len(written.manifests))
@@ -130,9 +135,9 @@ class AnyLayoutCheckpoints:
 
         return all(_on_every_rank(is_mine))
 
-    def _check_without_manifests(self, folder: Path, asked: Asked) -> None:
+    def _check_own_files(self, folder: Path, asked: Asked, written: WrittenCheckpoint | None = None) -> None:
         """Raise CheckpointError where DeepSpeed, by itself, would not load what is in ``folder``."""
-        missing_files(self, folder, not asked.leaves_states_out)
+        check_files(self, folder, not asked.leaves_states_out, written)
         if self.zero_optimization_partition_weights() and asked.leaves_states_out:
             check_partitions_load(folder, asked, self.mp_world_size == 1 and not has_experts(self.module))
 
@@ -164,7 +169,8 @@ class AnyLayoutCheckpoints:
             )
         if found.any_names:
             said = "%s, loaded with load_module_strict=False, does not fit the model: %s"
-            logger().warning(said, written.folder, found.told())
+            is_usual = written.leaves_out_frozen and not found.unexpected
+            logger().log(INFO if is_usual else WARNING, said, written.folder, found.told())
 
     @property
     def has_manifests(self) -> bool:
@@ -192,16 +198,6 @@ def _folder_of(load_dir: Any, tag: str | None) -> Path | None:
             "What to do: put the checkpoint on a disk that all ranks see, and give all of them the same tag"
         )
     return None if tags[0] is None else Path(load_dir, str(tags[0]))
-
-
-def _check_known(written: WrittenCheckpoint, mine: str) -> None:
-    """Raise CheckpointError for a checkpoint whose manifests do not say what is where."""
-    if not all(each.is_known for each in written.manifests):
-        raise CheckpointError(
-            f"{written.folder} was written at another layout ({written.layout}; this run: {mine}), and it is not known "
-            "what its optimizer's files hold where. What to do: load it with the layout that wrote it, or weights "
-            "only: engine.save_pretrained in a run with that layout, from_pretrained in this one"
-        )
 
 
 def _on_every_rank(make: Callable[[], T]) -> list[T]:

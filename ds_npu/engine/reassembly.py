@@ -14,7 +14,7 @@ from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import MODULE
 from ds_npu.checkpoint.written import WrittenCheckpoint
 from ds_npu.engine.weights_only import PARTITIONS
-from ds_npu.engine.written_files import OF_RANKS, layout_in_words, numel_of, partition_start
+from ds_npu.engine.written_files import OF_RANKS, layout_description, numel_of, partition_start
 from ds_npu.features.experts.relocation import PLACES
 from ds_npu.parallel.placement import placement_of
 from ds_npu.zero_ext.optimizer_layout import PLAIN, ZERO, OptimizerLayout
@@ -46,7 +46,7 @@ class Reassembly:
         self.engine, self.written, self.partitions_alone = engine, written, partitions_alone
         self.layout: OptimizerLayout | None = None if partitions_alone else engine.optimizer_layout
         if engine.optimizer is not None and self.layout is None and not partitions_alone:
-            optimizer, mine = type(engine.optimizer).__name__, layout_in_words(engine)
+            optimizer, mine = type(engine.optimizer).__name__, layout_description(engine)
             raise CheckpointError(
                 f"{written.folder} was written at another layout ({written.layout}; this run: {mine}), and it is not "
                 f"known what {optimizer} holds where with the offloading of this config. What to do: the layout that "

@@ -74,16 +74,17 @@ class WeightsOnly:
 
 
 def check_partitions_load(folder: Path, asked: Asked, is_plain: bool) -> None:
-    """Raise CheckpointError where DeepSpeed would load other weights than those in ``folder``, which has no manifests.
+    """Raise CheckpointError where DeepSpeed, under ZeRO 3, would load other weights than those in ``folder``.
 
-    ``is_plain``: no rank has a shard of a weight, ZeRO's partitions apart.
+    The manifests in ``folder`` do not say what is where, or there are none. ``is_plain``: no rank has a shard of a
+    weight, ZeRO's partitions apart.
     """
     latest = folder.parent / "latest"
     is_latest = latest.is_file() and latest.read_text().strip() == folder.name
     if asked.load_module_only or not is_latest or not is_plain:
         raise CheckpointError(
-            f"{folder} has no manifests (ds_npu_layout_rank_*.json), and is to be loaded under ZeRO 3 without the "
-            "optimizer's state: DeepSpeed would leave the model as it is, or load other weights. What to do: "
-            "load_optimizer_states=True with load_module_only=False, or weights only: engine.save_pretrained in the "
-            "former run, from_pretrained in this one"
+            f"{folder} has no manifests (ds_npu_layout_rank_*.json) that say what is where, and is to be loaded under "
+            "ZeRO 3 without the optimizer's state: DeepSpeed would leave the model as it is, or load other weights. "
+            "What to do: load_optimizer_states=True with load_module_only=False, or weights only: "
+            "engine.save_pretrained in the former run, from_pretrained in this one"
         )

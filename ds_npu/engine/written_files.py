@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
@@ -22,14 +24,19 @@ from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.degrees import DENSE, EXPERT, NAMES
 from ds_npu.zero_ext.optimizer_layout import ZERO, OptimizerLayout
 
-CLASSES: tuple[Callable[..., Any], ...] = (
+CLASSES: tuple[Any, ...] = (
     loss_scaler.LossScaler,
     loss_scaler.DynamicLossScaler,
     ZeroStageEnum,
     fragment_address,
     argparse.Namespace,
+    # Arrays, as the state of NumPy's random numbers is.
+    numpy.empty(0).__reduce__()[0],
+    numpy.ndarray,
+    numpy.dtype,
+    *{type(numpy.dtype(kind)) for kind in "?bhilqBHILQefd"},
 )
-"""Of objects in the files of DeepSpeed 0.19.6 to 0.19.8, and of Megatron's ``client_state``; none runs code."""
+"""Classes of objects in the files of DeepSpeed 0.19.6 to 0.19.8 and in many a ``client_state``; none runs code."""
 OF_RANKS = ("params", "name", "moe", "param_names")
 """Settings of a parameter group that say which weights it has, not how they are stepped."""
 
@@ -48,11 +55,11 @@ def manifest_of(engine: Any, folder: Path, leaves_out_frozen: bool = False) -> M
     if not is_known:
         parts = {name: replace(part, value=None, state=None, group=None) for name, part in parts.items()}
     groups = [] if layout is None else [_settings(group) for group in layout.inner.param_groups]
-    words = layout_in_words(engine)
+    words = layout_description(engine)
     return Manifest(parts, dist.get_world_size(), groups, of_model, words, is_known, leaves_out_frozen)
 
 
-def layout_in_words(engine: Any) -> str:
+def layout_description(engine: Any) -> str:
     """The layout of an engine, in words for an error."""
     axes = dict.fromkeys((*DENSE, *EXPERT))
     sizes = [
@@ -61,12 +68,12 @@ def layout_in_words(engine: Any) -> str:
         if axis not in ("dp", "edp") and engine.topology.size(axis) > 1
     ]
     zero = engine._config.zero_config
-    devices = {
-        key: getattr(each.device, "value", each.device)
-        for key in ("offload_param", "offload_optimizer")
-        if (each := getattr(zero, key)) is not None
-    }
-    offloaded = [f"{key} {device}" for key, device in devices.items() if device != "none"]
+    devices = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
+    offloaded = [
+        f"{key} {OffloadDeviceEnum(each.device).value}"
+        for key, each in devices.items()
+        if each is not None and each.device != OffloadDeviceEnum.none
+    ]
     kind = [] if engine.has_manifests else [type(engine.module).__name__]
     return ", ".join([f"{dist.get_world_size()} ranks", *sizes, f"ZeRO {int(zero.stage)}", *offloaded, *kind])
 
@@ -78,8 +85,7 @@ def plain_weights(engine: Any) -> dict[str, Plain]:
     for name, tensor in engine.module_state_dict().items():
         weight = weights.get(name)
         if weight is not None:
-            shape = tuple(getattr(weight, "ds_shape", weight.shape))
-            part = WrittenPart(shape, dict(placement_of(weight).sharded))
+            part = WrittenPart(_shape_of(weight), dict(placement_of(weight).sharded))
             found[name] = Plain(part.plain_shape, str(weight.dtype))
         elif isinstance(tensor, torch.Tensor):
             found[name] = Plain(tuple(tensor.shape), str(tensor.dtype))
@@ -125,7 +131,6 @@ class _Files:
     def _part(self, name: str, weight: nn.Parameter) -> WrittenPart | None:
         placement = placement_of(weight)
         file = self.of_experts if placement.is_expert and not self.is_partitioned else self.of_model
-        shape = getattr(weight, "ds_shape", weight.shape)
         value = state = group = None
         if self.layout is not None and (run := self.layout.runs.get(id(weight))) is not None:
             values, states, group = self.layout.values, self.layout.states, run.group
@@ -142,7 +147,9 @@ class _Files:
             value = None
         places = {axis: self.engine.topology.rank(axis) for axis in placement.sharded}
         shardings = dict(placement.sharded)
-        return WrittenPart(tuple(shape), shardings, places, value, state, group if state else None, str(weight.dtype))
+        return WrittenPart(
+            _shape_of(weight), shardings, places, value, state, group if state else None, str(weight.dtype)
+        )
 
     def _is_in_optimizer(self, weight: nn.Parameter) -> bool:
         """Whether its float32 values are in an optimizer's file, where other ranks have them."""
@@ -156,6 +163,11 @@ class _Files:
         first = partition_start(weight)
         numel = max(min(held.numel(), numel_of(weight) - first), 0)
         return WrittenRun(file, (FROZEN_PARAM_FRAGMENTS, name), 0, first, numel)
+
+
+def _shape_of(weight: nn.Parameter) -> tuple[int, ...]:
+    """The shape of this rank's part of a weight, which ZeRO 3 may have partitioned."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
 def numel_of(weight: nn.Parameter) -> int:

@@ -250,7 +250,7 @@ def life(case: Case, folder: str) -> None:
     lives.step_of(first, 0, case.dtype)
     first.save_checkpoint(folder, exclude_frozen_parameters=case.leaves_out_frozen)
     engine = engine_of(case, case.reader)
-    with_masters = "optimizer_memory" not in case.reader.section
+    with_masters = "optimizer_memory" not in case.reader.section and engine.optimizer_layout is not None
     before = states_in(engine, with_masters)
     refusal = refusal_of(case)
     if refusal is not None:
@@ -284,3 +284,21 @@ def lead(cases: list[Case], folder: str) -> None:
         except BaseException as error:
             raise AssertionError(f"{case}") from error
         dist.barrier()
+
+
+def other_dtypes(folder: str) -> None:
+    """Float32 weights and moments go over between runs in float32 and in bf16, at the same layout, too."""
+    bf16 = {"bf16": {"enabled": True}}
+    for stage, section in ((0, {}), (1, {}), (3, {}), (2, over(tensor=2))):
+        for index, kinds in enumerate(((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))):
+            where = f"{folder}/{stage}-{index}"
+            for number, dtype in enumerate(kinds):
+                keys = bf16 if dtype == torch.bfloat16 else {}
+                engine = lives.engine_of("llama", stage, section, dtype, **keys)
+                if number == 0:
+                    lives.step_of(engine, 0, dtype)
+                    engine.save_checkpoint(where)
+                else:
+                    engine.load_checkpoint(where)
+                    same_states(engine, where, weights_only=False)
+                    lives.step_of(engine, 1, dtype)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import deepspeed
 import gradient_rule as rule
+import numpy
 import peft
 import pytest
 import tensor_parallel_rule as dense
@@ -135,7 +136,7 @@ def parts_of_a_load(folder: str) -> None:
     layouts = [(1, {}), (1, {"parallel": {"tensor": 2}}), (0, {"parallel": {"tensor": 2}}), (3, {})]
     first = engine_of("llama", *layouts[0], torch.float32)
     step_of(first, 0, torch.float32)
-    first.save_checkpoint(folder, client_state={"mine": 7})
+    first.save_checkpoint(folder, client_state={"mine": 7, "random": numpy.random.get_state()})
     expected = dense.shared(first.whole_state_dict())
     for layout in layouts[1:]:
         for keys in ({"load_module_only": True}, {"load_optimizer_states": False}):
@@ -143,7 +144,7 @@ def parts_of_a_load(folder: str) -> None:
             _, client_state = engine.load_checkpoint(folder, **keys)
             found = dense.shared(engine.whole_state_dict())
             assert all(torch.equal(found[name], expected[name]) for name in expected), (layout, keys)
-            assert client_state["mine"] == 7
+            assert client_state["mine"] == 7 and client_state["random"][1].dtype == numpy.uint32
             assert engine.global_steps == (0 if "load_module_only" in keys else 1)
     engine = engine_of("llama", 3, {}, torch.float32)
     dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import layout_lives as lives
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.manifest import manifest_path
 
 OFFLOADED = {"zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
 """Under ZeRO 3, where it is not known what the optimizer holds where."""
@@ -45,18 +47,36 @@ def known_and_unknown_layouts(folder: str) -> None:
     saved(1, TENSOR, folder, 0)
     expected = saved(3, OFFLOADED, folder, 1)
     assert resumed(3, OFFLOADED, folder) == expected
-    unknown = (
-        r"another layout \(2 ranks, ZeRO 3, offload_param cpu.*this run: 2 ranks.*What to do: load it with the layout"
-    )
+    unknown = r"another layout \(2 ranks, ZeRO 3, offload_param cpu.*this run: 2 ranks.*What to do: load it with"
     refused(1, {}, folder, unknown)
     refused(3, TENSOR, folder, unknown)
+    close(resumed(3, {}, folder), expected)
     expected = saved(2, TENSOR, folder, 2)
+    assert resumed(2, TENSOR, folder) == expected
+    as_version_1(folder)
     assert resumed(2, TENSOR, folder) == expected
     close(resumed(0, {}, folder), expected)
     refused(3, OFFLOADED, folder, "not known what .*Stage3 holds where")
     names = files(folder)
     assert not [name for name in names if "zero_pp_rank" in name and "model_states" in name], names
     without_manifests(folder)
+    engine = lives.engine_of("llama", 1, {}, torch.float32)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 is to load same, and rank 1 None .*on a disk that all ranks see"
+    ):
+        engine.load_checkpoint(folder if dist.get_rank() == 0 else f"{folder}/elsewhere")
+
+
+def as_version_1(folder: str) -> None:
+    """Rewrite this rank's manifest as earlier commits wrote it."""
+    path = manifest_path(Path(folder, TAG), dist.get_rank())
+    old = json.loads(path.read_text()) | {"version": 1}
+    for key in ("layout", "is_known", "leaves_out_frozen"):
+        del old[key]
+    for part in old["parts"].values():
+        del part["dtype"]
+    path.write_text(json.dumps(old))
+    dist.barrier()
 
 
 def without_manifests(folder: str) -> None:
@@ -69,14 +89,16 @@ def without_manifests(folder: str) -> None:
                 path.unlink()
         dist.barrier()
         assert resumed(stage, section, folder) == expected
-        said = rf"no manifests .*another layout \(.*ZeRO {'1 or 2' if stage == 1 else '3'}.*What to do: load it with"
+        said = rf"another layout \(.*ZeRO {'1 or 2' if stage == 1 else '3'}.*What to do: load it with"
         refused(4 - stage, {}, folder, said)
         refused(2 if stage == 1 else 0, TENSOR, folder, said)
 
 
 def files(folder: str) -> list[str]:
     dist.barrier()
-    return sorted(path.name for path in Path(folder, TAG).iterdir())
+    found = sorted(path.name for path in Path(folder, TAG).iterdir())
+    dist.barrier()
+    return found
 
 
 def close(found: list[float], expected: list[float]) -> None:
@@ -87,8 +109,24 @@ def by_more_ranks(folder: str) -> None:
     saved(3, {}, folder, 0)
 
 
+def fails_to_save(folder: str) -> None:
+    """A rank cannot write: all that was saved before is there."""
+    engine, before = lives.engine_of("llama", 3, {}, torch.float32), files(folder)
+
+    def full(*given: object) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Path, "write_text", full)
+        with pytest.raises(RuntimeError, match="was not saved to"):
+            engine.save_checkpoint(folder, tag=TAG)
+    assert files(folder) == before and [name for name in before if "00003" in name]
+
+
 def by_fewer_ranks(folder: str) -> None:
     """Files of ranks that this world does not have are gone, another's stay."""
+    fails_to_save(folder)
     if dist.get_rank() == 0:
         Path(folder, TAG, "notes.txt").write_text("mine")
     expected = saved(3, {}, folder, 1)

@@ -32,6 +32,7 @@ from ds_npu.engine.communicator_memory import communicator_bytes
 from ds_npu.engine.device import use_own_device
 from ds_npu.engine.engine_pipeline import EnginePipeline, own_layout
 from ds_npu.engine.expert_view import ExpertView
+from ds_npu.engine.full_values import know_grid
 from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.joint_calls import joint_calls_of_this_world
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
@@ -108,6 +109,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         attach_hooks_again(model)
         # PEFT may have been put around a stage.
         refuse_saving_a_stage(model)
+        know_grid(model, self.topology)
         if protect_shards(model, self.topology):
             # Optimizers of the client's own know what they are given.
             engine._take_model_step = allow_shard_access()(engine._take_model_step)

@@ -18,6 +18,17 @@ from ds_npu.engine.client_patches import CLIENT_PATCHES
 from ds_npu.engine.patch import Patch
 from ds_npu.log import warn_once
 
+FULL_VALUES = {
+    "safe_get_full_fp32_param": ("getting", ("param",)),
+    "safe_get_full_optimizer_state": ("getting", ("param", "optim_state_key")),
+    "safe_get_full_grad": ("getting", ("param",)),
+    "safe_set_full_fp32_param": ("setting", ("param", "value")),
+    "safe_set_full_optimizer_state": ("setting", ("param", "value", "optim_state_key")),
+    "safe_set_full_grad": ("setting", ("param", "value")),
+    "safe_update_full_grad_vectorized": ("updating", ("param_list", "update_func")),
+}
+"""Functions of deepspeed.utils, each with the factory of its replacement and its parameters."""
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         module="deepspeed.accelerator.npu_accelerator",
@@ -121,6 +132,20 @@ PATCHES: tuple[Patch, ...] = (
         why="it has no hook for plugins, and a wheel of DeepSpeed says that it was built for the CPU",
         upstream="env_report.py:main, :53",
         until="ds_report calls plugins",
+    ),
+    *(
+        Patch(
+            module="deepspeed.utils.tensor_fragment",
+            name=name,
+            factory=f"ds_npu.engine.full_values:{factory}",
+            parameters=parameters,
+            what="of a weight over tensor or expert ranks the whole is read and written",
+            why="it would be one rank's shard, under a name that says full",
+            upstream="utils/tensor_fragment.py gathers what ZeRO has partitioned and knows no other axis",
+            until="its readers ask a weight for its placement",
+            also=(f"deepspeed.utils:{name}",),
+        )
+        for name, (factory, parameters) in FULL_VALUES.items()
     ),
     *CLIENT_PATCHES,
 )

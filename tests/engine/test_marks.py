@@ -17,6 +17,7 @@ from ds_npu.topology.topology import Topology
 MARKS = {
     "ds_npu_placement": lambda placement, stage: True,
     "tensor_model_parallel": lambda placement, stage: placement.part("tp") != "replicated",
+    "ds_npu_grid": lambda placement, stage: placement.part("tp") != "replicated",
     # The guard of a shard, on models that ds_npu has sharded itself.
     "shard": lambda placement, stage: placement.part("tp") != "replicated",
     "ds_zero_partition_process_group": lambda placement, stage: stage == 3,

@@ -107,8 +107,7 @@ def states_of(engine) -> dict[str, torch.Tensor]:
     for name, weight in engine.module.named_parameters():
         for key in (None, "exp_avg", "exp_avg_sq"):
             value = safe_get_full_fp32_param(weight) if key is None else safe_get_full_optimizer_state(weight, key)
-            part = dense.assembled(engine.topology, weight, value).cpu()
-            found[f"{name}/{key}"] = part
+            found[f"{name}/{key}"] = value.cpu()
     return found
 
 

@@ -98,14 +98,16 @@ def _declare(section: FusedOpsSection, build: Build) -> Iterable[Change]:
 def _operators(wanted: list[str], build: Build, must: bool) -> tuple[list[Change], list[str]]:
     """The changes, and lines that say where each operator goes.
 
-    Raises PlanError for a model that tensor ranks would shard and whose modules are not known, if an operator
-    ``must`` be in it.
+    Raises PlanError for a model of whose modules nothing is known, or which tensor ranks would shard without a plan, if
+    an operator ``must`` be in it.
     """
     if fused_keys(build.model).issuperset(wanted):
         # Sharded and fused before: the modules of the model are no longer those of a plan.
         return [], [f"the model computes with {', '.join(wanted)} already"]
     try:
         plan = build.block_plan
+        if not plan.roles:
+            plan = build.plan
     except PlanError as error:
         if must:
             raise

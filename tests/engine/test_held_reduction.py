@@ -157,6 +157,34 @@ def test_held_is_usual():
     run_on_ranks(2, held_is_usual, *(ROADS[name] for name in ("ZeRO 1, float32", "BF16_Optimizer")))
 
 
+def inside_no_sync(*cases: Case) -> None:
+    """What is held inside of ``no_sync`` is reduced with what is held behind it."""
+    for case in cases:
+        runs = []
+        for is_inside in (False, True):
+            with rig.engine_of(case) as engine:
+                held, (first, second, *_) = HeldReduction(engine), next(losses(case, engine, engine.module))
+                engine.set_gradient_accumulation_boundary(True)
+                if is_inside:
+                    with engine.no_sync(), held:
+                        held.backward(first()).compute()
+                    with held:
+                        held.backward(second()).compute()
+                else:
+                    with held:
+                        held.backward(first()).compute()
+                        held.backward(second()).compute()
+                engine.step()
+                runs.append(kept(engine))
+        assert_same(runs[1], runs[0], case)
+
+
+def test_inside_no_sync():
+    run_on_ranks(
+        2, inside_no_sync, *(ROADS[name] for name in ("no ZeRO, float64", "ZeRO 1, float32", "BF16_Optimizer"))
+    )
+
+
 # Tensor ranks and adapters.
 
 

@@ -135,8 +135,9 @@ class ExpertCheckpoints:
             return dense
         experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
         merged = {**dense, MODULE: {**dense[MODULE], **experts[MODULE]}}
-        if dense.get(FROZEN_PARAM_FRAGMENTS) is not None:
-            merged[FROZEN_PARAM_FRAGMENTS] = {**dense[FROZEN_PARAM_FRAGMENTS], **experts[MODULE]}
+        # Earlier commits wrote an empty dict for none; below ZeRO 3 the model's own state has all weights.
+        frozen = dense.get(FROZEN_PARAM_FRAGMENTS)
+        merged[FROZEN_PARAM_FRAGMENTS] = {**frozen, **experts[MODULE]} if frozen else None
         if experts[OPTIMIZER] is not None:
             merged[OPTIMIZER] = joined(dense[OPTIMIZER], experts[OPTIMIZER])
         return merged

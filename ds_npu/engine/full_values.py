@@ -44,7 +44,7 @@ def know_grid(model: nn.Module, topology: Topology) -> None:
             GRID.set(weight, Grid(topology))
 
 
-def getting(original: Function) -> Function:
+def getting_full(original: Function) -> Function:
     """In place of a function of a weight that returns a value of its shape, or None."""
 
     @functools.wraps(original)
@@ -55,7 +55,7 @@ def getting(original: Function) -> Function:
     return get
 
 
-def setting(original: Function) -> Function:
+def setting_full(original: Function) -> Function:
     """In place of a function of a weight and a value of its shape."""
 
     @functools.wraps(original)
@@ -65,7 +65,7 @@ def setting(original: Function) -> Function:
     return set_value
 
 
-def updating(original: Function) -> Function:
+def updating_full(original: Function) -> Function:
     """In place of a function of weights, and of a function from the gradient of one and itself to another gradient."""
 
     @functools.wraps(original)
@@ -79,6 +79,21 @@ def updating(original: Function) -> Function:
         original(param_list, updated)
 
     return update
+
+
+def linking_states(original: Function) -> Function:
+    """In place of ZeRO 1's and 2's ``_lazy_init_hp_params_optimizer_state``, which tells weights where their state is.
+
+    DeepSpeed calls it once, when the first of several parameter groups has been stepped and the others have no state.
+    """
+
+    @functools.wraps(original)
+    def link(self: Any) -> None:
+        original(self)
+        has_state = [bool(self.optimizer.state.get(each)) for each in self.single_partition_of_fp32_groups]
+        self._hp_optimizer_states_linked = all(has_state) or not any(has_state)
+
+    return link
 
 
 def whole_of(param: nn.Parameter, part: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,13 @@ from ds_npu.engine.patch import Patch
 from ds_npu.log import warn_once
 
 FULL_VALUES = {
-    "safe_get_full_fp32_param": ("getting", ("param",)),
-    "safe_get_full_optimizer_state": ("getting", ("param", "optim_state_key")),
-    "safe_get_full_grad": ("getting", ("param",)),
-    "safe_set_full_fp32_param": ("setting", ("param", "value")),
-    "safe_set_full_optimizer_state": ("setting", ("param", "value", "optim_state_key")),
-    "safe_set_full_grad": ("setting", ("param", "value")),
-    "safe_update_full_grad_vectorized": ("updating", ("param_list", "update_func")),
+    "safe_get_full_fp32_param": ("getting_full", ("param",)),
+    "safe_get_full_optimizer_state": ("getting_full", ("param", "optim_state_key")),
+    "safe_get_full_grad": ("getting_full", ("param",)),
+    "safe_set_full_fp32_param": ("setting_full", ("param", "value")),
+    "safe_set_full_optimizer_state": ("setting_full", ("param", "value", "optim_state_key")),
+    "safe_set_full_grad": ("setting_full", ("param", "value")),
+    "safe_update_full_grad_vectorized": ("updating_full", ("param_list", "update_func")),
 }
 """Functions of deepspeed.utils, each with the factory of its replacement and its parameters."""
 
@@ -132,6 +132,16 @@ PATCHES: tuple[Patch, ...] = (
         why="it has no hook for plugins, and a wheel of DeepSpeed says that it was built for the CPU",
         upstream="env_report.py:main, :53",
         until="ds_report calls plugins",
+    ),
+    Patch(
+        module="deepspeed.runtime.zero.stage_1_and_2",
+        name="DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
+        factory="ds_npu.engine.full_values:linking_states",
+        parameters=("self",),
+        what="weights of every parameter group know where the state of their optimizer is",
+        why="experts have a group of their own, and safe_get_full_optimizer_state finds nothing for them",
+        upstream="runtime/zero/stage_1_and_2.py:2987 links all groups behind the step of the first",
+        until="fixed upstream",
     ),
     *(
         Patch(

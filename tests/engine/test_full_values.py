@@ -29,7 +29,6 @@ def whole(cases: list[tuple[str, int, dict[str, object]]]) -> None:
         expected = tensor_rule.reference(family, dp, torch.float64, torch.float32)
         shape = rule.ACCUMULATION, dp, rule.MICRO, tensor_rule.LENGTH
         tokens = tensor_rule.batches(rule.MICRO * rule.ACCUMULATION * dp).view(shape)[:, topology.rank("dp")]
-        link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
         for place, ids in enumerate(tokens):
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             if place < len(tokens) - 1:
@@ -49,8 +48,6 @@ def whole(cases: list[tuple[str, int, dict[str, object]]]) -> None:
         utils.safe_update_full_grad_vectorized(list(named.values()), lambda gradient, weight: gradient * 4)
         assert all((utils.safe_get_full_grad(weight) == 2).all() for weight in named.values())
         engine.step()
-        if link is not None:
-            link()
         values = dict(engine.whole_weights())
         for name, weight in named.items():
             where = (family, stage, parallel, name)

@@ -22,6 +22,8 @@ from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.degrees import NAMES, Axis
 
 STEPS = 3
+RATE = 1e-3
+"""Learning rate of the trial where a group has 0 and none to begin with."""
 ROWS = 8
 """Length of each dim of a tensor that is tried; halves of it are what two ranks have."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -126,7 +128,10 @@ def _difference(
         ranks.append(_stepped(optimizer, settings, own[0], own[1:]))
     expected = _joined([_part(whole, dim, rank) for rank in range(2)])
     found = _joined(ranks)
-    error = float((found - expected).norm() / (expected - _joined([_part(weights, dim, r) for r in range(2)])).norm())
+    moved = (expected - _joined([_part(weights, dim, rank) for rank in range(2)])).norm()
+    if not moved:
+        raise NotRepeatableError("its steps changed no weight")
+    error = float((found - expected).norm() / moved)
     return error if not error <= TOLERANCE[kind["dtype"]] else 0.0
 
 
@@ -183,7 +188,13 @@ def _second(
             given[name] = getattr(optimizer, name)
         elif each.default is each.empty:
             raise NotRepeatableError(f"what {kind.__name__} was given as {name} is not known")
-    return kind([{**settings, "params": weights}], **given)
+    return kind([{**settings, **_moving(settings), "params": weights}], **given)
+
+
+def _moving(settings: Mapping[str, Any]) -> dict[str, float]:
+    """A learning rate in place of 0, with which schedulers begin that warm up, and which would change no weight."""
+    rate = settings.get("lr")
+    return {"lr": float(settings.get("initial_lr") or RATE)} if rate is not None and not rate else {}
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,15 @@ def test_an_optimizer_that_reads_all_weights_of_its_rank():
     assert difference_in_parts(optimizer, settings(optimizer), 2, APART) > 0.05
 
 
+def test_a_learning_rate_of_zero_when_a_scheduler_warms_up():
+    for make, differs in ((torch.optim.AdamW, False), (torch.optim.SGD, False), (Lamb, True)):
+        optimizer = make(weights(), lr=0.01)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert optimizer.param_groups[0]["lr"] == 0
+        assert (difference_in_parts(optimizer, settings(optimizer), 2, 0) > 0.05) is differs
+        assert optimizer.param_groups[0]["lr"] == 0
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

@@ -109,7 +109,9 @@ class StallWatch:
 
 
 _WATCHES: weakref.WeakSet[StallWatch] = weakref.WeakSet()
-"""Of all engines of this process."""
+"""The watches of all engines of this process."""
+_CHANGING = threading.Lock()
+"""Held while _WATCHES is read or changed: each engine has a thread of its own."""
 
 
 def watch_for_stalls(engine: Any, watch: StallWatch, when_still: Callable[[], None]) -> threading.Thread:
@@ -119,7 +121,8 @@ def watch_for_stalls(engine: Any, watch: StallWatch, when_still: Callable[[], No
     """
     alive = weakref.ref(engine)
     watch.moved = time.monotonic()
-    _WATCHES.add(watch)
+    with _CHANGING:
+        _WATCHES.add(watch)
 
     def look_again_and_again() -> None:
         asked = watch.moved
@@ -127,11 +130,13 @@ def watch_for_stalls(engine: Any, watch: StallWatch, when_still: Callable[[], No
             time.sleep(LOOK_EVERY_SECONDS)
             engine = alive()
             if engine is None:
-                _WATCHES.discard(watch)
+                with _CHANGING:
+                    _WATCHES.discard(watch)
                 return
             counters, is_training = (engine.global_steps, engine.micro_steps), engine.module.training
             del engine
-            others = [each for each in list(_WATCHES) if each is not watch]
+            with _CHANGING:
+                others = [each for each in _WATCHES if each is not watch]
             said = watch.look(time.monotonic(), counters, is_training=is_training, others=others)
             if time.monotonic() - max(watch.moved, asked) > STILL_SECONDS:
                 asked = time.monotonic()

@@ -9,6 +9,9 @@ by 1F1B: as a Hugging Face model that ds_npu's config cuts, and as a deepspeed.P
 The executor's own time is taken in runs of ds_npu: CPU time in a run of the schedule (waiting takes none) over that
 which the main thread spends inside of the actions; once of the main thread, and once of the whole process, so that all
 that gloo's threads do beside the actions counts, too.
+
+``ds_npu 1f1b, no meeting`` leaves out the meeting of all ranks at the end of a batch (engine/batch_failures.py), to
+show what it costs: compare it with ``ds_npu 1f1b``, on small layers. It is not among the variants by default.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from typing import Any
 import turns
 
 DEEPSPEED, AGAIN, DS_NPU, ZERO_BUBBLE = "PipelineEngine", "PipelineEngine again", "ds_npu 1f1b", "ds_npu zb_h1"
+NO_MEETING = "ds_npu 1f1b, no meeting"
 VARIANTS = (DEEPSPEED, AGAIN, DS_NPU, ZERO_BUBBLE)
-SCHEDULE = {DS_NPU: "1f1b", ZERO_BUBBLE: "zb_h1"}
+SCHEDULE = {DS_NPU: "1f1b", ZERO_BUBBLE: "zb_h1", NO_MEETING: "1f1b"}
 VOCABULARY = 1024
 
 
@@ -110,6 +114,8 @@ def make_step(args: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
 
         model = module(layers_of(model), num_stages=2, loss_fn=loss, partition_method="uniform")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_of(args))
+    if args.run == NO_MEETING:
+        importlib.import_module("ds_npu.engine.batch_failures").BatchInStages.end = lambda batch: None
 
     def step() -> None:
         engine.train_batch(iter(batches))
@@ -202,20 +208,26 @@ def measure_own_time(args: argparse.Namespace, name: str) -> None:
 def main() -> None:
     """Read the command line and measure."""
     parser = turns.parser(__doc__, rounds=3, cycles=4)
-    parser.add_argument("--run", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=(*VARIANTS, NO_MEETING), help=argparse.SUPPRESS)
     parser.add_argument("--own-time", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--hidden", type=int, default=512, metavar="N", help="size of hidden states (default 512)")
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks (default 4)")
     parser.add_argument("--length", type=int, default=128, metavar="N", help="tokens of a micro-batch (default 128)")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="N", help="of a step (default 8)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="PipelineEngine first")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=(*VARIANTS, NO_MEETING),
+        default=list(VARIANTS),
+        help="the others are compared with the first",
+    )
     args = parser.parse_args()
     if args.run:
         run(args)
         return
     turns.begin(args)
     print(f"Llama of {args.layers} blocks of {args.hidden}, {args.micro_batches} micro-batches of {args.length} tokens")
-    for name in SCHEDULE:
+    for name in (DS_NPU, ZERO_BUBBLE):
         measure_own_time(args, name)
     turns.measure("a step", [variant(args, name) for name in args.variants], 2, args)
 

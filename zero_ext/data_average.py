@@ -8,7 +8,6 @@ twin divides by that size / cp (DeepSpeed 0.19.8 runtime/zero/stage3.py:1912, :1
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,47 +15,35 @@ import torch
 
 from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 REDUCE_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 ALL_REDUCE = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
 
 Partitions = list[torch.Tensor]
+Reduce = Callable[..., Partitions]
 
 
 def average_over_data_ranks(optimizer: Any, topology: Topology) -> None:
-    """Make ``optimizer``'s reductions divide by dp. Changes this instance only, and only where it divides otherwise.
-
-    Raises RuntimeError where a method that is corrected does not exist.
-    """
+    """Make ``optimizer``'s reductions divide by dp. Changes this instance only, and only where it divides otherwise."""
     dp, cp, has_experts = topology.size("dp"), topology.size("cp"), topology.size("ep", "etp") > 1
     wrong = {REDUCE_SCATTER: cp > 1 or has_experts, ALL_REDUCE: has_experts}
     if not any(wrong.values()):
         return
-    reduce_scatter, all_reduce = (_method(type(optimizer), name) for name in wrong)
 
     def sharding_ranks(parameter: torch.nn.Parameter) -> int:
         return topology.size(*placement_of(parameter).data_axes)
 
-    def reduce_scattered(params: list[torch.nn.Parameter], dtype: torch.dtype) -> Partitions:
-        return _scaled(reduce_scatter(optimizer, params, dtype), sharding_ranks(params[0]) / dp)
+    def reduce_scattered(reduce: Reduce, params: list[torch.nn.Parameter], dtype: torch.dtype) -> Partitions:
+        return _scaled(reduce(params, dtype), sharding_ranks(params[0]) / dp)
 
-    def all_reduced(gradients: torch.Tensor, dtype: torch.dtype) -> Partitions:
+    def all_reduced(reduce: Reduce, gradients: torch.Tensor, dtype: torch.dtype) -> Partitions:
         params = optimizer.ipg_buckets[dtype].params
-        return _scaled(all_reduce(optimizer, gradients, dtype), sharding_ranks(params[0]) / (dp * cp))
+        return _scaled(reduce(gradients, dtype), sharding_ranks(params[0]) / (dp * cp))
 
     for name, corrected in ((REDUCE_SCATTER, reduce_scattered), (ALL_REDUCE, all_reduced)):
         if wrong[name]:
-            setattr(optimizer, name, corrected)
-
-
-def _method(optimizer_class: type, name: str) -> Callable[..., Partitions]:
-    method: Callable[..., Partitions] | None = inspect.getattr_static(optimizer_class, name, None)
-    if method is None:
-        raise RuntimeError(
-            f"{optimizer_class.__name__} has no {name}, which ds_npu corrects: this DeepSpeed is not one of the "
-            "supported versions"
-        )
-    return method
+            wrap_method(optimizer, name, corrected, MethodLevel.CORRECTION)
 
 
 def _scaled(partitions: Partitions, factor: float) -> Partitions:

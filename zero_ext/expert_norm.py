@@ -10,7 +10,7 @@ in its BF16_Optimizer, DeepSpeed adds up the squares over the ranks of the exper
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 Parameters = Sequence[torch.nn.Parameter]
 
@@ -28,24 +29,19 @@ def count_on_every_rank(optimizer: Any) -> None:
     Tensor ranks but the first do not count what all of them hold alike; where they hold nothing else, as with experts
     in a model that is otherwise whole, DeepSpeed stacks an empty list (0.19.8 runtime/utils.py:956).
     """
-    grads_for_norm = optimizer.get_grads_for_norm
 
-    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+    def get_grads_for_norm(grads_for_norm: Callable[[bool], Any], for_clipping: bool = False) -> Any:
         found = grads_for_norm(for_clipping)
         if for_clipping:
             return found
         dense, experts = found
         return dense or [optimizer.fp32_groups_gradients[0][0].new_zeros(1)], experts
 
-    optimizer.get_grads_for_norm = get_grads_for_norm
+    wrap_method(optimizer, "get_grads_for_norm", get_grads_for_norm, MethodLevel.CORRECTION)
 
 
 def add_up_experts(optimizer: Any, topology: Topology) -> None:
     """Make ``optimizer``, a DeepSpeedZeroOptimizer_Stage3, add the squares of experts over all ranks that hold some."""
-    norm_of, norm_of_offloaded = (
-        optimizer.get_grad_norm_direct,
-        optimizer.complete_grad_norm_calculation_for_cpu_offload,
-    )
     experts, tensor_ranks = topology.group("ep", "etp"), optimizer.model_parallel_group
 
     @contextmanager
@@ -57,13 +53,16 @@ def add_up_experts(optimizer: Any, topology: Topology) -> None:
         finally:
             optimizer.model_parallel_group = tensor_ranks
 
-    def get_grad_norm_direct(gradients: Sequence[torch.Tensor], params: Parameters, norm_type: float = 2) -> Any:
+    def norm_of(
+        direct: Callable[..., Any], gradients: Sequence[torch.Tensor], params: Parameters, norm_type: float = 2
+    ) -> Any:
         with model_ranks_of(params):
-            return norm_of(gradients, params, norm_type)
+            return direct(gradients, params, norm_type)
 
-    def complete_grad_norm_calculation_for_cpu_offload(params: Parameters) -> Any:
+    def norm_of_offloaded(complete: Callable[[Parameters], Any], params: Parameters) -> Any:
         with model_ranks_of(params):
-            return norm_of_offloaded(params)
+            return complete(params)
 
-    optimizer.get_grad_norm_direct = get_grad_norm_direct
-    optimizer.complete_grad_norm_calculation_for_cpu_offload = complete_grad_norm_calculation_for_cpu_offload
+    wrap_method(optimizer, "get_grad_norm_direct", norm_of, MethodLevel.CORRECTION)
+    name = "complete_grad_norm_calculation_for_cpu_offload"
+    wrap_method(optimizer, name, norm_of_offloaded, MethodLevel.CORRECTION)

@@ -8,10 +8,12 @@ Seen on simulated NPUs, whose losses then differed from run to run.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 GATHERS = "_DeepSpeedZeRoOffload__allgather_stream"
 
@@ -30,12 +32,10 @@ def gather_after_steps(optimizer: Any) -> None:
     stream = getattr(offload, GATHERS)
     if stream is None:
         return
-    step = optimizer.step
 
-    @functools.wraps(step)
-    def stepped(*args: Any, **kwargs: Any) -> Any:
+    def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = step(*args, **kwargs)
         stream.wait_stream(get_accelerator().current_stream())
         return done
 
-    optimizer.step = stepped
+    wrap_method(optimizer, "step", stepped, MethodLevel.CORRECTION)

@@ -21,6 +21,7 @@ from torch import nn
 from ds_npu.parallel.tensor.direct_layers import direct_weights, is_plain, use_direct_gradient
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.weight_gradient import GRADIENT_SINK, Buffer, GradientSink
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 KEY = "ds_npu.fused_ops.matmul_accumulate"
 GRAD_ACCUM = TensorAttribute[torch.Tensor | None]("grad_accum")
@@ -30,7 +31,7 @@ HP_GRADIENT = TensorAttribute[torch.Tensor]("_hp_grad")
 ZERO = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
-def install_gradient_buffers(engine: Any) -> list[str]:
+def install_gradient_buffers(engine: TrainingEngine) -> list[str]:
     """Make the linear layers of ``engine``, which is complete, add weight gradients where DeepSpeed accumulates them.
 
     Returns the reasons why not, for the engine or for some of its weights; none where all are added.
@@ -62,7 +63,7 @@ def remove_gradient_buffers(model: nn.Module) -> None:
         GRADIENT_SINK.remove(parameter)
 
 
-def _why_not(engine: Any) -> str | None:
+def _why_not(engine: TrainingEngine) -> str | None:
     optimizer = engine.optimizer
     if reason := foreign_accumulation(engine):
         return reason
@@ -71,7 +72,7 @@ def _why_not(engine: Any) -> str | None:
     return _reduced_each_time(3) if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else None
 
 
-def foreign_accumulation(engine: Any) -> str | None:
+def foreign_accumulation(engine: TrainingEngine) -> str | None:
     """Why nobody but DeepSpeed may add gradients where ``engine``'s optimizer accumulates them; None where one may."""
     optimizer = engine.optimizer
     if engine.is_deepcompile_enabled():

@@ -7,7 +7,7 @@ keeps the norm to itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ds_npu.parallel.placement import placement_of
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 REPLICATED = TensorAttribute[bool]("ds_pipe_replicated")
 """DeepSpeed's mark of a weight that pipeline stages share, on all stages but the one that counts it."""
@@ -82,13 +83,12 @@ def take_joint_norm(optimizer: Any, topology: Topology, model_axes: tuple[Axis, 
     leaves out experts, and what tensor ranks but the first hold. Then it copies all to float32 (times the loss scale)
     and calls ``unscale_and_clip_grads`` with the norm.
     """
-    clip = optimizer.unscale_and_clip_grads
 
-    def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
+    def unscale_and_clip_grads(clip: Callable[..., Any], total_norm: Any, apply_scale: bool = True) -> Any:
         groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         held = [(narrow, wide.grad) for each in groups for narrow, wide in zip(*each, strict=True)]
         # The loss scale is the host's, which waits for the norm in any case.
         optimizer._global_grad_norm = joint_norm(held, topology, model_axes).item()
         return clip(optimizer._global_grad_norm, apply_scale)
 
-    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+    wrap_method(optimizer, "unscale_and_clip_grads", unscale_and_clip_grads, MethodLevel.CORRECTION)

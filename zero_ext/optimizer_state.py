@@ -5,7 +5,7 @@ weights of its elements, and an inner optimizer that steps the masters; then it 
 Here its ``step`` steps chunks (``memory.chunked_step``) and rounds them into the weights itself; so that
 DeepSpeed's copy changes nothing, the masters then are the weights. At any other time a master is a placeholder of its
 shape that reads as NaN. Around what reads or writes masters and state (checkpoints, ``safe_get_full_fp32_param``) both
-are there as ever, in float32, in host memory. Only attributes of the engine's own optimizer are set.
+are there as ever, in float32, in host memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import optim
 
 from ds_npu.memory.chunked_step import ChunkedStep
 from ds_npu.memory.state_chunks import Keeping, MasterError, StateChunk, StateShard
+from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
 
 Function = Callable[..., Any]
 KEY = "ds_npu.optimizer_memory"
@@ -131,17 +132,19 @@ class KeptState:
         optimizer = self.optimizer
         for shard in self.shards:
             shard.take(self.inner.state.pop(shard.master, {}))
-        self.inner.step = stepping = ChunkedStep(self.inner, self.shards)
-        optimizer.step = self._in_step(optimizer.step, stepping)
+        stepping = ChunkedStep(self.inner, self.shards)
+        replace_method(self.inner, "step", stepping, MethodLevel.STATE)
+        wrap_method(optimizer, "step", functools.partial(self._step, stepping), MethodLevel.STATE)
         for name in READERS:
-            if (method := _method(optimizer, name)) is not None:
-                setattr(optimizer, name, self._reader(name, method))
+            if hasattr(type(optimizer), name):
+                wrap_method(optimizer, name, functools.partial(self._read, name), MethodLevel.STATE)
         for name in MOVERS:
-            if _method(optimizer, name) is not None:
-                setattr(optimizer, name, _refusal(name))
+            if hasattr(type(optimizer), name):
+                replace_method(optimizer, name, functools.partial(_refuse, name), MethodLevel.STATE)
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             for name, place in READERS_OF_STAGE_3.items():
-                setattr(optimizer, name, self._reader_of_stage_3(name, place, _method(optimizer, name)))
+                reader = functools.partial(self._read_of_stage_3, name, place)
+                wrap_method(optimizer, name, reader, MethodLevel.STATE)
             keep_pieces_of_stage_3(optimizer, self.shards)
         elif isinstance(optimizer, DeepSpeedZeroOptimizer):
             keep_pieces(optimizer, self.shards)
@@ -203,62 +206,53 @@ class KeptState:
                 self._half_changed = f"{type(error).__name__}: {error}"
             raise
 
-    def _in_step(self, step: Function, stepping: ChunkedStep) -> Function:
-        @functools.wraps(step)
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            self.check_whole("step")
-            stepping.has_changed = False
-            # ZeRO 3 gives the group that it steps its master, and takes it away behind the step.
-            groups = [(group, group["params"]) for group in self.inner.param_groups]
-            self._is_open = True
-            try:
-                with self._changing(lambda _: stepping.has_changed):
-                    return step(*args, **kwargs)
-            finally:
-                self._is_open = False
-                for group, masters in groups:
-                    group["params"] = masters
-                for shard in self.shards:
-                    shard.use_pieces(None)
-                    shard.close()
+    def _step(self, stepping: ChunkedStep, step: Function, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step, which steps chunks."""
+        self.check_whole("step")
+        stepping.has_changed = False
+        # ZeRO 3 gives the group that it steps its master, and takes it away behind the step.
+        groups = [(group, group["params"]) for group in self.inner.param_groups]
+        self._is_open = True
+        try:
+            with self._changing(lambda _: stepping.has_changed):
+                return step(*args, **kwargs)
+        finally:
+            self._is_open = False
+            for group, masters in groups:
+                group["params"] = masters
+            for shard in self.shards:
+                shard.use_pieces(None)
+                shard.close()
 
-        return stepped
+    def _read(self, name: str, method: Function, *args: Any, **kwargs: Any) -> Any:
+        """One of READERS, while masters and state of all weights are there."""
+        changes = name not in READING
+        if name != LOADING:
+            self.check_whole(name)
+        with self._changing(lambda _: changes), self.open(self.shards, changes):
+            # DeepSpeed returns its masters, which are placeholders when they are saved.
+            whole = {id(shard.master): shard.master.data for shard in self.shards}
+            found = method(*args, **kwargs)
+            found = _with_values(found, whole) if name == "state_dict" else found
+        if changes:
+            self._half_changed = None
+            self._link_weights()
+        return found
 
-    def _reader(self, name: str, method: Function) -> Function:
-        @functools.wraps(method)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            changes = name not in READING
-            if name != LOADING:
-                self.check_whole(name)
-            with self._changing(lambda _: changes), self.open(self.shards, changes):
-                # DeepSpeed returns its masters, which are placeholders when they are saved.
-                whole = {id(shard.master): shard.master.data for shard in self.shards}
-                found = method(*args, **kwargs)
-                found = _with_values(found, whole) if name == "state_dict" else found
-            if changes:
-                self._half_changed = None
-                self._link_weights()
-            return found
-
-        return read
-
-    def _reader_of_stage_3(self, name: str, place: int, method: Function) -> Function:
-        @functools.wraps(method)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            weight = kwargs["param"] if "param" in kwargs else args[place]
-            if not weight.requires_grad:
-                return method(*args, **kwargs)
-            group, *_ = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
-            return self._read_shard(group, name, method, *args, **kwargs)
-
-        return read
+    def _read_of_stage_3(self, name: str, place: int, method: Function, *args: Any, **kwargs: Any) -> Any:
+        """One of READERS_OF_STAGE_3, while the master of its weight is there."""
+        weight = kwargs["param"] if "param" in kwargs else args[place]
+        if not weight.requires_grad:
+            return method(*args, **kwargs)
+        group, *_ = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
+        return self._read_shard(group, name, method, *args, **kwargs)
 
     def _link_weights(self) -> None:
         """What ``link_hp_params`` has given weights is to open their master first."""
         for group, weights in enumerate(linked_weights(self.optimizer)):
             for weight in weights:
                 for name, function in READERS_OF_ONE.items():
-                    setattr(weight, name, functools.partial(self._read_shard, group, name, function, weight))
+                    bind_to_weight(weight, name, functools.partial(self._read_shard, group, name, function, weight))
             self._point(self.shards[group])
 
     def _read_shard(self, group: int, name: str, function: Function, *args: Any, **kwargs: Any) -> Any:
@@ -282,22 +276,21 @@ def keep_pieces(optimizer: Any, shards: Sequence[StateShard]) -> None:
 
     DeepSpeed asks ``_get_preflattened_grad_partition`` for one that is there already (DeepCompile's; from 0.19.7 on).
     """
-    unscale = optimizer.unscale_and_clip_grads
 
     def _get_preflattened_grad_partition(group: int) -> torch.Tensor:
         shards[group].use_pieces(optimizer.averaged_gradients[group])
         return shards[group].factor()
 
-    def unscale_and_clip_grads(gradients: Sequence[torch.Tensor], norm: Any) -> None:
+    def unscale_and_clip_grads(unscale: Function, gradients: Sequence[torch.Tensor], norm: Any) -> None:
         unscale([each[:1] if each.stride() == (0,) else each for each in gradients], norm)
 
-    optimizer._get_preflattened_grad_partition = _get_preflattened_grad_partition
-    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+    name = "_get_preflattened_grad_partition"
+    replace_method(optimizer, name, _get_preflattened_grad_partition, MethodLevel.STATE)
+    wrap_method(optimizer, "unscale_and_clip_grads", unscale_and_clip_grads, MethodLevel.STATE)
 
 
 def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None:
     """The same of ZeRO 3."""
-    unscale = optimizer.unscale_and_clip_grads
 
     def _prepare_fp32_grad_for_sub_group(group: int) -> None:
         pieces, shard = optimizer.averaged_gradients[group], shards[group]
@@ -308,7 +301,7 @@ def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None
         shard.master.grad = shard.factor()
         optimizer.averaged_gradients[group] = None
 
-    def unscale_and_clip_grads(group: int, norm: Any) -> None:
+    def unscale_and_clip_grads(unscale: Function, group: int, norm: Any) -> None:
         master = shards[group].master
         gradient, placeholder = master.grad, master.data
         assert gradient is not None
@@ -318,8 +311,9 @@ def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None
         master.grad, master.data = None, placeholder
         master.grad = gradient
 
-    optimizer._prepare_fp32_grad_for_sub_group = _prepare_fp32_grad_for_sub_group
-    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+    name = "_prepare_fp32_grad_for_sub_group"
+    replace_method(optimizer, name, _prepare_fp32_grad_for_sub_group, MethodLevel.STATE)
+    wrap_method(optimizer, "unscale_and_clip_grads", unscale_and_clip_grads, MethodLevel.STATE)
 
 
 def linked_weights(optimizer: Any) -> Sequence[Sequence[Any]]:
@@ -340,15 +334,5 @@ def _with_values(found: Any, values: Mapping[int, torch.Tensor]) -> Any:
     return [_with_values(each, values) for each in found] if isinstance(found, list) else found
 
 
-def _method(optimizer: Any, name: str) -> Any:
-    """A method that not every wrapper has; None without it."""
-    return getattr(optimizer, name) if hasattr(type(optimizer), name) else None
-
-
-def _refusal(name: str) -> Function:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            f"{name}(): found a call; {KEY} keeps the optimizer's state in a form of its own: leave it out"
-        )
-
-    return refuse
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(f"{name}(): found a call; {KEY} keeps the optimizer's state in a form of its own: leave it out")

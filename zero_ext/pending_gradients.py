@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_npu.zero_ext.gradient_buffer import GRAD_ACCUM
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 
 class Slot(Protocol):
@@ -100,7 +101,7 @@ class _FlatSlot:
         self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
 
 
-def gradient_slots(engine: Any) -> list[Slot]:
+def gradient_slots(engine: TrainingEngine) -> list[Slot]:
     """Where ``engine``, whose reduction is held back, accumulates the gradient of each weight that is trained."""
     return list(_slots(engine.optimizer, [each for each in engine.module.parameters() if each.requires_grad]))
 

@@ -19,6 +19,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
+
 ZERO = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
 WITHOUT_ZERO = (FP16_Optimizer, FP16_UnfusedOptimizer)
 
@@ -29,35 +31,32 @@ def before_a_skip(optimizer: Any, stop: Callable[[], object]) -> bool:
     Returns False for an optimizer that reads no norm and skips nothing. The host waits for the device no more often.
     """
     if isinstance(optimizer, BF16_Optimizer):
-        clear = optimizer.clear_hp_grads
 
-        def clear_hp_grads() -> None:
+        def clear_hp_grads(clear: Callable[[], None]) -> None:
             if optimizer.overflow:
                 stop()
             clear()
 
-        optimizer.clear_hp_grads = clear_hp_grads
+        wrap_method(optimizer, "clear_hp_grads", clear_hp_grads, MethodLevel.FINITE)
         return True
     if isinstance(optimizer, WITHOUT_ZERO):
-        skip = optimizer._skip_invalid_grad_norm
 
-        def _skip_invalid_grad_norm() -> bool:
+        def _skip_invalid_grad_norm(skip: Callable[[], object]) -> bool:
             if not _can_scale_down(optimizer):
                 stop()
             return bool(skip())
 
-        optimizer._skip_invalid_grad_norm = _skip_invalid_grad_norm
+        wrap_method(optimizer, "_skip_invalid_grad_norm", _skip_invalid_grad_norm, MethodLevel.FINITE)
         return True
     if not isinstance(optimizer, ZERO):
         return False
-    update = optimizer._update_scale
 
-    def _update_scale(skips: bool = False) -> None:
+    def _update_scale(update: Callable[[bool], None], skips: bool = False) -> None:
         if skips and not _can_scale_down(optimizer):
             stop()
         update(skips)
 
-    optimizer._update_scale = _update_scale
+    wrap_method(optimizer, "_update_scale", _update_scale, MethodLevel.FINITE)
     return not isinstance(optimizer, DeepSpeedZeroOptimizer) or _reads(optimizer)
 
 

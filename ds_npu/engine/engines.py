@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +53,6 @@ from ds_npu.features.experts.listed import gathered_whole
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger, warn_once
-from ds_npu.models.attributes import set_attribute
 from ds_npu.models.compiled import check_engine_may_compile
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.topology.degrees import AXES, Axis
@@ -66,14 +64,18 @@ from ds_npu.zero_ext.gather_after_step import gather_after_steps
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
+from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.optimizer_trial import Verdict, tried
 from ds_npu.zero_ext.tied_gradients import equalise_tied
+from ds_npu.zero_ext.training_engine import EngineEvents
 
 
 class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, AtomicCheckpoints):
     """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
 
     optimizer_verdict = Verdict()
+    returns_outputs_as_losses = False
+    """Whether the script may call backward with the very tensor that a forward has returned, without ZeRO."""
     is_made_narrow = False
     """Whether a ZeRO optimizer for float64 is being made as if gradients travelled in float32 (float64_reduction)."""
     zero_optimization_stage: Callable[[], int]
@@ -88,6 +90,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         device = get_accelerator().device_name()
         self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)
         self.topology = session.topology
+        self.events = EngineEvents(self)
         self.joint_calls = joint_calls_of_this_world()
         self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         with shards_from_partitions(model, session.topology):
@@ -103,8 +106,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         engine: Any = self
-        if not engine.zero_optimization() and not is_pipeline and layout is None:
-            set_attribute(self, "backward", partial(backward_of_an_output, engine.backward))
+        self.returns_outputs_as_losses = not (engine.zero_optimization() or is_pipeline or layout is not None)
         self._agree_on_optimizer()
         attach_hooks_again(model)
         # PEFT may have been put around a stage.
@@ -112,7 +114,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         know_grid(model, self.topology)
         if protect_shards(model, self.topology):
             # Optimizers of the client's own know what they are given.
-            engine._take_model_step = allow_shard_access()(engine._take_model_step)
+            self.events.around_step(MethodLevel.SHARD_ACCESS, allow_shard_access)
         if not is_pipeline and layout is None:
             agree_on_first_batch(model, self.topology)
         remove_gradient_buffers(model)
@@ -122,8 +124,17 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
             agree_on_groups(self)
             engine.run_in_stages(EnginePipeline(self, layout, session.config.pipeline.micro_batches))
         for install in self.build.when_built:
-            for line in install(self):
+            for line in install(engine):
                 logger().info("%s", line)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, without ZeRO right also for the very tensor that the forward returned, not scaled.
+
+        DeepSpeed divides its gradient by the accumulation steps once more, in a hook of the forward's outputs that runs
+        before the one that would stop it (runtime/engine.py of 0.19.8, ``_backward_prologue_per_tensor``).
+        """
+        upstream: Any = super()
+        return upstream.backward(loss.view_as(loss) if self.returns_outputs_as_losses else loss, *args, **kwargs)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """Try the optimizer that steps this rank's weights, before ZeRO puts flat tensors in their place."""
@@ -277,15 +288,6 @@ def narrowed(grid: Any, topology: Any) -> Any:
     narrow.pp_proc_group = topology.group("pp")
     narrow.data_parallel_size, narrow.data_parallel_id = topology.size("dp"), topology.rank("dp")
     return narrow
-
-
-def backward_of_an_output(backward: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """DeepSpeed's ``backward`` without ZeRO, right also for the very tensor that the forward returned, not scaled.
-
-    DeepSpeed divides its gradient by the accumulation steps once more, in a hook of the forward's outputs that runs
-    before the one that would stop it (runtime/engine.py of 0.19.8, ``_backward_prologue_per_tensor``).
-    """
-    return backward(loss.view_as(loss), *args, **kwargs)
 
 
 class NpuEngine(TopologyMixin, DeepSpeedEngine):  # type: ignore[misc]

@@ -6,9 +6,8 @@ opened by the placements of the parameters.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -26,9 +25,9 @@ from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.expert_norm import count_on_every_rank
 from ds_npu.zero_ext.gradient_norm import take_joint_norm
+from ds_npu.zero_ext.method_wraps import MethodLevel
+from ds_npu.zero_ext.training_engine import EngineEvents
 
-P = ParamSpec("P")
-T = TypeVar("T")
 ParameterGroup = dict[str, Any]
 IN_16_BITS = (FP16_Optimizer, FP16_UnfusedOptimizer)
 LEGACY = ("fused_adam_legacy", "fused_lamb_legacy")
@@ -53,7 +52,7 @@ class SeparateGroups:
     """The parameter groups of an optimizer, experts' weights in groups of their own that follow those they came from.
 
     DeepSpeed reduces and shards each group over one process group. A user's learning-rate schedule knows the groups
-    that the optimizer was made with: it goes on changing these (``schedule``), and ``followed`` copies their settings.
+    that the optimizer was made with: it goes on changing these (``schedule``), and ``follow`` copies their settings.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -89,16 +88,10 @@ class SeparateGroups:
             if len(scheduler.base_lrs) == len(known):
                 scheduler.optimizer = _KnownGroups(scheduler.optimizer, known)  # type: ignore[assignment]
 
-    def followed(self, step: Callable[P, T]) -> Callable[P, T]:
-        """``step`` behind giving each group of experts the settings that the group it came from has by then."""
-
-        @functools.wraps(step)
-        def follow(*args: P.args, **kwargs: P.kwargs) -> T:
-            for source, experts in self._pairs:
-                experts.update({key: value for key, value in source.items() if key not in ("params", *self.marks)})
-            return step(*args, **kwargs)
-
-        return follow
+    def follow(self) -> None:
+        """Give each group of experts the settings that the group it came from has now."""
+        for source, experts in self._pairs:
+            experts.update({key: value for key, value in source.items() if key not in ("params", *self.marks)})
 
 
 class _KnownGroups:
@@ -121,6 +114,7 @@ class ExpertView(ExpertCheckpoints):
 
     module: nn.Module
     topology: Topology
+    events: EngineEvents
     model_axes: tuple[Axis, ...]
     has_moe_layers: bool
     client_lr_scheduler: Any
@@ -155,8 +149,7 @@ class ExpertView(ExpertCheckpoints):
         upstream: Any = super()
         upstream._configure_optimizer(client_optimizer, model_parameters)
         if separate is not None:
-            engine: Any = self
-            engine._take_model_step = separate.followed(engine._take_model_step)
+            self.events.before_step(MethodLevel.EXPERT_SETTINGS, separate.follow)
         made: Any = attribute(self, "optimizer", object)
         is_legacy = made is not None and any(attribute(made, each, bool) for each in LEGACY)
         if separate is not None and (is_legacy or (isinstance(made, IN_16_BITS) and engine_has_fp16(self))):

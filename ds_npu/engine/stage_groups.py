@@ -6,7 +6,7 @@ the pipeline ranks: a stage with fewer groups takes part in those that it lacks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 
 def keep_own_parameters(given: dict[str, Any], model: nn.Module) -> None:
@@ -82,21 +83,20 @@ def agree_on_groups(engine: Any) -> None:
 
 def _take_norms_of_others(optimizer: Any, missing: int) -> None:
     """Make ``optimizer`` add the norms of ``missing`` groups that other stages have and this one has not."""
-    norm_of_own = optimizer.scaled_global_norm
 
     def norm_of_other() -> Any:
         if optimizer.cpu_offload:
             return optimizer.complete_grad_norm_calculation_for_cpu_offload([])
         return optimizer.get_grad_norm_direct([], [])
 
-    def scaled_global_norm(norm_type: float = 2) -> torch.Tensor:
+    def scaled_global_norm(norm_of_own: Callable[[float], Any], norm_type: float = 2) -> torch.Tensor:
         found = [norm_of_own(norm_type), *(norm_of_other() for _ in range(missing))]
         norms = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=optimizer.device) for each in found])
         # DeepSpeed says -1 for a norm that is not finite.
         return torch.where((norms < 0).any(), -torch.ones_like(norms[0]), torch.linalg.vector_norm(norms))
 
     if missing:
-        optimizer.scaled_global_norm = scaled_global_norm
+        wrap_method(optimizer, "scaled_global_norm", scaled_global_norm, MethodLevel.CORRECTION)
 
 
 NOTHING_TRAINED = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from torch import nn
 
@@ -15,6 +14,7 @@ from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.axis import MatmulCollectives
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 PLAN_ATTRIBUTE = "ds_npu_plan"
 """The attribute of a model that is its ModelPlan."""
@@ -31,7 +31,7 @@ class Build:
     """``ds_npu.plan``."""
     device_type: str = "cpu"
     """The type of the device that the model will be on."""
-    when_built: list[Callable[[Any], list[str]]] = field(default_factory=list)
+    when_built: list[Callable[[TrainingEngine], list[str]]] = field(default_factory=list)
     """Functions that are called with the built DeepSpeed engine and return lines for people."""
     is_pipeline: bool = False
     """Whether the model is a deepspeed.PipelineModule, which has a schedule of its own."""

@@ -16,9 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ENGINE_CALLS = ("forward", "backward", "train_batch", "_take_model_step")
-"""Functions of a DeepSpeed engine in which storages are recorded; code of the script runs between them."""
-
 
 def has_storage(kind: type) -> bool:
     """Whether tensors of this type are their storage's: a type that dispatches operators itself may wrap others."""

@@ -57,16 +57,53 @@ class Level(IntEnum):
     """The computation itself, in an operator of ours."""
 
 
-class WrappedForward:
-    """The forward of one module: ``wrapper`` around ``inner``."""
+class Wrap:
+    """A function with ``wrapper`` around ``inner``; functions that are wrapped more than once form a chain."""
 
-    def __init__(self, wrapper: Wrapper, inner: Forward, level: Level) -> None:
+    def __init__(self, wrapper: Wrapper, inner: Forward, level: IntEnum) -> None:
         functools.update_wrapper(self, inner)
         self.wrapper, self.inner, self.level = wrapper, inner, level
 
-    @disable_tracing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.wrapper(self.inner, *args, **kwargs)
+
+
+class WrappedForward(Wrap):
+    """The forward of one module: ``wrapper`` around ``inner``."""
+
+    __call__ = disable_tracing(Wrap.__call__)
+
+
+def insert_wrap(owner: object, name: str, made: Callable[[Forward], Wrap]) -> None:
+    """Put the wrap that ``made`` makes of a function into the chain of the method ``name`` of this one ``owner``.
+
+    It stands inside of the wraps of outer (smaller) levels, and outside of all others.
+    """
+    outer: Wrap | None = None
+    inner: Forward = getattr(owner, name)
+    level = made(inner).level
+    while isinstance(inner, Wrap) and inner.level < level:
+        outer, inner = inner, inner.inner
+    if outer is None:
+        setattr(owner, name, made(inner))
+    else:
+        outer.inner = made(inner)
+
+
+def remove_wrap(owner: object, name: str, wrapper: Wrapper) -> None:
+    """Take the wrap that ``wrapper`` makes out of the chain of the method ``name`` of ``owner``."""
+    outer: Wrap | None = None
+    made: Forward = getattr(owner, name)
+    while isinstance(made, Wrap) and made.wrapper is not wrapper:
+        outer, made = made, made.inner
+    if not isinstance(made, Wrap):
+        raise ValueError(f"{wrapper} wraps no {name} of this {type(owner).__name__}")
+    if outer is not None:
+        outer.inner = made.inner
+    elif inspect.ismethod(made.inner) and made.inner.__self__ is owner:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, made.inner)
 
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper, level: Level) -> None:
@@ -74,31 +111,12 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper, level: Level) -> None:
 
     It stands inside of the wraps of outer levels, and outside of all others.
     """
-    outer: WrappedForward | None = None
-    inner: Forward = module.forward
-    while isinstance(inner, WrappedForward) and inner.level < level:
-        outer, inner = inner, inner.inner
-    made = WrappedForward(wrapper, inner, level)
-    if outer is None:
-        module.forward = made
-    else:
-        outer.inner = made
+    insert_wrap(module, "forward", lambda inner: WrappedForward(wrapper, inner, level))
 
 
 def unwrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
     """Take away the wrap of the forward of ``module`` that ``wrapper`` makes."""
-    outer: WrappedForward | None = None
-    made: Forward = module.forward
-    while isinstance(made, WrappedForward) and made.wrapper is not wrapper:
-        outer, made = made, made.inner
-    if not isinstance(made, WrappedForward):
-        raise ValueError(f"{wrapper} wraps no forward of this {type(module).__name__}")
-    if outer is not None:
-        outer.inner = made.inner
-    elif inspect.ismethod(made.inner) and made.inner.__self__ is module:
-        del module.forward
-    else:
-        module.forward = made.inner
+    remove_wrap(module, "forward", wrapper)
 
 
 def innermost_forward(module: nn.Module) -> Forward:

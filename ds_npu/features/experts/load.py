@@ -28,6 +28,8 @@ from ds_npu.parallel.expert.capacity import capacity_of
 from ds_npu.parallel.expert.routing import histogram
 from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
 from ds_npu.parallel.placement import placement_of
+from ds_npu.zero_ext.method_wraps import MethodLevel
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 INTERVAL = 10
 """Steps, where DeepSpeed has no logging interval."""
@@ -140,9 +142,9 @@ def _shards(build: Build, name: str) -> int:
 
 
 def _install(
-    section: MoeSection, build: Build, corrections: Mapping[str, tuple[str, torch.Tensor]], engine: Any
+    section: MoeSection, build: Build, corrections: Mapping[str, tuple[str, torch.Tensor]], engine: TrainingEngine
 ) -> list[str]:
-    model: nn.Module = engine.module
+    model = engine.module
     writes = bool(engine.monitor.enabled or section.load_report)
     if not writes and not corrections:
         return []
@@ -160,7 +162,8 @@ def _install(
     is_first = not any(build.topology.rank(axis) for axis in ("dp", "cp", "tp"))
     report = _Report(load, section.load_report, build.topology.group("pp")) if writes and is_first else None
     after = _AfterSteps(engine, load, biases, section.bias_update_rate or 0.0, writes, report)
-    engine._take_model_step = partial(after.take_step, engine._take_model_step)
+    engine.events.before_step(MethodLevel.EXPERT_LOAD, after.before_step)
+    engine.events.after_step(MethodLevel.EXPERT_LOAD, after.after_step)
     return []
 
 
@@ -188,7 +191,7 @@ class _AfterSteps:
 
     def __init__(
         self,
-        engine: Any,
+        engine: TrainingEngine,
         load: ExpertLoad,
         biases: Mapping[str, torch.Tensor],
         rate: float,
@@ -197,16 +200,19 @@ class _AfterSteps:
     ) -> None:
         self.engine, self.load, self.biases, self.rate = engine, load, biases, rate
         self.writes, self.report = writes, report
+        self._skipped = 0
+        """Steps that DeepSpeed had skipped before this one."""
         self._since: torch.Tensor | None = None
         """Counts since the last report."""
 
-    def take_step(self, take: Forward, *args: Any, **kwargs: Any) -> None:
-        skipped: int = self.engine.skipped_steps
-        take(*args, **kwargs)
+    def before_step(self) -> None:
+        self._skipped = self.engine.skipped_steps
+
+    def after_step(self) -> None:
         is_written = self.writes and self.engine.global_steps % (self.engine.steps_per_print() or INTERVAL) == 0
         counts = self.load.take() if self.biases or is_written else None
         if counts is not None:
-            if self.engine.skipped_steps == skipped:
+            if self.engine.skipped_steps == self._skipped:
                 for name, bias in self.biases.items():
                     update_bias_(bias, self.load.parts(counts)[name][:-1], self.rate)
             if self.writes:
@@ -236,7 +242,7 @@ class _Report:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def write(self, engine: Any, counts: torch.Tensor | None) -> None:
+    def write(self, engine: TrainingEngine, counts: torch.Tensor | None) -> None:
         """``counts`` of this stage's layers; None where it has none, or no forward was trained."""
         layers = self._of_stages({} if counts is None else self._layers(counts))
         if dist.get_rank() != 0 or not layers:

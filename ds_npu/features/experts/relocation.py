@@ -7,9 +7,7 @@ state of the optimizer before it is exchanged; here only what moves is sent, fro
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +29,9 @@ from ds_npu.parallel.placement import placement_of, set_placement
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.expert_elements import ExpertElements, why_not_moved
+from ds_npu.zero_ext.method_wraps import MethodLevel
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
-P = ParamSpec("P")
-T = TypeVar("T")
 KEY = "ds_npu.moe.placement_interval"
 PLACES = "ds_npu_expert_places"
 """The attribute of a module whose experts may move, and the key of what a checkpoint says of where they are."""
@@ -58,9 +56,9 @@ class Relocation:
     Raises ValueError where they cannot be moved.
     """
 
-    def __init__(self, engine: Any, interval: int) -> None:
+    def __init__(self, engine: TrainingEngine, interval: int) -> None:
         self._engine, self._interval = engine, interval
-        self._topology: Topology = engine.topology
+        self._topology = engine.topology
         self._layers = modules_with_places(engine.module)
         if reason := why_not_moved(engine) or (None if self._layers else "no experts were placed by ds_npu"):
             raise ValueError(f"{KEY}: found {interval}, but {reason}. What to do: that, or {KEY} 0")
@@ -69,17 +67,10 @@ class Relocation:
         self.sent_bytes = 0
         """What this rank has sent to others, of experts that moved."""
 
-    def after(self, step: Callable[P, T]) -> Callable[P, T]:
-        """``step``, an optimizer step of the engine, and the relocation where it is time for one."""
-
-        @functools.wraps(step)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            result = step(*args, **kwargs)
-            if self._engine.global_steps % self._interval == 0:
-                self.relocate()
-            return result
-
-        return run
+    def relocate_in_time(self) -> None:
+        """Relocate, where the number of the optimizer step that has ended says so."""
+        if self._engine.global_steps % self._interval == 0:
+            self.relocate()
 
     @torch.no_grad()
     def relocate(self) -> None:
@@ -108,12 +99,12 @@ class Relocation:
             put_at(parameter, after)
 
 
-def install_relocation(interval: int, engine: Any) -> list[str]:
+def install_relocation(interval: int, engine: TrainingEngine) -> list[str]:
     """Move the experts of ``engine``, which is complete, behind each optimizer step whose number ``interval`` divides.
 
     Raises ValueError where they cannot be moved.
     """
-    engine._take_model_step = Relocation(engine, interval).after(engine._take_model_step)
+    engine.events.after_step(MethodLevel.RELOCATION, Relocation(engine, interval).relocate_in_time)
     return []
 
 

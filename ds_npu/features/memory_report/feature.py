@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +19,8 @@ from ds_npu.features.memory_report.memory_use import MemoryUse
 from ds_npu.features.memory_report.picture import use_svg
 from ds_npu.features.memory_report.use_table import use_table
 from ds_npu.log import logger
-from ds_npu.models.attributes import set_attribute
+from ds_npu.zero_ext.method_wraps import MethodLevel
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 PEAK = "Train/Memory/peak_bytes"
 """The event of DeepSpeed's monitor: the highest peak of all ranks."""
@@ -33,30 +33,27 @@ def _parts(value: MemoryReport, build: Build) -> Iterable[Change]:
         yield Change("provides", "a report of memory", what, partial(build.when_built.append, install))
 
 
-def _install(picture: str | None, engine: Any) -> list[str]:
+def _install(picture: str | None, engine: TrainingEngine) -> list[str]:
     """Measure the second step that ``engine`` takes."""
     if picture is not None and dist.get_rank() == 0:
         # Now, rather than after two steps, is found out that it cannot be written.
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
         Path(picture).touch()
-    take = engine._take_model_step
     steps = count(1)
     measured: list[MeasuredStep] = []
 
-    def take_step(*args: Any, **kwargs: Any) -> Any:
-        out = take(*args, **kwargs)
+    def after_step() -> None:
         step = next(steps)
         if step == 1:
             measured.append(MeasuredStep(engine, dist.get_rank()))
         elif step == 2:
             _report(engine, measured.pop().finish(), picture)
-        return out
 
-    set_attribute(engine, "_take_model_step", take_step)
+    engine.events.after_step(MethodLevel.MEMORY_REPORT, after_step)
     return []
 
 
-def _report(engine: Any, use: MemoryUse, picture: str | None) -> None:
+def _report(engine: TrainingEngine, use: MemoryUse, picture: str | None) -> None:
     """Print every rank's on rank 0, and draw that of the rank with the highest peak."""
     found: list[MemoryUse] = [use] * dist.get_world_size()
     dist.all_gather_object(found, replace(use, curve=[]))

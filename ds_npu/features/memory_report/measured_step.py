@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,11 @@ from ds_npu.features.memory_report.memory_use import (
     MemoryUse,
     memory_use,
 )
-from ds_npu.memory.storage_record import ENGINE_CALLS, StorageRecord
+from ds_npu.memory.storage_record import StorageRecord
 from ds_npu.models import names
-from ds_npu.models.attributes import attribute, attributes, has_attribute, remove_attributes, set_attribute
+from ds_npu.models.attributes import attributes
+from ds_npu.zero_ext.method_wraps import MethodLevel
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 BUCKET = "ipg"
 """In the names of ZeRO's buckets of gradients, which it makes in backward."""
@@ -33,7 +35,7 @@ OF_GRADIENTS = ("grad", BUCKET, "reduce")
 class MeasuredStep:
     """Records the storages of ``engine``, a DeepSpeed engine, from now until ``finish``."""
 
-    def __init__(self, engine: Any, rank: int) -> None:
+    def __init__(self, engine: TrainingEngine, rank: int) -> None:
         self._engine, self._rank = engine, rank
         self._running: list[str] = []
         """Modules whose forward runs, innermost last."""
@@ -47,9 +49,8 @@ class MeasuredStep:
         self._see_what_is_there()
         self._undo = ExitStack()
         self._add_hooks()
-        for name in ENGINE_CALLS:
-            if hasattr(engine, name):
-                self._wrap(name)
+        for undo in engine.events.around_calls(MethodLevel.RECORDED_STEP, self._recording):
+            self._undo.callback(undo)
 
     def finish(self) -> MemoryUse:
         """What the memory was used for."""
@@ -76,28 +77,15 @@ class MeasuredStep:
         found = self._stats()["allocated_bytes"]["all"]
         return int(found["current"]), int(found["peak"])
 
-    def _wrap(self, name: str) -> None:
-        """Record while the engine's function ``name`` runs, which may call another of ENGINE_CALLS."""
-        engine, function = self._engine, getattr(self._engine, name)
-        before = attribute(engine, name, object) if has_attribute(engine, name) else None
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            try:
-                if self._depth > 1:
-                    return function(*args, **kwargs)
-                with self.record:
-                    return function(*args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        def undo() -> None:
-            remove_attributes(engine, lambda each: each == name)
-            if before is not None:
-                set_attribute(engine, name, before)
-
-        set_attribute(engine, name, recorded)
-        self._undo.callback(undo)
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Record while a call of the engine runs, which may call another one."""
+        self._depth += 1
+        try:
+            with self.record if self._depth == 1 else nullcontext():
+                yield
+        finally:
+            self._depth -= 1
 
     def _add_hooks(self) -> None:
         """Follow which module's forward runs, and mark weights that ZeRO gathers and gradients when they are made."""
@@ -105,7 +93,8 @@ class MeasuredStep:
             self._follow(names.generic(names.plain(name)) or type(module).__name__, module)
         for weight in self._engine.module.parameters():
             if weight.requires_grad:
-                self._undo.callback(weight.register_hook(partial(self._see_gradient, weight)).remove)
+                hooked: Any = weight
+                self._undo.callback(hooked.register_hook(partial(self._see_gradient, weight)).remove)
 
     def _follow(self, name: str, module: nn.Module) -> None:
         def enter(*_: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from ds_npu.config.optimizer_memory import OptimizerMemorySection
 from ds_npu.config.sections import switched_on
@@ -13,6 +12,7 @@ from ds_npu.features.declaration import Change
 from ds_npu.features.feature import Feature
 from ds_npu.memory.state_chunks import Keeping
 from ds_npu.zero_ext.optimizer_state import KeptState, why_not_kept
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 GIB = 1 << 30
 
@@ -24,7 +24,7 @@ def _parts(section: OptimizerMemorySection, build: Build) -> Iterable[Change]:
         yield Change("provides", "the optimizer's state", f"kept with {', '.join(asked)}", install)
 
 
-def _keep_state(section: OptimizerMemorySection, engine: Any) -> list[str]:
+def _keep_state(section: OptimizerMemorySection, engine: TrainingEngine) -> list[str]:
     """Raises ValueError where the engine's optimizer is not one that it is known how to do it for."""
     if engine.basic_optimizer is None:
         return ["ds_npu.optimizer_memory has no effect: this engine has no optimizer"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from ds_npu.features.recompute.recorded_steps import RecordedSteps
 from ds_npu.features.swapped_modules import stage_ends, swap_changes
 from ds_npu.log import logger, warn_once
 from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
-from ds_npu.memory.storage_record import ENGINE_CALLS, StorageRecord
+from ds_npu.memory.storage_record import StorageRecord
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.planner.memory_plan import BudgetError, Moment, Option, PlannedLayer, best_plan
 from ds_npu.planner.memory_plan_table import (
@@ -48,6 +47,8 @@ from ds_npu.planner.memory_plan_table import (
 )
 from ds_npu.planner.swap_pattern import SwapPattern, patterns
 from ds_npu.topology.machine import Machine, machine_of
+from ds_npu.zero_ext.method_wraps import MethodLevel
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 CPU = "cpu"
 MARGIN = MIB
@@ -87,28 +88,30 @@ class MemoryBudget:
         self._machine: Machine = machine_of(name)
         self._buffer_bytes = 0
 
-    def install(self, engine: Any) -> list[str]:
+    def install(self, engine: TrainingEngine) -> list[str]:
         """Record the first two steps of ``engine``."""
         known = attribute(self._build.model, PLANNED, dict)
         if known is not None:
             self._set_chunks(known)
             return [f"{KEY}: the model follows the plan that was made before"]
-        take, updates, follows = engine._take_model_step, 0, False
+        updates, followed, follows = 0, False, False
 
-        def take_step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal updates, follows
+        def before_step() -> None:
+            nonlocal followed, follows
             followed = follows
             if not follows:
                 self._recorded.end_of_backward()
                 follows = self._plan(updates, partial(gradient_buckets, engine))
-            out = take(*args, **kwargs)
+
+        def after_step() -> None:
+            nonlocal updates
             # A step that is skipped (fp16) has made no state of the optimizer yet.
             updates += engine.was_step_applied()
             if followed:
                 self._check_peak()
-            return out
 
-        set_attribute(engine, "_take_model_step", take_step)
+        engine.events.before_step(MethodLevel.MEMORY_PLAN, before_step)
+        engine.events.after_step(MethodLevel.MEMORY_PLAN, after_step)
         self._buffer_bytes = 0 if self._build.device_type == CPU else engine.communicator_bytes() + MARGIN
         self._meter, self._stop = meter_of(engine, self._build.device_type)
         self._recorded = RecordedSteps(self._build, self._meter, self._machine)
@@ -202,23 +205,20 @@ class MemoryBudget:
             )
 
 
-def meter_of(engine: Any, device_type: str) -> tuple[PeakMeter, Callable[[], None]]:
+def meter_of(engine: TrainingEngine, device_type: str) -> tuple[PeakMeter, Callable[[], None]]:
     """What tells peaks of ``engine``'s memory, and a function that ends it."""
     if device_type != CPU:
         return AllocatorMeter(device_type), lambda: None
     record = StorageRecord(CPU, lambda: "")
     record.see_all()
-    for name in ENGINE_CALLS:
-        if hasattr(engine, name):
-            set_attribute(engine, name, partial(_within, record, getattr(engine, name)))
-    return StorageMeter(record), record.close
+    undo = engine.events.around_calls(MethodLevel.PEAKS, lambda: record)
 
+    def stop() -> None:
+        record.close()
+        for each in undo:
+            each()
 
-def _within(record: StorageRecord, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if record.is_closed:
-        return function(*args, **kwargs)
-    with record:
-        return function(*args, **kwargs)
+    return StorageMeter(record), stop
 
 
 def _joined(layers: Sequence[PlannedLayer]) -> PlannedLayer:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ds_npu.models.kinds import own_shapes
 from ds_npu.planner.memory_plan_table import Buckets
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 
-def gradient_buckets(engine: Any) -> Buckets | None:
+def gradient_buckets(engine: TrainingEngine) -> Buckets | None:
     """Those of ``engine`` on this rank; None where its optimizer has none (without ZeRO, or not contiguous)."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0 or not engine.zero_contiguous_gradients():

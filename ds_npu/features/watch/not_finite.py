@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 from ds_npu.log import logger
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.zero_ext.late_reading import LateReading
+from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.skipped_steps import before_a_skip, reduced_gradients
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 KEPT_BYTES = 2**24
 """Of a micro-batch whose arguments are kept until its step ends; of a larger one the module is not found."""
@@ -50,7 +52,7 @@ class Finding:
 class Steps:
     """What is kept of the micro-batches of one optimizer step."""
 
-    engine: Any
+    engine: TrainingEngine
     is_pipeline: bool = False
     """Whether the engine runs a schedule of DeepSpeed's, by which no micro-batch can run again alone."""
     arguments: list[tuple[Any, Any] | None] = field(default_factory=list)
@@ -70,6 +72,11 @@ class Steps:
     def clear(self) -> None:
         self.arguments.clear()
         self.losses.clear()
+
+    def forget(self) -> None:
+        """Forget the step that has ended, too: its weights are there no more."""
+        self.clear()
+        self.late, self.late_losses = None, []
 
     def all_losses(self) -> list[torch.Tensor]:
         """Those of the step's micro-batches; a pipeline's last stage has them, and no other."""
@@ -154,26 +161,23 @@ class Steps:
         return found[0] if found else None
 
 
-def stop_at_not_finite(engine: Any, *, is_pipeline: bool) -> None:
+def stop_at_not_finite(engine: TrainingEngine, *, is_pipeline: bool) -> None:
     """Make ``engine``, a DeepSpeed engine, raise FloatingPointError in the step that is not finite."""
     steps = Steps(engine, is_pipeline)
     is_asked = before_a_skip(engine.optimizer, lambda: steps.stop(engine.global_steps + 1))
     reads_late = not is_asked and engine.torch_autocast_z0_gradscaler is None
-    backward, take_step = engine.backward, engine._take_model_step
 
-    def watched_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        steps.losses.append(loss.detach())
-        return backward(loss, *args, **kwargs)
-
-    def take_watched_step(*args: Any, **kwargs: Any) -> None:
-        steps.check_late(engine.global_steps)
-        take_step(*args, **kwargs)
+    def after_step() -> None:
         if reads_late:
             steps.read_late()
         steps.clear()
 
     engine.module.register_forward_pre_hook(steps.keep, with_kwargs=True)
-    engine.backward, engine._take_model_step = watched_backward, take_watched_step
+    events = engine.events
+    events.before_backward(MethodLevel.FINITE, lambda loss: steps.losses.append(loss.detach()))
+    events.before_step(MethodLevel.FINITE, lambda: steps.check_late(engine.global_steps))
+    events.after_step(MethodLevel.FINITE, after_step)
+    events.after_load(MethodLevel.FINITE, steps.forget)
 
 
 def _can_be_kept(arguments: Any) -> bool:

@@ -17,9 +17,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ds_npu.stacks import stacks
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 LEAST_SECONDS = 60.0
 PAUSE_SECONDS = 600.0
@@ -114,7 +114,7 @@ _CHANGING = threading.Lock()
 """Held while _WATCHES is read or changed: each engine has a thread of its own."""
 
 
-def watch_for_stalls(engine: Any, watch: StallWatch, when_still: Callable[[], None]) -> threading.Thread:
+def watch_for_stalls(engine: TrainingEngine, watch: StallWatch, when_still: Callable[[], None]) -> threading.Thread:
     """Start the thread that looks after ``engine``, a DeepSpeed engine; it ends with the engine.
 
     ``when_still`` is called every STILL_SECONDS while nothing moves.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_npu.parallel.micro_batch import running
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES, stages_in
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 Event = tuple[str, float, int]
 STEP_TIME, TOKENS = "Train/Samples/step_time_ms", "Train/Samples/tokens_per_second"
@@ -55,10 +56,9 @@ def _is_ids(leaf: object) -> bool:
     )
 
 
-def write_throughput(engine: Any, ranks: int) -> None:
+def write_throughput(engine: TrainingEngine, ranks: int) -> None:
     """Add the events to those that ``engine``, a DeepSpeed engine, writes of each step; ``ranks`` have tokens."""
     throughput = Throughput(ranks, engine.global_samples)
-    write: Callable[[Sequence[Event]], object] = engine.monitor.write_events
 
     own = stages_in(engine.module)
 
@@ -71,8 +71,8 @@ def write_throughput(engine: Any, ranks: int) -> None:
         elif not module.training:
             throughput.began = None  # The next step's time would have the evaluation in it.
 
-    def write_events(events: Sequence[Event]) -> None:
+    def write_events(write: Callable[[Sequence[Event]], object], events: Sequence[Event]) -> None:
         write([*events, *throughput.events(time.perf_counter(), engine.global_samples)])
 
     engine.module.register_forward_pre_hook(count, with_kwargs=True)
-    engine.monitor.write_events = write_events
+    wrap_method(engine.monitor, "write_events", write_events, MethodLevel.THROUGHPUT)

@@ -1,0 +1,106 @@
+"""Wraps of methods of DeepSpeed's engines, optimizers and monitors, on single instances, by the table of cards.
+
+Each wrap has a level, and wraps of an outer level are called first: subscribers may come in any order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+from ds_npu.capability import SUPPORTED
+from ds_npu.parallel.forward_wraps import Wrap, Wrapper, insert_wrap, remove_wrap
+from ds_npu.zero_ext.method_cards import CARDS, FRAGMENT, MethodCard
+
+Function = Callable[..., Any]
+
+
+class MethodLevel(IntEnum):
+    """Who wraps a method, outermost first."""
+
+    RECORDED_STEP = 0
+    """``memory_report``, which records all that others do in a step."""
+    FINITE = 1
+    """``watch.finite``"""
+    MEMORY_REPORT = 2
+    PEAKS = 3
+    """``recompute.budget_gib``, which measures its own plan too."""
+    MEMORY_PLAN = 4
+    RELOCATION = 5
+    """Experts move behind the step that their load is counted for."""
+    EXPERT_LOAD = 6
+    THROUGHPUT = 7
+    SHARD_ACCESS = 8
+    """Optimizers of the client's own may compute with shards."""
+    EXPERT_SETTINGS = 9
+    """A group of experts has the learning rate of the group that it came from."""
+    STATE = 10
+    """``optimizer_memory``"""
+    CORRECTION = 11
+    """The gradient rule: norms, averages, streams."""
+
+
+def wrap_method(holder: object, name: str, wrapper: Wrapper, level: MethodLevel) -> Callable[[], None]:
+    """Call ``wrapper(method, *args, **kwargs)`` in place of the method ``name`` of this one ``holder``.
+
+    Returns a function that undoes it. Raises RuntimeError where DeepSpeed's method is not as its card says.
+    """
+    check_card(type(holder), name)
+    insert_wrap(holder, name, lambda inner: Wrap(wrapper, inner, level))
+    return partial(remove_wrap, holder, name, wrapper)
+
+
+def replace_method(holder: object, name: str, function: Function, level: MethodLevel) -> None:
+    """Call ``function`` in place of the method ``name`` of this one ``holder``, which is called no more."""
+    wrap_method(holder, name, partial(_in_place_of, function), level)
+
+
+def _in_place_of(function: Function, _: Function, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def bind_to_weight(weight: object, name: str, function: Function) -> None:
+    """Put ``function`` in place of the function ``name`` that DeepSpeed has bound to ``weight``, and binds again."""
+    for card in CARDS:
+        if card.name == name and FRAGMENT in card.classes:
+            _check(card, FRAGMENT, getattr(importlib.import_module(FRAGMENT), name, None))
+            setattr(weight, name, function)
+            return
+    raise RuntimeError(f"{name} of a weight has no card in ds_npu.zero_ext.method_cards")
+
+
+def check_card(kind: type, name: str) -> None:
+    """Raise RuntimeError where the method ``name`` of the class ``kind`` has no card, or is not as its card says.
+
+    A method that only a class of ds_npu has needs none.
+    """
+    classes = {f"{each.__module__}:{each.__qualname__}": each for each in kind.__mro__}
+    cards = [(card, owner) for card in CARDS if card.name == name for owner in card.classes if owner in classes]
+    for card, owner in cards:
+        _check(card, owner, inspect.getattr_static(classes[owner], name, None))
+    if not cards and not next(each for each in kind.__mro__ if name in vars(each)).__module__.startswith("ds_npu."):
+        raise RuntimeError(f"{kind.__name__}.{name} has no card in ds_npu.zero_ext.method_cards")
+
+
+def _check(card: MethodCard, owner: str, method: Function | None) -> None:
+    found = None if method is None else tuple(inspect.signature(_without_nvtx(method)).parameters)[1:]
+    if found is None or found[: len(card.parameters)] != card.parameters:
+        where = f"{owner.partition(':')[2] or owner}"
+        is_there = "is not there" if found is None else f"has the parameters {found}"
+        raise RuntimeError(
+            f"{where}.{card.name}, which ds_npu wraps, {is_there}; parameters that begin with {card.parameters} are "
+            f"expected: this DeepSpeed is not one of the supported versions ({SUPPORTED['deepspeed']})"
+        )
+
+
+def _without_nvtx(method: Function) -> Function:
+    """The method inside of DeepSpeed's ``instrument_w_nvtx``, which hides its parameters."""
+    names = method.__code__.co_freevars if inspect.isfunction(method) else ()
+    if method.__name__ != "wrapped_fn" or "func" not in names:
+        return method
+    inner: Function = method.__closure__[names.index("func")].cell_contents  # type: ignore[index]
+    return _without_nvtx(inner)

@@ -1,0 +1,136 @@
+"""DeepSpeed's training engine as features see it, and the events of it that they subscribe to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ds_npu.parallel.forward_wraps import Forward
+from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
+
+STEP, BACKWARD = "_take_model_step", "backward"
+CALLS = ("forward", BACKWARD, "train_batch", STEP)
+"""Methods of an engine in which a training step computes; code of the script runs between them."""
+
+
+class Monitor(Protocol):
+    """DeepSpeed's monitor."""
+
+    enabled: bool
+
+    def write_events(self, event_list: Sequence[tuple[str, float, int]]) -> None: ...
+
+
+class Whereabouts(Protocol):
+    """The joint calls of this process's ranks."""
+
+    def say_where(self) -> None:
+        """Tell ranks that wait for this one in a call where it stands."""
+
+
+class TrainingEngine(Protocol):
+    """A built engine, DeepSpeed's in one of ds_npu's subclasses."""
+
+    module: nn.Module
+    optimizer: Any
+    """DeepSpeed's wrapper, or the torch optimizer itself; None without one."""
+    basic_optimizer: Any
+    """The torch optimizer inside of it; None without one."""
+    topology: Topology
+    monitor: Monitor
+    events: EngineEvents
+    joint_calls: Whereabouts
+    device: torch.device
+    global_steps: int
+    """Optimizer steps, those that were skipped too."""
+    micro_steps: int
+    global_samples: int
+    skipped_steps: int
+    inside_no_sync_ctxt: bool
+    torch_autocast_z0_gradscaler: object
+    """The scaler of torch's autocast without ZeRO; None without one."""
+    fwd_outputs: Sequence[Any]
+    """The outputs of a PipelineEngine's last stage, by micro-batch; other engines have none."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def steps_per_print(self) -> int | None: ...
+    def was_step_applied(self) -> bool: ...
+    def get_global_grad_norm(self) -> Any: ...
+    def zero_optimization_stage(self) -> int: ...
+    def zero_optimization_partition_weights(self) -> bool: ...
+    def zero_contiguous_gradients(self) -> bool: ...
+    def is_gradient_accumulation_boundary(self) -> bool: ...
+    def is_deepcompile_enabled(self) -> bool: ...
+    def managed_gradient_accumulation(self) -> bool: ...
+    def allreduce_gradients(self) -> None: ...
+    def communicator_bytes(self) -> int:
+        """Device memory that HCCL's buffers take on this rank."""
+        ...
+
+
+class EngineEvents:
+    """The events of one engine. A subscriber's level, not the time at which it subscribes, says when it is called.
+
+    Before a call subscribers are called from the outermost level to the innermost, behind it the other way round, and
+    behind a call that raises not at all.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def before_step(self, level: MethodLevel, function: Callable[[], object]) -> None:
+        """Call ``function`` before each optimizer step, at an accumulation boundary, when gradients are reduced."""
+        wrap_method(self._engine, STEP, partial(_with_before, function), level)
+
+    def after_step(self, level: MethodLevel, function: Callable[[], object]) -> None:
+        """Call ``function`` behind each optimizer step, one that DeepSpeed has skipped too."""
+        wrap_method(self._engine, STEP, partial(_with_after, function), level)
+
+    def before_backward(self, level: MethodLevel, function: Callable[[torch.Tensor], object]) -> None:
+        """Call ``function`` with the loss of each micro-batch before its backward."""
+        wrap_method(self._engine, BACKWARD, partial(_with_loss, function), level)
+
+    def after_load(self, level: MethodLevel, function: Callable[[], object]) -> None:
+        """Call ``function`` when a checkpoint has been loaded."""
+        wrap_method(self._engine, "load_checkpoint", partial(_with_after, function), level)
+
+    def around_calls(self, level: MethodLevel, context: Callable[[], AbstractContextManager[object]]) -> list[Undo]:
+        """Run each of the engine's CALLS within a context of its own; returns what ends that."""
+        run = partial(_within, context)
+        return [wrap_method(self._engine, name, run, level) for name in CALLS if hasattr(self._engine, name)]
+
+    def around_step(self, level: MethodLevel, context: Callable[[], AbstractContextManager[object]]) -> None:
+        """Run each optimizer step within a context."""
+        wrap_method(self._engine, STEP, partial(_within, context), level)
+
+
+Undo = Callable[[], None]
+
+
+def _with_before(function: Callable[[], object], call: Forward, *args: Any, **kwargs: Any) -> Any:
+    function()
+    return call(*args, **kwargs)
+
+
+def _with_after(function: Callable[[], object], call: Forward, *args: Any, **kwargs: Any) -> Any:
+    out = call(*args, **kwargs)
+    function()
+    return out
+
+
+def _with_loss(
+    function: Callable[[torch.Tensor], object], call: Forward, loss: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    function(loss)
+    return call(loss, *args, **kwargs)
+
+
+def _within(context: Callable[[], AbstractContextManager[object]], call: Forward, *args: Any, **kwargs: Any) -> Any:
+    with context():
+        return call(*args, **kwargs)

@@ -30,17 +30,19 @@ class MethodLevel(IntEnum):
     PEAKS = 3
     """``recompute.budget_gib``, which measures its own plan too."""
     MEMORY_PLAN = 4
-    RELOCATION = 5
+    PLANNED_CHANGES = 5
+    """Inside of what plans: the driver changes the model by the plan that was just made."""
+    RELOCATION = 6
     """Experts move behind the step that their load is counted for."""
-    EXPERT_LOAD = 6
-    THROUGHPUT = 7
-    SHARD_ACCESS = 8
+    EXPERT_LOAD = 7
+    THROUGHPUT = 8
+    SHARD_ACCESS = 9
     """Optimizers of the client's own may compute with shards."""
-    EXPERT_SETTINGS = 9
+    EXPERT_SETTINGS = 10
     """A group of experts has the learning rate of the group that it came from."""
-    STATE = 10
+    STATE = 11
     """``optimizer_memory``"""
-    CORRECTION = 11
+    CORRECTION = 12
     """The gradient rule: norms, averages, streams."""
 
 

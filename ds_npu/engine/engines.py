@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ from ds_npu.engine.weights_only import WeightsOnly
 from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
-from ds_npu.features.driver import apply_features, values_in
+from ds_npu.features.driver import apply_features, change_by_plan, values_in
 from ds_npu.features.experts.listed import gathered_whole
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
@@ -67,7 +68,7 @@ from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.optimizer_trial import Verdict, tried
 from ds_npu.zero_ext.tied_gradients import equalise_tied
-from ds_npu.zero_ext.training_engine import EngineEvents
+from ds_npu.zero_ext.training_engine import EngineEvents, TrainingEngine
 
 
 class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, AtomicCheckpoints):
@@ -123,9 +124,15 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
             self.__class__ = NpuStagedEngine
             agree_on_groups(self)
             engine.run_in_stages(EnginePipeline(self, layout, session.config.pipeline.micro_batches))
+        self._install_parts(engine)
+
+    def _install_parts(self, engine: TrainingEngine) -> None:
+        """Install what features provide for an engine, which is complete."""
         for install in self.build.when_built:
             for line in install(engine):
                 logger().info("%s", line)
+        if self.build.makes_plans:
+            self.events.before_step(MethodLevel.PLANNED_CHANGES, partial(change_by_plan, self.build))
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, without ZeRO right also for the very tensor that the forward returned, not scaled.

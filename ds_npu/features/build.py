@@ -8,11 +8,13 @@ from functools import cached_property
 
 from torch import nn
 
+from ds_npu.features.declaration import Declaration
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.axis import MatmulCollectives
+from ds_npu.planner.memory_plan_table import PlannedKeys
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -43,6 +45,12 @@ class Build:
     """Whether tensor ranks hold different tokens between their regions."""
     said: list[str] = field(default_factory=list)
     """Lines for people, from features that declare."""
+    declared: list[Declaration] = field(default_factory=list)
+    """What features have changed, in the order of application."""
+    makes_plans: bool = False
+    """Whether something plans changes of the model while it trains."""
+    planned: PlannedKeys | None = None
+    """What a plan has chosen while the model trains, until the driver changes the model by it."""
     is_planned: bool = False
     """Whether the engine is planned only: no rank is there, and no weight."""
 

@@ -38,6 +38,8 @@ class Phase(IntEnum):
     OPERATORS = 4
     WRAPS = 5
     """Around all that earlier phases made of a module."""
+    PLANNED = 6
+    """Before a step of the optimizer: what a plan has chosen while the model trains."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,18 @@ class ConflictError(ValueError):
         )
 
 
-def check_declarations(model: nn.Module, declarations: Sequence[Declaration]) -> None:
+def check_declarations(model: nn.Module, declarations: Sequence[Declaration], made: Sequence[Declaration] = ()) -> None:
     """Raise ConflictError where two features do the same once-only thing, or a replacement loses an earlier change.
 
-    Raises ValueError for a change of something that ``model`` does not have, which is a mistake in a feature.
+    ``made``: declarations that were applied before. Raises ValueError for a change of something that ``model`` does
+    not have, which is a mistake in a feature.
     """
     parts = {name for name, _ in model.named_modules()} | {
         name for name, _ in model.named_parameters(remove_duplicate=False)
     }
     owners: dict[tuple[Act, str, IntEnum | None], Declaration] = {}
+    for declaration in made:
+        owners |= {(change.act, change.part, change.level): declaration for change in declaration.changes}
     found: list[str] = []
     for declaration in declarations:
         for change in declaration.changes:

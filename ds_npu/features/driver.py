@@ -89,11 +89,30 @@ def apply_features(features: Values, build: Build) -> list[Declaration]:
         for declaration in declarations:
             declaration.apply()
         done += declarations
+    build.declared += done
     for line in build.said if not build.is_planned else ():
         logger().info("%s", line)
     before = changed_for(build.model)
     set_attribute(build.model, CHANGED_FOR, before | {key: each for key, each in asked.items() if each})
     return done
+
+
+def change_by_plan(build: Build) -> None:
+    """Change the model as a plan has chosen since the last step, if one has: declared and checked as at the start.
+
+    Raises what a feature raises that cannot do its part, and ConflictError where the plan contradicts what was changed.
+    """
+    planned, build.planned = build.planned, None
+    if planned is None:
+        return
+    values: list[tuple[Feature[Any], Any]] = [(RECOMPUTE, planned.recompute), (SWAP, planned.swap)]
+    if planned.chunked_loss is not None:
+        values.append((CHUNKED_LOSS, planned.chunked_loss))
+    found = [Declaration(feature.key, Phase.PLANNED, list(feature.declare(value, build))) for feature, value in values]
+    check_declarations(build.model, found, build.declared)
+    for declaration in found:
+        declaration.apply()
+    build.declared += found
 
 
 def declare_parts(features: Values, build: Build) -> list[Declaration]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_npu.config.recompute import RecomputeSection
+from ds_npu.config.swap import SwapSection
 from ds_npu.models import names
 from ds_npu.planner.memory_plan import (
     BudgetError,
@@ -46,22 +48,45 @@ class StagePlan:
     plan: MemoryPlan
 
 
-def section_of(stages: Sequence[StagePlan]) -> Section:
+@dataclass(frozen=True)
+class PlannedKeys:
+    """Keys of the section that a plan has chosen."""
+
+    recompute: RecomputeSection
+    swap: SwapSection
+    chunked_loss: int | None
+    """Tokens of a chunk; None where the plan chooses none."""
+
+
+def planned_keys(stages: Sequence[StagePlan]) -> PlannedKeys:
     """The keys of the section that ask for what ``stages`` have planned."""
     found: dict[str, list[str]] = {}
-    chunks: Section = {}
+    tokens: int | None = None
     for stage in stages:
         for layer, option in zip(stage.layers, stage.plan.options, strict=True):
             if layer.name == LOSS:
-                chunks = {"chunked_loss": int(option.parts[0])}
+                tokens = int(option.parts[0])
                 continue
             for part in option.parts:
                 key = part if part in (NORM, ACTIVATION) else "modules"
                 of_part = stage.modules[layer.name].get(part, ()) if part in (ATTENTION, MLP) else [layer.name]
                 found.setdefault(key, []).extend(of_part)
-    section: Section = {"recompute": {key: globs(modules) for key, modules in sorted(found.items())}} if found else {}
+    chosen = {key: globs(found.get(key, ())) for key in ("modules", NORM, ACTIVATION)}
+    recompute = RecomputeSection(
+        modules=chosen["modules"], norm=chosen[NORM] or False, activation_function=chosen[ACTIVATION] or False
+    )
     swapped = [stage.layers[place].name for stage in stages for place in stage.plan.pattern.places]
-    return section | ({"swap": {"activations": globs(swapped), "depth": 1}} if swapped else {}) | chunks
+    swap = SwapSection(activations=globs(swapped), depth=1) if swapped else SwapSection()
+    return PlannedKeys(recompute, swap, tokens)
+
+
+def section_of(stages: Sequence[StagePlan]) -> Section:
+    """What ``stages`` have planned, as the section of a config."""
+    keys = planned_keys(stages)
+    parts = {"recompute": keys.recompute, "swap": keys.swap}
+    found = {key: dict(sorted(part.model_dump(exclude_defaults=True).items())) for key, part in parts.items()}
+    chunks = {} if keys.chunked_loss is None else {"chunked_loss": keys.chunked_loss}
+    return {key: each for key, each in found.items() if each} | chunks
 
 
 def globs(modules: Sequence[str]) -> list[str]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from ds_npu.models import names
 
 STRIDES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Of the patterns that are tried."""
@@ -79,3 +81,15 @@ def patterns(forward_seconds: Sequence[float], bandwidth: float, ends: Sequence[
         if places and places not in seen:
             seen.add(places)
             yield SwapPattern(places, tuple(forward_seconds), bandwidth, tuple(ends))
+
+
+def stage_ends(modules: Sequence[str], stages: Sequence[Collection[str]]) -> list[int]:
+    """By pipeline stage on this rank that has any of ``modules``, how many there are up to its end.
+
+    ``stages``: the blocks of each, where a rank has several.
+    """
+    places = [
+        [place for place, name in enumerate(modules) if any(names.is_inside(name, block) for block in stage)]
+        for stage in stages
+    ]
+    return [*sorted(each[0] for each in places if each)[1:], len(modules)]

@@ -13,7 +13,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.chunked_loss.chunked_model import ELSEWHERE, KEY, ChunkedModel
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.feature import Feature
-from ds_npu.features.loss_chunks import LOSS_CHUNKS, LossChunks
+from ds_npu.features.loss_chunks import LOSS_CHUNKS, LossChunks, loss_chunks_of
 from ds_npu.features.model_loss import LossLevel, has_causal_lm_loss, users_loss
 from ds_npu.models import names
 from ds_npu.models.attributes import set_attribute
@@ -49,8 +49,12 @@ def _parts(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
 
 
 def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
-    stages = stages_in(build.model)
+    stages, known = stages_in(build.model), loss_chunks_of(build.model)
     if not value:
+        return
+    if known is not None and not isinstance(value, str):
+        # The plan has chosen.
+        yield Change("sets", "", LOSS_CHUNKS, partial(setattr, known, "tokens", value))
         return
     if stages and stages[-1].index < stages[-1].count - 1:
         # The last stage of a pipeline has the head, and computes the loss.

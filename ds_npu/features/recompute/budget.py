@@ -16,13 +16,10 @@ import torch.distributed as dist
 
 from ds_npu.config.recompute import RecomputeSection
 from ds_npu.config.roles import Role
-from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
-from ds_npu.features.declaration import Change, make_changes
-from ds_npu.features.loss_chunks import loss_chunks_of
+from ds_npu.features.declaration import Change
 from ds_npu.features.recompute.gradient_buckets import gradient_buckets
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
-from ds_npu.features.swapped_modules import stage_ends, swap_changes
 from ds_npu.log import logger, warn_once
 from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
 from ds_npu.memory.storage_record import StorageRecord
@@ -37,15 +34,15 @@ from ds_npu.planner.memory_plan_table import (
     MLP,
     Buckets,
     Modules,
-    Section,
+    PlannedKeys,
     StagePlan,
     budget_refusal,
     plan_lines,
-    section_of,
+    planned_keys,
     size_text,
     too_early,
 )
-from ds_npu.planner.swap_pattern import SwapPattern, patterns
+from ds_npu.planner.swap_pattern import SwapPattern, patterns, stage_ends
 from ds_npu.topology.machine import Machine, machine_of
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
@@ -54,16 +51,14 @@ CPU = "cpu"
 MARGIN = MIB
 """Bytes for what small tensors (scalars of optimizers and scripts) are made behind the recorded steps."""
 PLANNED = "ds_npu_memory_plan"
-"""The attribute of a model that follows a plan: the keys of the section that ask for it."""
-
-Declare = Callable[[RecomputeSection, Build], Iterable[Change]]
+"""The attribute of a model that follows a plan: its PlannedKeys."""
 
 
-def plan_part(section: RecomputeSection, build: Build, declare: Declare) -> Iterable[Change]:
-    """The part of an engine that makes the plan; ``declare``: what explicit keys change of a model."""
+def plan_part(section: RecomputeSection, build: Build) -> Iterable[Change]:
+    """The part of an engine that makes the plan."""
     if section.budget_gib is None:
         return
-    budget = MemoryBudget(section.budget_gib, build, declare)
+    budget = MemoryBudget(section.budget_gib, build)
     what = f"a plan of recomputation for {section.budget_gib:g} GiB, made from the first two steps"
     yield Change("provides", "a plan of activations", what, lambda: build.when_built.append(budget.install))
 
@@ -79,10 +74,10 @@ class _Recorded:
 
 
 class MemoryBudget:
-    """Plans for the model of ``build`` and follows the plan."""
+    """Plans for the model of ``build``; the driver of the features changes the model by the plan."""
 
-    def __init__(self, budget_gib: float, build: Build, declare: Declare) -> None:
-        self.budget_gib, self._build, self._declare = budget_gib, build, declare
+    def __init__(self, budget_gib: float, build: Build) -> None:
+        self.budget_gib, self._build = budget_gib, build
         has_device = build.device_type != CPU and not build.is_planned
         name = torch.get_device_module(build.device_type).get_device_name() if has_device else ""
         self._machine: Machine = machine_of(name)
@@ -90,10 +85,9 @@ class MemoryBudget:
 
     def install(self, engine: TrainingEngine) -> list[str]:
         """Record the first two steps of ``engine``."""
-        known = attribute(self._build.model, PLANNED, dict)
-        if known is not None:
-            self._set_chunks(known)
+        if attribute(self._build.model, PLANNED, PlannedKeys) is not None:
             return [f"{KEY}: the model follows the plan that was made before"]
+        self._build.makes_plans = True
         updates, followed, follows = 0, False, False
 
         def before_step() -> None:
@@ -178,20 +172,12 @@ class MemoryBudget:
         """From the next forward on."""
         self._recorded.unwrap()
         self._stop()
-        section = section_of(stages)
-        make_changes(self._declare(RecomputeSection.model_validate(section.get("recompute", {})), self._build))
-        make_changes(swap_changes(SwapSection.model_validate(section.get("swap", {})), self._build))
-        self._set_chunks(section)
-        set_attribute(self._build.model, PLANNED, section)
+        self._build.planned = planned_keys(stages)
+        set_attribute(self._build.model, PLANNED, self._build.planned)
         if dist.get_rank() == 0:
             lines = plan_lines(stages, self.budget_gib, self._buffer_bytes, self._machine.name)
             logger().info("%s", "\n".join(lines))
         self._meter.peak()
-
-    def _set_chunks(self, section: Section) -> None:
-        chunks = loss_chunks_of(self._build.model)
-        if chunks is not None and chunks.is_planned:
-            chunks.tokens = section.get("chunked_loss", chunks.tokens)
 
     def _check_peak(self) -> None:
         """Say so once if a step has needed more: its batch may have more tokens than those that were recorded."""

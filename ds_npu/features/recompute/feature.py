@@ -174,7 +174,7 @@ def _check_roles(section: RecomputeSection, build: Build) -> None:
 def _parts(section: RecomputeSection, build: Build) -> Iterable[Change]:
     if (section.norm or section.activation_function) and not (build.is_pipeline or stages_in(build.model)):
         _check_roles(section, build)
-    yield from plan_part(section, build, _declare)
+    yield from plan_part(section, build)
 
 
 def _unmet(section: RecomputeSection) -> list[str]:

@@ -116,8 +116,8 @@ class _Scopes(threading.local):
     """How deep this thread is in each of the scopes below."""
 
     allowed = 0
-    forward = 0
-    region = 0
+    forwards = 0
+    regions = 0
 
 
 _scopes = _Scopes()
@@ -136,21 +136,21 @@ def allow_shard_access() -> Iterator[None]:
 @contextmanager
 def model_forward_scope() -> Iterator[None]:
     """Around the forward of a sharded model, which every tensor rank runs at the same time."""
-    _scopes.forward += 1
+    _scopes.forwards += 1
     try:
         yield
     finally:
-        _scopes.forward -= 1
+        _scopes.forwards -= 1
 
 
 @contextmanager
 def region_scope() -> Iterator[None]:
     """Around the forward of a module in which tensor ranks hold different tokens, heads or columns."""
-    _scopes.region += 1
+    _scopes.regions += 1
     try:
         yield
     finally:
-        _scopes.region -= 1
+        _scopes.regions -= 1
 
 
 def ranks_agree() -> bool:
@@ -158,7 +158,7 @@ def ranks_agree() -> bool:
 
     That holds in a backward as well (which recomputes what was not kept).
     """
-    return not _scopes.region and (_scopes.forward > 0 or torch._C._current_graph_task_id() >= 0)
+    return not _scopes.regions and (_scopes.forwards > 0 or torch._C._current_graph_task_id() >= 0)
 
 
 def is_internal() -> bool:

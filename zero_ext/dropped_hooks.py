@@ -11,7 +11,7 @@ from torch import nn
 
 
 def attach_hooks_again(model: nn.Module) -> None:
-    """Register with autograd again the hooks that the parameters of ``model`` list; registered ones stay once."""
+    """Register with autograd again the hooks that the parameters of ``model`` list; none is called twice."""
     for parameter in model.parameters():
         # The setter registers them with autograd.
         if parameter._backward_hooks:

@@ -31,7 +31,7 @@ ELEMENTWISE = (
 """Optimizers that step each element by itself: an expert's state moves with it."""
 Range = tuple[int, int]
 PART, WHOLE_SIZE = TensorAttribute[Any]("ds_tensor"), TensorAttribute[int]("ds_numel")
-"""Of a parameter that ZeRO 3 has partitioned: this rank's part, and the elements of the whole."""
+"""This rank's part of a parameter that ZeRO 3 has partitioned, and the number of elements of the whole."""
 
 
 def why_not_moved(engine: Any) -> str | None:
@@ -114,7 +114,7 @@ class ExpertElements:
         return (0, 0) if address is None else (address.start, address.start + address.numel)
 
     def _of_ranks(self, parameter: nn.Parameter, as_whole: bool) -> list[Elements | None]:
-        """By rank of the expert view. Those with other columns have no part in it; nor other copies, of the whole."""
+        """The elements of each rank of the expert view; None for ranks with other columns, or with other copies."""
         topology, found = self._topology, list[Elements | None]()
         total = _elements(parameter)
         for copy in range(topology.size("edp")):
@@ -126,7 +126,7 @@ class ExpertElements:
         return found
 
     def _tensors(self, parameter: Any) -> Iterable[torch.Tensor]:
-        """What the optimizer has of this rank's part: the float32 copy with ZeRO, and the state by key."""
+        """The optimizer's tensors of this rank's part: the float32 copy with ZeRO, and the state by key."""
         optimizer = self._optimizer
         if not isinstance(optimizer, ZeROOptimizer):
             return [each.view(-1) for each in _states(optimizer, parameter)]
@@ -146,12 +146,12 @@ class ExpertElements:
 
 
 def _elements(parameter: nn.Parameter) -> int:
-    """Of the experts of this rank."""
+    """The number of elements of this rank's experts."""
     return WHOLE_SIZE.get(parameter) or parameter.numel()
 
 
 def _address(parameter: Any, of_copy: bool = False) -> Any:
-    """Of this rank's part of ``parameter``: its address in the weight, or in the float32 copy of the rank's part."""
+    """The address of this rank's part in the weight ``parameter``, or in the float32 copy of the part."""
     found = parameter._hp_mapping
     if found is None:
         return None

@@ -2,7 +2,7 @@
 
 DeepSpeed's own way, leaf modules (deepspeed/utils/z3_leaf_module.py), reduces gradients in a full backward hook. For a
 module whose tensors are all keyword arguments, as transformers calls its attention, that hook runs before the
-module's gradients exist (DeepSpeed 0.19.8 runtime/zero/stage3.py:1534), and they would be lost.
+module's gradients exist (DeepSpeed 0.19.8 runtime/zero/stage3.py:1534), and they would be dropped.
 """
 
 from __future__ import annotations

@@ -100,14 +100,16 @@ def _reduced_each_time(stage: int) -> str:
 
 
 def accumulator(optimizer: Any) -> Callable[[nn.Parameter], Buffer | None]:
-    """From a weight to its buffer; None for a weight that ``optimizer`` does not accumulate."""
+    """A function from a weight to its buffer; it returns None for a weight that ``optimizer`` does not accumulate."""
     if isinstance(optimizer, BF16_Optimizer):
-        places = {
+        positions = {
             id(weight): (group, index)
             for group, weights in enumerate(optimizer.bf16_groups)
             for index, weight in enumerate(weights)
         }
-        return lambda weight: _high_precision(optimizer, weight, *places[id(weight)]) if id(weight) in places else None
+        return lambda weight: (
+            _high_precision(optimizer, weight, *positions[id(weight)]) if id(weight) in positions else None
+        )
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
         dtype = optimizer.gradient_accumulation_dtype
         return lambda weight: _grad_accum(weight, dtype) if GRAD_ACCUM.is_on(weight) else None

@@ -41,7 +41,7 @@ class HeldReduction:
     ``hold`` and ``release`` are its two ends for a caller whose user may enter or leave ``no_sync`` between them.
 
     With ``queue_weight_gradients`` a backward leaves the weight gradients of linear layers and embeddings for later.
-    Their operands stay in memory until then (with sequence parallelism, of the whole sequence). A weight has its
+    Their operands are kept in memory until then (with sequence parallelism, of the whole sequence). A weight has its
     gradient in backward, as ever, where a user's code multiplies by it or a user's hook changes its gradient.
 
     Raises ValueError under ZeRO 3, and where it is not known how gradients are accumulated.

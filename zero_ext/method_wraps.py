@@ -58,10 +58,10 @@ def wrap_method(holder: object, name: str, wrapper: Wrapper, level: MethodLevel)
 
 def replace_method(holder: object, name: str, function: Function, level: MethodLevel) -> None:
     """Call ``function`` in place of the method ``name`` of this one ``holder``, which is called no more."""
-    wrap_method(holder, name, partial(_in_place_of, function), level)
+    wrap_method(holder, name, partial(_instead, function), level)
 
 
-def _in_place_of(function: Function, _: Function, *args: Any, **kwargs: Any) -> Any:
+def _instead(function: Function, _: Function, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 

@@ -31,14 +31,14 @@ class FlatRun(NamedTuple):
     """In the weight's part, flat."""
     numel: int
     group: int
-    """Of the inner optimizer's parameter groups."""
+    """The index among the inner optimizer's parameter groups."""
     keys: Keys
     """The way to that tensor from the list of all."""
 
 
 @dataclass(frozen=True)
 class OptimizerLayout:
-    """What is where in the state dict of an optimizer, on this rank."""
+    """Positions of weights and states in the state dict of an optimizer, on this rank."""
 
     inner: torch.optim.Optimizer
     flats: Sequence[torch.Tensor]
@@ -48,7 +48,7 @@ class OptimizerLayout:
     states: Keys
     """The way to the state dict of ``inner``."""
     runs: Mapping[int, FlatRun]
-    """By id of a weight that has elements on this rank."""
+    """Runs by the id of a weight that has elements on this rank."""
 
 
 ZERO = "optimizer_state_dict"
@@ -79,7 +79,7 @@ def layout_of_optimizer(optimizer: Any, weights: Iterable[nn.Parameter]) -> Opti
 
 
 def _sharded(optimizer: Any) -> OptimizerLayout | None:
-    """Of optimizers whose states are sharded over data ranks, each rank's in a file of its own."""
+    """The layout of an optimizer that is sharded over data ranks, each with a file of its own."""
     # Not of their subclasses (ZenFlow, SuperOffload), which hold more.
     kind, keys = type(optimizer), ((ZERO, MASTERS), (ZERO, "base_optimizer_state"))
     # With weights on the host or a disk other attributes hold them.
@@ -99,8 +99,8 @@ def _masters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _one_by_one(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, FlatRun]]:
-    places = [(group, index) for group, held in enumerate(groups) for index in range(len(held))]
-    for flat, (group, index) in enumerate(places):
+    positions = [(group, index) for group, held in enumerate(groups) for index in range(len(held))]
+    for flat, (group, index) in enumerate(positions):
         weight = groups[group][index]
         yield id(weight), FlatRun(flat, 0, 0, weight.numel(), group, (group, index))
 
@@ -115,7 +115,7 @@ def _of_fragments(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[int, FlatRu
 
 
 def _of_partitions(optimizer: Any) -> Iterator[tuple[int, FlatRun]]:
-    """Of ZeRO 1 and 2, not by ``_hp_mapping``, which is wrong with ``round_robin_gradients`` (0.19.8)."""
+    """Runs of ZeRO 1 and 2, not by ``_hp_mapping``, which is wrong with ``round_robin_gradients`` (0.19.8)."""
     for index, weights in enumerate(optimizer.round_robin_bit16_groups):
         size = optimizer.single_partition_of_fp32_groups[index].numel()
         begin = size * dist.get_rank(group=optimizer.real_dp_process_group[index])

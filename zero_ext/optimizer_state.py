@@ -39,18 +39,18 @@ WRAPPERS = (
     *(FP16_Optimizer, FP16_UnfusedOptimizer),
 )
 READERS = ("state_dict", "load_state_dict", "refresh_fp32_params", "_restore_from_bit16_weights", "update_lp_params")
-"""Of wrappers: what reads or writes masters and state of all weights."""
+"""Methods of wrappers that read or write masters and state of all weights."""
 READERS_OF_ONE = {"get_full_hp_param": get_full_hp_param, "set_full_hp_param": set_full_hp_param}
-"""Of a weight that has a part of a flat master: what reads or writes that."""
+"""Functions that read or write a weight's part of a flat master."""
 READERS_OF_STAGE_3 = {
     "get_full_hp_param": 0,
     "set_full_hp_param": 1,
     "get_local_fp32_param": 0,
     "set_local_hp_param": 1,
 }
-"""The same, of ZeRO 3's wrapper: the place of the weight among the arguments."""
+"""Methods of ZeRO 3's wrapper that read or write one weight, with its position among the arguments."""
 READING = ("state_dict", "get_full_hp_param", "get_local_fp32_param", "update_lp_params")
-"""Those after which nothing has changed."""
+"""Methods that change nothing."""
 MOVERS = ("offload_states", "reload_states")
 LOADING = "load_state_dict"
 
@@ -101,7 +101,7 @@ class KeptState:
     """The state of one engine's optimizer, from ``install`` on."""
 
     def __init__(self, optimizer: Any, keeping: Keeping, resident: float | None = None) -> None:
-        """``resident``: the bytes of state that stay on the device; None: all of it."""
+        """``resident``: the bytes of state that are kept on the device; None: all of it."""
         self.optimizer, self.inner, self.keeping = optimizer, optimizer.optimizer, keeping
         pairs = masters_of(optimizer)
         self.shards = [StateShard(*pair, keeping, index) for index, pair in enumerate(pairs)]
@@ -115,7 +115,7 @@ class KeptState:
 
     @property
     def chunks(self) -> list[StateChunk]:
-        """Of all shards, in order."""
+        """The chunks of all shards, in order."""
         return [chunk for shard in self.shards for chunk in shard.chunks]
 
     def __str__(self) -> str:
@@ -124,8 +124,8 @@ class KeptState:
             moved += chunk.weight.numel() * chunk.on_host
             kept += chunk.weight.numel() * (not chunk.on_host)
         each = self.keeping.bytes_per_weight()
-        places = [f"of {kept:,} weights on the device"] * (kept > 0) + [f"of {moved:,} in host memory"] * (moved > 0)
-        return f"Adam's state, {each:g} bytes a weight, {' and '.join(places)} of this rank"
+        parts = [f"of {kept:,} weights on the device"] * (kept > 0) + [f"of {moved:,} in host memory"] * (moved > 0)
+        return f"Adam's state, {each:g} bytes a weight, {' and '.join(parts)} of this rank"
 
     def install(self) -> None:
         """Take the state over, and be what DeepSpeed's calls go through."""
@@ -142,8 +142,8 @@ class KeptState:
             if hasattr(type(optimizer), name):
                 replace_method(optimizer, name, functools.partial(_refuse, name), MethodLevel.STATE)
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-            for name, place in READERS_OF_STAGE_3.items():
-                reader = functools.partial(self._read_of_stage_3, name, place)
+            for name, position in READERS_OF_STAGE_3.items():
+                reader = functools.partial(self._read_of_stage_3, name, position)
                 wrap_method(optimizer, name, reader, MethodLevel.STATE)
             keep_pieces_of_stage_3(optimizer, self.shards)
         elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -239,16 +239,16 @@ class KeptState:
             self._link_weights()
         return found
 
-    def _read_of_stage_3(self, name: str, place: int, method: Function, *args: Any, **kwargs: Any) -> Any:
+    def _read_of_stage_3(self, name: str, position: int, method: Function, *args: Any, **kwargs: Any) -> Any:
         """One of READERS_OF_STAGE_3, while the master of its weight is there."""
-        weight = kwargs["param"] if "param" in kwargs else args[place]
+        weight = kwargs["param"] if "param" in kwargs else args[position]
         if not weight.requires_grad:
             return method(*args, **kwargs)
         group, *_ = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
         return self._read_shard(group, name, method, *args, **kwargs)
 
     def _link_weights(self) -> None:
-        """What ``link_hp_params`` has given weights is to open their master first."""
+        """Make the functions that ``link_hp_params`` binds to weights open their master first."""
         for group, weights in enumerate(linked_weights(self.optimizer)):
             for weight in weights:
                 for name, function in READERS_OF_ONE.items():
@@ -290,7 +290,7 @@ def keep_pieces(optimizer: Any, shards: Sequence[StateShard]) -> None:
 
 
 def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None:
-    """The same of ZeRO 3."""
+    """Keep ZeRO 3 from making one float32 tensor of a shard's gradient."""
 
     def _prepare_fp32_grad_for_sub_group(group: int) -> None:
         pieces, shard = optimizer.averaged_gradients[group], shards[group]
@@ -317,7 +317,7 @@ def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None
 
 
 def linked_weights(optimizer: Any) -> Sequence[Sequence[Any]]:
-    """By group, the weights that know their part of a flat master; none of wrappers that link none."""
+    """Weights that know their part of a flat master, by group; none of wrappers that link none."""
     if isinstance(optimizer, BF16_Optimizer):
         groups: Sequence[Sequence[Any]] = optimizer.bf16_groups
         return groups

@@ -91,7 +91,7 @@ def difference_in_parts(optimizer: torch.optim.Optimizer, settings: Mapping[str,
     """The largest relative difference between weights that were stepped whole and in two parts; 0 within TOLERANCE.
 
     ``settings``: of the parameter group. ``dims``, ``dim``: as in ``Cut``. ``optimizer`` and the random numbers of this
-    process stay as they are. Raises NotRepeatableError.
+    process do not change. Raises NotRepeatableError.
     """
     own = next((each.device for group in optimizer.param_groups for each in group["params"]), HOST)
     errors = []
@@ -136,7 +136,7 @@ def _difference(
 
 
 def _part(tensors: Sequence[torch.Tensor], dim: int, rank: int) -> list[torch.Tensor]:
-    """What ``rank`` of two has of ``tensors``."""
+    """The part of ``tensors`` that ``rank`` of two has."""
     if dim == APART:
         return [tensors[rank]]
     if dim == FLAT:
@@ -199,12 +199,12 @@ def _moving(settings: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the trial of an optimizer says of this rank's weights."""
+    """The result of an optimizer's trial for this rank's weights."""
 
     refusal: str | None = None
     """Why it is not exact over the axes of this layout."""
     warning: str | None = None
-    """What is not known of it, or what DeepSpeed's own ZeRO changes."""
+    """A warning about an optimizer that could not be tried, or that DeepSpeed's own ZeRO changes."""
 
 
 def tried(optimizer: torch.optim.Optimizer, sizes: Mapping[Axis, int], zero_stage: int) -> Verdict:

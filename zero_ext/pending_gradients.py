@@ -26,7 +26,7 @@ class Slot(Protocol):
     def weight(self) -> nn.Parameter: ...
 
     def value(self) -> torch.Tensor | None:
-        """What is accumulated there; None: nothing."""
+        """The accumulated gradient; None if there is none."""
 
     def take(self) -> torch.Tensor | None:
         """The value, which is there no more."""

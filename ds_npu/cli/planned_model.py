@@ -14,7 +14,7 @@ from torch import nn
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.config.check import Checked
 from ds_npu.config.problems import printable
-from ds_npu.engine.placements import place_parameters
+from ds_npu.engine.placements import complete_placements
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import table
 from ds_npu.features.driver import apply_features, values_in
@@ -46,7 +46,7 @@ def lines(path: Path, checked: Checked) -> Iterator[str]:
     build = Build(topology, model, checked.config.plan, "npu", is_planned=True)
     features = values_in(checked.config)
     declarations = apply_features(features, build)
-    place_parameters(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
+    complete_placements(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
     yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
     changes = list(table(declarations)) or ["nothing"]
     yield from (f"  {line}" for line in (*changes, *build.said))

@@ -1,4 +1,4 @@
-"""What stands in for names of accelerate and transformers: they count every process as a data rank.
+"""Replacements for names of accelerate and transformers, which count every process as a data rank.
 
 Some processes share samples. With DeepSpeed, accelerate is the Hugging Face Trainer's way to data. Read in accelerate
 1.15 and transformers 5.23.
@@ -31,8 +31,8 @@ def prepare_data_loader(original: Function) -> Function:
     def prepared(*args: Any, **kwargs: Any) -> Any:
         bound, degrees = signature.bind(*args, **kwargs), sharing_degrees()
         if degrees is not None:
-            place = {"num_processes": degrees.dp, "process_index": data_rank_of(degrees)}
-            bound.arguments.update(place, torch_device_mesh=None)
+            position = {"num_processes": degrees.dp, "process_index": data_rank_of(degrees)}
+            bound.arguments.update(position, torch_device_mesh=None)
         return original(*bound.args, **bound.kwargs)
 
     return prepared
@@ -40,7 +40,7 @@ def prepare_data_loader(original: Function) -> Function:
 
 @dataclass(frozen=True)
 class _DispatchState:
-    """What a loader that reads on global rank 0 for all asks accelerate's state for."""
+    """The part of accelerate's state that a loader asks for when global rank 0 reads for all ranks."""
 
     num_processes: int
     """Data ranks: for each of them a batch is read."""
@@ -148,7 +148,7 @@ def grid() -> Degrees | None:
 
 
 def sharing_degrees() -> Degrees | None:
-    """That grid, if some of its ranks share samples."""
+    """The grid of this process if some of its ranks share samples; else None."""
     return _sharing(grid())
 
 
@@ -250,12 +250,12 @@ def _showing(states: list[Any], count: int, index: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, (number, place) in zip(states, before, strict=True):
-            each.num_processes, each.process_index = number, place
+        for each, (number, index) in zip(states, before, strict=True):
+            each.num_processes, each.process_index = number, index
 
 
 def _once(gathered: Any, degrees: Degrees) -> Any:
-    """Of the tensors that each process has given, those of one process for each data rank."""
+    """Keep the tensors of one process for each data rank, of those that all processes have given."""
     from accelerate.utils.operations import recursively_apply
 
     def of_data_ranks(whole: torch.Tensor) -> torch.Tensor:

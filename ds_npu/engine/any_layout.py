@@ -1,8 +1,8 @@
 """DeepSpeed's checkpoints load at any layout: other sizes of all axes, other stages of ZeRO, another cut into stages.
 
-DeepSpeed (0.19.8) loads a checkpoint where it was written: each rank reads its own files. Here every rank writes beside
-them what is in them (``ds_npu.checkpoint.manifest``). Where this run's layout differs, each rank puts together, of all
-ranks' files, what its own would hold, and gives that to DeepSpeed's loading in their place.
+DeepSpeed (0.19.8) loads a checkpoint where it was written: each rank reads its own files. Here every rank also
+writes a manifest of them (``ds_npu.checkpoint.manifest``). Where this run's layout differs, each rank reassembles the
+content of its own files from those of all ranks, and gives it to DeepSpeed's loading.
 
 Before anything is written to the model or its optimizer, all ranks agree on whether the checkpoint fits: an error on
 one of them is raised on all, so that none waits for another.
@@ -49,7 +49,7 @@ class AnyLayoutCheckpoints:
     zero_optimization_partition_weights: Callable[[], bool]
     load_universal_checkpoint: Callable[[], bool]
     _reassembled: State | None = None
-    """What this rank's files would hold, while it is loaded."""
+    """The content that this rank's files would have, while it is loaded."""
 
     def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, of a checkpoint of any layout.
@@ -77,8 +77,8 @@ class AnyLayoutCheckpoints:
             _on_every_rank(lambda: self._check_own_files(folder, asked, written))
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
         self._check_fit(written, asked)
-        said = "%s: this rank's part is taken from the files of %s ranks"
-        logger().info(said, written.folder, len(written.manifests))
+        message = "%s: this rank's part is taken from the files of %s ranks"
+        logger().info(message, written.folder, len(written.manifests))
         self._reassembled = self._reassembly_of(written, partitions_alone)
         plain = self.checkpoint_engine
         self.checkpoint_engine = GivenState(plain, self._reassembled)
@@ -142,16 +142,16 @@ class AnyLayoutCheckpoints:
             check_partitions_load(folder, asked, self.mp_world_size == 1 and not has_experts(self.module))
 
     def _reassembly_of(self, written: WrittenCheckpoint, partitions_alone: bool) -> State:
-        """What this rank's files would hold; raises CheckpointError on every rank where one cannot read its part."""
+        """The content of this rank's files; raises CheckpointError on every rank if one cannot read its part."""
         if not has_experts(self.module):
-            return _made_together(lambda: Reassembly(self, written, partitions_alone).state())
+            return _made_on_all(lambda: Reassembly(self, written, partitions_alone).state())
         # Wherever the experts of the former run were, those of this one begin in the plain order.
-        places = state_of_places(self.module, self.topology)
+        positions = state_of_places(self.module, self.topology)
         restore_places(self.module, None, self.topology)
         try:
-            return _made_together(lambda: Reassembly(self, written, partitions_alone).state())
+            return _made_on_all(lambda: Reassembly(self, written, partitions_alone).state())
         except CheckpointError:
-            restore_places(self.module, places, self.topology)
+            restore_places(self.module, positions, self.topology)
             raise
 
     def _check_fit(self, written: WrittenCheckpoint, asked: Asked) -> None:
@@ -168,9 +168,9 @@ class AnyLayoutCheckpoints:
                 "model's values and leaves out those in the checkpoint only, but shapes have to be the same"
             )
         if found.any_names:
-            said = "%s, loaded with load_module_strict=False, does not fit the model: %s"
+            message = "%s, loaded with load_module_strict=False, does not fit the model: %s"
             is_usual = written.leaves_out_frozen and not found.unexpected
-            logger().log(INFO if is_usual else WARNING, said, written.folder, found.told())
+            logger().log(INFO if is_usual else WARNING, message, written.folder, found.told())
 
     @property
     def has_manifests(self) -> bool:
@@ -201,7 +201,7 @@ def _folder_of(load_dir: Any, tag: str | None) -> Path | None:
 
 
 def _on_every_rank(make: Callable[[], T]) -> list[T]:
-    """What ``make`` returns on each rank.
+    """Call ``make`` on each rank and return the results of all ranks.
 
     Where it raises CheckpointError on one rank or more, the same CheckpointError is raised on all of them.
     """
@@ -212,14 +212,14 @@ def _on_every_rank(make: Callable[[], T]) -> list[T]:
         problem = str(error)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (problem, made))
-    problems = [said for said, _ in found if said is not None]
+    problems = [each for each, _ in found if each is not None]
     if problems:
         raise CheckpointError(problems[0])
     return [each for _, each in found]
 
 
-def _made_together(make: Callable[[], T]) -> T:
-    """What ``make`` returns on this rank, which fails on all ranks or on none."""
+def _made_on_all(make: Callable[[], T]) -> T:
+    """Return the result of ``make`` on this rank; it fails on all ranks or on none."""
     made: list[T] = []
     _on_every_rank(lambda: made.append(make()))
     return made[0]

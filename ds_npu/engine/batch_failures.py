@@ -30,31 +30,31 @@ from ds_npu.topology.topology import Topology
 PEERS_SECONDS = 10.0
 """How long a rank that has failed waits to hear that its tensor and context ranks have, too."""
 ONE_FAILURE = 1 << 32
-"""What a failed rank adds to the number of ranks that have come."""
+"""A failed rank adds this to the number of ranks that have come."""
 NONE = "none"
 SHOWN_LINES = 30
-"""Of a traceback."""
+"""Lines of a traceback that are shown."""
 _numbers = itertools.count()
-"""Of the engines of this process, which all ranks make in the same order."""
+"""Numbers of the engines of this process, which all ranks make in the same order."""
 
 
 @dataclass(frozen=True)
 class BatchFailure:
-    """What ended a batch."""
+    """The failure that ended a batch."""
 
     rank: int
     action: str
     stage: int
     micro_batch: int
     start: float
-    """Of the action, where all actions of a schedule take alike: a failure that another one causes starts later."""
+    """Start of the action if all actions take equally long; a failure that another one causes starts after it."""
     kind: str
     """The same for errors that several ranks raise alike."""
     summary: str
     where: str
     traceback: str
 
-    def said(self) -> str:
+    def told(self) -> str:
         return (
             f"rank {self.rank} failed in {self.action} (stage {self.stage}, micro-batch {self.micro_batch}) by "
             f"{self.summary} (at {self.where})"
@@ -99,7 +99,7 @@ class BatchFailures:
             if self.record.store.check([batch.key_of(missing[-1])]):
                 theirs = batch.failure_of(missing.pop())
                 if (theirs.action, theirs.kind) != (mine.action, mine.kind):
-                    self._give_up(mine, f"{theirs.said()}, elsewhere than this rank")
+                    self._give_up(mine, f"{theirs.told()}, elsewhere than this rank")
             else:
                 time.sleep(0.01)
         if missing:
@@ -107,7 +107,7 @@ class BatchFailures:
 
     def _give_up(self, mine: BatchFailure, why: str) -> None:
         raise PipelineError(
-            f"ds_npu.parallel.pipeline: {mine.said()}, and the batch cannot be ended on all ranks: {why}. What to do: "
+            f"ds_npu.parallel.pipeline: {mine.told()}, and the batch cannot be ended on all ranks: {why}. What to do: "
             "end the script on this error; batches that fail on some of the ranks cannot be skipped here"
         )
 
@@ -132,8 +132,8 @@ class BatchInStages:
         found = failure_of(error, error.__traceback__)
         lines = "".join(traceback.format_exception(error)).splitlines()[-SHOWN_LINES:]
         start = timeline(self._schedule, Costs()).start[action]
-        place = (self._rank, f"{action}", action.stage, action.micro_batch, start)
-        mine = BatchFailure(*place, found.kind, found.summary, found.where, "\n".join(lines))
+        position = (self._rank, f"{action}", action.stage, action.micro_batch, start)
+        mine = BatchFailure(*position, found.kind, found.summary, found.where, "\n".join(lines))
         self._store.set(self.key_of(self._rank), json.dumps(asdict(mine)))
         self._failures.check_peers(self, mine)
 
@@ -146,24 +146,24 @@ class BatchInStages:
         if come % ONE_FAILURE == len(self._ranks):
             self._forget(self._number - 1)
             self._store.set(self._outcome(self._number), NONE if come < ONE_FAILURE else self._first())
-        said = self._store.get(self._outcome(self._number)).decode()
-        if said == NONE:
+        outcome = self._store.get(self._outcome(self._number)).decode()
+        if outcome == NONE:
             return
         restore_generators(self._failures.device_type, self._random)
-        failure = BatchFailure(**json.loads(said))
+        failure = BatchFailure(**json.loads(outcome))
         cause = (
             self._error
             if failure.rank == self._rank
             else FailedStageError(f"on rank {failure.rank}:\n{failure.traceback}")
         )
         raise PipelineError(
-            f"ds_npu.parallel.pipeline: this batch ended on all ranks, since {failure.said()}. Its gradients are "
+            f"ds_npu.parallel.pipeline: this batch ended on all ranks, since {failure.told()}. Its gradients are "
             "dropped. What to do: mend what failed; a script may also skip the batch, and go on with the next one on "
             "all ranks"
         ) from cause
 
     def key_of(self, rank: int) -> str:
-        """Of what ``rank`` says of its failure in this batch."""
+        """The store's key of the failure of ``rank`` in this batch."""
         return f"{self._key(self._number)} failure of rank {rank}"
 
     def failure_of(self, rank: int) -> BatchFailure:

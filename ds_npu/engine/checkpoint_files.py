@@ -24,7 +24,7 @@ from ds_npu.topology.degrees import NAMES, Axis
 from ds_npu.topology.topology import Topology
 
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-"""What DeepSpeed puts beside its checkpoints, to make one file of weights of them."""
+"""Scripts that DeepSpeed adds to its checkpoints; they make one file of weights of them."""
 REFUSING_SCRIPT = """#!/usr/bin/env python
 raise SystemExit(
     "The weights in this checkpoint are sharded over the ranks of {axes}, which DeepSpeed's script does not put "
@@ -64,7 +64,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         self._write(Path(path), lambda unfinished: upstream.save(state_dict, str(unfinished)), tensor_bytes(state_dict))
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write ``text`` beside the others' files."""
+        """Write ``text`` to a file of the checkpoint."""
         self._write(path, lambda unfinished: unfinished.write_text(text), len(text))
 
     def commit(self, info: Any) -> bool:
@@ -85,7 +85,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     def attempt(self, path: Path, action: Callable[[], object], needed: int = 0) -> None:
         """Do ``action``, which writes ``path``, unless something has failed already; keep the reason if it fails.
 
-        What it has written by then stays until all ranks know: another rank may ask for the reason, too.
+        The partial file is kept until all ranks know: another rank may ask for the reason, too.
         """
         if self.failure is not None:
             return
@@ -103,7 +103,8 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     def _remove_older(self, folder: Path) -> None:
         """Remove files of an earlier checkpoint of the same name, which other ranks or another layout had.
 
-        All of the new one have their names by now. Where it fails they stay: no load of the new one reads them.
+        All of the new one have their names by now. Files that cannot be removed
+        are left: no load of the new one reads them.
         """
         names: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(names, [each.name.removesuffix(UNFINISHED) for each in self.unfinished])
@@ -138,7 +139,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
 
 
 class AtomicCheckpoints:
-    """What ds_npu changes in how an engine saves checkpoints; every rank calls it together, as DeepSpeed wants."""
+    """How an engine saves checkpoints; all ranks call it, as DeepSpeed wants."""
 
     checkpoint_engine: Any
     topology: Topology
@@ -161,12 +162,12 @@ class AtomicCheckpoints:
         plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
         if type(plain) is not TorchCheckpointEngine:  # another of DeepSpeed's, which writes in its own time
             return bool(upstream.save_checkpoint(save_dir, tag, *given))
-        self.checkpoint_engine = together = CheckpointTransaction(plain, save_latest)
+        self.checkpoint_engine = transaction = CheckpointTransaction(plain, save_latest)
         try:
             return bool(upstream.save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
         finally:
             self.checkpoint_engine = plain
-            together.remove_unfinished()
+            transaction.remove_unfinished()
 
     def _copy_recovery_script(self, save_path: str) -> None:
         upstream: Any = super()

@@ -266,7 +266,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     *(
         Patch(
             module="transformers.trainer_jit_checkpoint",
-            name=f"JITCheckpointCallback.{place}",
+            name=f"JITCheckpointCallback.{event}",
             factory=f"ds_npu.engine.sigterm:{factory}",
             parameters=("self", "args", "state", "control"),
             what="with the section, a checkpoint on SIGTERM is saved at the end of a step or epoch, by all ranks",
@@ -275,7 +275,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
             upstream="transformers/trainer_jit_checkpoint.py, JITCheckpointCallback (5.23.0)",
             until="transformers lets the ranks agree, and saves between steps under DeepSpeed",
         )
-        for place, factory in {
+        for event, factory in {
             "on_step_begin": "save_later",
             "on_pre_optimizer_step": "save_later",
             "on_step_end": "agree_on_saving",
@@ -285,7 +285,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer_jit_checkpoint",
         name="CheckpointManager.execute_jit_checkpoint",
-        factory="ds_npu.engine.sigterm:save_together",
+        factory="ds_npu.engine.sigterm:save_on_all_ranks",
         parameters=("self",),
         what="with the section, only a rank that writes the checkpoint marks its folder as incomplete",
         why="every rank makes and removes the one file that marks it, and fails where another was faster",

@@ -13,7 +13,7 @@ from ds_npu.topology.degrees import Degrees
 
 
 def communicator_bytes(model: nn.Module, degrees: Degrees, ds_config: dict[str, Any]) -> int:
-    """Of all communicators that this rank opens; none in a world of one rank, or over another backend."""
+    """Bytes of all communicators that this rank opens; none in a world of one rank, or over another backend."""
     if dist.get_backend() != "hccl" or dist.get_world_size() == 1:
         return 0
     choice = algorithm_choice_of(model)

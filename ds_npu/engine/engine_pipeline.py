@@ -65,16 +65,16 @@ class RunningMicroBatches:
 
     parts: Sequence[Arguments]
     items: Items | None
-    """What their losses are divided by; None: they are averaged."""
+    """The number of items that divides their losses; None: losses are averaged."""
     trains: bool
     scores: bool = False
     """Whether scores of tokens are returned in training, too."""
     form: OutputForm | None = None
     """In training, of what the last stage has returned."""
     outputs: dict[int, Any] = field(default_factory=dict)
-    """By micro-batch, what the last stage has returned, where it is not the loss alone that is returned."""
+    """Outputs of the last stage by micro-batch, where more than the loss is returned."""
     losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """By micro-batch and stage, what this rank's stages add to the loss of the batch, without graphs."""
+    """Shares of the loss by micro-batch and stage of this rank, without graphs."""
 
     @property
     def own_outputs(self) -> list[Any]:
@@ -84,7 +84,7 @@ class RunningMicroBatches:
     @property
     def own_losses(self) -> list[torch.Tensor]:
         """In an order that no schedule changes."""
-        return [self.losses[place] for place in sorted(self.losses)]
+        return [self.losses[key] for key in sorted(self.losses)]
 
 
 class StageOfEngine:
@@ -231,7 +231,7 @@ class EnginePipeline:
             self.loss.check_labels(given)
 
     def _agree(self, given: Arguments | Sequence[Arguments], parts: Sequence[Arguments]) -> None:
-        """What all ranks do together before the micro-batches ``parts`` of the batch ``given``."""
+        """Agree with all ranks before the micro-batches ``parts`` of the batch ``given`` run."""
         if not self._has_begun:
             self._has_begun = True
             if self.layout.recomputes:

@@ -37,7 +37,7 @@ from ds_npu.engine.grid import ContextGrid
 from ds_npu.engine.joint_calls import joint_calls_of_this_world
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.own_moe import check_no_own_experts
-from ds_npu.engine.placements import equalise_copies, place_parameters
+from ds_npu.engine.placements import complete_placements, equalise_copies
 from ds_npu.engine.quantized import check_not_quantized
 from ds_npu.engine.same_batch import agree_on_first_batch
 from ds_npu.engine.scheduled_module import scheduled_module
@@ -72,7 +72,7 @@ from ds_npu.zero_ext.training_engine import EngineEvents, TrainingEngine
 
 
 class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, AtomicCheckpoints):
-    """What ds_npu changes in any of DeepSpeed's engines: who works with whom, and how gradients are reduced."""
+    """Changes of ds_npu in all of DeepSpeed's engines: the topology, and how gradients are reduced."""
 
     optimizer_verdict = Verdict()
     returns_outputs_as_losses = False
@@ -102,7 +102,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
             equalise_tied(model, self.topology, layout.rank_of)
             give_own_parameters(kwargs, model, self.topology)
         stage_axes: tuple[Axis, ...] = ("pp",) if "pp" in self.model_axes else ()
-        place_parameters(model, self.topology, stage_axes, kwargs["config_class"].zero_optimization_stage)
+        complete_placements(model, self.topology, stage_axes, kwargs["config_class"].zero_optimization_stage)
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
@@ -161,7 +161,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
             warn_once(warning)
 
     def communicator_bytes(self) -> int:
-        """Of device memory that HCCL's buffers take on this rank."""
+        """Bytes of device memory that HCCL's buffers take on this rank."""
         engine: Any = self
         return communicator_bytes(engine.module, self.topology.degrees, engine._config._param_dict)
 
@@ -184,8 +184,8 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         sharded = sharded_model_of(self.module)
         self.is_made_narrow = self.is_float64 and self.has_experts and self.zero_optimization_stage() < 3
-        together = [*(sharded.fetched_together if sharded else ()), *gathered_whole(self.module)]
-        with gathered_as_one(together):
+        whole = [*(sharded.fetched_together if sharded else ()), *gathered_whole(self.module)]
+        with gathered_as_one(whole):
             zero: Any = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if self.is_made_narrow:
             self.is_made_narrow = False
@@ -225,7 +225,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
     # reduce-scatter accepts no other.
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the model, and of accumulated gradients, for ZeRO; without it DeepSpeed wraps all but float32."""
+        """Dtypes of the model and of accumulated gradients for ZeRO; without it DeepSpeed wraps all but float32."""
         types: tuple[torch.dtype, torch.dtype] = super().get_data_types()  # type: ignore[misc]
         zero = self.zero_optimization()
         return (torch.float64, torch.float64) if self.is_float64 and zero else types
@@ -247,7 +247,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
 
 
 class PipelineMixin(TopologyMixin):
-    """What a context axis and a schedule of ours change in a pipeline."""
+    """Changes of a context axis, and of ds_npu's schedules, in a pipeline engine."""
 
     has_own_schedule = False
     """Whether its modules have two stages on each rank, for DualPipeV."""

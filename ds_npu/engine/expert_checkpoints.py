@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints of a model whose experts are on ranks: dense weights as ever, experts in files beside them.
+"""DeepSpeed's checkpoints of a model whose experts are on ranks: dense weights as ever, experts in files of their own.
 
 DeepSpeed (0.19.8) writes what the first data rank holds, which has some of the experts only, and knows other files for
 experts of its own layers alone (runtime/engine.py, _save_moe_checkpoint). Here rank r of the n expert ranks writes

@@ -15,7 +15,7 @@ STATE, GROUPS = "state", "param_groups"
 INNER = "optimizer_state_dict"
 """The key of it in that of DeepSpeed's optimizers for 16 bits."""
 MASTERS = ("fp32_groups", "fp32_groups_flat")
-"""Keys beside it, of float32 weights by group."""
+"""Keys of float32 weights by group in the same state dict."""
 OF_EXPERTS = "moe"
 """DeepSpeed's mark on a parameter group of experts."""
 

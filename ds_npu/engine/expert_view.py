@@ -110,7 +110,7 @@ def _as_groups(parameters: Iterable[Any]) -> list[ParameterGroup]:
 
 
 class ExpertView(ExpertCheckpoints):
-    """What ds_npu changes in an engine whose model has weights on the expert view."""
+    """Changes in an engine whose model has weights on the expert view."""
 
     module: nn.Module
     topology: Topology

@@ -1,4 +1,4 @@
-"""What a rank prints when an error ends it: one rank says an error whole, the others one line that points to it.
+"""Messages of a rank that an error ends: one rank prints the error whole, the others one line that points to it.
 
 What reaches the top of the main thread passes ``sys.excepthook``. There the rank tells the others, over the store of
 the default process group, which error ended it, and learns whether it is
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ds_npu.config.problems import ConfigError, printable
-from ds_npu.engine.failure_record import PATIENCE_SECONDS, Failure, FailureRecord, this_place
+from ds_npu.engine.failure_record import PATIENCE_SECONDS, Failure, FailureRecord, rank_numbers
 from ds_npu.engine.torchelastic_file import tell_torchelastic
 from ds_npu.log import logger
 
@@ -40,7 +40,7 @@ TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms|(?:Socket|Store|Wait) ?[Tt]imeout|HCCL_E_TIMEOUT|EI000[26]\b|wait timeout"
 )
 LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[1]), os.path.dirname(os.__file__))
-"""What the path of a file holds that is not the user's script."""
+"""Parts of paths of files that are not the user's script."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Ending:
     is_whole: bool
     """Whether it prints the traceback."""
     line: str = ""
-    """What it prints after that; empty: nothing."""
+    """The line that it prints after the traceback; empty: none."""
     is_cause: bool = True
     """Whether no other rank is known to have ended it."""
 
 
 class Hook:
-    """What stands at ``sys.excepthook``, above any other: torch's own keeps all back until the one below has ended."""
+    """The outermost ``sys.excepthook``: torch's own prints nothing until the hook below it has ended."""
 
     def __init__(self) -> None:
         self.below = self.first_below = sys.excepthook
@@ -83,7 +83,7 @@ class Hook:
             line = f"[ds_npu] ERROR: {ending.line}.\n"
             sys.stderr.write(line)
             if sys.modules.get("torch_npu") is not None:
-                logger().addHandler(_SaidAgain(line))
+                logger().addHandler(_RepeatedLine(line))
         sys.stderr.flush()
         if record is not None:
             # torch_npu's watchdog soon aborts a process whose collective has failed, and would have the last word.
@@ -101,13 +101,13 @@ def _hook() -> Hook:
 
 
 def explain_failed_ranks() -> None:
-    """From now on, print of an exception that ends this process what a reader of all ranks' output needs."""
+    """Make an exception that ends this process print what a reader of all ranks' output needs."""
     _hook().install()
 
 
 def ending_of(error: BaseException, traceback: TracebackType | None, record: FailureRecord | None) -> Ending:
     """How this rank ends by ``error``, after a word with the others."""
-    rank, ranks, local_rank = this_place()
+    rank, ranks, local_rank = rank_numbers()
     me = f"rank {rank} of {ranks}"
     mine = failure_of(error, traceback)
     if ranks == 1:
@@ -131,7 +131,7 @@ def _own(error: BaseException, mine: Failure, record: FailureRecord) -> Ending:
         return Ending(
             False, f"{me} ended with the same error as rank {speaker}, which says it: {mine.summary}", is_cause=False
         )
-    before = f"{me} failed after {first.said()}" if first is not None and first.kind != mine.kind else ""
+    before = f"{me} failed after {first.told()}" if first is not None and first.kind != mine.kind else ""
     return Ending(True, "; ".join(filter(None, (_explained(error, me), before))))
 
 
@@ -148,16 +148,16 @@ def _after(found: str, mine: Failure, record: FailureRecord) -> Ending:
         )
     first = record.first()
     if first is not None:
-        return Ending(False, f"{me} ended because of {first.said()}", is_cause=False)
+        return Ending(False, f"{me} ended because of {first.told()}", is_cause=False)
     speaker = record.witness()
     if speaker == mine.rank:
         return Ending(True, _gone(me, found), is_cause=False)
-    said = f"{me} ended, as rank {speaker} says of itself, because another rank ended first ({found})"
-    return Ending(False, said, is_cause=False)
+    line = f"{me} ended, as rank {speaker} says of itself, because another rank ended first ({found})"
+    return Ending(False, line, is_cause=False)
 
 
 def _explained(error: BaseException, me: str) -> str | None:
-    """What to know of an ``error`` that another rank may have caused; None for any other error."""
+    """Explain an ``error`` that another rank may have caused; None for any other error."""
     if found := _match(PEER_GONE, error):
         return _gone(me, found)
     if found := _match(TIMED_OUT, error):
@@ -199,18 +199,18 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def failure_of(error: BaseException, traceback: TracebackType | None) -> Failure:
     """``error`` in words; errors of one kind are raised at the same line of the program."""
-    rank, _, _ = this_place()
+    rank, _, _ = rank_numbers()
     name = type(error).__name__
     lines = str(error).strip().splitlines()
-    places = _places(traceback)
-    scripts = [place for place, is_script in places if is_script] or [place for place, _ in places] or ["?"]
-    innermost = places[-1][0] if places else ""
+    frames = _frames(traceback)
+    scripts = [frame for frame, is_script in frames if is_script] or [frame for frame, _ in frames] or ["?"]
+    innermost = frames[-1][0] if frames else ""
     kind = name if isinstance(error, KeyboardInterrupt) else f"{name} at {innermost}"
     summary = printable(": ".join([name, *lines[:1]])) + (" ..." if len(lines) > 1 else "")
     return Failure(rank, os.uname().nodename, kind, summary, scripts[-1])
 
 
-def _places(traceback: TracebackType | None) -> list[tuple[str, bool]]:
+def _frames(traceback: TracebackType | None) -> list[tuple[str, bool]]:
     """File, line and function of each frame, outermost first, and whether it is of the user's script."""
     found = []
     while traceback is not None:
@@ -225,7 +225,7 @@ def is_of_script(file: str) -> bool:
     return not any(part in file for part in LIBRARIES)
 
 
-class _SaidAgain(logging.NullHandler):
+class _RepeatedLine(logging.NullHandler):
     """Writes ``line`` when logging shuts down: after torch_npu's own exit, which warns of the broken communicator."""
 
     def __init__(self, line: str) -> None:

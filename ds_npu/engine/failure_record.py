@@ -1,4 +1,4 @@
-"""Which error ended which rank first: kept in the store of the default process group, asked for within a bound.
+"""A record, in the store of the default process group, of the error that ended a rank first; all waits are bounded.
 
 The store lives in rank 0's process (under torchrun in its agent). So rank 0 leaves last, or when its patience ends.
 """
@@ -40,12 +40,12 @@ class Failure:
     where: str
     """The innermost line of the user's script."""
 
-    def said(self) -> str:
+    def told(self) -> str:
         """For another rank's last line."""
         return f"rank {self.rank}, which failed first, on {self.host}, and says why: {self.summary} (at {self.where})"
 
 
-def this_place() -> tuple[int, int, int]:
+def rank_numbers() -> tuple[int, int, int]:
     """This process's rank, the number of ranks, and the rank on its node; 0, 1, 0 without a launcher."""
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -86,8 +86,8 @@ class FailureRecord:
 
     def note(self, mine: Failure) -> Failure | None:
         """Note ``mine`` unless another rank was first; returns the first (None: the store does not answer)."""
-        said = json.dumps(asdict(mine))
-        return self.ask(lambda: _read(self.store.compare_set("first", "", said)), None)
+        text = json.dumps(asdict(mine))
+        return self.ask(lambda: _read(self.store.compare_set("first", "", text)), None)
 
     def first(self) -> Failure | None:
         """The failure that was noted first, if any."""
@@ -97,12 +97,12 @@ class FailureRecord:
         """The rank that says an error of this kind: rank 0 if it has it, too, else the first that asks."""
 
         def ask() -> int:
-            said = f"rank 0 says {mine.kind}"
+            key = f"rank 0 says {mine.kind}"
             if self.rank == 0:
-                self.store.set(said, "1")
+                self.store.set(key, "1")
                 return 0
-            self._wait_for(said)
-            return 0 if self.store.check([said]) else self._first_to_ask(mine.kind)
+            self._wait_for(key)
+            return 0 if self.store.check([key]) else self._first_to_ask(mine.kind)
 
         return self.ask(ask, self.rank)
 
@@ -117,7 +117,7 @@ class FailureRecord:
         """Let the others know that this rank has printed; rank 0 waits for them, since the store goes with it.
 
         A rank that has only pointed to another (``after_rank_0``) waits for rank 0: launchers end all with the first.
-        Nobody waits where it is not to (``waits``). What is written to the screen meanwhile is lost.
+        Nobody waits where it is not to (``waits``). Nothing is written to the screen meanwhile.
         """
 
         def others_are_told() -> None:
@@ -171,5 +171,5 @@ def _silent() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _read(said: bytes) -> Failure:
-    return Failure(**json.loads(said))
+def _read(text: bytes) -> Failure:
+    return Failure(**json.loads(text))

@@ -1,7 +1,7 @@
 """A PipelineModule's grid with a context axis.
 
 DeepSpeed's grid has the axes pipe, data and model, and PipelineModule ties weights and writes layers over ``data``.
-Here ``data`` is dp x cp, so that all of that stays right, and what DeepSpeed asks of an mpu is answered with dp and
+Here ``data`` is dp x cp, so that all of that remains right, and what DeepSpeed asks of an mpu is answered with dp and
 cp apart.
 """
 

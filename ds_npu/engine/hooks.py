@@ -1,4 +1,4 @@
-"""What stands in for DeepSpeed's names (the factories of ``ds_npu.engine.patches``).
+"""Replacements for DeepSpeed's names (the factories of ``ds_npu.engine.patches``).
 
 Each takes the original and returns its replacement, which calls the original; without the section in the config, or
 without an NPU, the replacement does what the original does.

@@ -29,8 +29,8 @@ from ds_npu.stacks import main_stack
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SAID_AFTER_SECONDS = 60.0
-"""How long a rank waits before it says for whom; the others may be late for good reasons."""
+WARN_AFTER_SECONDS = 60.0
+"""How long a rank waits before it says for whom; the others may have good reasons to be slower."""
 SILENT_SECONDS = 15.0
 """After so long a rank that says nothing of itself may be dead, which the call's own collectives find out at once."""
 LONGEST_PAUSE_SECONDS = 1.0
@@ -53,7 +53,7 @@ class JointCalls:
     def __init__(self, record: FailureRecord | None) -> None:
         self.record = record
         self.number = 0
-        """Of the last call that this rank has made, or is in."""
+        """Number of the last call that this rank has made, or is in."""
         self.depth = 0
         """Calls within one another."""
         self.speaking = threading.Lock()
@@ -94,7 +94,7 @@ class JointCalls:
 
         def tell() -> None:
             if record.store.check([f"joint call {number}"]):
-                record.store.set(_place(number, record.rank), _line_of_script())
+                record.store.set(_position_key(number, record.rank), _line_of_script())
 
         record.ask(tell, None)
 
@@ -106,14 +106,14 @@ class JointCalls:
             self.has_ended = True
 
         def tell() -> None:
-            record.store.set(_place(number, record.rank), THE_END)
+            record.store.set(_position_key(number, record.rank), THE_END)
             _settle(record, number, f"rank {record.rank} has ended")
 
         record.ask(tell, None)
 
 
 def joint_calls_of_this_world() -> JointCalls:
-    """Those of the default process group, the same for all engines of this process."""
+    """The joint calls of the default process group, the same for all engines of this process."""
     record = FailureRecord.of_this_world()
     return JointCalls(None) if record is None else _of(dist.distributed_c10d._get_default_store())
 
@@ -137,11 +137,11 @@ def joint(name: str) -> Callable[[Callable[Concatenate[E, P], T]], Callable[Conc
 
     def made(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
         @functools.wraps(method)
-        def together(engine: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def joint_method(engine: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
             with engine.joint_calls.call(name):
                 return method(engine, *args, **kwargs)
 
-        return together
+        return joint_method
 
     return made
 
@@ -149,23 +149,23 @@ def joint(name: str) -> Callable[[Callable[Concatenate[E, P], T]], Callable[Conc
 def _meet(record: FailureRecord, name: str, number: int) -> None:
     """Wait until all ranks are in call ``number``, or one is silent; raise RuntimeError where they do not meet."""
     store = record.store
-    store.set(_place(number, record.rank), name)
+    store.set(_position_key(number, record.rank), name)
     others = store.compare_set(f"joint call {number}", "", name).decode()
     if others != name:
         _settle(record, number, f"rank {record.rank} calls {name}, where {others} was called first")
     elif store.add(f"ranks in joint call {number}", 1) == record.ranks:
         _settle(record, number, ALL)
     timeout_s = _timeout_s(store)
-    begun, pause, is_said = time.monotonic(), 0.001, False
+    begun, pause, has_warned = time.monotonic(), 0.001, False
     while not store.check([_outcome(number)]):
         waited = time.monotonic() - begun
         if waited > timeout_s:
             _settle(record, number, f"after {waited:.0f} s, the timeout of the process group")
-        elif waited > SILENT_SECONDS and "" in _places(record, number):
+        elif waited > SILENT_SECONDS and "" in _positions(record, number):
             return
-        elif waited > SAID_AFTER_SECONDS and not is_said:
-            is_said = True
-            if record.rank == _places(record, number).index(name):
+        elif waited > WARN_AFTER_SECONDS and not has_warned:
+            has_warned = True
+            if record.rank == _positions(record, number).index(name):
                 standing = _standing(record, name, number)
                 sys.stderr.write(f"[ds_npu] WARNING: {name} waits, after {waited:.0f} s: {standing}. {REMEDY}.\n")
         time.sleep(pause)
@@ -176,7 +176,7 @@ def _meet(record: FailureRecord, name: str, number: int) -> None:
 
 
 def _timeout_s(store: Any) -> float:
-    """That of the process group: torch gives it to its store."""
+    """The timeout of the process group in seconds: torch gives it to its store."""
     return float(store.timeout.total_seconds())
 
 
@@ -186,18 +186,18 @@ def _settle(record: FailureRecord, number: int, outcome: str) -> None:
 
 
 def _standing(record: FailureRecord, name: str, number: int) -> str:
-    """Which ranks are in the call, and where the others stand."""
-    places = _places(record, number)
-    inside = [rank for rank, place in enumerate(places) if place == name]
-    outside = [rank for rank, place in enumerate(places) if place != name]
-    where = [f"rank {rank} is at {places[rank] or 'a place that it does not say'}" for rank in outside[:SHOWN]]
+    """Describe which ranks are in the call, and where the others stand."""
+    positions = _positions(record, number)
+    inside = [rank for rank, position in enumerate(positions) if position == name]
+    outside = [rank for rank, position in enumerate(positions) if position != name]
+    where = [f"rank {rank} is at {positions[rank] or 'a place that it does not say'}" for rank in outside[:SHOWN]]
     more = f", and {len(outside) - SHOWN} more" if len(outside) > SHOWN else ""
     return f"in it {_ranks(inside)} of {record.ranks}; {'; '.join(where)}{more}"
 
 
-def _places(record: FailureRecord, number: int) -> list[str]:
-    """Of each rank the call that it is in, or the line of its script; empty where it says nothing."""
-    keys = [_place(number, rank) for rank in range(record.ranks)]
+def _positions(record: FailureRecord, number: int) -> list[str]:
+    """The call that each rank is in, or the line of its script; empty where it says nothing."""
+    keys = [_position_key(number, rank) for rank in range(record.ranks)]
     return [record.store.get(key).decode() if record.store.check([key]) else "" for key in keys]
 
 
@@ -221,7 +221,7 @@ def _count(rank: int) -> str:
     return f"joint calls of rank {rank}"
 
 
-def _place(number: int, rank: int) -> str:
+def _position_key(number: int, rank: int) -> str:
     return f"place of rank {rank} at joint call {number}"
 
 

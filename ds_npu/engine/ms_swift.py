@@ -1,4 +1,4 @@
-"""What stands in for names of ms-swift: its sampler counts every process as a data rank, its metric reads logits.
+"""Replacements for names of ms-swift: its sampler counts every process as a data rank, its metric reads logits.
 
 Read in ms-swift 4.6.0.
 """

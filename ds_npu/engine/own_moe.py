@@ -1,4 +1,4 @@
-"""Layers of DeepSpeed's own mixture of experts in a model: right beside data ranks only."""
+"""Layers of DeepSpeed's own mixture of experts in a model: right with data ranks only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row of the patch table is."""
+"""The type of a row of the patch table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Patch:
     factory: str
     """``module:function`` of ds_npu, called with the original, returning what replaces it."""
     parameters: tuple[str, ...]
-    """What the original's parameters must begin with."""
+    """Names with which the original's parameters must begin."""
     what: str
     why: str
     upstream: str

@@ -202,7 +202,7 @@ def _apply(patch: Patch, module: ModuleType) -> None:
 
 
 def _attribute(module: ModuleType, path: list[str]) -> Any:
-    """What ``path`` leads to in ``module`` through classes; None: there is none."""
+    """The attribute at ``path`` in ``module``, through classes; None if there is none."""
     found: Any = module
     for part in path:
         found = None if found is None else vars(found).get(part)

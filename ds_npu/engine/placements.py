@@ -1,4 +1,4 @@
-"""From the placement of each parameter to what DeepSpeed reads off parameters: marks, and ZeRO's process group."""
+"""Marks and process groups of parameters that DeepSpeed reads, derived from the placement of each parameter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def expert_group_name(topology: Topology) -> str:
     return f"ep_size_{topology.size('ep', 'etp')}"
 
 
-def place_parameters(model: nn.Module, topology: Topology, stage_axes: tuple[Axis, ...], zero_stage: int) -> None:
+def complete_placements(model: nn.Module, topology: Topology, stage_axes: tuple[Axis, ...], zero_stage: int) -> None:
     """Complete the placement of every parameter of ``model``, and mark it for DeepSpeed accordingly.
 
     ``stage_axes``: ("pp",) where each rank along it has other layers, () where each has the whole model. Raises
@@ -68,7 +68,7 @@ def _mark(parameter: nn.Parameter, placement: Placement, topology: Topology, zer
     if placement.is_expert or placement.part("tp") != "replicated":
         TENSOR_PARALLEL.set(parameter, True)
     if zero_stage == 3:
-        # Of nothing (an expert of a list that is on other ranks) DeepSpeed can gather no pieces: it stays on each rank.
+        # DeepSpeed cannot gather an empty weight (an expert of a list on other ranks): it remains on each rank.
         is_empty = 0 in unpartitioned_shape(parameter)
         ZERO_GROUP.set(parameter, topology.group(*(() if is_empty else placement.data_axes)))
 

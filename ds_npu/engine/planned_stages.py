@@ -24,11 +24,11 @@ class PlannedStages:
 
     layout: PipelineLayout
     blocks: tuple[tuple[str, ...], ...]
-    """By stage, the names of its blocks."""
+    """Names of the blocks by stage."""
     loads: tuple[float, ...]
-    """By stage, the numbers of the matrices that a token is multiplied by; the last stage has the head."""
+    """Elements of the matrices that a token is multiplied by, by stage; the last stage has the head."""
     held: tuple[int, ...]
-    """By pipeline rank, the numbers of its parameters with the shards of all axes, before ZeRO."""
+    """Elements of the parameters by pipeline rank, with the shards of all axes, before ZeRO."""
 
 
 def planned_stages(model: nn.Module, config: DsNpuConfig, degrees: Degrees) -> PlannedStages:

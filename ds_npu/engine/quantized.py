@@ -24,7 +24,7 @@ def check_not_quantized(model: nn.Module, degrees: Degrees) -> None:
 
 
 def _quantization(model: nn.Module) -> str | None:
-    """What says that ``model``, or a model in it (PEFT's), is quantised; None where nothing does."""
+    """The setting that says that ``model``, or a model in it (PEFT's), is quantised; None without one."""
     for module in model.modules():
         # As every quantiser of transformers says it (quantizers/base.py, preprocess_model, 5.23).
         if attribute(module, "is_quantized", bool):

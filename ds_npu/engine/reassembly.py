@@ -36,7 +36,7 @@ OF_PRECISION = (
 
 
 class Reassembly:
-    """What the files of one rank of an engine would hold, put together from a checkpoint of another layout.
+    """The content of the files of one rank of an engine, reassembled from a checkpoint of another layout.
 
     A weight of the model that the checkpoint does not have keeps its own values, and has no state of the optimizer.
     """
@@ -154,7 +154,7 @@ class Reassembly:
             group.update({key: value for key, value in settings.get(index, {}).items() if key not in OF_RANKS})
 
     def _own_flats(self, found: State, layout: OptimizerLayout, names: Mapping[int, str]) -> list[torch.Tensor]:
-        """Tensors as the optimizer's, on the host; with its values where the checkpoint lacks a weight of one."""
+        """Tensors like the optimizer's, on the host; with its own values where the checkpoint has no weight."""
         flats = [torch.zeros(each.shape, dtype=each.dtype) for each in layout.flats]
         if layout.values is not None:
             held = _at(found, layout.values)

@@ -1,4 +1,4 @@
-"""What ds_report says about this machine's NPUs, below DeepSpeed's own report and in its style."""
+"""The part of ds_report about this machine's NPUs, below DeepSpeed's own report and in its style."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def installed_cann_path() -> str | None:
 
 
 def installed_operators(installed: Mapping[str, bool], built_for: str) -> dict[str, bool]:
-    """What ``deepspeed.git_version_info.installed_ops`` has to say for ds_report's column "installed" to be right.
+    """The value of ``deepspeed.git_version_info.installed_ops`` that makes ds_report's column "installed" right.
 
     ``built_for`` is the accelerator DeepSpeed was built for (its ``accelerator_name``): a wheel says cpu, and ds_report
     then answers NO to all. An operator that has nothing to compile is installed.
@@ -155,7 +155,7 @@ def _version_lines() -> Iterator[str]:
 
 
 def _devices() -> list[str]:
-    """What each NPU is, or why it does not answer."""
+    """Describe each NPU, or say why it does not answer."""
     torch_npu: Any = capability.try_import("torch_npu")[0]
     return [_device(torch_npu.npu, index) for index in range(torch_npu.npu.device_count())]
 
@@ -177,7 +177,7 @@ def _device_lines(devices: list[str]) -> Iterator[str]:
 
 
 def _variable_lines() -> Iterator[str]:
-    """Those that are set; docs/environment.md lists them all."""
+    """Variables that are set; docs/environment.md lists them all."""
     for setting in capability.hccl_environment():
         if setting.value is not None:
             yield _line(setting.name, f"{setting.value} ({setting.origin}, default {setting.default}; {setting.note})")
@@ -198,9 +198,9 @@ def _kernel_lines() -> Iterator[str]:
 
 def _counted(title: str, rows: list[tuple[str, str | None]]) -> Iterator[str]:
     """How many of ``rows`` can be used, and a row for each of the others with a reason of its own."""
-    said = capability.torch_npu_importable()
+    unavailable = capability.torch_npu_importable()
     wrong = [(name, reason) for name, reason in rows if reason]
-    own = [(name, reason) for name, reason in wrong if not said or reason != str(said)]
+    own = [(name, reason) for name, reason in wrong if not unavailable or reason != str(unavailable)]
     see = f", {SEE}" if len(own) < len(wrong) else ""
     yield _line(title, f"{NO if wrong else OKAY} {len(rows) - len(wrong)} of {len(rows)}{see}")
     for name, reason in own:

@@ -1,4 +1,4 @@
-"""What the ranks agree on before the first forward: that peers were given the same batch, and a context algorithm."""
+"""Agreement of all ranks before the first forward: on equal batches of peers, and on a context algorithm."""
 
 from __future__ import annotations
 

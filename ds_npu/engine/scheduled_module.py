@@ -31,7 +31,7 @@ class _StageOfModule:
     def __init__(self, engine: Any, held: HeldReduction) -> None:
         self.engine, self.held = engine, held
         self.losses: dict[int, torch.Tensor] = {}
-        """By micro-batch, in the last stage, without graphs."""
+        """Losses by micro-batch in the last stage, without graphs."""
 
     def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
         engine = self.engine
@@ -62,7 +62,7 @@ class _StageOfModule:
 
 
 def _sent(out: Any) -> Tensors:
-    """What a stage gives the next one, as a tuple; raises TypeError for what the next one would mistake."""
+    """The output of a stage as a tuple; raises TypeError for an output that the next stage would mistake."""
     if isinstance(out, torch.Tensor):
         return (out,)
     if isinstance(out, tuple) and len(out) > 1 and all(isinstance(each, torch.Tensor) for each in out):
@@ -119,7 +119,7 @@ class ScheduledModule:
 
 
 def scheduled_module(engine: Any, section: PipelineSection) -> ScheduledModule | None:
-    """What trains ``engine``, where ``section`` asks for a schedule or a recomputation; None: DeepSpeed does."""
+    """The ScheduledModule of ``engine`` if ``section`` asks for a schedule or recomputation; None: DeepSpeed trains."""
     if section.schedule is None and section.recompute is None:
         return None
     if engine.has_own_schedule:

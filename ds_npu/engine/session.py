@@ -1,4 +1,4 @@
-"""From a DeepSpeed config to what an engine is built with: the checked section and the topology of this world."""
+"""The checked section of a DeepSpeed config and the topology of this world, from which an engine is built."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import Topology
 
 MOST_DIGITS = 20
-"""Of a world size: Python reads no integer of thousands."""
+"""Most digits of a world size: Python reads no integer of thousands of digits."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """What one engine is built from."""
+    """The section and the topology that one engine is built from."""
 
     config: DsNpuConfig
     topology: Topology
@@ -35,7 +35,7 @@ _topologies: dict[tuple[Any, Degrees], Topology] = {}
 
 
 def world_size() -> int | None:
-    """Of the process group where there is one, else of the launcher; None where only MPI will tell."""
+    """The world size of the process group, or else of the launcher; None where only MPI will tell."""
     if dist.is_initialized():
         return dist.get_world_size()
     size = os.environ.get("WORLD_SIZE", "")

@@ -1,4 +1,4 @@
-"""No file of DeepSpeed's shared-memory extension (deepspeed_shm_comm, CPU only) stays in /dev/shm.
+"""No file of DeepSpeed's shared-memory extension (deepspeed_shm_comm, CPU only) remains in /dev/shm.
 
 Each rank makes a file of 69 MB, ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>``, maps those of
 all ranks, keeps them open, and removes none of them, ever (DeepSpeed 0.19.8 ops/csrc/cpu/comm/shm.cpp). Once every

@@ -46,7 +46,7 @@ def save_later(original: Function) -> Function:
     return passed
 
 
-def save_together(original: Function) -> Function:
+def save_on_all_ranks(original: Function) -> Function:
     """For the saving itself: the ranks that write the checkpoint mark its folder as incomplete, and no other."""
 
     @functools.wraps(original)

@@ -1,7 +1,7 @@
 """The parameters of an optimizer over pipeline stages, which may have other groups each: without experts, or frozen.
 
 DeepSpeed's ZeRO 1 and 2 (0.19.8 runtime/zero/stage_1_and_2.py, scaled_global_norm) reduce the norm of each group over
-the pipeline ranks: a stage with fewer groups takes part in those that it lacks.
+the pipeline ranks: a stage with fewer groups takes part in the norms of the others' groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the last pipeline stage returns, made known to the ranks of the other stages."""
+"""The output of the last pipeline stage, made known to the ranks of the other stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOSS, LOGITS = "loss", "logits"
 
 @dataclass(frozen=True)
 class OutputForm:
-    """The type of an output, and its tensors: by name where it is a mapping, else by place."""
+    """The type of an output, and its tensors: by name where it is a mapping, else by position."""
 
     kind: type
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -40,12 +40,11 @@ class OutputForm:
 
 
 def tensors_of(output: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model's output, a tensor, tuple or mapping, by name or place; what is nested is left out."""
+    """The tensors of a model's output, a tensor, tuple or mapping, by name or position; nested tensors are left out."""
     if isinstance(output, torch.Tensor):
         return {LOSS if output.dim() == 0 else LOGITS: output}
     if not isinstance(output, Mapping):
-        places = enumerate(output)
-        named = {LOSS if place == 0 and _is_scalar(each) else f"{place}": each for place, each in places}
+        named = {LOSS if index == 0 and _is_scalar(each) else f"{index}": each for index, each in enumerate(output)}
     else:
         named = dict(output)
     return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from ds_npu.engine.failure_record import Failure
 
 LATER_SECONDS = 5
-"""Behind the cause, whose time is taken, in whole seconds, when the agent sees its end."""
+"""Seconds by which other failures follow their cause, whose time the agent takes in whole seconds."""
 
 
 def tell_torchelastic(mine: Failure, line: str, *, is_cause: bool) -> None:
@@ -27,7 +27,7 @@ def tell_torchelastic(mine: Failure, line: str, *, is_cause: bool) -> None:
     if not path.name or (is_cause and path.exists()):
         return
     seconds = int(time.time()) + (0 if is_cause else LATER_SECONDS)
-    said = line or f"{mine.summary} (at {mine.where}; the traceback stands above, or in the log of rank {mine.rank})"
-    message = {"message": mine.summary, "extraInfo": {"py_callstack": said, "timestamp": str(seconds)}}
+    text = line or f"{mine.summary} (at {mine.where}; the traceback stands above, or in the log of rank {mine.rank})"
+    message = {"message": mine.summary, "extraInfo": {"py_callstack": text, "timestamp": str(seconds)}}
     with suppress(OSError):
         path.write_text(json.dumps({"message": message}))

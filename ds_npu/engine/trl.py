@@ -1,4 +1,4 @@
-"""What stands in for names of TRL: tokens' scores with a sharded head, and samples of generated completions.
+"""Replacements for names of TRL: tokens' scores with a sharded head, and samples of generated completions.
 
 Read in TRL 1.16. Its trainers call a model with ``fused_lm_head=True``, and the forward that they put into it reads the
 head's weight and computes log-probabilities with it (``trainer/utils.py``, ``add_fused_lm_head``). GRPOTrainer and
@@ -61,7 +61,7 @@ def _scores(values: dict[str, Any]) -> TokenScores | None:
 
 
 _COUNTING: ContextVar[ExitStack | None] = ContextVar("_COUNTING", default=None)
-"""Of the arguments that are being made, and count data ranks once it is known how many there are."""
+"""Undo stack of the arguments that are being made; they count data ranks once their number is known."""
 
 
 def count_generated_samples(original: Function) -> Function:

@@ -48,7 +48,7 @@ class WholeWeights:
         Names and shapes are those of the model before it was sharded, so that it loads into the plain one. Weights are
         gathered one at a time.
         """
-        with self._together("engine.whole_state_dict"):
+        with self._on_all_ranks("engine.whole_state_dict"):
             weights = self._gathered_weights()
         # A rank that ends right after this has sent its part: on NPUs collectives are only queued when they return.
         get_accelerator().synchronize()
@@ -76,16 +76,16 @@ class WholeWeights:
             device=None if device is None else torch.device(device),
             gather=self._gather,
         )
-        return self._begun_together(found)
+        return self._begun_by_all(found)
 
-    def _begun_together(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._together("engine.whole_weights"):
+    def _begun_by_all(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._on_all_ranks("engine.whole_weights"):
             pass
         yield from weights
         # See whole_state_dict.
         get_accelerator().synchronize()
 
-    def _together(self, name: str) -> AbstractContextManager[None]:
+    def _on_all_ranks(self, name: str) -> AbstractContextManager[None]:
         """A block that no rank begins before all of them do, where ranks hold parts of the weights."""
         holds_part = self.is_sharded or self._gather is _gathered
         return self.joint_calls.call(name) if holds_part else nullcontext()
@@ -141,17 +141,17 @@ class WholeWeights:
         final, unfinished = Path(save_dir, save_filename), Path(save_dir, f".{save_filename}.unfinished")
         if not self.is_sharded:
             upstream: Any = super()
-            with self._together(SAVE_16BIT), _named_together(unfinished, final, self.module.state_dict()):
+            with self._on_all_ranks(SAVE_16BIT), _renamed_by_all(unfinished, final, self.module.state_dict()):
                 return bool(upstream.save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))
         left_out = self._frozen() if exclude_frozen_parameters else set()
 
         def write(weights: dict[str, torch.Tensor]) -> None:
             chosen = {name: each for name, each in weights.items() if name not in left_out}
-            with _named_together(unfinished, final, chosen):
+            with _renamed_by_all(unfinished, final, chosen):
                 final.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(chosen, unfinished)
 
-        with self._together(SAVE_16BIT):
+        with self._on_all_ranks(SAVE_16BIT):
             self._write(write, save_dir)
         return True
 
@@ -165,7 +165,7 @@ class WholeWeights:
         """DeepSpeed's, with whole weights where this rank has a part of the model."""
         if not self.is_sharded:
             upstream: Any = super()
-            with self._together("the gathering of a model's weights"):
+            with self._on_all_ranks("the gathering of a model's weights"):
                 return upstream._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         left_out = self._frozen() if exclude_frozen_parameters else set()
         return {name: each for name, each in self.whole_state_dict().items() if name not in left_out}
@@ -178,7 +178,7 @@ class WholeWeights:
             dist.all_gather_object(everyones, own, group=self.topology.group("pp"))
         return set().union(*everyones)
 
-    def _write(self, write: Any, place: str | os.PathLike[str]) -> None:
+    def _write(self, write: Any, path: str | os.PathLike[str]) -> None:
         """Let global rank 0 ``write`` the whole weights; all ranks learn of its failure."""
         weights = self.whole_state_dict()
         failure: list[str | None] = [None]
@@ -189,11 +189,11 @@ class WholeWeights:
                 failure = [f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:
-            raise RuntimeError(f"{os.fspath(place)}: the whole model could not be written there: {failure[0]}")
+            raise RuntimeError(f"{os.fspath(path)}: the whole model could not be written there: {failure[0]}")
 
 
 @contextmanager
-def _named_together(unfinished: Path, final: Path, weights: dict[str, Any]) -> Iterator[None]:
+def _renamed_by_all(unfinished: Path, final: Path, weights: dict[str, Any]) -> Iterator[None]:
     """Rename ``unfinished``, which the block writes on one rank, to ``final``; raise OSError with the reason if not."""
     try:
         yield
@@ -208,7 +208,7 @@ def _named_together(unfinished: Path, final: Path, weights: dict[str, Any]) -> I
 
 def _gathered(parameter: Any) -> AbstractContextManager[Any]:
     if 0 in unpartitioned_shape(parameter):
-        return nullcontext()  # Of an expert on other ranks, which DeepSpeed cannot gather.
+        return nullcontext()  # An expert on other ranks, which DeepSpeed cannot gather.
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
     return context
 

@@ -1,4 +1,4 @@
-"""Which weights are where in the files that a rank of an engine writes, and which classes these files have."""
+"""Positions of weights in the files that a rank of an engine writes, and the classes in these files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def layout_description(engine: Any) -> str:
 
 
 def plain_weights(engine: Any) -> dict[str, Plain]:
-    """By name, shape and dtype in the plain model of each weight and persistent buffer that this rank holds."""
+    """Shape and dtype in the plain model, by name, of each weight and persistent buffer on this rank."""
     weights = dict(engine.module.named_parameters(remove_duplicate=False))
     found = {}
     for name, tensor in engine.module_state_dict().items():
@@ -93,7 +93,7 @@ def plain_weights(engine: Any) -> dict[str, Plain]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a parameter group, how its weights are stepped; as JSON has it."""
+    """The settings of a parameter group, as JSON has them."""
     found = {}
     for key, value in group.items():
         plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -103,7 +103,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Files:
-    """Which of a rank's files have which weights, in the ``folder`` of a checkpoint."""
+    """The files of a rank in the ``folder`` of a checkpoint, and the weights in each."""
 
     def __init__(self, engine: Any, folder: Path, layout: OptimizerLayout | None, leaves_out_frozen: bool) -> None:
         self.engine, self.layout, self.leaves_out_frozen = engine, layout, leaves_out_frozen
@@ -115,7 +115,7 @@ class _Files:
         self.is_partitioned = engine.zero_optimization_partition_weights()
 
     def parts(self) -> Iterator[tuple[str, WrittenPart]]:
-        """By name, what is written of weights and persistent buffers."""
+        """Names and written parts of weights and persistent buffers."""
         names = dict(self.engine.module.named_parameters(remove_duplicate=False))
         for name, tensor in self.engine.module_state_dict().items():
             weight = names.get(name)
@@ -145,10 +145,10 @@ class _Files:
             return None
         if self.leaves_out_frozen and not weight.requires_grad:
             value = None
-        places = {axis: self.engine.topology.rank(axis) for axis in placement.sharded}
+        ranks = {axis: self.engine.topology.rank(axis) for axis in placement.sharded}
         shardings = dict(placement.sharded)
         return WrittenPart(
-            _shape_of(weight), shardings, places, value, state, group if state else None, str(weight.dtype)
+            _shape_of(weight), shardings, ranks, value, state, group if state else None, str(weight.dtype)
         )
 
     def _is_in_optimizer(self, weight: nn.Parameter) -> bool:

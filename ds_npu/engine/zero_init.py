@@ -34,7 +34,7 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
 
     In the block the weights are marked as sharded over ranks. After it they are gathered, one at a time, over
     the ranks among which zero.Init has partitioned them, and each rank keeps its shard; every rank takes part.
-    Parameters stay the same objects. Where the block raises, they are left as they were. Models that are sharded
+    Parameters remain the same objects. Where the block raises, they are left as they were. Models that are sharded
     already, and all models without tensor and expert ranks, are left alone. Raises ValueError for weights on NVMe.
     """
     partitions: dict[nn.Parameter, nn.Parameter] = {}

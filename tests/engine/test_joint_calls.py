@@ -22,7 +22,7 @@ def alone_in_calls() -> None:
     from ds_npu.engine import joint_calls
     from ds_npu.engine.failure_record import FailureRecord
 
-    joint_calls.SAID_AFTER_SECONDS, rank = 0.1, dist.get_rank()
+    joint_calls.WARN_AFTER_SECONDS, rank = 0.1, dist.get_rank()
 
     def case(name: str, timeout_s: float) -> joint_calls.JointCalls:
         record = FailureRecord.of_this_world()

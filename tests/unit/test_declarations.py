@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_npu.cli.planned_model import model_without_weights
 from ds_npu.config.sections import DsNpuConfig
-from ds_npu.engine.placements import place_parameters
+from ds_npu.engine.placements import complete_placements
 from ds_npu.features.build import PLAN_ATTRIBUTE, Build
 from ds_npu.features.driver import CHANGED_FOR, apply_features, declare, declare_parts, values_in
 from ds_npu.features.model_loss import MODEL_LOSS, ModelLoss
@@ -232,7 +232,7 @@ def test_a_model_of_7b_is_planned_declared_and_placed_within_a_second(tmp_path):
         declarations = declare(features, build)
         for declaration in declarations:
             declaration.apply()
-        place_parameters(model, build.topology, (), 3)
+        complete_placements(model, build.topology, (), 3)
         taken.append(time.process_time() - begin)
     assert [each.key for each in declarations] == ["parallel", "context_parallel", "fused_ops"]
     assert placement_of(model.get_parameter("lm_head.weight")).shape == (32000, 4096)

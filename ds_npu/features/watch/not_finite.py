@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_npu.log import logger
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-from ds_npu.zero_ext.late_reading import LateReading
+from ds_npu.zero_ext.delayed_reading import DelayedReading
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.skipped_steps import before_a_skip, reduced_gradients
 from ds_npu.zero_ext.training_engine import TrainingEngine
@@ -57,7 +57,7 @@ class Steps:
     """Whether the engine runs a schedule of DeepSpeed's, by which no micro-batch can run again alone."""
     arguments: list[tuple[Any, Any] | None] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
-    late: LateReading | None = None
+    late: DelayedReading | None = None
     """Of the step that has ended."""
     late_losses: list[torch.Tensor] = field(default_factory=list)
     """Its losses."""
@@ -90,7 +90,7 @@ class Steps:
         self.is_everyones = norm is not None
         if norm is None and self.late_losses:
             norm = torch.stack([loss.float() for loss in self.late_losses]).sum()
-        self.late = LateReading(torch.as_tensor(norm)) if norm is not None else None
+        self.late = DelayedReading(torch.as_tensor(norm)) if norm is not None else None
         if self.late is not None and self.late.is_there:
             self.check_late(self.engine.global_steps)
 

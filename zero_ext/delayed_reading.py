@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_npu.comm.pinned import pinned
 
 
-class LateReading:
+class DelayedReading:
     """Copies ``scalar`` to the host behind the work that makes it."""
 
     def __init__(self, scalar: torch.Tensor) -> None:

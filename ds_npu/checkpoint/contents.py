@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.fingerprint import fingerprint
 from ds_npu.checkpoint.manifest import WrittenRun
 
 REFUSED = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.\w+)")
@@ -39,11 +41,20 @@ class CheckpointFiles:
             self._read[name] = found
         return self._read[name]
 
+    def fingerprint(self, name: str) -> str:
+        """The fingerprint of the file ``name``."""
+        path = self.folder / name
+        try:
+            return fingerprint(path)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise _unreadable(path, error) from error
+
     def _loaded(self, name: str) -> object:
         path = self.folder / name
         try:
             with torch.serialization.safe_globals(self._classes):
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                # torch maps no files of DeepSpeed's checkpoint_serialization false.
+                return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         except pickle.UnpicklingError as error:
             refused = REFUSED.search(str(error))
             if refused is None:

@@ -114,6 +114,8 @@ class Manifest:
     leaves_out_frozen: bool = False
     """Whether frozen weights were left out of the files."""
     version: int = VERSION
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints, by name, of the files that the rank wrote in the same save; empty where they are not known."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -68,6 +68,10 @@ def _manifest(found: dict[str, Any]) -> Manifest:
         is_known=_flag(found.get("is_known", True), "is_known"),
         leaves_out_frozen=_flag(found.get("leaves_out_frozen", False), "leaves_out_frozen"),
         version=found["version"],
+        files={
+            plain_name(name, "files"): _text(each, f"files.{_shown(name)}")
+            for name, each in _object(found.get("files", {}), "files").items()
+        },
     )
 
 

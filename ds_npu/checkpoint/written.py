@@ -69,6 +69,23 @@ class WrittenCheckpoint:
             )
         return [each for each in found if each is not None]
 
+    def check_files(self, rank: int, ranks: int) -> None:
+        """Raise CheckpointError where a file is not that of the save that wrote its manifest.
+
+        ``rank`` checks every ``ranks``-th manifest, its own first, as far as this machine sees them.
+        """
+        own = self.manifest(rank)
+        for index in range(rank, 0 if own is None else own.ranks, ranks):
+            manifest = self.manifest(index)
+            for name, expected in () if manifest is None else manifest.files.items():
+                if self._files.fingerprint(name) != expected:
+                    raise CheckpointError(
+                        f"{self.folder / name} is not the file that {FILE.format(index)} was saved with: another run "
+                        "has saved to this tag without ds_npu, or a save was interrupted. What to do: load an earlier "
+                        f"checkpoint; or, if DeepSpeed without ds_npu has written all files, remove {FILE.format(0)} "
+                        "and its like from the folder, and load it with the layout that wrote it"
+                    )
+
     @property
     def layout(self) -> str:
         """The layout of the run that wrote it, in words."""

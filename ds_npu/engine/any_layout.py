@@ -11,6 +11,7 @@ one of them is raised on all, so that none waits for another.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,6 +67,7 @@ class AnyLayoutCheckpoints:
         if not any(_on_every_rank(lambda: written.has_manifests)):
             _on_every_rank(lambda: self._check_own_files(folder, asked))
             return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+        _on_every_rank(lambda: written.check_files(dist.get_rank(), dist.get_world_size()))
         partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
         if self._is_layout_of(written) and not partitions_alone:
             if written.leaves_out_frozen:
@@ -100,14 +102,11 @@ class AnyLayoutCheckpoints:
         upstream: Any = super()
         upstream._save_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
         folder, engine = Path(save_dir, str(tag)), self.checkpoint_engine
-        path, text = (
-            manifest_path(folder, dist.get_rank()),
-            manifest_of(self, folder, exclude_frozen_parameters).to_json(),
-        )
+        path, manifest = manifest_path(folder, dist.get_rank()), manifest_of(self, folder, exclude_frozen_parameters)
         if isinstance(engine, CheckpointTransaction):
-            engine.write_text(path, text)
+            engine.write_text_last(path, lambda files: replace(manifest, files=files).to_json())
         else:
-            path.write_text(text)
+            path.write_text(manifest.to_json())
 
     def _get_all_ckpt_names(self, folder: str, tag: str) -> list[str]:
         upstream: Any = super()

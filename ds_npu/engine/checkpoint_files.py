@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.checkpoint.fingerprint import fingerprint
 from ds_npu.topology.degrees import NAMES, Axis
 from ds_npu.topology.topology import Topology
 
@@ -52,6 +54,8 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         self.__dict__.update(vars(plain))
         self.save_latest = save_latest
         self.unfinished: list[Path] = []
+        self.fingerprints: dict[str, str] = {}
+        self._last: list[tuple[Path, Callable[[Mapping[str, str]], str]]] = []
         self.failure: str | None = None
         self.error: Exception | None = None
 
@@ -61,14 +65,23 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         upstream: Any = super()
-        self._write(Path(path), lambda unfinished: upstream.save(state_dict, str(unfinished)), tensor_bytes(state_dict))
 
-    def write_text(self, path: Path, text: str) -> None:
-        """Write ``text`` to a file of the checkpoint."""
-        self._write(path, lambda unfinished: unfinished.write_text(text), len(text))
+        def write(unfinished: Path) -> None:
+            upstream.save(state_dict, str(unfinished))
+            if zipfile.is_zipfile(unfinished):
+                self.fingerprints[Path(path).name] = fingerprint(unfinished)
+
+        self._write(Path(path), write, tensor_bytes(state_dict))
+
+    def write_text_last(self, path: Path, text_of: Callable[[Mapping[str, str]], str]) -> None:
+        """Write ``text_of(fingerprints by file name)`` when all other files are written."""
+        self._last.append((path, text_of))
 
     def commit(self, info: Any) -> bool:
         folder = Path(info.save_dir)
+        for path, text_of in self._last:
+            text = text_of(self.fingerprints)
+            self._write(path, lambda unfinished, text=text: unfinished.write_text(text), len(text))  # type: ignore[misc]
         if self.save_latest and dist.get_rank() == 0:
             self._write(folder / "latest", lambda unfinished: unfinished.write_text(str(info.tag)), 0)
         self._agree(info)

@@ -137,5 +137,10 @@ def suggestion(glob: str, existing: Iterable[str]) -> str:
                 f'"{wider}" matches {", ".join(found[:NEAR])}{more}'
             )
     every = list(dict.fromkeys(generic(plain(name)) for name in known))
+    before, _, end = glob.rpartition("**.")
+    if not before and end != glob:
+        # Ends of names, of as many parts as follow the stars.
+        count = len(DOTS.split(end))
+        every = list(dict.fromkeys(f"**.{'.'.join(name.split('.')[-count:])}" for name in every))
     found = difflib.get_close_matches(generic(glob), every, n=NEAR, cutoff=0.8)
     return ", did you mean " + " or ".join(f'"{name}"' for name in found) + "?" if found else ""

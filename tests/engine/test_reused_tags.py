@@ -13,6 +13,11 @@ def test_known_and_unknown_layouts(tmp_path):
 
 
 @pytest.mark.slow
+def test_files_of_deepspeed_alone(tmp_path):
+    run_on_ranks(2, lives.by_deepspeed_alone, str(tmp_path))
+
+
+@pytest.mark.slow
 def test_fewer_ranks(tmp_path):
     run_on_ranks(4, lives.by_more_ranks, str(tmp_path))
     run_on_ranks(2, lives.by_fewer_ranks, str(tmp_path))

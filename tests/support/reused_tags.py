@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import deepspeed
 import layout_lives as lives
 import pytest
 import torch
@@ -92,6 +93,35 @@ def without_manifests(folder: str) -> None:
         said = rf"another layout \(.*ZeRO {'1 or 2' if stage == 1 else '3'}.*What to do: load it with"
         refused(4 - stage, {}, folder, said)
         refused(2 if stage == 1 else 0, TENSOR, folder, said)
+
+
+def by_deepspeed_alone(folder: str) -> None:
+    """A run without the section saves to a tag that has manifests: they say nothing of its files."""
+    saved(1, {}, folder, 0)
+    saved_by_deepspeed(folder)
+    for stage, section in ((0, {}), (1, {}), (3, {}), (1, TENSOR)):
+        refused(stage, section, folder, "is not the file that ds_npu_layout_rank_.* was saved with: another run")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in Path(folder, TAG).glob("ds_npu_layout_rank_*.json"):
+            path.unlink()
+    dist.barrier()
+    engine = lives.engine_of("llama", 0, {}, torch.float32)
+    assert engine.load_checkpoint(folder, tag=TAG)[0] is not None
+    assert engine.global_steps == 2
+
+
+def saved_by_deepspeed(folder: str) -> None:
+    config = lives.engine_of("llama", 0, {}, torch.float32)._config._param_dict
+    model = lives.model_of("llama", torch.float32)
+    plain = {key: each for key, each in config.items() if key != "ds_npu"}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain)[0]
+    assert not hasattr(engine, "topology")
+    for step in range(2):
+        ids = lives.tokens(step)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(folder, tag=TAG)
 
 
 def files(folder: str) -> list[str]:

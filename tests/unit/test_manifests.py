@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from ds_npu.checkpoint.comparison import Differences, Plain, differences, over_ranks
 from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.fingerprint import fingerprint
 from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun, manifest_path
 from ds_npu.checkpoint.manifest_json import manifest_of_json
 from ds_npu.checkpoint.written import WrittenCheckpoint
@@ -33,7 +35,7 @@ def manifest(rank: int = 0) -> Manifest:
         0,
         "torch.float32",
     )
-    return Manifest({"weight": sharded}, 2, [{"lr": 0.1, "betas": [0.9, 0.99]}], FILE)
+    return Manifest({"weight": sharded}, 2, [{"lr": 0.1, "betas": [0.9, 0.99]}], FILE, files={"name": "1a2b"})
 
 
 def plain() -> dict:
@@ -46,7 +48,7 @@ def test_a_manifest_reads_what_it_wrote():
 
 def test_manifests_of_version_1_are_read():
     old = plain() | {"version": 1}
-    for key in ("layout", "is_known", "leaves_out_frozen"):
+    for key in ("layout", "is_known", "leaves_out_frozen", "files"):
         del old[key]
     del old["parts"]["weight"]["dtype"]
     read = manifest_of_json(json.dumps(old), PLACE)
@@ -93,6 +95,9 @@ HOSTILE = {
     "parts/weight/group": (1, "group of"),
     "parts/weight/dtype": (7, "text"),
     "is_known": (1, "true or false"),
+    "files": ([], "an object"),
+    "files ": ({"../x": "1a2b"}, "plain name"),
+    "files/name": (7, "text"),
 }
 """By the way to a value, which is replaced; blanks at the end tell several apart."""
 
@@ -225,6 +230,45 @@ def test_files_that_lack_what_manifests_name(tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         WrittenCheckpoint(tmp_path).value("weight")
+
+
+def test_files_without_zip_archives(tmp_path):
+    """As of DeepSpeed's checkpoint_serialization false."""
+    weight = torch.arange(12.0).view(4, 3)
+    write(tmp_path, weight)
+    for path in tmp_path.glob("*.pt"):
+        torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+    assert WrittenCheckpoint(tmp_path).value("weight").equal(weight)
+
+
+def test_files_of_another_save(tmp_path):
+    weight = torch.arange(12.0).view(4, 3)
+    write(tmp_path, weight)
+    for rank in range(2):
+        file = FILE.replace("00", f"0{rank}")
+        known = replace(manifest(rank), files={file: fingerprint(tmp_path / file)})
+        manifest_path(tmp_path, rank).write_text(known.to_json())
+
+    def check(rank: int, ranks: int) -> None:
+        WrittenCheckpoint(tmp_path).check_files(rank, ranks)
+
+    check(0, 1), check(0, 2), check(1, 2), check(2, 3)
+    path = tmp_path / FILE.replace("00", "01")
+    before = path.read_bytes()
+    torch.save(torch.load(path), path)
+    check(0, 1)
+    weight[3, 2] = 7.0
+    torch.save({MODULE: {"weight": weight[2:].clone()}, "optimizer": torch.load(path)["optimizer"]}, path)
+    check(0, 2)
+    for ranks in ((0, 1), (1, 2)):
+        with pytest.raises(CheckpointError, match=r"mp_rank_01.* is not the file that .*00001\.json was saved with"):
+            check(*ranks)
+    path.write_bytes(before[:-50])
+    with pytest.raises(CheckpointError, match=r"mp_rank_01.* cannot be read"):
+        check(0, 1)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_01.* cannot be read"):
+        check(0, 1)
 
 
 def test_differences():

@@ -149,8 +149,10 @@ def test_names_that_differ_in_indices_are_abbreviated(names, expected):
         ("layers.*norm", "**.layers.**.*norm", "model.layers.*.input_layernorm, model.layers.*.post_attention_layer"),
     ],
 )
-def test_a_glob_without_enough_stars_is_told_what_they_do(glob, wider, found):
-    said = suggestion(glob, dict(tiny_models.tiny("llama").named_modules()))
+def test_a_glob_is_told_what_stars_do_and_what_is_near(glob, wider, found):
+    known = dict(tiny_models.tiny("llama").named_modules())
+    said = suggestion(glob, known)
+    assert ', did you mean "**.mlp"' in suggestion("**.mpl", known)
     begins = "; * stands for characters of one part of a name, and ends at a dot, ** for any number of parts"
     assert said.startswith(f'{begins}: "{wider}" matches {found}')
     # What is suggested matches what the message names.

@@ -2,9 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from ds_npu.config.section import AboveZero, AtLeastZero, Section
+
+
+@dataclass(frozen=True)
+class Dispatching:
+    """The abilities of a dispatcher: its class declares them, and rules and features read them."""
+
+    sends_to: Literal["ranks", "experts", "all ranks"]
+    """A token goes once to each rank of its experts, once to each of its experts, or to every rank."""
+    overlaps: bool = True
+    """Others may compute while tokens travel: ``overlap``, and ``pipeline.overlap_experts``."""
+    recomputes: bool = True
+    """``zero_memory``."""
+    replicates: bool = True
+    """``replica_rows``."""
+    shards_experts: bool = True
+    """``parallel.expert_tensor``: a token reaches all ranks that share its expert."""
+    presizes: bool = False
+    """``row_margin``: sizes may be known before the counts, with rows of no expert."""
+    padded: str | None = None
+    """The dispatcher of experts that all take equally many rows (``pad_to_capacity``), whose sizes are known."""
+    why: str = ""
+    """The reason for what it cannot do, as a clause behind its name."""
+
+
+ABILITIES = {
+    "alltoall": Dispatching("ranks", presizes=True, padded="evenly"),
+    "allgather": Dispatching("all ranks"),
+    "fused": Dispatching(
+        "experts",
+        overlaps=False,
+        recomputes=False,
+        replicates=False,
+        shards_experts=False,
+        why=", whose kernels compute all at once",
+    ),
+}
+"""The abilities of each value of ``moe.dispatcher``."""
+DEFAULT_DISPATCHER = "alltoall"
+
+
+def able(ability: str) -> str:
+    """The dispatchers with an ability, as errors list them: ``'alltoall' or 'allgather'``."""
+    return " or ".join(repr(name) for name, each in ABILITIES.items() if getattr(each, ability))
+
+
+def _known(name: str) -> str:
+    if name not in ABILITIES:
+        raise ValueError(name)
+    return name
+
+
+def _list_names(schema: dict[str, Any]) -> None:
+    schema["enum"] = list(ABILITIES)
+
+
+DispatcherName = Annotated[str, AfterValidator(_known), Field(json_schema_extra=_list_names)]
 
 
 class AuxLossSection(Section):
@@ -19,7 +78,7 @@ class AuxLossSection(Section):
 class MoeSection(Section):
     """How tokens reach their experts, and how the experts compute."""
 
-    dispatcher: Literal["alltoall", "allgather", "fused"] | None = None
+    dispatcher: DispatcherName | None = None
     """Send each token to its experts' ranks, every token to every rank, or in one kernel with the products (A3)."""
     tp_extends_ep: bool = False
     """Distribute whole experts over the tensor ranks too, instead of sharding each expert over them."""
@@ -48,6 +107,11 @@ class MoeSection(Section):
     """Optimizer steps after which experts move between ranks, where that makes their load more even; 0 never."""
     replica_rows: AtLeastZero = 0
     """Ranks with few rows compute experts of ranks with many, where each takes so many rows or more; 0: never."""
+
+    @property
+    def dispatching(self) -> Dispatching:
+        """The abilities of the dispatcher."""
+        return ABILITIES[self.dispatcher or DEFAULT_DISPATCHER]
 
     @property
     def computes(self) -> bool:

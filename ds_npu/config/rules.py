@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ds_npu.config.chunked_loss import PLANNED
 from ds_npu.config.context_parallel import wrong_factors
+from ds_npu.config.moe import MoeSection, able
 from ds_npu.config.pipeline import PAIRED, too_many_stages, two_divisions
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig, switched_on
@@ -114,8 +115,9 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
         for key, value in (("capacity_policy", moe.capacity_policy), ("pad_to_capacity", moe.pad_to_capacity)):
             if value not in ("probs", False):
                 yield Problem(f"ds_npu.moe.{key}", value, "only with ds_npu.moe.capacity_factor")
-    elif moe.pad_to_capacity and moe.dispatcher not in (None, "alltoall"):
-        accepted = "'alltoall' or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks only"
+    elif moe.pad_to_capacity and moe.dispatching.padded is None:
+        why = "or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks only"
+        accepted = f"{able('padded')} {why}"
         yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, accepted)
 
 
@@ -125,14 +127,16 @@ def _replicas(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.moe.replica_rows", config.moe.replica_rows, accepted)
 
 
-def _fused_dispatcher(config: DsNpuConfig) -> Iterator[Problem]:
-    if config.moe.dispatcher != "fused":
-        return
-    why = "with ds_npu.moe.dispatcher 'fused', whose kernels compute all at once"
-    for name, off in (("overlap", "false"), ("zero_memory", "'none'"), ("replica_rows", "0")):
-        if (found := dict(config.moe)[name]) not in (False, "none", 0):
+def _dispatcher(config: DsNpuConfig) -> Iterator[Problem]:
+    moe, can = config.moe, config.moe.dispatching
+    why = f"with ds_npu.moe.dispatcher {moe.dispatcher!r}{can.why}"
+    keys = (("overlap", can.overlaps), ("zero_memory", can.recomputes), ("replica_rows", can.replicates))
+    for name, works in keys:
+        found, default = dict(moe)[name], MoeSection.model_fields[name].default
+        if not works and found != default:
+            off = "false" if default is False else repr(default)
             yield Problem(f"ds_npu.moe.{name}", found, f"{off} {why}")
-    if config.axes.expert_tensor > 1:
+    if not can.shards_experts and config.axes.expert_tensor > 1:
         accepted = f"1 {why}: they take whole experts"
         yield Problem("ds_npu.parallel.expert_tensor", config.axes.expert_tensor, accepted)
 
@@ -143,7 +147,7 @@ def _row_margin(config: DsNpuConfig) -> Iterator[Problem]:
         return
     if moe.row_margin < 1:
         yield Problem(key, moe.row_margin, "a number >= 1: buffers have to hold what earlier forwards needed")
-    if moe.dispatcher not in (None, "alltoall"):
+    if not moe.dispatching.presizes:
         yield Problem(key, moe.row_margin, f"left out with ds_npu.moe.dispatcher {moe.dispatcher!r}")
     for name in ("pad_to_capacity", "replica_rows", "placement_interval"):
         if dict(moe)[name]:
@@ -233,8 +237,9 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
         own = "; a file has pairs of its own, as (0F2;0B1)OVERLAP_F_B, and goes without the key"
         accepted = f"{', '.join(PAIRED)} {why}{own if schedule.endswith('.csv') else ''}"
         yield Problem("ds_npu.pipeline.schedule", schedule, accepted)
-    if config.moe.dispatcher == "fused":
-        yield Problem("ds_npu.moe.dispatcher", "fused", f"'alltoall' or 'allgather' {why}, which leaves it no message")
+    if not config.moe.dispatching.overlaps:
+        accepted = f"{able('overlaps')} {why}, which leaves it no message"
+        yield Problem("ds_npu.moe.dispatcher", config.moe.dispatcher, accepted)
     for path, value in switched_on(config):
         if path in ("pipeline.recompute", "recompute.budget_gib", "swap.activations"):
             accepted = f"left out {why}: they know one forward or backward at a time"
@@ -257,7 +262,7 @@ RULES = (
     Rule(("moe",), _capacity),
     Rule(("moe",), _replicas),
     Rule(("moe", "parallel.pipeline"), _row_margin),
-    Rule(("moe", "parallel.expert_tensor"), _fused_dispatcher),
+    Rule(("moe", "parallel.expert_tensor"), _dispatcher),
     Rule(("moe",), _balance),
     Rule(("recompute",), _recompute),
     Rule(("swap",), _swap),

@@ -14,7 +14,6 @@ from expert_cases import Layout
 from ranks import run_on_ranks
 
 from ds_npu.ops import expert_exchange
-from ds_npu.parallel.expert import fused
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
 from ds_npu.parallel.expert.weights import ExpertWeights
@@ -114,8 +113,6 @@ def layer(is_transposed: bool) -> None:
 def step(dispatcher, ids, layout, axis, *leaves):
     x, weights, up, down = leaves
     experts = ExpertWeights(up, down, layout.activation, layout.is_transposed)
-    if dispatcher == "fused":
-        return fused.compute_experts_fused((x, ids, weights), experts, axis, ExpertOptions(dispatcher))
     return compute_experts(x, ids, weights, experts, axis, ExpertOptions(dispatcher))
 
 

@@ -20,7 +20,7 @@ from ds_npu.comm.pending import InFlight
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
-from ds_npu.parallel.expert import experts as of_experts
+from ds_npu.parallel.expert import weights as of_experts
 from ds_npu.parallel.expert.overlap import compute_experts_in_halves
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

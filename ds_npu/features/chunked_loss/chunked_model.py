@@ -31,6 +31,7 @@ from ds_npu.parallel.placement import sharding_of
 from ds_npu.parallel.tensor.chunked_head import product_dtype
 from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords, Transform
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
+from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.planner.chunk_choice import ChunkedHead
 from ds_npu.topology.topology import Topology
 
@@ -82,7 +83,7 @@ class ChunkedModel:
         weight = head.get_parameter("weight")
         vocabulary = sharding_of(weight)
         words = unpartitioned_shape(weight)[0] if vocabulary is None else vocabulary.size
-        loss = ChunkedLoss(words, vocabulary, self.topology)
+        loss = ChunkedLoss(words, vocabulary, self.topology, attribute(head, "layout", WeightLayout))
         wrap_forward(head, partial(self._head, head=head, loss=loss), Level.OVERLAP)
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:

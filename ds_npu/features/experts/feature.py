@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ds_npu.config.moe import MoeSection
+from ds_npu.config.moe import DEFAULT_DISPATCHER, MoeSection
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.config.sections import switched_on
 from ds_npu.features.build import Build
@@ -34,10 +34,9 @@ from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.models.hugging_face_model import hugging_face_model, setting
-from ds_npu.ops import expert_exchange
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.experts import ExpertOptions
-from ds_npu.parallel.expert.fused import compute_experts_fused
+from ds_npu.parallel.expert.dispatch import ExpertOptions
+from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside, compute_experts_in_halves
 from ds_npu.parallel.expert.places import plain_places
 from ds_npu.parallel.expert.relocation import PlacedExperts
@@ -85,7 +84,7 @@ def _is_placed(model: nn.Module) -> bool:
 
 
 def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis: ExpertAxis) -> Iterator[Change]:
-    dispatcher = "evenly" if section.pad_to_capacity else section.dispatcher or "alltoall"
+    dispatcher = (section.dispatching.padded if section.pad_to_capacity else section.dispatcher) or DEFAULT_DISPATCHER
     options = ExpertOptions(dispatcher, section.zero_memory, section.replica_rows)
     presized = None
     if section.row_margin is not None and axis.size > 1:
@@ -129,8 +128,6 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
 
 def _run(section: MoeSection, build: Build, name: str) -> tuple[Callable[..., torch.Tensor], str, Iterable[Change]]:
     """What the experts ``name`` run with an axis and options, in words, and what else that changes."""
-    if section.dispatcher == "fused" and build.topology.size("ep") > 1:
-        return compute_experts_fused, "", ()
     if not section.overlap:
         return compute_experts_at_once, "", ()
     call = shared_call(build.model, name)
@@ -216,8 +213,8 @@ def _without_plan(build: Build) -> str:
 
 
 def _unmet(section: MoeSection) -> list[str]:
-    reason = expert_exchange.why_not_fused() if section.dispatcher == "fused" else None
-    return [f"dispatcher 'fused': its kernels are not available: {reason}"] if reason else []
+    reason = None if section.dispatcher is None else DISPATCHERS[section.dispatcher].unavailable()
+    return [f"dispatcher {section.dispatcher!r}: its kernels are not available: {reason}"] if reason else []
 
 
 MOE: Feature[MoeSection] = Feature(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -14,12 +14,13 @@ from ds_npu.features.experts.layout import Layout
 from ds_npu.features.experts.listed import PLACED_LIST, ListedLayout
 from ds_npu.models.attributes import set_attribute
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.experts import ExpertOptions, Piece, compute_experts
+from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
+from ds_npu.parallel.expert.experts import compute_experts
 from ds_npu.parallel.expert.relocation import PlacedExperts
 from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.forward_wraps import replace_innermost_forward
-from ds_npu.parallel.tensor.direct_layers import USES_SINK
+from ds_npu.parallel.tensor.direct_layers import PRODUCT, USES_SINK
 
 Run = Callable[[Piece, ExpertWeights], torch.Tensor]
 """From tokens, their experts and routing weights to the sums of their experts' outputs."""
@@ -50,6 +51,8 @@ class ExpertLayer:
         def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             x, ids, weights = (*args, *(kwargs[each] for each in parameters[len(args) :]))
             experts, kind = self.layout.weights(module, self.axis), x.device.type
+            if (product := getattr(module, PRODUCT, None)) is not None:
+                experts = replace(experts, product=product)
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.up.dtype
             out = self._computed((x.flatten(0, -2).to(dtype), ids, weights), experts.to(dtype), module.training)
             return out.view_as(x).to(x.dtype)

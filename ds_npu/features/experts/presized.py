@@ -61,7 +61,7 @@ class PresizedForward:
         self.repeated = 0
         """Of them, those that were computed again."""
 
-    def plans(self, name: str, plans: Sequence[Plan]) -> Sequence[Plan]:
+    def plans(self, name: str, plans: Sequence[AllToAllPlan]) -> Sequence[Plan]:
         """``ExpertOptions.presize`` of the experts ``name``."""
         rooms, needs = _ROOMS.of(running()), _NEEDS.of(running())
         if rooms is None:
@@ -74,7 +74,6 @@ class PresizedForward:
             return plans
         made: list[Plan] = []
         for index, plan in enumerate(plans):
-            assert isinstance(plan, AllToAllPlan)
             if needs is not None:
                 needs.setdefault((name, index), []).append(need(plan))
             room = rooms.get((name, index))

@@ -34,12 +34,12 @@ def traffic(section: MoeSection, build: Build, layouts: dict[str, Layout]) -> li
     for name, layout in layouts.items():
         if choices > layout.count:
             continue
-        if section.dispatcher == "allgather":
+        if section.dispatching.sends_to == "all ranks":
             rows: float = ep * etp - 1
         elif section.pad_to_capacity and section.capacity_factor is not None:
             rows = section.capacity_factor * choices * etp * (1 - 1 / (ep * etp))
-        elif section.dispatcher == "fused":
-            rows = choices * (1 - 1 / ep)
+        elif section.dispatching.sends_to == "experts":
+            rows = choices * etp * (1 - 1 / (ep * etp))
         else:
             rows = rows_away(layout.count, choices, ep, etp)
         size = rows * _hidden(build.model.get_submodule(name), layout) * BFLOAT16_BYTES

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,61 @@ import torch.distributed as dist
 from ds_npu.comm.collectives import all_gather, exchange_rows, reduce_scatter
 from ds_npu.comm.host_copy import HostCopy
 from ds_npu.comm.pending import Pending
+from ds_npu.config.moe import Dispatching
 from ds_npu.ops.token_permutation import token_unpermute
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.routing import Order, destinations, histogram, order_by
+from ds_npu.parallel.expert.weights import ExpertWeights
+
+Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""x [T, H], ids [T, K] and weights [T, K] of this rank's tokens, or of a part of them."""
+ZeroMemory = Literal["none", "level0", "level1"]
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """How tokens reach their experts, and what backward computes again."""
+
+    dispatcher: str = "alltoall"
+    zero_memory: ZeroMemory = "none"
+    replica_rows: int = 0
+    """The rows for which an expert is computed on another rank, too (``sharing``); 0: never."""
+    presize: Callable[[Sequence[Any]], Sequence[Plan]] | None = None
+    """Makes plans whose sizes are known (``presized``) of the dispatcher's, of all pieces; None: sizes are exact."""
+
+
+class Routed:
+    """Tokens on their way to their experts and back; here they are back, and their sums [T, H] known.
+
+    What is computed between two calls runs beside their messages, and its backward beside those of backward. Every rank
+    of the axis calls each method once, in the same order.
+    """
+
+    def __init__(self, sums: torch.Tensor) -> None:
+        self._sums = sums
+
+    def compute(self) -> None:
+        """Wait for the tokens, compute, and send the sums back."""
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the sums."""
+        return self._sums
+
+
+class Dispatcher(Protocol):
+    """A way of tokens to their experts and back, as ``register_dispatcher`` takes it."""
+
+    @property
+    def can(self) -> Dispatching:
+        """Its abilities."""
+
+    def unavailable(self) -> object:
+        """The reason why this machine cannot do it; None where it can."""
+
+    def send(
+        self, pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
+    ) -> Sequence[Routed]:
+        """Send the tokens of each piece to their experts; as many pieces on each rank."""
 
 
 class Dispatch(Protocol):
@@ -92,13 +144,19 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllToAllPlan:
-    """Of ``AllToAll``."""
+    """The plan of ``AllToAll``."""
 
     axis: ExpertAxis
     to_ranks: torch.Tensor
     """[T, D] int64: the ranks that each token goes to."""
     counts: torch.Tensor
     """Rows to each rank, then pairs of each expert."""
+
+    @staticmethod
+    def of(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllToAllPlan:
+        """ids: [T, K] int64, the experts of each token; -1 for none."""
+        to_TD = destinations(ids_TK, experts, axis.ep, axis.etp)
+        return AllToAllPlan(axis, to_TD, torch.cat([histogram(to_TD, axis.size), pairs_of(ids_TK, experts)]))
 
     @cached_property
     def order(self) -> Order:
@@ -153,12 +211,18 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllGatherPlan:
-    """Of ``AllGather``: every token goes everywhere."""
+    """The plan of ``AllGather``: every token goes everywhere."""
 
     axis: ExpertAxis
     tokens: int
     counts: torch.Tensor
     """The tokens, then pairs of each expert."""
+
+    @staticmethod
+    def of(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllGatherPlan:
+        """ids: [T, K] int64, the experts of each token; -1 for none."""
+        counts = torch.cat([ids_TK.new_tensor([len(ids_TK)]), pairs_of(ids_TK, experts)])
+        return AllGatherPlan(axis, len(ids_TK), counts)
 
     def prepare(self) -> None:
         return
@@ -174,25 +238,12 @@ class AllGatherPlan:
         return AllGather(self.axis.group, self.tokens, most, pairs)
 
 
-def all_to_all(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllToAllPlan:
-    """The plan by which each token goes to the ranks of its experts.
-
-    ids: [T, K] int64, the experts of each token; -1 for none.
-    """
-    to_TD = destinations(ids_TK, experts, axis.ep, axis.etp)
-    counts = torch.cat([histogram(to_TD, axis.size), pairs_of(ids_TK, experts)])
-    return AllToAllPlan(axis, to_TD, counts)
-
-
-def all_gathered(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllGatherPlan:
-    """As ``all_to_all``, for the dispatcher that sends every token to every rank."""
-    counts = torch.cat([ids_TK.new_tensor([len(ids_TK)]), pairs_of(ids_TK, experts)])
-    return AllGatherPlan(axis, len(ids_TK), counts)
-
-
 @dataclass(frozen=True)
 class EvenPlan:
-    """Of ``AllToAll`` where every rank has equally many rows, and as many for each expert: all sizes are known."""
+    """The plan of ``AllToAll`` where every rank has equally many rows for each expert: all sizes are known.
+
+    The ranks agree on nothing, and the host waits for nothing.
+    """
 
     axis: ExpertAxis
     to_ranks: torch.Tensor
@@ -202,6 +253,12 @@ class EvenPlan:
     local: int
     """Experts of a rank along ep."""
     counts: None = None
+
+    @staticmethod
+    def of(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> EvenPlan:
+        """ids: [T, 1] int64, of which every rank of ``axis`` has equally many for each expert."""
+        to_TD = destinations(ids_TK, experts, axis.ep, axis.etp)
+        return EvenPlan(axis, to_TD, len(ids_TK) // experts, experts // axis.ep)
 
     @cached_property
     def order(self) -> Order:
@@ -219,15 +276,6 @@ class EvenPlan:
     def dispatch(self, counts_RC: list[list[int]]) -> AllToAll:
         rows = (self.local * self.each,) * self.axis.size
         return AllToAll(self.axis.group, self.order, rows, rows, (self.axis.size * self.each,) * self.local)
-
-
-def evenly(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> EvenPlan:
-    """As ``all_to_all``, for rows [T, 1] of which every rank of ``axis`` has equally many for each expert.
-
-    The ranks agree on nothing, and the host waits for nothing.
-    """
-    to_TD = destinations(ids_TK, experts, axis.ep, axis.etp)
-    return EvenPlan(axis, to_TD, len(ids_TK) // experts, experts // axis.ep)
 
 
 class Agreement:
@@ -275,11 +323,3 @@ def _of_this_rank(pairs_RE: list[list[int]], axis: ExpertAxis) -> tuple[int, ...
     local = len(pairs_RE[0]) // axis.ep
     first = axis.ep_rank * local
     return tuple(map(sum, zip(*(each[first : first + local] for each in pairs_RE), strict=True)))
-
-
-DISPATCHERS: dict[str, Callable[[torch.Tensor, int, ExpertAxis], Plan]] = {
-    "alltoall": all_to_all,
-    "allgather": all_gathered,
-    "evenly": evenly,
-}
-"""By the values of ``ds_npu.moe.dispatcher``, and "evenly", for ``pad_to_capacity``."""

@@ -19,37 +19,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ds_npu.comm.pending import InFlight
+from ds_npu.config.moe import ABILITIES, Dispatching
 from ds_npu.ops.autograd import Context, applied
-from ds_npu.ops.grouped_matmul import grouped_matmul
 from ds_npu.ops.token_permutation import token_permute, token_unpermute
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.dispatch import DISPATCHERS, Agreement, Dispatch, Plan
+from ds_npu.parallel.expert.dispatch import (
+    Agreement,
+    AllGatherPlan,
+    AllToAllPlan,
+    Dispatch,
+    Dispatcher,
+    EvenPlan,
+    ExpertOptions,
+    Piece,
+    Plan,
+    Routed,
+    ZeroMemory,
+)
+from ds_npu.parallel.expert.fused import FusedDispatcher
 from ds_npu.parallel.expert.presized import in_room
 from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
-from ds_npu.parallel.expert.weights import ExpertWeights, product_of_linear
+from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
 from ds_npu.parallel.turns import Turn, Turns, hand_over, turns_of_running
-
-ZeroMemory = Literal["none", "level0", "level1"]
-
-
-@dataclass(frozen=True)
-class ExpertOptions:
-    """How tokens reach their experts, and what backward computes again."""
-
-    dispatcher: Literal["alltoall", "allgather", "evenly", "fused"] = "alltoall"
-    zero_memory: ZeroMemory = "none"
-    replica_rows: int = 0
-    """The rows for which an expert is computed on another rank, too (``sharing``); 0: never."""
-    presize: Callable[[Sequence[Plan]], Sequence[Plan]] | None = None
-    """Makes plans whose sizes are known (``presized``) of those of all pieces; None: sizes are exact."""
 
 
 def compute_experts(
@@ -66,52 +64,53 @@ def compute_experts(
     ranks, -1 for none; weights: [T, K] floating. Every rank of the axis calls it at the same time, with any T. Has no
     gradients of gradients.
     """
-    (routed,) = send_to_experts([(x_TH, ids_TK, weights_TK)], experts, axis, options)
+    (routed,) = DISPATCHERS[options.dispatcher].send([(x_TH, ids_TK, weights_TK)], experts, axis, options)
     routed.compute()
     return routed.finish()
 
 
-class RoutedTokens:
-    """Tokens on their way to their experts and back.
-
-    What is computed between two calls runs beside their messages, and its backward beside those of backward: autograd
-    runs the youngest of the nodes that are ready. Every rank of the axis calls each method once, in the same order.
-    """
+class RoutedTokens(Routed):
+    """Tokens on their way by three autograd nodes, of which autograd runs the youngest that is ready."""
 
     def __init__(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, call: _Call) -> None:
         self._call, self._x = call, x_TH.detach()
         self._link = _send(x_TH, weights_TK, call)
 
     def compute(self) -> None:
-        """Wait for the tokens, compute, and send the sums back."""
         hand_over(self._call.turns, Turn.FORWARD)
         self._link = _compute(self._link, self._call, *self._call.parameters)
 
     def finish(self) -> torch.Tensor:
-        """Wait for the sums [T, H]."""
         hand_over(self._call.turns, Turn.FORWARD)
         return _finish(self._link, None if self._call.zero_memory == "none" else self._x, self._call)
 
 
-Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""x, ids and weights of ``compute_experts``."""
+@dataclass(frozen=True)
+class Planned:
+    """A dispatcher whose plans say what it sends: experts compute between its messages, and others beside them."""
 
+    can: Dispatching
+    plan: Callable[[torch.Tensor, int, ExpertAxis], Plan]
+    """From the experts [T, K] of each token (-1 for none) and how many there are."""
 
-def send_to_experts(
-    pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
-) -> list[RoutedTokens]:
-    """Send the tokens of each piece to their experts; as many pieces on each rank, for which the host waits once."""
-    all_ids, count = [ids for _, ids, _ in pieces], len(experts)
-    replicas: Sequence[Replicas | None] = [None] * len(pieces)
-    if options.replica_rows:
-        all_ids, replicas = shared_over_ranks(all_ids, count * axis.ep, axis, options.replica_rows)
-        count = max(count if each is None else each.plan.slots for each in replicas)
-    plans = [DISPATCHERS[options.dispatcher](ids, count * axis.ep, axis) for ids in all_ids]
-    agreement = Agreement(plans if options.presize is None else options.presize(plans), axis)
-    return [
-        RoutedTokens(x, weights, _Call(agreement, index, ids, experts, axis, options.zero_memory, each))
-        for index, ((x, _, weights), ids, each) in enumerate(zip(pieces, all_ids, replicas, strict=True))
-    ]
+    def unavailable(self) -> None:
+        return None
+
+    def send(
+        self, pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
+    ) -> list[RoutedTokens]:
+        """The host waits once for all pieces."""
+        all_ids, count = [ids for _, ids, _ in pieces], len(experts)
+        replicas: Sequence[Replicas | None] = [None] * len(pieces)
+        if options.replica_rows:
+            all_ids, replicas = shared_over_ranks(all_ids, count * axis.ep, axis, options.replica_rows)
+            count = max(count if each is None else each.plan.slots for each in replicas)
+        plans = [self.plan(ids, count * axis.ep, axis) for ids in all_ids]
+        agreement = Agreement(plans if options.presize is None else options.presize(plans), axis)
+        return [
+            RoutedTokens(x, weights, _Call(agreement, index, ids, experts, axis, options.zero_memory, each))
+            for index, ((x, _, weights), ids, each) in enumerate(zip(pieces, all_ids, replicas, strict=True))
+        ]
 
 
 @dataclass(frozen=True)
@@ -172,14 +171,6 @@ class _Call:
         wide = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
         return torch.cat([wide, (self.ids + 1).to(wide.dtype)], 1)
 
-    def first_product(self, x_PH: torch.Tensor, rows: _Rows, up: torch.Tensor, bias: Optional) -> torch.Tensor:
-        out_PF = grouped_matmul(x_PH, up if self.experts.is_transposed else up.transpose(1, 2), rows.counts)
-        return out_PF if bias is None else out_PF.add_(bias.index_select(0, rows.experts))
-
-    def second_product(self, x_PI: torch.Tensor, rows: _Rows, down: torch.Tensor, bias: Optional) -> torch.Tensor:
-        out_PH = grouped_matmul(x_PI, down if self.experts.is_transposed else down.transpose(1, 2), rows.counts)
-        return out_PH if bias is None else out_PH.add_(rows.weighted(bias.index_select(0, rows.experts)))
-
 
 @dataclass(frozen=True)
 class _Rows:
@@ -199,6 +190,9 @@ class _Rows:
     def weighted(self, x: torch.Tensor) -> torch.Tensor:
         """x [P, ...], each row times its routing weight."""
         return (x * self.weights.unsqueeze(1)).to(x.dtype)
+
+    def add_bias_(self, out_PF: torch.Tensor, bias_EF: torch.Tensor) -> None:
+        out_PF.add_(bias_EF.index_select(0, self.experts))
 
     def products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The inner product [P] of each row of x and y [P, ...], in the dtype of the weights, which are not lower."""
@@ -255,10 +249,14 @@ class _Compute(torch.autograd.Function):
         permuted_PH, rows = _received(rows_NH, routing_N2K, call)
         up, down, up_bias, down_bias = call.with_replicas(parameters)
         assert up is not None and down is not None
-        first_PF = call.first_product(permuted_PH, rows, up, up_bias)
+        first_PF = call.experts.forward(permuted_PH, up, rows.counts)
+        if up_bias is not None:
+            rows.add_bias_(first_PF, up_bias)
         del permuted_PH  # The outputs take its memory.
         weighted_PI = rows.weighted(call.experts.activation(first_PF))
-        y_PH = call.second_product(weighted_PI, rows, down, down_bias)
+        y_PH = call.experts.forward(weighted_PI, down, rows.counts)
+        if down_bias is not None:
+            y_PH.add_(rows.weighted(down_bias.index_select(0, rows.experts)))
         del weighted_PI
         call.sums.post(call.dispatch.combine(token_unpermute(y_PH, rows.order.places)))
         ctx.call, ctx.rows = call, rows
@@ -278,16 +276,18 @@ class _Compute(torch.autograd.Function):
         assert up is not None and down is not None
         if first_PF is None:
             rows_NH = call.beside.wait()
-            first_PF = call.first_product(rows.order.permuted(rows_NH), rows, up, up_bias)
+            first_PF = experts.forward(rows.order.permuted(rows_NH), up, rows.counts)
+            if up_bias is not None:
+                rows.add_bias_(first_PF, up_bias)
         with torch.enable_grad():
             first_PF = first_PF.detach().requires_grad_()
             activated_PI = experts.activation(first_PF)
         dy_PH = rows.order.permuted(call.tokens.wait())
-        dweighted_PI = grouped_matmul(dy_PH, down.transpose(1, 2) if experts.is_transposed else down, rows.counts)
+        dweighted_PI = experts.input_gradient(dy_PH, down, rows.counts)
         (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, rows.weighted(dweighted_PI))
         activated_PI = activated_PI.detach()
         if ctx.needs_input_grad[0]:
-            dpermuted_PH = grouped_matmul(dfirst_PF, up.transpose(1, 2) if experts.is_transposed else up, rows.counts)
+            dpermuted_PH = experts.input_gradient(dfirst_PF, up, rows.counts)
             call.sums.post(call.dispatch.combine(token_unpermute(dpermuted_PH, rows.order.places)))
             del dpermuted_PH  # The tokens take its memory.
             dweights_P = rows.products(activated_PI, dweighted_PI)
@@ -299,11 +299,11 @@ class _Compute(torch.autograd.Function):
         rows_NH = call.beside.wait() if rows_NH is None else rows_NH
         if ctx.needs_input_grad[2]:
             permuted_PH = rows.order.permuted(rows_NH)
-            product = product_of_linear(dfirst_PF, permuted_PH, rows.counts, experts.is_transposed)
+            product = experts.weight_gradient(permuted_PH, dfirst_PF, rows.counts)
             dup = taken(gradient_sink(up), product)
             del permuted_PH, product
         if ctx.needs_input_grad[3]:
-            product = product_of_linear(dy_PH, rows.weighted(activated_PI), rows.counts, experts.is_transposed)
+            product = experts.weight_gradient(rows.weighted(activated_PI), dy_PH, rows.counts)
             ddown = taken(gradient_sink(down), product)
         biases = (_sums(up_bias, dfirst_PF, rows), _sums(down_bias, rows.weighted(dy_PH), rows))
         return dlink, None, *gathered_gradients(call.replicas, (dup, ddown, *biases))
@@ -338,3 +338,18 @@ def _sums(bias: Optional, dy: torch.Tensor, rows: _Rows) -> Optional:
 _send = applied(_Send, _Send.forward)
 _compute = applied(_Compute, _Compute.forward)
 _finish = applied(_Finish, _Finish.forward)
+
+ALL_TO_ALL = Planned(ABILITIES["alltoall"], AllToAllPlan.of)
+DISPATCHERS: dict[str, Dispatcher] = {
+    "alltoall": ALL_TO_ALL,
+    "allgather": Planned(ABILITIES["allgather"], AllGatherPlan.of),
+    "evenly": Planned(ABILITIES["alltoall"], EvenPlan.of),
+    "fused": FusedDispatcher(ALL_TO_ALL),
+}
+"""The values of ``ds_npu.moe.dispatcher``, and the one that ``alltoall`` names for ``pad_to_capacity``."""
+
+
+def register_dispatcher(name: str, dispatcher: Dispatcher) -> None:
+    """Make ``dispatcher`` a value of ``ds_npu.moe.dispatcher``; one of that name is replaced."""
+    ABILITIES[name] = dispatcher.can
+    DISPATCHERS[name] = dispatcher

@@ -1,7 +1,7 @@
 """Experts whose products are fused with the all-to-alls of their rows: multiplied as they come, sent as they are done.
 
 A token is sent once for each of its experts, and not once to a rank as by the other dispatchers: the kernels know rows
-of experts only. Kernels that do not take a layer, or a micro-batch, leave it to ``compute_experts``, and a warning says
+of experts only. Kernels that do not take a layer, or a micro-batch, leave it to another dispatcher, and a warning says
 why. Source: MindSpeed (moe-alltoall-mc2).
 
 Shape letters as in ``routing`` and in ``ops.npu.expert_exchange``; S rows sent, one for each choice of a token.
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ds_npu.comm.collectives import exchange_rows
+from ds_npu.config.moe import ABILITIES, Dispatching
 from ds_npu.log import warn_once
 from ds_npu.ops import expert_exchange
 from ds_npu.ops.autograd import Context, applied
@@ -26,13 +27,12 @@ from ds_npu.ops.operator import npu_kernels
 from ds_npu.ops.token_permutation import token_unpermute
 from ds_npu.parallel.context.load_balance import copy_to_device
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.dispatch import Agreement, all_to_all
-from ds_npu.parallel.expert.experts import ExpertOptions, Piece, compute_experts
+from ds_npu.parallel.expert.dispatch import Agreement, AllToAllPlan, Dispatcher, ExpertOptions, Piece, Routed
+from ds_npu.parallel.expert.replicas import Optional
 from ds_npu.parallel.expert.routing import Order, order_by
-from ds_npu.parallel.expert.weights import ExpertWeights, product_of_linear
+from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
 
-Optional = torch.Tensor | None
 Counts = Sequence[int]
 
 
@@ -63,27 +63,38 @@ def communicator(group: dist.ProcessGroup) -> str:
     return name
 
 
-def compute_experts_fused(
-    piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
-) -> torch.Tensor:
-    """``compute_experts`` of x, ids and weights, in fused kernels where they take them."""
-    x_TH, ids_TK, weights_TK = piece
-    reason = _unmet(x_TH, experts, axis)
-    agreement = None
-    if reason is None:
-        agreement = Agreement([all_to_all(ids_TK, len(experts) * axis.ep, axis)], axis)
-        pairs_RE = [counts[axis.size :] for counts in agreement.counts[0]]
-        reason = expert_exchange.unmet_bytes(_bytes(pairs_RE, axis, x_TH))
-    if reason is not None:
-        warn_once(f"moe.dispatcher: experts are dispatched by alltoall, not fused: {reason}")
-        return compute_experts(x_TH, ids_TK, weights_TK, experts, axis, replace(options, dispatcher="alltoall"))
-    exchange = _Exchange.of(pairs_RE, ids_TK, experts, axis)
-    return _fused(x_TH, weights_TK, exchange, experts.up, experts.down)
+@dataclass(frozen=True)
+class FusedDispatcher:
+    """Products in one kernel with the messages, where the kernels take them; else the ``fallback``, and a warning."""
+
+    fallback: Dispatcher
+    can: ClassVar[Dispatching] = ABILITIES["fused"]
+
+    def unavailable(self) -> object:
+        return expert_exchange.why_not_fused()
+
+    def send(
+        self, pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
+    ) -> Sequence[Routed]:
+        """All is computed at once, of one piece."""
+        ((x_TH, ids_TK, weights_TK),) = pieces
+        reason = _unmet(x_TH, experts, axis)
+        if reason is None:
+            agreement = Agreement([AllToAllPlan.of(ids_TK, len(experts) * axis.ep, axis)], axis)
+            pairs_RE = [counts[axis.size :] for counts in agreement.counts[0]]
+            reason = expert_exchange.unmet_bytes(_bytes(pairs_RE, axis, x_TH))
+        if reason is not None:
+            warn_once(f"moe.dispatcher: experts are dispatched by alltoall, not fused: {reason}")
+            return self.fallback.send(pieces, experts, axis, options)
+        exchange = _Exchange.of(pairs_RE, ids_TK, experts, axis)
+        return [Routed(_fused(x_TH, weights_TK, exchange, experts.up, experts.down))]
 
 
 def _unmet(x: torch.Tensor, experts: ExpertWeights, axis: ExpertAxis) -> str | None:
     if experts.up_bias is not None or experts.down_bias is not None:
         return "the experts have biases, which the kernels do not add"
+    if experts.product is not None:
+        return "the experts have a kind of product that the kernels do not compute"
     dtypes = frozenset({x.dtype, experts.up.dtype, experts.down.dtype})
     widths = max(experts.up.shape[1:]), max(experts.down.shape[1:])
     return expert_exchange.unmet(x.device.type, dtypes, widths, len(experts), axis.size)
@@ -209,11 +220,11 @@ class _Fused(torch.autograd.Function):
         dweights_TK = exchange.exchanged_back(dweights_P)
         dup = ddown = None
         if ctx.needs_input_grad[3]:
-            product = product_of_linear(dfirst_PF, rows_PH, exchange.counts, experts.is_transposed)
+            product = experts.weight_gradient(rows_PH, dfirst_PF, exchange.counts)
             dup = taken(gradient_sink(up), product)
         if ctx.needs_input_grad[4]:
             weighted_PI = _weighted(activated_PI, weights_P)
-            product = product_of_linear(dy_PH, weighted_PI, exchange.counts, experts.is_transposed)
+            product = experts.weight_gradient(weighted_PI, dy_PH, exchange.counts)
             ddown = taken(gradient_sink(down), product)
         return dx_TH, dweights_TK, None, dup, ddown
 

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.experts import ExpertOptions, Piece, send_to_experts
+from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
+from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.forward_wraps import Forward
 from ds_npu.parallel.saving_context import SavingContext
@@ -31,7 +32,7 @@ def compute_experts_beside(
     piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions, beside: SharedExperts
 ) -> torch.Tensor:
     """``compute_experts`` of x, ids and weights, while ``beside`` computes."""
-    (routed,) = send_to_experts([piece], experts, axis, options)
+    (routed,) = DISPATCHERS[options.dispatcher].send([piece], experts, axis, options)
     beside.run(routed.compute)
     return routed.finish()
 
@@ -45,7 +46,7 @@ def compute_experts_in_halves(
     second half's do; in backward likewise. Weight gradients are sums of two, and so differ by rounding.
     """
     halves = zip(*(each.tensor_split(2) for each in piece), strict=True)
-    first, second = send_to_experts(list(halves), experts, axis, options)
+    first, second = DISPATCHERS[options.dispatcher].send(list(halves), experts, axis, options)
     first.compute()
     second.compute()
     return torch.cat([first.finish(), second.finish()])

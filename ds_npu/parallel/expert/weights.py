@@ -1,16 +1,18 @@
-"""The weights of the experts of one rank, and the products of which their gradients are sums."""
+"""The weights of the experts of one rank, and their products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
 
-from ds_npu.ops.grouped_matmul import grouped_outer, grouped_outer_accumulate_
+from ds_npu.ops.grouped_matmul import grouped_matmul, grouped_outer, grouped_outer_accumulate_
+from ds_npu.parallel.tensor.product import Product
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
-from ds_npu.parallel.tensor.weight_product import WIDE
+from ds_npu.parallel.tensor.weight_product import WIDE, WeightProduct
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """From what ``up`` gives [P, F] to what ``down`` takes [P, I], row by row."""
@@ -39,6 +41,26 @@ class ExpertWeights:
     """[E, F]."""
     down_bias: torch.Tensor | None = None
     """[E, H]; ranks that share an expert add theirs up."""
+    product: Product | None = field(default=None, kw_only=True)
+    """The kind of product; None: the grouped kernels."""
+
+    def forward(self, x_PK: torch.Tensor, weight: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """[P, N]: the rows of each expert times its matrix of ``weight``, one of these or fetched ones."""
+        multiply = grouped_matmul if self.product is None else self.product.forward
+        return multiply(x_PK, weight if self.is_transposed else weight.transpose(1, 2), counts_E)
+
+    def input_gradient(self, dy_PN: torch.Tensor, weight: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """[P, K]: the gradient of the rows."""
+        multiply = grouped_matmul if self.product is None else self.product.input_gradient
+        return multiply(dy_PN, weight.transpose(1, 2) if self.is_transposed else weight, counts_E)
+
+    def weight_gradient(self, x_PK: torch.Tensor, dy_PN: torch.Tensor, counts_E: torch.Tensor) -> WeightProduct:
+        """The product of the gradient of a weight, for its sink."""
+        if self.product is not None:
+            plain = partial(replace(self, product=None).weight_gradient, counts_E=counts_E)
+            return self.product.weight_gradient(x_PK, dy_PN, plain)
+        a, b = (x_PK, dy_PN) if self.is_transposed else (dy_PN, x_PK)
+        return GroupedProduct(a, b, counts_E)
 
     def __len__(self) -> int:
         return len(self.up)
@@ -73,10 +95,3 @@ class GroupedProduct:
             return False
         grouped_outer_accumulate_(buffer, self.a, self.b, self.counts)
         return True
-
-
-def product_of_linear(
-    dy_PN: torch.Tensor, x_PK: torch.Tensor, counts_E: torch.Tensor, is_transposed: bool
-) -> GroupedProduct:
-    """The product of the gradient of a weight [E, N, K], or [E, K, N] where ``is_transposed``."""
-    return GroupedProduct(x_PK, dy_PN, counts_E) if is_transposed else GroupedProduct(dy_PN, x_PK, counts_E)

@@ -7,15 +7,15 @@ computed so: of all logits no more than those of one chunk exist at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from ds_npu.comm.collectives import all_reduce
-from ds_npu.ops.matmul_accumulate import matmul_accumulate_
 from ds_npu.ops.precision import accumulation_dtype
+from ds_npu.parallel.tensor.weight_layout import WeightLayout
 
 TOKENS = 1024
 """Whose logits are held at a time: enough for matrix multiplications that are not bound by reading the weight.
@@ -37,11 +37,13 @@ class HeadShard:
     group: dist.ProcessGroup | None
     """The tensor ranks; None: the head is whole."""
     dtype: torch.dtype
+    layout: WeightLayout = field(default_factory=WeightLayout)
+    """Its products."""
 
     def product(self, hidden_CH: torch.Tensor, cast_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
         """[C, V] in ``dtype``, which ``cast_VH`` has."""
         bias_V = None if bias_V is None else bias_V.to(self.dtype)
-        return functional.linear(hidden_CH.to(self.dtype), cast_VH, bias_V)
+        return functional.linear(hidden_CH.to(self.dtype), self.layout.forward(cast_VH).t(), bias_V)
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -67,7 +69,9 @@ class HeadGradients:
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
         wanted: Sequence[bool],
+        layout: WeightLayout,
     ) -> None:
+        self.layout = layout
         wide = accumulation_dtype(hidden_TH.dtype)
         of_hidden, of_weight, of_bias = wanted
         self.hidden = torch.empty_like(hidden_TH) if of_hidden else None
@@ -79,9 +83,11 @@ class HeadGradients:
         if self.bias is not None:
             self.bias += rounded_CV.sum(0, dtype=self.bias.dtype)
         if self.hidden is not None:
-            self.hidden[rows] = (rounded_CV @ cast_VH).to(self.hidden.dtype)
+            by = self.layout.input_gradient(cast_VH)
+            self.hidden[rows] = torch.matmul(rounded_CV, by).to(self.hidden.dtype)
         if self.weight is not None:
-            matmul_accumulate_(self.weight, rounded_CV, hidden_TH[rows].to(cast_VH.dtype))
+            x_CH = hidden_TH[rows].to(cast_VH.dtype)
+            self.layout.weight_gradient(cast_VH, x_CH, rounded_CV).add_to(self.weight)
 
     def sum_hidden(self, group: dist.ProcessGroup | None) -> None:
         """Sum the gradient of hidden states over the tensor ranks, of which each has that from its words."""

@@ -29,6 +29,7 @@ from ds_npu.parallel.tensor.cross_entropy import check_words
 from ds_npu.parallel.tensor.shard_access import local_shard
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
+from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.parallel.tensor.weight_product import ScaledSum
 from ds_npu.parallel.turns import finish_backward
 from ds_npu.topology.topology import Topology
@@ -164,7 +165,8 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         wanted = [needed and chunking.with_gradients for needed in ctx.needs_input_grad[:3]]
         chunking = replace(chunking, with_gradients=any(wanted))
-        head, gradients = chunking.head, HeadGradients(hidden_TH, weight_VH, bias_V, wanted)
+        head = chunking.head
+        gradients = HeadGradients(hidden_TH, weight_VH, bias_V, wanted, head.layout)
         losses_T = hidden_TH.new_empty(len(hidden_TH), dtype=accumulation_dtype(head.dtype))
         weights = _Weights(local_shard(weight_VH).to(head.dtype), bias_V)
         for rows in chunks(len(hidden_TH), chunking.tokens):
@@ -200,9 +202,11 @@ class ChunkedLoss:
     With ``vocabulary`` the head is sharded over the tensor ranks; None: it is whole.
     """
 
-    def __init__(self, words: int, vocabulary: Sharding | None, topology: Topology) -> None:
-        """``words``: of all ranks."""
-        self.words = words
+    def __init__(
+        self, words: int, vocabulary: Sharding | None, topology: Topology, layout: WeightLayout | None = None
+    ) -> None:
+        """``words``: of all ranks; ``layout``: the head's, None for that of nn.Linear."""
+        self.words, self.layout = words, layout or WeightLayout()
         self.group = None if vocabulary is None else topology.group("tp")
         ((self.start, self.stop),) = ((0, words),) if vocabulary is None else vocabulary.ranges[topology.rank("tp")]
 
@@ -234,7 +238,7 @@ class ChunkedLoss:
                 f"{self.start} on of {self.words}"
             )
         check_words(targets.words, self.words, targets.ignore_index)
-        head = HeadShard(self.start, self.words, self.group, product_dtype(hidden))
+        head = HeadShard(self.start, self.words, self.group, product_dtype(hidden), self.layout)
         chunking = _Chunking(head, transform, tokens, targets.smoothing, torch.is_grad_enabled())
         own = _Targets.among(targets.words.flatten(), targets.ignore_index, self.start, self.stop - self.start)
         with torch.autocast(hidden.device.type, enabled=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.forward_wraps import has_class_forward, has_own_forward, replace_innermost_forward
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, linear
+from ds_npu.parallel.tensor.product import Product
 from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
@@ -112,6 +114,8 @@ def _class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 USES_SINK = TensorAttribute[bool]("ds_npu_uses_sink")
 """On weights that no linear layer holds, whose computation uses their sink all the same (those of experts)."""
+PRODUCT = "ds_npu_product"
+"""The attribute of a module of experts that is its kind of product."""
 LINEARS = (DirectLinear, ColumnLinear, RowLinear)
 
 
@@ -124,6 +128,20 @@ def direct_weights(model: nn.Module, kinds: tuple[type, ...] = LINEARS) -> Itera
             if direct and id(weight) not in seen:
                 seen.add(id(weight))
                 yield f"{name}.{leaf}".lstrip("."), weight
+
+
+def use_product(model: nn.Module, product: Product | None) -> None:
+    """Make the linear layers and experts in ``model`` multiply by ``product``; None: by torch's kernels, as before.
+
+    Experts in a list always multiply by torch's.
+    """
+    for module in list(model.modules()):
+        if is_plain(module):
+            use_direct_gradient(module)
+        if isinstance(module, LINEARS):
+            module.layout = replace(module.layout, product=product)
+        elif any(map(USES_SINK.is_on, module.parameters(recurse=False))):
+            setattr(module, PRODUCT, product)
 
 
 @functools.cache

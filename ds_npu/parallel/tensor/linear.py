@@ -56,7 +56,7 @@ class _Columns(torch.autograd.Function):
         # Where all weights are frozen (beside adapters) backward does not need x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[4::2]) else None, *parameters)
         used = [layout.used(bias) for layout, bias in zip(layouts, biases, strict=True)]
-        matrices = [each.matrix(weight) for each, weight in zip(layouts, weights, strict=True) if weight is not None]
+        matrices = [each.forward(weight) for each, weight in zip(layouts, weights, strict=True) if weight is not None]
         return (_stacked(x, axis, matrices, used),) if stacked else _products(x, axis, matrices, used)
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Columns(torch.autograd.Function):
             gathered = all_gather(x, SEQUENCE_DIM, axis.group)
         pending = None
         if ctx.needs_input_grad[0]:
-            pairs = [(dy, each.matrix(weight).t()) for dy, each, weight in zip(dys, layouts, weights, strict=True)]
+            pairs = [(dy, each.input_gradient(weight)) for dy, each, weight in zip(dys, layouts, weights, strict=True)]
             if axis.sequence_parallel:
                 pending = axis.collectives.matmul_scatter(pairs)
             else:
@@ -80,7 +80,7 @@ class _Columns(torch.autograd.Function):
         inputs = x if gathered is None else gathered.wait()
         gradients: list[torch.Tensor | None] = []
         for index, (dy, layout, weight, bias) in enumerate(zip(dys, layouts, weights, biases, strict=True)):
-            product = layout.product(weight, inputs, dy) if wanted[2 * index] else None
+            product = layout.weight_gradient(weight, inputs, dy) if wanted[2 * index] else None
             gradients.append(None if product is None else taken(ctx.sinks[index], product))
             gradients.append(layout.bias_gradient(bias, dy) if wanted[2 * index + 1] else None)
         return (pending.wait() if pending else None, None, None, None, *gradients)
@@ -137,7 +137,7 @@ class _Row(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.axis, ctx.layout, ctx.sink = axis, layout, gradient_sink(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
-        pair = (x, layout.matrix(weight))
+        pair = (x, layout.forward(weight))
         if axis.sequence_parallel:
             return axis.collectives.matmul_scatter([pair]).wait()
         return all_reduce(sum_of_products([pair]), axis.group).wait()
@@ -146,13 +146,13 @@ class _Row(torch.autograd.Function):
     def backward(ctx: _RowContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         axis, layout, dy = ctx.axis, ctx.layout, dys[0].contiguous()
-        matrix = layout.matrix(weight).t()
+        matrix = layout.input_gradient(weight)
         if axis.sequence_parallel:
             dy, (dx,) = axis.collectives.gather_matmul(dy, [matrix], gathered=ctx.needs_input_grad[3])
         else:
             dx = torch.matmul(dy, matrix)
         wanted = ctx.needs_input_grad[3]
-        return dx, None, None, taken(ctx.sink, layout.product(weight, x, dy)) if wanted else None
+        return dx, None, None, taken(ctx.sink, layout.weight_gradient(weight, x, dy)) if wanted else None
 
 
 _row = applied(_Row, _Row.forward)
@@ -164,7 +164,7 @@ class _LinearContext(Context):
 
 
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b on one rank, whose weight has a gradient sink."""
+    """y = x Wᵀ + b on one rank, whose weight has a gradient sink or a kind of product."""
 
     @staticmethod
     def forward(
@@ -172,7 +172,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layout, ctx.sink = layout, gradient_sink(weight)
         ctx.save_for_backward(x, weight, bias)
-        y = functional.linear(x, layout.matrix(weight).t(), layout.used(bias))
+        y = functional.linear(x, layout.forward(weight).t(), layout.used(bias))
         # autograd lets nobody change a view in place that a Function returns, as nn.ReLU(inplace=True) does.
         not_a_view: torch.Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return not_a_view
@@ -181,8 +181,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: _LinearContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, weight, bias), layout, dy = ctx.saved_tensors, ctx.layout, dys[0]
         wanted = ctx.needs_input_grad
-        dx = torch.matmul(dy, layout.matrix(weight).t()) if wanted[0] else None
-        gradient = taken(ctx.sink, layout.product(weight, x, dy)) if wanted[2] else None
+        dx = torch.matmul(dy, layout.input_gradient(weight)) if wanted[0] else None
+        gradient = taken(ctx.sink, layout.weight_gradient(weight, x, dy)) if wanted[2] else None
         return dx, None, gradient, layout.bias_gradient(bias, dy) if wanted[3] else None
 
 
@@ -192,7 +192,8 @@ _linear = applied(_Linear, _Linear.forward)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: WeightLayout) -> torch.Tensor:
     """[..., K] to [..., N], with the whole weight of this rank."""
     plain = type(x) in (torch.Tensor, nn.Parameter)  # A subclass of Tensor has a product of its own.
-    if not plain or torch.compiler.is_compiling() or gradient_sink(weight) is None or not weight.requires_grad:
+    no_sink = not plain or torch.compiler.is_compiling() or gradient_sink(weight) is None or not weight.requires_grad
+    if layout.product is None and no_sink:
         return functional.linear(x, layout.matrix(weight).t(), layout.used(bias))
     return _linear(_autocast(x), layout, _autocast(weight), None if bias is None else _autocast(bias))
 

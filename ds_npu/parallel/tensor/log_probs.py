@@ -140,7 +140,7 @@ class _Scores(torch.autograd.Function):
         head, none_T = ctx.head, torch.zeros_like(log_z_T)
         of_log_p_T, of_entropy_T = (none_T if each is None else each for each in gradients[:2])
         at_target_T1 = of_log_p_T.masked_fill(elsewhere_T, 0).unsqueeze(1)
-        found = HeadGradients(hidden_TH, weight_VH, bias_V, ctx.needs_input_grad[:3])
+        found = HeadGradients(hidden_TH, weight_VH, bias_V, ctx.needs_input_grad[:3], head.shard.layout)
         cast_VH = weight_VH.to(head.shard.dtype)
         for rows in chunks(len(hidden_TH), TOKENS):
             logits_TV = head.logits(hidden_TH[rows], cast_VH, bias_V)

@@ -22,6 +22,7 @@ from ds_npu.log import warn_once
 from ds_npu.ops import matmul_collective
 from ds_npu.ops.operator import npu_kernels
 from ds_npu.parallel.tensor.axis import unflatten_rows
+from ds_npu.parallel.tensor.product import Multiplier
 from ds_npu.topology.machine import A2
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -250,6 +251,8 @@ class Fused:
         return kernels
 
     def _unmet(self, x: torch.Tensor, matrix: torch.Tensor) -> str | None:
+        if isinstance(matrix, Multiplier):
+            return "the layer has a kind of product that the kernel does not compute"
         return matmul_collective.unmet(x.device.type, (x.dtype, matrix.dtype), matrix.shape[0], self._ranks)
 
     def _along_sequence(self, rows_MN: torch.Tensor, batch: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import GetSetDescriptorType
 from typing import Any, Generic, TypeVar
 
@@ -10,6 +11,8 @@ import torch
 
 T = TypeVar("T")
 Marked = torch.Tensor | torch.UntypedStorage
+_attributes: Callable[[Marked], dict[str, Any]] = vars
+# Not getattr and setattr, which subclasses of tensors overload.
 
 
 class TensorAttribute(Generic[T]):
@@ -33,11 +36,6 @@ class TensorAttribute(Generic[T]):
     def is_on(self, tensor: Marked) -> bool:
         """Whether ``tensor`` has the attribute, whatever its value."""
         return self.name in _attributes(tensor)
-
-
-def _attributes(tensor: Marked) -> dict[str, Any]:
-    # Not setattr, which subclasses of tensors overload.
-    return vars(tensor)
 
 
 def tensor_property(name: str) -> GetSetDescriptorType:

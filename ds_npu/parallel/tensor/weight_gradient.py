@@ -113,11 +113,8 @@ class GradientSink:
 
 
 GRADIENT_SINK = TensorAttribute[GradientSink]("ds_npu_gradient_sink")
-
-
-def gradient_sink(weight: torch.Tensor) -> GradientSink | None:
-    """The sink of ``weight``, or of the weight it was cast from; None where it has an ordinary gradient."""
-    return GRADIENT_SINK.get(weight)
+gradient_sink = GRADIENT_SINK.get
+"""The sink of a weight, or of the weight it was cast from; None where it has an ordinary gradient."""
 
 
 def taken(sink: GradientSink | None, product: WeightProduct) -> torch.Tensor | None:

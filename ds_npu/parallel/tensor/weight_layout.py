@@ -1,26 +1,50 @@
-"""How the weight of a linear layer is laid out in memory, and the product of its gradient in that layout.
+"""How the weight of a linear layer is laid out in memory, and its products in that layout.
 
 Shape letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from ds_npu.parallel.tensor.product import Multiplier, Product
 from ds_npu.parallel.tensor.sharding import Ranges
 from ds_npu.parallel.tensor.weight_product import MatrixProduct, WeightProduct
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How a weight is laid out in memory, and which outputs are computed of it."""
+    """How a weight is laid out in memory, which outputs are computed of it, and by which kind of product."""
 
     transposed: bool = False
     """[K, N] (GPT-2's Conv1D) in place of [N, K]."""
     outputs: Ranges | None = None
     """The outputs that are computed of a weight that is whole on every rank, one perhaps twice; None: all of them."""
+
+    product: Product | None = None
+    """The kind of product; None: torch's kernels."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The matrix [K, N] by which activations are multiplied."""
+        matrix = self.matrix(weight)
+        return matrix if self.product is None else Multiplier.of(matrix, self.product.forward)
+
+    def input_gradient(self, weight: torch.Tensor) -> torch.Tensor:
+        """The matrix [N, K] by which gradients of outputs are multiplied."""
+        matrix = self.matrix(weight).t()
+        return matrix if self.product is None else Multiplier.of(matrix, self.product.input_gradient)
+
+    def weight_gradient(self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> WeightProduct:
+        """The product of the gradient of ``weight`` from [..., K] and [..., N], for its sink."""
+        if self.product is not None:
+            return self.product.weight_gradient(x, dy, partial(replace(self, product=None).weight_gradient, weight))
+        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        if self.outputs is not None:
+            return _PickedProduct(self, dy, x, weight.shape)
+        return MatrixProduct(x, dy) if self.transposed else MatrixProduct(dy, x)
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """The part of ``weight`` that is used, [K, N]; a view where it is all of it."""
@@ -31,16 +55,9 @@ class WeightLayout:
         """The part of ``bias`` that is used, [N]."""
         return bias if bias is None or self.outputs is None else torch.cat(self._pieces(bias), dim=-1)
 
-    def product(self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> WeightProduct:
-        """The product of the gradient of ``weight`` from [..., K] and [..., N]."""
-        x, dy = _rows(x), _rows(dy)
-        if self.outputs is not None:
-            return _PickedProduct(self, dy, x, weight.shape)
-        return MatrixProduct(x, dy) if self.transposed else MatrixProduct(dy, x)
-
     def bias_gradient(self, bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         """The gradient of ``bias`` from [..., N]."""
-        gradient = _rows(dy).sum(dim=0)
+        gradient = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
         if self.outputs is None:
             return gradient
         whole = torch.zeros_like(bias)
@@ -79,7 +96,3 @@ class _PickedProduct:
 
     def add_to(self, buffer: torch.Tensor) -> bool:
         return False
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ds_npu.parallel.placement import placement_of
 from ds_npu.topology.degrees import NAMES, Axis
@@ -24,10 +25,12 @@ from ds_npu.topology.degrees import NAMES, Axis
 STEPS = 3
 RATE = 1e-3
 """Learning rate of the trial where a group has 0 and none to begin with."""
-ROWS = 8
-"""Length of each dim of a tensor that is tried; halves of it are what two ranks have."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative difference after STEPS up to which two results are one: kernels round by the length of a loop."""
+"""Relative difference up to which two results are one: kernels round by the length of a loop."""
+BLOCKS_TOLERANCE = 0.05
+"""The same for tensors that are large enough for moments of 8 bits, whose blocks are others in a part."""
+EXPERTS = 8
+"""Length of the dims before the last two."""
 APART = -1
 """In place of a dim: the ranks have different weights, each of them whole."""
 FLAT = -2
@@ -35,8 +38,32 @@ FLAT = -2
 HOST = torch.device("cpu")
 BY_ELEMENT = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "FusedAdam", "FusedLion")
 """Compiled optimizers of DeepSpeed that step each element by itself; a second one prints, and holds state in C++."""
+PLAIN = (bool, int, float, str, torch.dtype, type(None))
+"""Settings that a second optimizer may be given, too; others (an engine) would be changed by its steps."""
 OWN = "use_muon"
 """The setting of a group for which DeepSpeed's ZeRO 1 to 3 put whole matrices together by themselves."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tensors on which an optimizer is tried."""
+
+    size: int
+    """Length of their last two dims; halves of it are what two ranks have."""
+    tolerance: Mapping[torch.dtype, float]
+
+    def draw(self, dims: int, drawn: torch.Generator) -> torch.Tensor:
+        shape = [EXPERTS] * (dims - 2) + [self.size] * min(dims, 2)
+        whole = torch.randn(shape, generator=drawn, dtype=torch.float64)
+        # Halves of different norms, other ones in each tensor; no outer product, which factored moments would suit.
+        scales = 8.0 ** torch.rand([2] * dims, generator=drawn, dtype=torch.float64)
+        for dim, length in enumerate(shape):
+            scales = scales.repeat_interleave(length // 2, dim)
+        return whole * scales
+
+
+SMALL, LARGE = Sample(8, TOLERANCE), Sample(128, dict.fromkeys(TOLERANCE, BLOCKS_TOLERANCE))
+"""Some optimizers read whole weights only where they are large."""
 
 
 class NotRepeatableError(RuntimeError):
@@ -88,7 +115,7 @@ def _cuts_of_weight(weight: nn.Parameter, sizes: Mapping[Axis, int]) -> Iterator
 
 
 def difference_in_parts(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dims: int, dim: int) -> float:
-    """The largest relative difference between weights that were stepped whole and in two parts; 0 within TOLERANCE.
+    """The relative difference between weights that were stepped whole and in two parts; 0 within the tolerance.
 
     ``settings``: of the parameter group. ``dims``, ``dim``: as in ``Cut``. ``optimizer`` and the random numbers of this
     process do not change. Raises NotRepeatableError.
@@ -98,7 +125,10 @@ def difference_in_parts(optimizer: torch.optim.Optimizer, settings: Mapping[str,
     # Kernels of a device do not take tensors of the host.
     for dtype, device in dict.fromkeys([(torch.float64, HOST), (torch.float32, HOST), (torch.float32, own)]):
         try:
-            return _difference(optimizer, settings, (dims, dim), {"dtype": dtype, "device": device})
+            found = _difference(optimizer, settings, Cut("tp", dims, dim), {"dtype": dtype, "device": device})
+            if not found and (unknown := _given(optimizer)[1]):
+                raise NotRepeatableError(f"what it was given as {', '.join(unknown)} is not known")
+            return found
         except NotRepeatableError:
             raise
         except Exception as error:  # Foreign code, of which anything may be raised.
@@ -107,32 +137,32 @@ def difference_in_parts(optimizer: torch.optim.Optimizer, settings: Mapping[str,
 
 
 def _difference(
-    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], how: tuple[int, int], kind: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], cut: Cut, kind: Mapping[str, Any]
 ) -> float:
-    dims, dim = how
+    samples = (SMALL,) if cut.dim == APART else (SMALL, LARGE)
+    return next(filter(None, (_difference_on(each, optimizer, settings, cut, kind) for each in samples)), 0.0)
+
+
+def _difference_on(
+    sample: Sample, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], cut: Cut, kind: Mapping[str, Any]
+) -> float:
     drawn = torch.Generator().manual_seed(0)
-
-    def draw() -> torch.Tensor:
-        # Rows of different sizes: parts have different norms.
-        rows = torch.randn(ROWS, ROWS**2, generator=drawn, dtype=torch.float64) * torch.arange(1.0, ROWS + 1)[:, None]
-        return rows.flatten()[: ROWS**dims].reshape([ROWS] * dims).to(**kind)
-
-    weights, gradients = [draw(), draw()], [[draw(), draw()] for _ in range(STEPS)]
+    weights, *gradients = [[sample.draw(cut.dims, drawn).to(**kind) for _ in range(2)] for _ in range(1 + STEPS)]
     whole = _stepped(optimizer, settings, weights, gradients)
     again = _stepped(optimizer, settings, weights, gradients, seed=1)
     if not all(map(torch.equal, whole, again)):
         raise NotRepeatableError("two runs from the same weights and gradients gave different results")
     ranks = []
     for rank in range(2):
-        own = [_part(each, dim, rank) for each in (weights, *gradients)]
+        own = [_part(each, cut.dim, rank) for each in (weights, *gradients)]
         ranks.append(_stepped(optimizer, settings, own[0], own[1:]))
-    expected = _joined([_part(whole, dim, rank) for rank in range(2)])
+    expected = _joined([_part(whole, cut.dim, rank) for rank in range(2)])
     found = _joined(ranks)
-    moved = (expected - _joined([_part(weights, dim, rank) for rank in range(2)])).norm()
+    moved = (expected - _joined([_part(weights, cut.dim, rank) for rank in range(2)])).norm()
     if not moved:
         raise NotRepeatableError("its steps changed no weight")
     error = float((found - expected).norm() / moved)
-    return error if not error <= TOLERANCE[kind["dtype"]] else 0.0
+    return error if not error <= sample.tolerance[kind["dtype"]] else 0.0
 
 
 def _part(tensors: Sequence[torch.Tensor], dim: int, rank: int) -> list[torch.Tensor]:
@@ -177,18 +207,38 @@ def _second(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], weights: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Another optimizer of the same class, for ``weights``; raises NotRepeatableError for unknown settings."""
+    second = type(optimizer)([{**settings, **_moving(settings), "params": weights}], **_given(optimizer)[0])
+    train = getattr(second, "train", None)  # Of those that are free of schedules.
+    if callable(train):
+        train()
+    return second
+
+
+def _given(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """What the constructor of ``optimizer`` was given, and which of its settings with a default are not known.
+
+    Raises NotRepeatableError where nothing can be given in the place of what is not known.
+    """
     kind = type(optimizer)
     given: dict[str, Any] = {}
+    unknown = []
     for name, each in list(inspect.signature(kind).parameters.items())[1:]:
         if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
             continue
+        own = getattr(optimizer, name, inspect.Parameter.empty)
+        if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(own)):
+            raise NotRepeatableError(f"{kind.__name__} was given weights as {name}")
         if name in optimizer.defaults:
             given[name] = optimizer.defaults[name]
-        elif each.default is each.empty and hasattr(optimizer, name):
-            given[name] = getattr(optimizer, name)
-        elif each.default is each.empty:
+        elif all(isinstance(leaf, PLAIN) for leaf in tree_leaves(own)):
+            given[name] = own
+        elif each.default is not each.empty:
+            unknown.append(name)
+        elif own is not each.empty:
+            given[name] = own
+        else:
             raise NotRepeatableError(f"what {kind.__name__} was given as {name} is not known")
-    return kind([{**settings, **_moving(settings), "params": weights}], **given)
+    return given, unknown
 
 
 def _moving(settings: Mapping[str, Any]) -> dict[str, float]:
@@ -208,7 +258,10 @@ class Verdict:
 
 
 def tried(optimizer: torch.optim.Optimizer, sizes: Mapping[Axis, int], zero_stage: int) -> Verdict:
-    """Try ``optimizer`` on small tensors, cut as its weights are over axes of ``sizes`` ranks. Takes milliseconds."""
+    """Try ``optimizer`` on small tensors, cut as its weights are over axes of ``sizes`` ranks.
+
+    Takes a tenth of a second for each cut.
+    """
     kind, unknown = type(optimizer).__name__, None
     if kind in BY_ELEMENT and type(optimizer).__module__.startswith("deepspeed."):
         return Verdict()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from whole_weight_optimizers import Lamb, Prodigy
+from whole_weight_optimizers import Blocks, Chosen, Lamb, LargeLamb, Prodigy, Trains
 
 from ds_npu.parallel.placement import Placement, set_placement
 from ds_npu.parallel.tensor.sharding import Sharding
@@ -87,6 +87,33 @@ def test_a_learning_rate_of_zero_when_a_scheduler_warms_up():
 def test_what_cannot_be_repeated(make, why):
     with pytest.raises(NotRepeatableError, match=why):
         difference_in_parts(make(weights()), {}, 2, 0)
+
+
+def test_an_optimizer_that_reads_whole_weights_only_where_they_are_large():
+    optimizer = LargeLamb(weights())
+    for dim in (0, 1):
+        assert difference_in_parts(optimizer, settings(optimizer), 2, dim) > 0.05, dim
+    assert difference_in_parts(optimizer, settings(optimizer), 1, 0) == 0
+
+
+def test_blocks_of_8_bits_only_in_large_weights():
+    """What the constructor was given is read from an attribute, too, where its default differs."""
+    optimizer = Blocks(weights(), least=4096)
+    for dims, dim in ((1, 0), (2, 0), (2, 1), (3, 1), (2, APART), (2, FLAT)):
+        assert difference_in_parts(optimizer, settings(optimizer), dims, dim) == 0, (dims, dim)
+
+
+@pytest.mark.parametrize(("keeps", "why"), [(True, "was given weights as whole"), (False, "whole, keeps is not known")])
+def test_weights_that_an_optimizer_was_given_beside_its_groups(keeps, why):
+    held = weights()
+    optimizer = Chosen(held, whole=held, keeps=keeps)
+    with pytest.raises(NotRepeatableError, match=why):
+        difference_in_parts(optimizer, settings(optimizer), 2, 0)
+
+
+def test_an_optimizer_that_steps_only_in_train_mode():
+    optimizer = Trains(weights(), lr=0.1)
+    assert difference_in_parts(optimizer, settings(optimizer), 2, 0) == 0
 
 
 def sharded(shape: tuple[int, ...], dim: int, axis: str = "tp") -> nn.Parameter:

@@ -271,3 +271,15 @@ def test_pictures():
     texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
     assert [text for text in texts if text in ("0", "1")] == [*"010011", *"001101"]
     assert {"gradient of inputs", "gradient of weights", "forward", "rank 1"} <= set(texts)
+
+
+def test_messages_are_drawn():
+    drawn = ElementTree.fromstring(schedule_svg("zb_h1", timeline(made("zb_h1", 2, 2), Costs(transfer=0.5))))
+    titles = [each.text for each in drawn.iter() if each.tag.endswith("title")]
+    assert titles == [
+        *("0SEND_F0 to rank 1", "0SEND_F1 to rank 1"),
+        *("1SEND_B0 to rank 0", "1SEND_B1 to rank 0"),
+    ]
+    lines = [each for each in drawn.iter() if each.tag.endswith("line")]
+    assert all(float(each.get("x2")) - float(each.get("x1")) == 12 for each in lines) and len(lines) == 4
+    assert {"states sent", "gradients sent"} <= {each.text for each in drawn.iter()}

@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from xml.sax.saxutils import escape, quoteattr
 
 from ds_npu.cli.layout import ZERO
+from ds_npu.svg import drawing, group, rect, text, title
 from ds_npu.topology.degrees import DENSE, EXPERT, NAMES, Axis, Degrees
 from ds_npu.topology.machine import Machine
 
@@ -39,10 +39,10 @@ CELL, LINE, GAP, MARGIN, LABEL, TITLE, WIDTH = 50, 34, 8, 24, 76, 58, 520
 PANELS = 2
 """In a row."""
 HEADING, STRONG, PLAIN, SMALL = (
-    'font-size="16" font-weight="bold"',
-    'font-size="13" font-weight="bold"',
-    'font-size="12"',
-    'font-size="9" text-anchor="middle"',
+    {"font_size": "16", "font_weight": "bold"},
+    {"font_size": "13", "font_weight": "bold"},
+    {"font_size": "12"},
+    {"font_size": "9", "text_anchor": "middle"},
 )
 
 
@@ -70,17 +70,12 @@ def layout_svg(degrees: Degrees, zero_stage: int | None, machine: Machine) -> st
     panels = [*_panels(degrees, zero_stage, nodes, machine.node)]
     columns = min(PANELS, len(panels))
     height = TITLE + sum(_rows(node) * LINE + GAP for node in nodes) + MARGIN
-    whole = (columns * WIDTH + MARGIN, -(-len(panels) // columns) * height + 3 * MARGIN)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole[0]}" height="{whole[1]}" '
-        f'viewBox="0 0 {whole[0]} {whole[1]}" font-family="sans-serif">',
-        f'<rect width="{whole[0]}" height="{whole[1]}" fill="white"/>',
-        _text(MARGIN, MARGIN + 6, _headline(degrees, machine), HEADING),
-    ]
+    lines = [text(MARGIN, MARGIN + 6, _headline(degrees, machine), **HEADING)]
     for number, panel in enumerate(panels):
         row, column = divmod(number, columns)
-        lines += _drawn(panel, nodes, degrees, (MARGIN + column * WIDTH, 2 * MARGIN + row * height))
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        corner = (MARGIN + column * WIDTH, 2 * MARGIN + row * height)
+        lines.append(group(_drawn(panel, nodes, degrees, corner), data_panel=" ".join(panel.axes)))
+    return drawing(columns * WIDTH + MARGIN, -(-len(panels) // columns) * height + 3 * MARGIN, lines)
 
 
 def _headline(degrees: Degrees, machine: Machine) -> str:
@@ -153,38 +148,32 @@ def _spread(degrees: Degrees, axes: Axes, rank: int, size: int) -> int:
 
 def _drawn(panel: _Panel, nodes: list[_Node | None], degrees: Degrees, corner: tuple[int, int]) -> Iterator[str]:
     x, y = corner
-    yield f"<g data-panel={quoteattr(' '.join(panel.axes))}>"
-    yield _text(x, y + 20, panel.title, STRONG)
-    yield _text(x, y + 40, panel.meaning, PLAIN)
+    yield text(x, y + 20, panel.title, **STRONG)
+    yield text(x, y + 40, panel.meaning, **PLAIN)
     y += TITLE
     for node in nodes:
         if node is None:
-            yield _text(x + LABEL, y + LINE // 2 + 5, "...", HEADING)
+            yield text(x + LABEL, y + LINE // 2 + 5, "...", **HEADING)
         else:
-            yield _text(x, y + LINE // 2 + 4, f"node {node.number}", PLAIN)
+            yield text(x, y + LINE // 2 + 4, f"node {node.number}", **PLAIN)
             wide, high = min(ROW, len(node.ranks)) * CELL + 4, _rows(node) * LINE + 4
-            box = f'x="{x + LABEL - 3}" y="{y - 3}" width="{wide}" height="{high}" rx="5"'
-            yield f'<rect {box} fill="none" stroke="#888"/>'
+            yield rect(x + LABEL - 3, y - 3, wide, high, rx=5, fill="none", stroke="#888")
             for index, rank in enumerate(node.ranks):
                 row, column = divmod(index, ROW)
-                yield from _cell(panel, degrees, rank, (x + LABEL + column * CELL, y + row * LINE))
+                yield _cell(panel, degrees, rank, (x + LABEL + column * CELL, y + row * LINE))
         y += _rows(node) * LINE + GAP
-    yield "</g>"
 
 
-def _cell(panel: _Panel, degrees: Degrees, rank: int, corner: tuple[int, int]) -> Iterator[str]:
+def _cell(panel: _Panel, degrees: Degrees, rank: int, corner: tuple[int, int]) -> str:
     (x, y), place = corner, degrees.place(rank)
-    group = _group(degrees, panel.axes, rank) if panel.axes else None
-    colour = "white" if group is None else COLOURS[group % len(COLOURS)]
-    below = ".".join(str(place[axis]) for axis in _shown(degrees)) if group is None else f"group {group}"
-    yield f'<g data-rank="{rank}" data-group="{below}">'
-    yield f"<title>{escape(f'rank {rank}: ' + ', '.join(f'{axis} {place[axis]}' for axis in DENSE))}</title>"
-    yield f'<rect x="{x}" y="{y}" width="{CELL - 2}" height="{LINE - 2}" rx="3" fill="{colour}" stroke="#555"/>'
+    number = _group(degrees, panel.axes, rank) if panel.axes else None
+    colour = "white" if number is None else COLOURS[number % len(COLOURS)]
+    below = ".".join(str(place[axis]) for axis in _shown(degrees)) if number is None else f"group {number}"
     middle = x + (CELL - 2) // 2
-    yield _text(middle, y + 15, str(rank), f'{STRONG} text-anchor="middle"')
-    yield _text(middle, y + 27, below, SMALL)
-    yield "</g>"
-
-
-def _text(x: int, y: int, text: str, style: str) -> str:
-    return f'<text x="{x}" y="{y}" {style}>{escape(text)}</text>'
+    body = (
+        title(f"rank {rank}: " + ", ".join(f"{axis} {place[axis]}" for axis in DENSE)),
+        rect(x, y, CELL - 2, LINE - 2, rx=3, fill=colour, stroke="#555"),
+        text(middle, y + 15, str(rank), **STRONG, text_anchor="middle"),
+        text(middle, y + 27, below, **SMALL),
+    )
+    return group(body, data_rank=rank, data_group=below)

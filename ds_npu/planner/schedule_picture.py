@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from xml.sax.saxutils import escape
 
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
 from ds_npu.parallel.pipeline.timeline import Timeline
+from ds_npu.svg import drawing, element, rect, text, title
 
 COLOURS = {
     Kind.FORWARD: ("#8ecae6", "#bde0ef", "#dcf0f8", "#ecf7fb"),
@@ -14,6 +14,8 @@ COLOURS = {
     Kind.BACKWARD_INPUT: ("#f6bd60", "#fad9a1", "#fce9c8", "#fdf3e1"),
     Kind.BACKWARD_WEIGHT: ("#b392ac", "#d1b3c4", "#e8c2ca", "#f3dde2"),
     Kind.RECOMPUTE: ("#adb5bd", "#ced4da", "#dee2e6", "#e9ecef"),
+    Kind.SEND_STATES: ("#1d3557",),
+    Kind.SEND_GRADIENTS: ("#c1121f",),
 }
 """By the stage's number among those of its rank, paler and paler."""
 WORDS = {
@@ -22,6 +24,8 @@ WORDS = {
     Kind.BACKWARD_INPUT: "gradient of inputs",
     Kind.BACKWARD_WEIGHT: "gradient of weights",
     Kind.RECOMPUTE: "forward again",
+    Kind.SEND_STATES: "states sent",
+    Kind.SEND_GRADIENTS: "gradients sent",
 }
 MARKS = ("", "'", '"')
 """Behind the number of a micro-batch in text, by the stage's number among those of its rank; then that number."""
@@ -30,7 +34,7 @@ WIDEST, ROW, MARGIN, LABEL, SIDE = 1600, 26, 20, 64, 110
 
 
 def headline(name: str, run: Timeline) -> str:
-    """What ``run`` comes to, in one line."""
+    """The sizes, the makespan and the bubble of ``run`` in one line."""
     schedule = run.schedule
     work = max(map(run.work, range(len(schedule.rows))), default=0.0)
     chunks = max((len(_own_stages(schedule, rank)) for rank in range(len(schedule.rows))), default=0)
@@ -49,11 +53,11 @@ def schedule_text(name: str, run: Timeline) -> str:
     width = max(map(len, labels.values()), default=1) + 1
     lines = [headline(name, run)]
     for rank, row in enumerate(run.schedule.rows):
-        text = ""
+        cells = ""
         for action in row:
             begin, end = (round(at / unit) * width for at in (run.start[action], run.end(action)))
-            text = text.ljust(begin, ".") + labels[action].ljust(end - begin)
-        lines.append(f"rank {rank:<3} {text}".rstrip())
+            cells = cells.ljust(begin, ".") + labels[action].ljust(end - begin)
+        lines.append(f"rank {rank:<3} {cells}".rstrip())
     return "\n".join(lines)
 
 
@@ -62,49 +66,50 @@ def schedule_svg(name: str, run: Timeline) -> str:
     schedule = run.schedule
     scale = min(WIDEST / max(run.makespan, 1e-9), 24 / max(run.costs.forward, 1e-9))
     width = round(LABEL + scale * run.makespan + SIDE + 2 * MARGIN)
-    top = 3 * MARGIN
-    height = top + ROW * len(schedule.rows) + 3 * MARGIN
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{MARGIN}" y="{MARGIN + 8}" font-size="14" font-weight="bold">{escape(headline(name, run))}</text>',
-    ]
+    top, bottom = 3 * MARGIN, 3 * MARGIN + ROW * len(schedule.rows)
+    lines = [text(MARGIN, MARGIN + 8, headline(name, run), font_size=14, font_weight="bold")]
     for rank in range(len(schedule.rows)):
         lines += _row(run, rank, top + ROW * rank, scale)
-    peaks = MARGIN + LABEL + scale * run.makespan + 10
-    lines.append(f'<text x="{peaks:.1f}" y="{top - 8}" fill="#555">most kept at once</text>')
-    lines += _legend(schedule, top + ROW * len(schedule.rows) + MARGIN)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    lines += _transfers(run, top, scale)
+    lines.append(text(MARGIN + LABEL + scale * run.makespan + 10, top - 8, "most kept at once", fill="#555"))
+    lines += _legend(run, bottom + MARGIN)
+    return drawing(width, bottom + 3 * MARGIN, lines, font_size=11)
 
 
 def _row(run: Timeline, rank: int, top: int, scale: float) -> Iterator[str]:
-    left = MARGIN + LABEL
-    yield f'<text x="{MARGIN}" y="{top + ROW / 2 + 3}">rank {rank}</text>'
-    yield f'<rect x="{left}" y="{top}" width="{scale * run.makespan:.1f}" height="{ROW - 4}" fill="#f1f1f1"/>'
+    left, right = MARGIN + LABEL, MARGIN + LABEL + scale * run.makespan
+    yield text(MARGIN, top + ROW / 2 + 3, f"rank {rank}")
+    yield rect(left, top, scale * run.makespan, ROW - 4, fill="#f1f1f1")
     for action in run.schedule.rows[rank]:
         x, wide = left + scale * run.start[action], scale * run.costs.of(action)
         place = _own_stages(run.schedule, rank).index(action.stage)
         colour = COLOURS[action.kind][min(place, len(COLOURS[action.kind]) - 1)]
-        yield (
-            f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{ROW - 4}" fill="{colour}" stroke="white"/>'
-            f'<text x="{x + wide / 2:.1f}" y="{top + ROW / 2 + 2}" text-anchor="middle">{action.micro_batch}</text>'
-        )
-    x = left + scale * run.makespan + 10
-    yield f'<text x="{x:.1f}" y="{top + ROW / 2 + 3}" fill="#555">{run.schedule.peak_activations[rank]}</text>'
+        yield rect(x, top, wide, ROW - 4, fill=colour, stroke="white")
+        yield text(x + wide / 2, top + ROW / 2 + 2, f"{action.micro_batch}", text_anchor="middle")
+    yield text(right + 10, top + ROW / 2 + 3, f"{run.schedule.peak_activations[rank]}", fill="#555")
 
 
-def _legend(schedule: Schedule, y: int) -> Iterator[str]:
-    x = MARGIN
-    for kind in Kind:
-        if any(each.kind is kind for each in schedule.actions()):
-            yield f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[kind][0]}"/>'
-            yield f'<text x="{x + 18}" y="{y + 10}">{WORDS[kind]}</text>'
-            x += 40 + 7 * len(WORDS[kind])
-    yield (
-        f'<text x="{x}" y="{y + 10}" fill="#555">'
-        "numbers are micro-batches; a paler colour is a later stage of the rank; grey is waiting</text>"
-    )
+def _transfers(run: Timeline, top: int, scale: float) -> Iterator[str]:
+    """A line for each message, from the end of the action that has made it to its arrival, where it has a dot."""
+    for send, receive in run.schedule.transfers.values():
+        colour, wide = COLOURS[send.kind][0], min(1.0, scale * run.costs.forward / 12)
+        # States and gradients that leave at once stand beside each other.
+        left = MARGIN + LABEL + (1 if send.kind is Kind.SEND_GRADIENTS else -1)
+        begin, arrival = left + scale * run.start[send], left + scale * run.end(send)
+        y, end = (top + ROW * run.schedule.rank_of[each.stage] + ROW / 2 - 2 for each in (send, receive))
+        line = element("line", x1=begin, y1=y, x2=arrival, y2=end, stroke=colour, stroke_width=wide)
+        dot = element("circle", cx=arrival, cy=end, r=2 * wide, fill=colour)
+        yield element("g", title(f"{send} to rank {run.schedule.rank_of[receive.stage]}") + line + dot)
+
+
+def _legend(run: Timeline, y: int) -> Iterator[str]:
+    x, kinds = MARGIN, {each.kind for each in run.start}
+    for kind in (each for each in Kind if each in kinds):
+        yield rect(x, y, 12, 12, fill=COLOURS[kind][0])
+        yield text(x + 18, y + 10, WORDS[kind])
+        x += 40 + 7 * len(WORDS[kind])
+    words = "numbers are micro-batches; a paler colour is a later stage of the rank; grey is waiting"
+    yield text(MARGIN, y + 28, words, fill="#555")
 
 
 def _own_stages(schedule: Schedule, rank: int) -> list[int]:

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as of_torch
 
 from ds_npu.config.pipeline import MOST_STAGES
-from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv, to_csv
+from ds_npu.parallel.pipeline.pairs import PAIRED
+from ds_npu.parallel.pipeline.schedule import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    from_csv,
+    to_csv,
+)
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.timeline import Costs, timeline
 from ds_npu.parallel.pipeline.validation import check_schedule
@@ -94,7 +104,40 @@ def test_v_shapes_keep_a_half_and_a_third_of_1f1b(ranks):
 
 
 def test_transfers_take_time_beside_computation():
-    assert timeline(made("gpipe", 2, 1), Costs(transfer=0.5)).makespan == 3 * 2 + 2 * 0.5
+    run = timeline(made("gpipe", 2, 1), Costs(transfer=0.5))
+    assert run.makespan == 3 * 2 + 2 * 0.5
+    sent = {f"{each}": (begin, run.end(each)) for each, begin in run.start.items() if each.kind in SENDS}
+    assert sent == {"0SEND_F0": (1.0, 1.5), "1SEND_B0": (4.5, 5.0)}
+
+
+def test_transfers_are_printed():
+    assert to_csv(made("1f1b", 2, 2).with_transfers).splitlines() == [
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1",
+    ]
+    assert to_csv(PAIRED["1f1b"](2, 3, 1).with_transfers).splitlines()[1] == (
+        "1RECV_F0,1F0,1RECV_F1,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1RECV_F2,(1F2;1B1)OVERLAP_F_B,1SEND_B1,1B2,1SEND_B2"
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_transfers_are_those_of_torch(name):
+    """Each rank sends and receives what torch's pass makes it send and receive, directly around what it computes."""
+    for ranks in (1, 2, 3, 5):
+        schedule = made(name, ranks, max(7, SCHEDULES[name].fewest_micro_batches(ranks)))
+        rows = schedule.with_transfers.rows
+        order = {rank: [of_torch._Action.from_str(f"{each}") for each in row] for rank, row in enumerate(schedule.rows)}
+        theirs = of_torch._add_send_recv(order, schedule.rank_of.__getitem__, schedule.stages)
+        assert [sorted(map(str, row)) for row in rows] == [sorted(map(str, theirs[rank])) for rank in range(ranks)]
+        for rank, row in enumerate(rows):
+            assert [each for each in row if each.kind not in SENDS and each.kind not in RECEIVES] == [
+                *schedule.rows[rank]
+            ]
+            for before, each in itertools.pairwise(row):
+                if each.kind in SENDS:
+                    assert schedule.carried[each] == before
+                if before.kind in RECEIVES:
+                    assert schedule.source(each) == schedule.carried[before]
 
 
 class StageOfTorch(of_torch._PipelineStageBase):
@@ -228,3 +271,15 @@ def test_pictures():
     texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
     assert [text for text in texts if text in ("0", "1")] == [*"010011", *"001101"]
     assert {"gradient of inputs", "gradient of weights", "forward", "rank 1"} <= set(texts)
+
+
+def test_messages_are_drawn():
+    drawn = ElementTree.fromstring(schedule_svg("zb_h1", timeline(made("zb_h1", 2, 2), Costs(transfer=0.5))))
+    titles = [each.text for each in drawn.iter() if each.tag.endswith("title")]
+    assert titles == [
+        *("0SEND_F0 to rank 1", "0SEND_F1 to rank 1"),
+        *("1SEND_B0 to rank 0", "1SEND_B1 to rank 0"),
+    ]
+    lines = [each for each in drawn.iter() if each.tag.endswith("line")]
+    assert all(float(each.get("x2")) - float(each.get("x1")) == 12 for each in lines) and len(lines) == 4
+    assert {"states sent", "gradients sent"} <= {each.text for each in drawn.iter()}

@@ -8,10 +8,11 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from xml.sax.saxutils import escape
+
+from ds_npu.svg import drawing, element, rect, text
 
 MOST_COLUMNS = 256
-"""Of more, neighbours become one."""
+"""The most columns of a map; where there are more, neighbours become one."""
 MOST_TIMES = 4.0
 """The load, relative to the mean, that has the last colour."""
 COLUMNS, WIDTH, LABEL, TITLE, GAP, MARGIN = 2, 480, 34, 22, 34, 24
@@ -50,23 +51,13 @@ def load_svg(history: LoadHistory) -> str:
         2 * MARGIN + min(COLUMNS, max(1, len(history.layers))) * (LABEL + WIDTH + GAP),
         3 * MARGIN + TITLE + rows * (TITLE + height + GAP),
     )
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole[0]}" height="{whole[1]}" '
-        f'viewBox="0 0 {whole[0]} {whole[1]}" font-family="sans-serif">',
-        f'<rect width="{whole[0]}" height="{whole[1]}" fill="white"/>',
-        _text(
-            MARGIN,
-            MARGIN,
-            "Tokens of each expert, relative to the mean of its layer",
-            'font-size="15" font-weight="bold"',
-        ),
-        *_legend(MARGIN, MARGIN + 10),
-    ]
+    heading = "Tokens of each expert, relative to the mean of its layer"
+    lines = [text(MARGIN, MARGIN, heading, font_size=15, font_weight="bold"), *_legend(MARGIN, MARGIN + 10)]
     for number, (name, columns) in enumerate(history.layers.items()):
         row, column = divmod(number, COLUMNS)
         place = (MARGIN + column * (LABEL + WIDTH + GAP), 3 * MARGIN + TITLE + row * (TITLE + height + GAP))
         lines += _map(name, columns, history.steps, place)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return drawing(*whole, lines)
 
 
 def _height(experts: int) -> int:
@@ -77,25 +68,19 @@ def _map(name: str, columns: list[list[int]], steps: list[int], place: tuple[int
     x, y = place
     experts, height = len(columns[0]), _height(len(columns[0]))
     whole = [sum(each) for each in zip(*columns, strict=True)]
+    title, small = {"font_size": "12"}, {"font_size": "10", "fill": "#444444"}
     worst = max(whole) * experts / max(1, sum(whole))
-    yield _text(
-        x + LABEL, y - 6, f"{name}: the most loaded expert has {worst:.2f} x the mean of all steps", 'font-size="12"'
-    )
+    yield text(x + LABEL, y - 6, f"{name}: the most loaded expert has {worst:.2f} x the mean of all steps", **title)
     cells = [[_place_in_palette(column, expert) for column in columns] for expert in range(experts)]
     # Cells of several pixels: viewers blur what they enlarge.
     wide, high = -(-WIDTH // len(columns)), -(-height // experts)
     pixels = [[cell for cell in row for _ in range(wide)] for row in cells for _ in range(high)]
-    data = base64.b64encode(_png(pixels)).decode()
-    yield (
-        f'<image x="{x + LABEL}" y="{y}" width="{WIDTH}" height="{height}" preserveAspectRatio="none" '
-        f'style="image-rendering:pixelated" href="data:image/png;base64,{data}"/>'
-    )
-    yield f'<rect x="{x + LABEL}" y="{y}" width="{WIDTH}" height="{height}" fill="none" stroke="#888888"/>'
-    small = 'font-size="10" fill="#444444"'
-    yield _text(x + LABEL - 4, y + 9, "0", f'{small} text-anchor="end"')
-    yield _text(x + LABEL - 4, y + height, f"{experts - 1}", f'{small} text-anchor="end"')
-    yield _text(x + LABEL, y + height + 13, f"step {steps[0]}", small)
-    yield _text(x + LABEL + WIDTH, y + height + 13, f"step {steps[-1]}", f'{small} text-anchor="end"')
+    yield _image((x + LABEL, y), (WIDTH, height), pixels, style="image-rendering:pixelated")
+    yield rect(x + LABEL, y, WIDTH, height, fill="none", stroke="#888888")
+    yield text(x + LABEL - 4, y + 9, "0", **small, text_anchor="end")
+    yield text(x + LABEL - 4, y + height, f"{experts - 1}", **small, text_anchor="end")
+    yield text(x + LABEL, y + height + 13, f"step {steps[0]}", **small)
+    yield text(x + LABEL + WIDTH, y + height + 13, f"step {steps[-1]}", **small, text_anchor="end")
 
 
 def _place_in_palette(column: Sequence[int], expert: int) -> int:
@@ -104,18 +89,17 @@ def _place_in_palette(column: Sequence[int], expert: int) -> int:
 
 
 def _legend(x: int, y: int) -> Iterator[str]:
-    strip = base64.b64encode(_png([range(256)] * 12)).decode()
-    yield (
-        f'<image x="{x}" y="{y}" width="256" height="12" preserveAspectRatio="none" '
-        f'href="data:image/png;base64,{strip}"/>'
-    )
+    yield _image((x, y), (256, 12), [range(256)] * 12)
     for times in range(int(MOST_TIMES) + 1):
-        said = f"{times}" + (" or more" if times == MOST_TIMES else "")
-        yield _text(x + round(256 * times / MOST_TIMES), y + 24, said, 'font-size="10" text-anchor="middle"')
+        words = f"{times}" + (" or more" if times == MOST_TIMES else "")
+        yield text(x + round(256 * times / MOST_TIMES), y + 24, words, font_size=10, text_anchor="middle")
 
 
-def _text(x: float, y: float, said: str, style: str) -> str:
-    return f'<text x="{x}" y="{y}" {style}>{escape(said)}</text>'
+def _image(corner: tuple[int, int], size: tuple[int, int], pixels: Sequence[Sequence[int]], **style: str) -> str:
+    """``pixels``, places in the palette, stretched to ``size``."""
+    box = {"x": corner[0], "y": corner[1], "width": size[0], "height": size[1]}
+    href = f"data:image/png;base64,{base64.b64encode(_png(pixels)).decode()}"
+    return element("image", **box, preserveAspectRatio="none", **style, href=href)
 
 
 def _palette() -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from xml.sax.saxutils import escape
 
 from ds_npu.features.memory_report.memory_use import (
     BACKWARD,
@@ -16,6 +15,7 @@ from ds_npu.features.memory_report.memory_use import (
     MemoryUse,
 )
 from ds_npu.features.memory_report.use_table import OTHER_ACTIVATIONS, UNITS, largest_activations
+from ds_npu.svg import Style, drawing, element, rect, text, title
 
 WIDTH, HEIGHT, LEFT, TOP, SIDE, BOTTOM = 760, 360, 70, 50, 400, 50
 """Pixels: of the plot, and around it."""
@@ -28,7 +28,7 @@ COLOURS = {
     REST: "#6c757d",
 }
 GREENS = ("#1b4332", "#2d6a4f", "#40916c", "#52b788", "#74c69d", "#95d5b2", "#b7e4c7")
-"""Of activations, the module with the most first; the last of the other modules."""
+"""The colours of activations: the module with the most first, all other modules last."""
 TICKS = 4
 
 
@@ -38,27 +38,23 @@ def use_svg(step: int, use: MemoryUse) -> str:
     most = max([use.peak, *(sum(held.values()) for _, held in use.curve)], default=1) or 1
     count = max([count for count, _ in use.curve], default=0) or 1
     size, unit = next((each for each in UNITS if most >= each[0]), UNITS[-1])
-    width, height = LEFT + WIDTH + SIDE, TOP + HEIGHT + BOTTOM
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        _text(LEFT, 24, f"Memory of rank {use.rank} in step {step}", 'font-size="15" font-weight="bold"'),
+        _text(LEFT, 24, f"Memory of rank {use.rank} in step {step}", font_size=15, font_weight="bold"),
         *_areas(use.curve, bands, colours, (WIDTH / count, HEIGHT / most)),
     ]
     for tick in range(TICKS + 1):
         y = TOP + HEIGHT - tick * HEIGHT / TICKS
-        lines.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y}" y2="{y}" stroke="#888" stroke-opacity="0.3"/>')
-        lines.append(_text(LEFT - 6, y + 4, f"{tick * most / TICKS / size:,.1f} {unit}", 'text-anchor="end"'))
+        lines.append(element("line", x1=LEFT, x2=LEFT + WIDTH, y1=y, y2=y, stroke="#888", stroke_opacity=0.3))
+        lines.append(_text(LEFT - 6, y + 4, f"{tick * most / TICKS / size:,.1f} {unit}", text_anchor="end"))
     lines.append(_text(LEFT, TOP + HEIGHT + 18, "begin of the step"))
-    said = f"its end, after {count:,} allocations and releases, each of the same width"
-    lines.append(_text(LEFT + WIDTH, TOP + HEIGHT + 18, said, 'text-anchor="end"'))
+    words = f"its end, after {count:,} allocations and releases, each of the same width"
+    lines.append(_text(LEFT + WIDTH, TOP + HEIGHT + 18, words, text_anchor="end"))
     lines += _legend(use, bands, colours, (size, unit))
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return drawing(LEFT + WIDTH + SIDE, TOP + HEIGHT + BOTTOM, lines, font_size=11)
 
 
 def _bands(use: MemoryUse) -> tuple[list[str], dict[str, str]]:
-    """What is drawn, from below, and in which colour."""
+    """The names of the bands, from below, and their colours."""
     modules = largest_activations([use], len(GREENS) - 1)
     colours = {name: COLOURS[name] for name in (WEIGHTS, OPTIMIZER, GRADIENTS)}
     colours |= dict(zip(modules, GREENS, strict=False)) | {OTHER_ACTIVATIONS: GREENS[-1]}
@@ -89,19 +85,19 @@ def _areas(
         above = [low + row[number] for low, row in zip(below, rows, strict=True)]
         edge = [*zip(xs, above, strict=True), *reversed(list(zip(xs, below, strict=True)))]
         points = " ".join(f"{x:.1f},{TOP + HEIGHT - scale[1] * value:.1f}" for x, value in edge)
-        yield f'<polygon points="{points}" fill="{colours[band]}"><title>{escape(band)}</title></polygon>'
+        yield element("polygon", title(band), points=points, fill=colours[band])
         below = above
 
 
 def _legend(use: MemoryUse, bands: Sequence[str], colours: dict[str, str], unit: tuple[int, str]) -> Iterator[str]:
     x = LEFT + WIDTH + 16
     values = dict(zip(bands, _in_bands(use.at_peak, bands, colours), strict=True))
-    yield _text(x, TOP - 6, f"at the peak: {use.peak / unit[0]:,.2f} {unit[1]}", 'font-weight="bold"')
+    yield _text(x, TOP - 6, f"at the peak: {use.peak / unit[0]:,.2f} {unit[1]}", font_weight="bold")
     for row, (band, value) in enumerate(reversed(values.items())):
         y = TOP + 8 + 18 * row
-        yield f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colours[band]}"/>'
+        yield rect(x, y, 12, 12, fill=colours[band])
         yield _text(x + 18, y + 10, f"{value / unit[0]:,.2f} {unit[1]}  {band}")
 
 
-def _text(x: float, y: float, said: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="#222" {style}>{escape(said)}</text>'
+def _text(x: float, y: float, words: str, **style: Style) -> str:
+    return text(float(x), float(y), words, fill="#222", **style)

@@ -11,20 +11,20 @@ from typing import Protocol
 import torch
 
 from ds_npu.parallel.micro_batch import new_forward
-from ds_npu.parallel.pipeline.schedule import RESULTS, Action, Kind, Schedule
+from ds_npu.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors, differentiable
 from ds_npu.parallel.turns import TURNS, Together, Turns
 
 
 class WeightPart(Protocol):
-    """Weight gradients that a backward has left for later."""
+    """The weight gradients that a backward has left for later."""
 
     def compute(self) -> None:
         """Compute them and add them to the others."""
 
 
 class _NoWeights:
-    """Of a backward that nothing trained stands before."""
+    """The weight part of a backward without trained weights."""
 
     def compute(self) -> None:
         """There are none."""
@@ -34,7 +34,7 @@ class StageWork(Protocol):
     """One stage of a model on this rank."""
 
     def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
-        """What the next stage is given, from what the stage before has sent (None in the first); last: the loss.
+        """Compute what the next stage is given (last: the loss) from what the stage before has sent (first: None).
 
         It may be called twice for a micro-batch, without a graph and then with one.
         """
@@ -48,7 +48,7 @@ class StageWork(Protocol):
 
 @dataclass
 class _Kept:
-    """What one forward leaves for its backward."""
+    """The data that one forward leaves for its backward."""
 
     arrived: Tensors | None
     outputs: Tensors
@@ -63,7 +63,7 @@ class PipelineError(RuntimeError):
 
 
 OnFailure = Callable[[Action, Exception], None]
-"""Told of the action of this rank that has failed; raises where the others cannot end the batch with it."""
+"""A function that is told of the action of this rank that has failed; raises where the others cannot end the batch."""
 
 
 class PipelineRun:
@@ -88,12 +88,8 @@ class PipelineRun:
         self._schedule, self._rank, self._stages, self._links = schedule, rank, stages, links
         self._goes_back = any(each.kind is not Kind.FORWARD for each in schedule.rows[rank])
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._handed: dict[Action, Tensors] = {}
-        """Results that another stage of this rank is to take."""
         self._results: dict[Action, Tensors] = {}
-        """Of what has run and is not handed on yet."""
-        self._delivered: set[Action] = set()
-        """Those whose results were handed to the stages that need them."""
+        """By action, results that a stage of this rank takes, or that are sent next."""
         self._weights: dict[tuple[int, int], WeightPart] = {}
         self.losses: dict[int, torch.Tensor] = {}
         """By micro-batch, on the rank of the last stage, without graphs."""
@@ -104,43 +100,45 @@ class PipelineRun:
         ``shapes``: by micro-batch, what its tensors' shapes and number depend on, equal on all ranks.
         """
         self._links.begin(self._schedule.messages[self._rank], shapes)
-        schedule, index = self._schedule, 0
-        with Together(self._links.device) if schedule.paired else nullcontext() as together:
-            for step in schedule.steps(self._rank):
-                arrived = tuple(self._arriving(action, index + place) for place, action in enumerate(step))
-                self._attempt(step[0], partial(self._run, step, arrived, together))
-                for action in step:
-                    self._attempt(action, partial(self._deliver, action))
-                    if self.has_failed and action not in self._delivered:
-                        self._links.send_failed(action)
-                index += len(step)
+        with Together(self._links.device) if self._schedule.paired else nullcontext() as together:
+            for step in self._schedule.with_transfers.steps(self._rank):
+                if step[0].kind in RECEIVES:
+                    self._receive(step[0])
+                elif step[0].kind in SENDS:
+                    self._send(step[0])
+                else:
+                    self._attempt(step[0], partial(self._run, step, together))
         self._links.finish()
 
-    def _attempt(self, action: Action, compute: Callable[[], None]) -> None:
-        """Run ``compute``, of ``action``, unless this rank has failed."""
+    def _attempt(self, action: Action, compute: Callable[[], None]) -> bool:
+        """Run ``compute``, a part of ``action``, unless this rank has failed; return whether it ran to its end."""
         if self.has_failed:
-            return
+            return False
         try:
             compute()
+            return True
         except Exception as error:
             if self._on_failure is None:
                 raise
             self.has_failed = True
-            for held in (self._kept, self._handed, self._results, self._weights):
+            for held in (self._kept, self._results, self._weights):
                 held.clear()
             self._on_failure(action, error)
+            return False
 
-    def _run(self, step: tuple[Action, ...], arrived: tuple[Tensors | None, ...], together: Together | None) -> None:
-        """Run the one or two actions of ``step``, on what has ``arrived``; their results are not handed on yet."""
-        first, *second = (self._prepared(*each) for each in zip(step, arrived, strict=True))
+    def _run(self, step: tuple[Action, ...], together: Together | None) -> None:
+        """Run the one or two actions of ``step``, and keep their results."""
+        first, *second = map(self._prepared, step)
         if together is None or not second:
             first()
             return
         forward, backward = (self._kept[action.stage, action.micro_batch].turns for action in step)
         together.run(first, second[0], (forward, backward))
 
-    def _prepared(self, action: Action, arrived: Tensors | None) -> Callable[[], None]:
-        """What computes ``action``, which needs what has ``arrived``."""
+    def _prepared(self, action: Action) -> Callable[[], None]:
+        """Return a function that computes ``action`` from what has arrived for it."""
+        source = self._schedule.source(action)
+        arrived = None if source is None else self._results.pop(source)
         if action.kind is Kind.FORWARD:
             return self._forward(action, arrived)
         if action.kind is Kind.RECOMPUTE:
@@ -165,7 +163,11 @@ class PipelineRun:
                         outputs = stage.forward(action.micro_batch, arrived)
                 else:
                     kept.outputs = outputs = stage.forward(action.micro_batch, arrived)
-            self._results[action] = tuple(each.detach() for each in outputs)
+            values = tuple(each.detach() for each in outputs)
+            if action.stage == self._schedule.stages - 1:
+                (self.losses[action.micro_batch],) = values
+            else:
+                self._results[action] = values
 
         return compute
 
@@ -197,59 +199,36 @@ class PipelineRun:
 
         return compute
 
-    def _deliver(self, action: Action) -> None:
-        """Hand on the result of ``action``, if it has one."""
-        values = self._results.pop(action, None)
-        if values is None:
-            return
-        if action.kind is Kind.FORWARD and action.stage == self._schedule.stages - 1:
-            (self.losses[action.micro_batch],) = values
-        else:
-            self._given(action, values)
+    def _send(self, transfer: Action) -> None:
+        """Send the result that ``transfer`` carries; zeros where this rank has failed."""
+        action = self._schedule.carried[transfer]
+        target = self._schedule.rank_of[self._schedule.transfers[action][1].stage]
+        if not self._attempt(action, lambda: self._links.send(action, target, self._results.pop(action))):
+            self._links.send_failed(action, target)
 
-    def _given(self, action: Action, values: Tensors) -> None:
-        """Hand the result of ``action`` to the stage that needs it."""
-        stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-        if self._schedule.rank_of[stage] == self._rank:
-            self._handed[action] = values
-        else:
-            self._links.send(action, values)
-
-        self._delivered.add(action)
-
-    def _arriving(self, action: Action, index: int) -> Tensors | None:
-        """What ``action`` in cell ``index`` needs of another stage; None where it needs nothing, or after a failure."""
-        needed = self._needed(action)
-        if needed is None:
-            return None
-        source = self._schedule.rank_of[needed.stage]
-        if source == self._rank:
-            return self._handed.pop(needed, None)
+    def _receive(self, transfer: Action) -> None:
+        """Wait for the result that ``transfer`` carries; it is dropped where this rank has failed."""
+        action = self._schedule.carried[transfer]
+        source = self._schedule.rank_of[action.stage]
         try:
-            found = self._links.receive(needed)
+            found = self._links.receive(action, source)
         except RuntimeError as error:
+            waits = next(each for each in self._schedule.rows[self._rank] if self._schedule.source(each) == action)
             raise PipelineError(
-                f"ds_npu.parallel.pipeline: rank {self._rank} waited in cell {index} ({action}) for {needed} of rank "
-                f"{source}, which failed or did not answer in time: {error}"
+                f"ds_npu.parallel.pipeline: rank {self._rank} waited in cell {self._schedule.cells[waits][1]} "
+                f"({waits}) for {action} of rank {source}, which failed or did not answer in time: {error}"
             ) from error
         self.has_failed |= found is None
-        return found
-
-    def _needed(self, action: Action) -> Action | None:
-        """The action of another stage whose result ``action`` computes with."""
-        if action.kind is Kind.FORWARD:
-            return Action(action.stage - 1, Kind.FORWARD, action.micro_batch) if action.stage > 0 else None
-        if action.kind in RESULTS:
-            return next((each for each in self._schedule.needs(action) if each.stage > action.stage), None)
-        return None
+        if found is not None and not self.has_failed:
+            self._results[action] = found
 
 
 def _with_graph(outputs: Tensors, gradients: Tensors) -> tuple[Tensors, Tensors]:
-    """Without those of ``outputs`` that nothing trained has made: in a first stage of frozen weights, all of them."""
+    """Leave out the ``outputs`` that nothing trained has made: in a first stage of frozen weights, all of them."""
     kept = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     return tuple(output for output, _ in kept), tuple(gradient for _, gradient in kept)
 
 
 def _gradient(arrived: torch.Tensor) -> torch.Tensor:
-    """Of what has arrived; zeros where the stage has used it for nothing."""
+    """The gradient of ``arrived``; zeros where the stage has used it for nothing."""
     return torch.zeros_like(arrived) if arrived.grad is None else arrived.grad

@@ -21,7 +21,7 @@ PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 class Kind(Enum):
-    """What an action computes of one stage and one micro-batch."""
+    """What an action computes of one stage and one micro-batch, or sends or receives."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -30,13 +30,20 @@ class Kind(Enum):
     BACKWARD_WEIGHT = "W"
     RECOMPUTE = "R"
     """The forward again, of which only the inputs were kept."""
+    SEND_STATES = "SEND_F"
+    """The result of a forward leaves its rank."""
+    RECEIVE_STATES = "RECV_F"
+    SEND_GRADIENTS = "SEND_B"
+    RECEIVE_GRADIENTS = "RECV_B"
+    # Enum's own hash is a Python function, which every look-up of an action would call.
+    __hash__ = object.__hash__
 
 
 class Action(NamedTuple):
     """One cell of a schedule."""
 
     stage: int
-    """Of the model's stages, from its first layers to its last."""
+    """The stage's number, counted from the model's first layers."""
     kind: Kind
     micro_batch: int
 
@@ -45,20 +52,8 @@ class Action(NamedTuple):
 
 
 Rows = Sequence[Sequence[Action]]
-
-
-RESULTS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""Kinds of actions whose results another stage takes."""
-
-
-@dataclass(frozen=True)
-class Messages:
-    """The messages of one rank along pp."""
-
-    sent: Mapping[Action, int]
-    """By the action whose result is sent, the rank that it goes to."""
-    received: Mapping[int, tuple[Action, ...]]
-    """By rank, the actions whose results it sends, in the order of its row."""
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+SENDS, RECEIVES = (Kind.SEND_STATES, Kind.SEND_GRADIENTS), (Kind.RECEIVE_STATES, Kind.RECEIVE_GRADIENTS)
 
 
 class ScheduleError(ValueError):
@@ -78,7 +73,7 @@ class Schedule:
         return Schedule(tuple(tuple(row) for row in rows), frozenset(paired))
 
     def steps(self, rank: int) -> Iterator[tuple[Action, ...]]:
-        """What ``rank`` runs, one after the other: an action, or two together."""
+        """The steps of ``rank``, one after the other: an action, or two that run together."""
         row = self.rows[rank]
         for index, action in enumerate(row):
             if index == 0 or row[index - 1] not in self.paired:
@@ -106,39 +101,68 @@ class Schedule:
         for row in self.rows:
             yield from row
 
-    @cached_property
-    def messages(self) -> tuple[Messages, ...]:
-        """By rank: hidden states go from a forward to the rank of the next stage, gradients to that before."""
-        sent: list[dict[Action, int]] = [{} for _ in self.rows]
-        received: list[dict[int, list[Action]]] = [{} for _ in self.rows]
-        for source, row in enumerate(self.rows):
-            for action in row:
-                stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-                if action.kind in RESULTS and 0 <= stage < self.stages and (to := self.rank_of[stage]) != source:
-                    sent[source][action] = to
-                    received[to].setdefault(source, []).append(action)
-        tuples = ({source: tuple(each) for source, each in found.items()} for found in received)
-        return tuple(Messages(*each) for each in zip(sent, tuples, strict=True))
-
     def needs(self, action: Action) -> Iterator[Action]:
         """The actions that have to be done before ``action``; those on other ranks send it what it computes with."""
         stage, kind, micro_batch = action
-        if kind is Kind.FORWARD:
-            if stage > 0:
-                yield Action(stage - 1, Kind.FORWARD, micro_batch)
-        elif kind is Kind.BACKWARD_WEIGHT:
+        if kind is Kind.BACKWARD_WEIGHT:
             yield Action(stage, Kind.BACKWARD_INPUT, micro_batch)
-        elif kind is Kind.RECOMPUTE:
-            yield Action(stage, Kind.FORWARD, micro_batch)
-        else:
+        elif kind is not Kind.FORWARD:
             again = Action(stage, Kind.RECOMPUTE, micro_batch)
-            yield again if again in self.cells else Action(stage, Kind.FORWARD, micro_batch)
-            if stage < self.stages - 1:
-                whole = Action(stage + 1, Kind.BACKWARD, micro_batch)
-                yield whole if whole in self.cells else Action(stage + 1, Kind.BACKWARD_INPUT, micro_batch)
+            yield again if kind in BACKWARDS and again in self.cells else Action(stage, Kind.FORWARD, micro_batch)
+        source = self.source(action)
+        if source is not None:
+            yield source
+
+    def source(self, action: Action) -> Action | None:
+        """The action of another stage whose result ``action`` computes with."""
+        stage, kind, micro_batch = action
+        if kind is Kind.FORWARD and stage > 0:
+            return Action(stage - 1, Kind.FORWARD, micro_batch)
+        if kind not in BACKWARDS or stage == self.stages - 1:
+            return None
+        whole = Action(stage + 1, Kind.BACKWARD, micro_batch)
+        return whole if whole in self.cells else whole._replace(kind=Kind.BACKWARD_INPUT)
+
+    @cached_property
+    def transfers(self) -> dict[Action, tuple[Action, Action]]:
+        """By action whose result another rank takes, the send on its rank and the receive on the other."""
+        found = {}
+        for action, (rank, _) in self.cells.items():
+            goes_back = action.kind in BACKWARDS
+            stage = action.stage + (-1 if goes_back else 1)
+            if (goes_back or action.kind is Kind.FORWARD) and self.rank_of.get(stage, rank) != rank:
+                send, receive = action._replace(kind=SENDS[goes_back]), action._replace(kind=RECEIVES[goes_back])
+                found[action] = send, receive._replace(stage=stage)
+        return found
+
+    @cached_property
+    def carried(self) -> dict[Action, Action]:
+        """By send and receive, the action whose result it carries."""
+        return {transfer: action for action, both in self.transfers.items() for transfer in both}
+
+    @cached_property
+    def with_transfers(self) -> Schedule:
+        """This schedule with every send and receive, in the order in which ranks run them.
+
+        A rank receives what a step computes with directly before the step, and sends its results directly after it.
+        """
+        rows: list[list[Action]] = [[] for _ in self.rows]
+        for rank, row in enumerate(rows):
+            for step in self.steps(rank):
+                row += [self.transfers[each][1] for each in map(self.source, step) if each and each in self.transfers]
+                row += [*step, *(self.transfers[each][0] for each in step if each in self.transfers)]
+        return Schedule.of(rows, self.paired)
+
+    @cached_property
+    def messages(self) -> tuple[Mapping[int, Sequence[Action]], ...]:
+        """By receiving rank: by sending rank, the actions whose results it sends, in the order in which it does."""
+        received: list[dict[int, list[Action]]] = [{} for _ in self.rows]
+        for action, (_, receive) in self.transfers.items():
+            received[self.rank_of[receive.stage]].setdefault(self.rank_of[action.stage], []).append(action)
+        return tuple(received)
 
     def live_activations(self, rank: int) -> Iterator[int]:
-        """After the start of each action of ``rank``: of how many (stage, micro-batch) it keeps activations.
+        """Count, after the start of each action of ``rank``, the (stage, micro-batch) whose activations it keeps.
 
         They are kept from the forward (or the recomputation) to the end of the backward, or of its weight part.
         """
@@ -152,7 +176,7 @@ class Schedule:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """By rank, the most that ``live_activations`` says."""
+        """By rank, the largest number of ``live_activations``."""
         return tuple(max(self.live_activations(rank), default=0) for rank in range(len(self.rows)))
 
 
@@ -182,12 +206,9 @@ def from_csv(text: str) -> Schedule:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The text that ``from_csv`` reads."""
+    """The text that ``from_csv`` reads; torch reads that of ``with_transfers``, too, with each send and receive."""
     out = io.StringIO()
-    rows = [[_cell(step) for step in schedule.steps(rank)] for rank in range(len(schedule.rows))]
-    csv.writer(out, lineterminator="\n").writerows(rows)
+    for rank in range(len(schedule.rows)):
+        steps = (";".join(map(str, step)) for step in schedule.steps(rank))
+        csv.writer(out, lineterminator="\n").writerow(f"({step})OVERLAP_F_B" if ";" in step else step for step in steps)
     return out.getvalue()
-
-
-def _cell(step: tuple[Action, ...]) -> str:
-    return str(step[0]) if len(step) == 1 else f"({step[0]};{step[1]})OVERLAP_F_B"

@@ -1,11 +1,15 @@
-"""When each action of a schedule runs, given what actions cost: makespan, bubble, and whether it ends at all."""
+"""The clock of schedules: when each action runs, given what actions cost; makespan, bubble, and who waits for ever."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError
+from ds_npu.parallel.pipeline.schedule import SENDS, Action, Kind, Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Costs:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
-    """From one rank to another; it runs beside computation."""
+    """The time from one rank to another, during which both compute."""
     stages: Sequence[float] = ()
     """By stage, what its costs are multiplied by; empty: stages are alike."""
 
@@ -25,8 +29,64 @@ class Costs:
             Kind.BACKWARD: self.backward_input + self.backward_weight,
             Kind.BACKWARD_INPUT: self.backward_input,
             Kind.BACKWARD_WEIGHT: self.backward_weight,
+            Kind.SEND_STATES: self.transfer,
+            Kind.SEND_GRADIENTS: self.transfer,
         }.get(action.kind, self.forward)
-        return cost * self.stages[action.stage] if self.stages else cost
+        return cost * self.stages[action.stage] if self.stages and action.kind not in SENDS else cost
+
+
+class Clock:
+    """When actions run: each begins on a rank that is free, once all that it needs has arrived there."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        """``schedule`` says which rank has which stage, and what an action needs; in which order, its ranks choose."""
+        self.schedule, self.costs = schedule, costs
+        self.now = 0.0
+        self.start: dict[Action, float] = {}
+        """The begin of all actions so far, and of the sends of their results, which run beside computation."""
+        self.end: dict[Action, float] = {}
+        """The end of all actions so far, and of the receives of their results."""
+
+    def run(self, ranks: Sequence[Callable[[], Sequence[Action]]]) -> list[list[Action]]:
+        """Ask each free rank for its next step, at its start, at a step's end and at an arrival; return the rows.
+
+        ``ranks``: by rank, a function that returns the action, or the two together, that begin now; nothing: it waits.
+        """
+        rows: list[list[Action]] = [[] for _ in ranks]
+        free = [0.0 for _ in ranks]
+        events = [(0.0, rank) for rank in range(len(ranks))]
+        while events:
+            self.now, rank = heapq.heappop(events)
+            step = ranks[rank]() if free[rank] <= self.now else ()
+            if step:
+                rows[rank] += step
+                free[rank] = self.begin(step, self.now)
+                heapq.heappush(events, (free[rank], rank))
+            for _, receive in filter(None, map(self.schedule.transfers.get, step)):
+                heapq.heappush(events, (self.end[receive], self.schedule.rank_of[receive.stage]))
+        return rows
+
+    def begin(self, step: Sequence[Action], at: float) -> float:
+        """Run ``step`` from ``at`` on, and return its end: two actions take the time of both, and end together."""
+        for action in step:
+            self.start[action] = at
+            at += self.costs.of(action)
+        self.end.update(dict.fromkeys(step, at))
+        for send, receive in filter(None, map(self.schedule.transfers.get, step)):
+            self.start[send], self.end[receive] = at, at + self.costs.of(send)
+        return at
+
+    def arrival(self, action: Action) -> float:
+        """When the last of what ``action`` needs is on its rank; infinity where some of it has not begun."""
+        ends, transfers = [0.0], self.schedule.transfers
+        for needed in self.schedule.needs(action):
+            crosses = needed.stage != action.stage and needed in transfers
+            ends.append(self.end.get(transfers[needed][1] if crosses else needed, math.inf))
+        return max(ends)
+
+    def has_arrived(self, *actions: Action) -> bool:
+        """Whether all that ``actions`` need is on their rank now."""
+        return all(self.arrival(each) <= self.now for each in actions)
 
 
 @dataclass(frozen=True)
@@ -36,6 +96,7 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     start: Mapping[Action, float]
+    """The begin of each action, and of each send of its result."""
 
     def end(self, action: Action) -> float:
         return self.start[action] + self.costs.of(action)
@@ -58,7 +119,7 @@ class Timeline:
         return self.end(row[-1]) - self.start[row[0]] - self.work(rank) if row else 0.0
 
     def work(self, rank: int) -> float:
-        """What all actions of ``rank`` take."""
+        """The time that all actions of ``rank`` take."""
         return sum(map(self.costs.of, self.schedule.rows[rank]))
 
     def idle(self, rank: int) -> float:
@@ -69,35 +130,21 @@ class Timeline:
 def timeline(schedule: Schedule, costs: Costs) -> Timeline:
     """Run ``schedule``: each action as soon as its rank is free and what it needs has arrived.
 
-    Two that run together begin when both can, take the time of both, and end together. Raises ScheduleError where ranks
-    would wait for each other for ever.
+    Two that run together begin when both can. Raises ScheduleError where ranks would wait for each other for ever.
     """
-    ends: dict[Action, float] = {}
-    start: dict[Action, float] = {}
-    steps = [list(schedule.steps(rank)) for rank in range(len(schedule.rows))]
-    done, free = [0] * len(steps), [0.0] * len(steps)
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(steps):
-            while done[rank] < len(own):
-                step = own[done[rank]]
-                needed = [each for action in step for each in schedule.needs(action)]
-                if any(each not in ends for each in needed):
-                    break
-                arrivals = [ends[each] + costs.transfer * (schedule.rank_of[each.stage] != rank) for each in needed]
-                for action in step:
-                    start[action] = max(free[rank], *arrivals) if arrivals else free[rank]
-                    free[rank] = start[action] + costs.of(action)
-                ends.update(dict.fromkeys(step, free[rank]))
-                done[rank] += 1
-                moved = True
-    waiting = {rank: own[done[rank]] for rank, own in enumerate(steps) if done[rank] < len(own)}
+    clock = Clock(schedule, costs)
+    steps = [deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
+
+    def following(own: deque[tuple[Action, ...]]) -> tuple[Action, ...]:
+        return own.popleft() if own and clock.has_arrived(*own[0]) else ()
+
+    clock.run([partial(following, own) for own in steps])
+    waiting = {rank: own[0] for rank, own in enumerate(steps) if own}
     if waiting:
         raise ScheduleError(
-            "ranks wait for each other: " + "; ".join(_waits(schedule, ends, *w) for w in waiting.items())
+            "ranks wait for each other: " + "; ".join(_waits(schedule, clock.end, *w) for w in waiting.items())
         )
-    return Timeline(schedule, costs, start)
+    return Timeline(schedule, costs, clock.start)
 
 
 def _waits(schedule: Schedule, ends: Mapping[Action, float], rank: int, step: tuple[Action, ...]) -> str:

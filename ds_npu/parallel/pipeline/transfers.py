@@ -1,4 +1,4 @@
-"""What travels between the ranks of a pipeline, and in which order: data, and the messages themselves.
+"""Messages between the ranks of a pipeline: their form, and their way over the groups of ranks.
 
 All messages from one rank to another are sent in the order of the sender's row, and received in the same order: on NPUs
 messages have no names. Messages to higher and to lower ranks have groups of their own, so that no rank waits for a
@@ -11,31 +11,31 @@ Where their size is not known yet it sends a header that says so, and neither si
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ds_npu.comm.pending import Pending
-from ds_npu.parallel.pipeline.schedule import Action, Kind, Messages
+from ds_npu.parallel.pipeline.schedule import Action, Kind
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.int32)
-"""Of what travels; a header has the index."""
+"""The dtypes that a message may have; a header has the index."""
 MOST_TENSORS, MOST_DIMS = 16, 6
 
 Tensors = tuple[torch.Tensor, ...]
-"""What crosses a border in one micro-batch: hidden states first, then what else the blocks behind it take."""
+"""The tensors that cross a border in one micro-batch: hidden states first, then what else the blocks behind it take."""
 
 
 def differentiable(values: Tensors) -> Tensors:
-    """Those of ``values`` whose gradients come back, all of floating point."""
+    """Return the ``values`` whose gradients come back, all of floating point."""
     return tuple(each for each in values if each.is_floating_point())
 
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What crosses a border in one micro-batch, as a rank knows it before it arrives: shape and dtype of each."""
+    """The shape and dtype of each tensor that crosses a border in one micro-batch, known before they arrive."""
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -64,7 +64,7 @@ class MessageForm:
 
     @staticmethod
     def read(header: torch.Tensor) -> MessageForm | None:
-        """From what ``header`` made (None: the sender has failed); waits for the device."""
+        """Read a tensor that ``header`` made (None: the sender has failed); waits for the device."""
         count, *numbers = header.tolist()
         if count == FAILED:
             return None
@@ -74,7 +74,7 @@ class MessageForm:
 
 HEADER = 1 + MOST_TENSORS * (2 + MOST_DIMS)
 FAILED = -1
-"""In the place of the number of tensors, in a header of a rank that has failed."""
+"""The number of tensors in a header of a rank that has failed."""
 
 
 class PipelineLinks:
@@ -85,23 +85,23 @@ class PipelineLinks:
         self._groups, self.device = groups, device
         self._own = dist.get_rank(groups[0])
         self._known: dict[tuple[Hashable, int], MessageForm] = {}
-        """By shape of a batch and stage, what leaves the stage, once it has."""
+        """By shape of a batch and stage, the form of what has left the stage."""
         self._sending: list[Pending[torch.Tensor]] = []
 
-    def begin(self, messages: Messages, shapes: Sequence[Hashable]) -> None:
-        """A run begins. ``shapes``: by micro-batch, what its tensors' shapes depend on, equal on all ranks."""
-        self._messages, self._shapes = messages, shapes
-        self._posted: dict[Action, list[Pending[torch.Tensor]] | None] = {}
-        self._next = dict.fromkeys(messages.received, 0)
+    def begin(self, received: Mapping[int, Sequence[Action]], shapes: Sequence[Hashable]) -> None:
+        """Begin a run. ``received``: by rank, the actions whose results it sends to this one, in its order.
 
-    def send(self, action: Action, values: Tensors) -> None:
-        """Send ``values``, the result of ``action``, if another rank needs it; nobody waits.
-
-        Raises ValueError for what cannot be sent, of which nothing has been sent then.
+        ``shapes``: by micro-batch, what its tensors' shapes depend on, equal on all ranks.
         """
-        target = self._messages.sent.get(action)
-        if target is None:
-            return
+        self._received, self._shapes = received, shapes
+        self._posted: dict[Action, list[Pending[torch.Tensor]] | None] = {}
+        self._next = dict.fromkeys(received, 0)
+
+    def send(self, action: Action, target: int, values: Tensors) -> None:
+        """Send ``values``, the result of ``action``, to the rank ``target``; nobody waits.
+
+        Raises ValueError for values that cannot be sent; then nothing has been sent.
+        """
         values = tuple(each.detach().contiguous() for each in values)
         form = self._forward_form(action)
         if form is None:
@@ -116,11 +116,8 @@ class PipelineLinks:
         for each in values:
             self._send(each, target)
 
-    def send_failed(self, action: Action) -> None:
-        """Send zeros in place of the result of ``action``, which has failed or was left out, if another needs it."""
-        target = self._messages.sent.get(action)
-        if target is None:
-            return
+    def send_failed(self, action: Action, target: int) -> None:
+        """Send zeros to ``target`` in place of the result of ``action``, which has failed or was left out."""
         form = self._forward_form(action)
         if form is not None:
             for shape, dtype in self._of(action, form).tensors:
@@ -128,13 +125,12 @@ class PipelineLinks:
         elif action.kind is Kind.FORWARD:
             self._send(torch.full((HEADER,), FAILED, dtype=torch.int64, device=self.device), target)
 
-    def receive(self, action: Action) -> Tensors | None:
-        """Wait for the result of ``action`` of another rank; behind it the next message from there may arrive.
+    def receive(self, action: Action, source: int) -> Tensors | None:
+        """Wait for the result of ``action`` from the rank ``source``; behind it the next message from there may arrive.
 
         None where that rank has failed before anybody knew the size of the result.
         """
-        source = next(rank for rank, each in self._messages.received.items() if action in each)
-        queue = self._messages.received[source]
+        queue = self._received[source]
         while action not in self._posted:
             self._post(source)
         posted = self._posted.pop(action)
@@ -155,13 +151,13 @@ class PipelineLinks:
         return self._shapes[action.micro_batch], action.stage - (action.kind is not Kind.FORWARD)
 
     def _send(self, values: torch.Tensor, target: int) -> None:
-        work = dist.isend(values, group=self._group(self._own, target), group_dst=target)
+        work = dist.isend(values, group=self._groups[0 if self._own < target else 1], group_dst=target)
         self._sending.append(Pending(values, work))
 
     def _post(self, source: int) -> None:
-        action = self._messages.received[source][self._next[source]]
+        action = self._received[source][self._next[source]]
         self._next[source] += 1
-        group = self._group(source, self._own)
+        group = self._groups[0 if source < self._own else 1]
         form = self._forward_form(action)
         if form is None and action.kind is Kind.FORWARD:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
@@ -178,13 +174,10 @@ class PipelineLinks:
             posted.append(Pending(values, work))
 
     def _forward_form(self, action: Action) -> MessageForm | None:
-        """What crosses forwards the border that the result of ``action`` crosses; None where nothing has yet."""
+        """The form of the states at the border that the result of ``action`` crosses; None before the first ones."""
         return self._known.get(self._border(action))
 
     @staticmethod
     def _of(action: Action, form: MessageForm) -> MessageForm:
         """The form of the result of ``action``, where ``form`` is what crosses the border forwards."""
         return form if action.kind is Kind.FORWARD else form.gradients
-
-    def _group(self, source: int, target: int) -> dist.ProcessGroup:
-        return self._groups[0 if source < target else 1]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
+from ds_npu.parallel.pipeline.timeline import Clock, Costs
 from ds_npu.parallel.pipeline.weight_fill import with_weight_gradients
 
 PERIOD = 6
@@ -59,72 +61,57 @@ def v_min(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _repeated(block: Block, micro_batches: int) -> Schedule:
-    table = _TimeTable(block, micro_batches)
-    most_live = max(max(live) for live in table.live)
-    table.squeeze(most_live)
-    main = [
-        [action for _, action in sorted(row.items()) if action.kind is not Kind.BACKWARD_WEIGHT] for row in table.rows
-    ]
+    rows = [_row(block, rank, micro_batches) for rank in range(block.ranks)]
+    most_live = max(Schedule.of([[row[at] for at in sorted(row)] for row in rows]).peak_activations)
+    _squeeze(rows, most_live)
+    main = [[row[at] for at in sorted(row) if row[at].kind is not Kind.BACKWARD_WEIGHT] for row in rows]
     return with_weight_gradients(main, most_live)
 
 
-class _TimeTable:
-    """The actions of each rank by the unit of time in which they run."""
+def _row(block: Block, rank: int, micro_batches: int) -> dict[int, Action]:
+    """The actions of ``rank`` by the unit of time in which they run; each weight part in the next free one."""
+    row = {
+        start + PERIOD * index: Action(stage, kind, index)
+        for start, stage, kind in block.times(rank)
+        for index in range(micro_batches)
+    }
+    queue, at, last = deque[Action](), 0, max(row)
+    while at <= last or queue:
+        action = row.get(at)
+        if action is None and queue:
+            row[at] = queue.popleft()
+        elif action is not None and action.kind is Kind.BACKWARD_INPUT:
+            queue.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
+        at += 1
+    return row
 
-    def __init__(self, block: Block, micro_batches: int) -> None:
-        self.time: dict[Action, int] = {}
-        self.rows: list[dict[int, Action]] = [{} for _ in range(block.ranks)]
-        for rank in range(block.ranks):
-            for start, stage, kind in block.times(rank):
-                for index in range(micro_batches):
-                    self._put(rank, Action(stage, kind, index), start + PERIOD * index)
-            self._put_weights(rank)
-        self.schedule = Schedule.of([list(row.values()) for row in self.rows])
-        self.length = 1 + max(map(max, self.rows))
-        self.live = [self._live_activations(rank) for rank in range(block.ranks)]
 
-    def _put(self, rank: int, action: Action, at: int) -> None:
-        self.rows[rank][at] = action
-        self.time[action] = at
-
-    def _put_weights(self, rank: int) -> None:
-        """Each weight part in the next free unit of time."""
-        row, queue, at = self.rows[rank], deque[Action](), 0
-        last = max(row)
-        while at <= last or queue:
-            action = row.get(at)
-            if action is None and queue:
-                self._put(rank, queue.popleft(), at)
-            elif action is not None and action.kind is Kind.BACKWARD_INPUT:
-                queue.append(Action(action.stage, Kind.BACKWARD_WEIGHT, action.micro_batch))
-            at += 1
-
-    def _live_activations(self, rank: int) -> list[int]:
-        live, found = 0, []
-        for at in range(self.length):
-            action = self.rows[rank].get(at)
-            live += action is not None and action.kind is Kind.FORWARD
-            found.append(live)
-            live -= action is not None and action.kind is Kind.BACKWARD_WEIGHT
-        return found
-
-    def squeeze(self, most_live: int) -> None:
-        """Move each action, in the order of time, to the first free unit in which it can run within ``most_live``."""
-        for action, before in sorted(self.time.items(), key=lambda item: (item[1], item[0].stage)):
-            rank = self.schedule.rank_of[action.stage]
-            row, live = self.rows[rank], self.live[rank]
-            needed = list(self.schedule.needs(action))
-            if action.micro_batch and action.kind is not Kind.BACKWARD_WEIGHT:
-                needed.append(action._replace(micro_batch=action.micro_batch - 1))
-            begin = max((self.time[each] + 1 for each in needed), default=0)
-            if action.kind is Kind.FORWARD:
-                full = [at for at in range(begin, before) if live[at] >= most_live]
-                begin = full[-1] + 1 if full else begin
-            at = next((at for at in range(begin, before) if at not in row), before)
-            if at == before:
-                continue
-            del row[before]
-            self._put(rank, action, at)
-            for between in range(at, before):
-                live[between] += action.kind is Kind.FORWARD
-                live[between + 1] -= action.kind is Kind.BACKWARD_WEIGHT
+def _squeeze(rows: list[dict[int, Action]], most_live: int) -> None:
+    """Move each action, in the order of time, to the first free unit in which it can run within ``most_live``."""
+    clock = Clock(Schedule.of([list(row.values()) for row in rows]), Costs())
+    kinds = [{at: action.kind for at, action in row.items()} for row in rows]
+    changes = [
+        [
+            (own.get(at) is Kind.FORWARD) - (own.get(at - 1) is Kind.BACKWARD_WEIGHT)
+            for at in range(1 + max(map(max, rows)))
+        ]
+        for own in kinds
+    ]
+    lives = [[*accumulate(each)] for each in changes]
+    order = sorted((at, action.stage, rank) for rank, row in enumerate(rows) for at, action in row.items())
+    for before, _, rank in order:
+        row, live = rows[rank], lives[rank]
+        action = row.pop(before)
+        begin = clock.arrival(action)
+        if action.micro_batch and action.kind is not Kind.BACKWARD_WEIGHT:
+            begin = max(begin, clock.end[action._replace(micro_batch=action.micro_batch - 1)])
+        units = range(int(begin), before)
+        if action.kind is Kind.FORWARD:
+            full = [at for at in units if live[at] >= most_live]
+            units = range(full[-1] + 1, before) if full else units
+        at = next((at for at in units if at not in row), before)
+        row[at] = action
+        clock.begin((action,), at)
+        for between in range(at, before):
+            live[between] += action.kind is Kind.FORWARD
+            live[between + 1] -= action.kind is Kind.BACKWARD_WEIGHT

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
-from ds_npu.parallel.placement import mark_sharded
+from ds_npu.parallel.runtime.placement import mark_sharded
 from ds_npu.parallel.tensor.sharding import shard_sections
 
 H, F, V, EXPERTS = 1024, 2816, 16384, 4

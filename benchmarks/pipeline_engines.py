@@ -10,8 +10,8 @@ The executor's own time is taken in runs of ds_npu: CPU time in a run of the sch
 which the main thread spends inside of the actions; once of the main thread, and once of the whole process, so that all
 that gloo's threads do beside the actions counts, too.
 
-``ds_npu 1f1b, no meeting`` leaves out the meeting of all ranks at the end of a batch (engine/batch_failures.py), to
-show what it costs: compare it with ``ds_npu 1f1b``, on small layers. It is not among the variants by default.
+``ds_npu 1f1b, no meeting`` leaves out the meeting of all ranks at the end of a batch (engine/failures/batch_failures.py),
+to show what it costs: compare it with ``ds_npu 1f1b``, on small layers. It is not among the variants by default.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def make_step(args: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
         model = module(layers_of(model), num_stages=2, loss_fn=loss, partition_method="uniform")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_of(args))
     if args.run == NO_MEETING:
-        importlib.import_module("ds_npu.engine.batch_failures").BatchInStages.end = lambda batch: None
+        importlib.import_module("ds_npu.engine.failures.batch_failures").BatchInStages.end = lambda batch: None
 
     def step() -> None:
         engine.train_batch(iter(batches))
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
 def own_time(step: Callable[[], None]) -> tuple[float, float, float]:
     """CPU time of one ``step`` in s: of the main thread, and of the process, in the executor; in actions alone."""
     executor: Any = importlib.import_module("ds_npu.parallel.pipeline.executor")
-    pipeline: Any = importlib.import_module("ds_npu.engine.engine_pipeline")
+    pipeline: Any = importlib.import_module("ds_npu.engine.pipeline.engine_pipeline")
     queued: Any = importlib.import_module("ds_npu.parallel.tensor.weight_gradient").QueuedGradients
     spent, thread, process = [0.0], [0.0], [0.0]
 

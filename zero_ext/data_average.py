@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 

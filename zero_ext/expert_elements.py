@@ -21,7 +21,7 @@ from torch import nn, optim
 
 from ds_npu.parallel.expert.places import Elements
 from ds_npu.parallel.expert.relocation import HeldElements
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.topology.topology import Topology
 
 ELEMENTWISE = (

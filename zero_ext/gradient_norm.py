@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ds_npu.ops.precision import accumulation_dtype
-from ds_npu.parallel.placement import placement_of
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.parallel.runtime.placement import placement_of
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method

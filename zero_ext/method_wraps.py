@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ds_npu.capability import SUPPORTED
-from ds_npu.parallel.forward_wraps import Wrap, Wrapper, insert_wrap, remove_wrap
+from ds_npu.parallel.runtime.forward_wraps import Wrap, Wrapper, insert_wrap, remove_wrap
 from ds_npu.zero_ext.method_cards import CARDS, FRAGMENT, MethodCard
 
 Function = Callable[..., Any]

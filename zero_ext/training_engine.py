@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_npu.parallel.forward_wraps import Forward
+from ds_npu.parallel.runtime.forward_wraps import Forward
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 

@@ -28,7 +28,7 @@ from ds_npu.checkpoint.fit import check_fit
 from ds_npu.models.attributes import copy_attributes, set_attribute
 from ds_npu.models.hugging_face_model import settings
 from ds_npu.parallel.pipeline.pass_through import absent_weights, tied_in
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.degrees import Axis
 

@@ -24,7 +24,7 @@ from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.checkpoint.loading import Part, Place, shardings_of
 from ds_npu.models.attributes import attribute
 from ds_npu.models.zero3 import unpartitioned_shape
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.degrees import NAMES, Axis
 

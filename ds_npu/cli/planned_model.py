@@ -20,7 +20,7 @@ from ds_npu.features.declaration import table
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import setting
-from ds_npu.parallel.placement import Placement, placement_of
+from ds_npu.parallel.runtime.placement import Placement, placement_of
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import PlannedTopology
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ds_npu.cli.planned_model import model_without_weights
 from ds_npu.config.check import Checked
 from ds_npu.config.problems import printable
-from ds_npu.engine.planned_stages import PlannedStages, planned_stages
+from ds_npu.engine.pipeline.planned_stages import PlannedStages, planned_stages
 from ds_npu.models import names
 from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline

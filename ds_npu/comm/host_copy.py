@@ -1,4 +1,4 @@
-"""Numbers of a device tensor on their way to the host."""
+"""Copies between host and device for which the other side does not wait."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+def copy_to_device(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy host indices to ``device`` asynchronously (pinned)."""
+    # To copy what is not pinned, torch_npu waits until the stream is done.
+    if device.type != "cpu":
+        indices = pinned(torch.empty_like(indices, pin_memory=True)).copy_(indices)
+    return indices.to(device, non_blocking=True)

@@ -25,27 +25,27 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
-from ds_npu.engine.any_layout import AnyLayoutCheckpoints
-from ds_npu.engine.asked_twice import check_whole
-from ds_npu.engine.checkpoint_files import AtomicCheckpoints
+from ds_npu.engine.checkpoints.any_layout import AnyLayoutCheckpoints
+from ds_npu.engine.checkpoints.checkpoint_files import AtomicCheckpoints
+from ds_npu.engine.checkpoints.full_values import know_grid
+from ds_npu.engine.checkpoints.weights import WholeWeights
+from ds_npu.engine.checkpoints.weights_only import WeightsOnly
+from ds_npu.engine.clients.asked_twice import check_whole
+from ds_npu.engine.clients.quantized import check_not_quantized
 from ds_npu.engine.communicator_memory import communicator_bytes
 from ds_npu.engine.device import use_own_device
-from ds_npu.engine.engine_pipeline import EnginePipeline, own_layout
 from ds_npu.engine.expert_view import ExpertView
-from ds_npu.engine.full_values import know_grid
-from ds_npu.engine.grid import ContextGrid
-from ds_npu.engine.joint_calls import joint_calls_of_this_world
+from ds_npu.engine.failures.joint_calls import joint_calls_of_this_world
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.own_moe import check_no_own_experts
+from ds_npu.engine.pipeline.engine_pipeline import EnginePipeline, own_layout
+from ds_npu.engine.pipeline.grid import ContextGrid
+from ds_npu.engine.pipeline.scheduled_module import scheduled_module
+from ds_npu.engine.pipeline.stage_groups import agree_on_groups, give_own_parameters
+from ds_npu.engine.pipeline.staged_engine import StagedEngine
 from ds_npu.engine.placements import complete_placements, equalise_copies
-from ds_npu.engine.quantized import check_not_quantized
 from ds_npu.engine.same_batch import agree_on_first_batch
-from ds_npu.engine.scheduled_module import scheduled_module
 from ds_npu.engine.shard_protection import protect_shards
-from ds_npu.engine.stage_groups import agree_on_groups, give_own_parameters
-from ds_npu.engine.staged_engine import StagedEngine
-from ds_npu.engine.weights import WholeWeights
-from ds_npu.engine.weights_only import WeightsOnly
 from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences

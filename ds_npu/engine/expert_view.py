@@ -17,10 +17,10 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ds_npu.engine.expert_checkpoints import ExpertCheckpoints
+from ds_npu.engine.checkpoints.expert_checkpoints import ExpertCheckpoints
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.placement import has_experts, placement_of
+from ds_npu.parallel.runtime.placement import has_experts, placement_of
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.expert_norm import count_on_every_rank

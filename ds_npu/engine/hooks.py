@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ds_npu.capability import SUPPORTED, ascend_hardware_present, torch_npu_importable, unsupported
 from ds_npu.engine.after_deepspeed import take_over
 from ds_npu.engine.announcement import announced, with_section
+from ds_npu.engine.clients.one_rank import be_the_only_rank
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
-from ds_npu.engine.one_rank import be_the_only_rank
 from ds_npu.engine.patches import FAILED
 from ds_npu.log import warn_once
 
@@ -165,7 +165,7 @@ def pipeline_grid(original: type) -> Function:
         config = announced()
         if config is None:
             return original(topology=topology, process_group=process_group)
-        from ds_npu.engine.grid import ContextGrid
+        from ds_npu.engine.pipeline.grid import ContextGrid
 
         return ContextGrid(config, topology, process_group)
 

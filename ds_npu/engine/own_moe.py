@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_npu.engine.asked_twice import MODEL_AXES
+from ds_npu.engine.clients.asked_twice import MODEL_AXES
 from ds_npu.topology.degrees import NAMES, Axis, Degrees
 
 OTHER_AXES: tuple[Axis, ...] = (*MODEL_AXES, "ep", "etp")

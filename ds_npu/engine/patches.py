@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_npu.capability import SUPPORTED, installed_release
-from ds_npu.engine.client_patches import CLIENT_PATCHES
+from ds_npu.engine.clients.client_patches import CLIENT_PATCHES
 from ds_npu.engine.patch import Patch
 from ds_npu.log import warn_once
 
@@ -136,7 +136,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         module="deepspeed.runtime.zero.stage_1_and_2",
         name="DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
-        factory="ds_npu.engine.full_values:linking_states",
+        factory="ds_npu.engine.checkpoints.full_values:linking_states",
         parameters=("self",),
         what="weights of every parameter group know where the state of their optimizer is",
         why="experts have a group of their own, and safe_get_full_optimizer_state finds nothing for them",
@@ -147,7 +147,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             module="deepspeed.utils.tensor_fragment",
             name=name,
-            factory=f"ds_npu.engine.full_values:{factory}",
+            factory=f"ds_npu.engine.checkpoints.full_values:{factory}",
             parameters=parameters,
             what="of a weight over tensor or expert ranks the whole is read and written",
             why="it would be one rank's shard, under a name that says full",

@@ -9,8 +9,8 @@ from torch import nn
 
 from ds_npu.models import names
 from ds_npu.models.zero3 import partition, unpartitioned_shape
-from ds_npu.parallel.placement import Placement, placement_of, set_placement
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.parallel.runtime.placement import Placement, placement_of, set_placement
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_npu.features.context_parallel.forward import OF_TOKENS, generates
 from ds_npu.features.context_parallel.sharded_sequences import algorithm_choice_of, has_sharded_sequences
-from ds_npu.parallel.forward_wraps import disable_tracing
+from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_npu.capability import hccl_options
 from ds_npu.config.check import Checked, check
 from ds_npu.config.sections import DsNpuConfig
-from ds_npu.engine.failed_ranks import explain_failed_ranks
+from ds_npu.engine.failures.failed_ranks import explain_failed_ranks
 from ds_npu.features.driver import unmet
 from ds_npu.log import warn_once
 from ds_npu.planner.communicators import buffer_mib

@@ -7,13 +7,13 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
-from ds_npu.features.experts.feature import PLACED
+from ds_npu.features.experts.expert_ranks import PLACED
 from ds_npu.features.tensor_parallel.sharded_model import SHARDED_ATTRIBUTE
 from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute
 from ds_npu.models.zero3 import unpartitioned_shape
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
-from ds_npu.parallel.placement import placement_of, sharding_of
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.placement import placement_of, sharding_of
 from ds_npu.parallel.tensor.shard_access import (
     GuardedParameter,
     Shard,

@@ -17,7 +17,7 @@ from torch import nn
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.models.attributes import copy_attributes
 from ds_npu.models.zero3 import forget_partition, is_on_nvme, is_partitioned, unpartitioned_shape
-from ds_npu.parallel.placement import has_experts, placement_of
+from ds_npu.parallel.runtime.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
 
 

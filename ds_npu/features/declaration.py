@@ -9,9 +9,9 @@ from typing import Literal, ParamSpec
 
 from torch import nn
 
-from ds_npu.features.model_loss import LossLevel
+from ds_npu.features.loss.model_loss import LossLevel
 from ds_npu.models import names
-from ds_npu.parallel.forward_wraps import Level
+from ds_npu.parallel.runtime.forward_wraps import Level
 
 P = ParamSpec("P")
 

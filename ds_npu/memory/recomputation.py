@@ -27,8 +27,8 @@ from ds_npu.memory.call_state import CallState
 from ds_npu.memory.held_tensor import HeldTensor, keep
 from ds_npu.memory.kept_results import KeptResults, Recording, Replaying
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD
-from ds_npu.parallel.micro_batch import running
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.parallel.runtime.micro_batch import running
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 
 
 class RecomputationError(RuntimeError):

@@ -23,7 +23,7 @@ from ds_npu.memory.copy_streams import CopyStreams
 from ds_npu.memory.held_tensor import HeldTensor, keep
 from ds_npu.memory.host_place import HostPlaces
 from ds_npu.memory.swapped_storage import SWAPPED_STORAGE, SwappedStorage, SwappedTensor
-from ds_npu.parallel.micro_batch import Fact
+from ds_npu.parallel.runtime.micro_batch import Fact
 
 LEAST_BYTES = 2**20
 """Of a storage that is swapped: what is smaller takes longer to begin than to copy."""

@@ -12,7 +12,7 @@ import torch
 from ds_npu.memory.copy_streams import CopyStreams
 from ds_npu.memory.held_tensor import HeldTensor, ModifiedTensorError, alias
 from ds_npu.memory.host_place import HostPlace, HostPlaces, StorageCopy
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 
 
 class SwappedStorage:

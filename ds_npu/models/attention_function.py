@@ -21,7 +21,7 @@ from ds_npu.models.hugging_face_model import (
     transformers_module,
 )
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
-from ds_npu.parallel.forward_wraps import disable_tracing
+from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 
 NAME = "ds_npu"
 """What the implementation is called in transformers' registries and in ``config._attn_implementation``."""

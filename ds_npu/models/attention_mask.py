@@ -17,7 +17,7 @@ import torch
 
 from ds_npu.models.hugging_face_model import transformers_module
 from ds_npu.ops.attention import Mask
-from ds_npu.parallel.forward_wraps import disable_tracing
+from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 
 MASKING = "transformers.masking_utils"
 

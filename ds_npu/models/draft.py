@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_npu.config.roles import ORDERS, PARENT, Role
 from ds_npu.models import kinds, names
-from ds_npu.models.attention import Linears, counted, wrong_heads, wrong_widths
+from ds_npu.models.attention_modules import Linears, counted, wrong_heads, wrong_widths
 from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
 from ds_npu.models.tree import adapters

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.copying import refuse_copies
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 
 SAVE = "save_pretrained"
 Check = Callable[[str, Mapping[str, torch.Tensor] | None, bool], None]

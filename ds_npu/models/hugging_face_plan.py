@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_npu.config.roles import ORDER, Role
 from ds_npu.models import kinds, names
-from ds_npu.models.attention import configured
+from ds_npu.models.attention_modules import configured
 from ds_npu.models.draft import Draft, finished
 from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
 from ds_npu.models.plan import ModelPlan

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ds_npu.parallel.context.load_balance import Tokens, shard_documents, shard_evenly
     from ds_npu.parallel.context.ulysses import post_to_heads, post_to_tokens
     from ds_npu.parallel.expert.replay import RoutingRecord, record_routing, replay_routing
-    from ds_npu.parallel.placement import sharding_of
+    from ds_npu.parallel.runtime.placement import sharding_of
     from ds_npu.parallel.tensor.axis import TensorAxis, tensor_axis
     from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary, vocab_parallel_cross_entropy
     from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
@@ -52,7 +52,7 @@ HOMES = {
     "replay_routing": "ds_npu.parallel.expert.replay",
     "shard_documents": "ds_npu.parallel.context.load_balance",
     "shard_evenly": "ds_npu.parallel.context.load_balance",
-    "sharding_of": "ds_npu.parallel.placement",
+    "sharding_of": "ds_npu.parallel.runtime.placement",
     "sum_gradient": "ds_npu.parallel.tensor.gradient",
     "tensor_axis": "ds_npu.parallel.tensor.axis",
     "ulysses_plan": "ds_npu.parallel.context.attention",

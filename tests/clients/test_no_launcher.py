@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_npu.engine import one_rank
-from ds_npu.engine.one_rank import OF_A_LAUNCHER, OF_OTHERS, be_the_only_rank
+from ds_npu.engine.clients import one_rank
+from ds_npu.engine.clients.one_rank import OF_A_LAUNCHER, OF_OTHERS, be_the_only_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "trainer_script.py"

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.features.build import Build
-from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
+from ds_npu.features.context_parallel.context_ranks import CONTEXT_PARALLEL
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.features.context_parallel.visibility import BatchArguments
 from ds_npu.features.driver import apply_features
@@ -159,7 +159,7 @@ class Plain(nn.Module):
 
 def test_a_model_of_ones_own_is_told_what_to_do(monkeypatch):
     said = []
-    monkeypatch.setattr("ds_npu.features.context_parallel.feature.warn_once", said.append)
+    monkeypatch.setattr("ds_npu.features.context_parallel.context_ranks.warn_once", said.append)
     topology = SimpleNamespace(size=lambda axis: 4)
     apply_features([(CONTEXT_PARALLEL, ContextParallelSection())], Build(topology, Plain()))
     assert len(said) == 1 and "context is 4, and Plain holds no model of transformers" in said[0]

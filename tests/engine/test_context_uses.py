@@ -22,7 +22,7 @@ from trainer_runs import run_trainer
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

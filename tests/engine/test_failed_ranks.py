@@ -11,7 +11,7 @@ import pytest
 from dying_ranks import ended
 
 from ds_npu.config.problems import ConfigError, Problem
-from ds_npu.engine.failed_ranks import Ending, ending_of
+from ds_npu.engine.failures.failed_ranks import Ending, ending_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:"
@@ -90,7 +90,7 @@ def test_one_rank_prints_what_python_prints(monkeypatch):
 
 def test_the_error_itself_is_shown_first(tmp_path):
     code = (
-        "import sys; from ds_npu.engine.failed_ranks import explain_failed_ranks\n"
+        "import sys; from ds_npu.engine.failures.failed_ranks import explain_failed_ranks\n"
         "explain_failed_ranks(); explain_failed_ranks()\n"
         "raise RuntimeError('Connection closed by peer [127.0.0.1]:5' if sys.argv[1] == 'lost' else 'mine')"
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from ranks import run_on_ranks
 
-from ds_npu.engine.checkpoint_files import UNFINISHED, CheckpointTransaction
+from ds_npu.engine.checkpoints.checkpoint_files import UNFINISHED, CheckpointTransaction
 
 SIZE = 7 * 2**20
 FULL = r"the disk /\S*/disk is full: [\d,]{7,} bytes are needed, [\d,]+ are free.*What to do: make room there"

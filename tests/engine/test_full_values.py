@@ -11,7 +11,7 @@ import torch
 from deepspeed import utils
 from ranks import run_on_ranks
 
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 
 BOUND = 1e-5
 """Of a gradient in float32, relative to its largest element."""

@@ -21,8 +21,8 @@ from ds_npu.config.problems import ConfigError
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, unmet
 from ds_npu.features.fused_ops import feature as fused_ops
-from ds_npu.features.fused_ops.feature import FUSED_OPS, OPERATORS_OF_KEY
 from ds_npu.features.fused_ops.fused_model import fuse
+from ds_npu.features.fused_ops.fused_operators import FUSED_OPS, OPERATORS_OF_KEY
 from ds_npu.log import logger
 from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import PlanError

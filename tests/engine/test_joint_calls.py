@@ -19,8 +19,8 @@ RANKS = 3
 
 def alone_in_calls() -> None:
     """Each case in a record of its own."""
-    from ds_npu.engine import joint_calls
-    from ds_npu.engine.failure_record import FailureRecord
+    from ds_npu.engine.failures import joint_calls
+    from ds_npu.engine.failures.failure_record import FailureRecord
 
     joint_calls.WARN_AFTER_SECONDS, rank = 0.1, dist.get_rank()
 
@@ -77,7 +77,7 @@ def test_the_error_names_the_call_and_the_ranks():
 def rank_0_saves_alone(folder: str) -> None:
     import deepspeed
 
-    from ds_npu.engine import joint_calls
+    from ds_npu.engine.failures import joint_calls
     from ds_npu.features.watch import feature, stalls
 
     rule.without_extension()

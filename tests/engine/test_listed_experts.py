@@ -14,7 +14,7 @@ from torch import nn
 from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
-from ds_npu.features.experts.feature import MOE
+from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.models.plan import PlanError
 from ds_npu.parallel.expert.stacked import stacked
 from ds_npu.topology.degrees import Degrees

@@ -9,9 +9,9 @@ from ranks import run_on_ranks
 from tensor_parallel_rule import config
 from torch import nn
 
-from ds_npu.features.model_loss import LossLevel
-from ds_npu.parallel.forward_wraps import WrappedForward
-from ds_npu.parallel.placement import Placement, placement_of
+from ds_npu.features.loss.model_loss import LossLevel
+from ds_npu.parallel.runtime.forward_wraps import WrappedForward
+from ds_npu.parallel.runtime.placement import Placement, placement_of
 from ds_npu.topology.topology import Topology
 
 MARKS = {

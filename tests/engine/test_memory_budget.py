@@ -17,7 +17,7 @@ import torch.distributed as dist
 from memory_rule import DROPS, WORLDS
 from ranks import run_on_ranks
 
-from ds_npu.features.chunked_loss import feature
+from ds_npu.features.chunked_loss import loss_by_chunks as feature
 from ds_npu.features.recompute.budget import MemoryBudget
 from ds_npu.memory.storage_record import StorageRecord
 from ds_npu.parallel.tensor.shard_access import local_shard

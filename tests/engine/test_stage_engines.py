@@ -23,7 +23,7 @@ from ds_npu.features.pipeline.stages import cut_into_stages, run_stage, stages_o
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel.pipeline.pass_through import stages_in
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.tensor.shard_access import local_shard
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from caught_failures import Run, failing, fails_on, hold, wrong_labels
 from ranks import run_on_ranks
 
-from ds_npu.engine.batch_failures import FailedStageError
+from ds_npu.engine.failures.batch_failures import FailedStageError
 from ds_npu.parallel.pipeline.executor import PipelineError
 
 

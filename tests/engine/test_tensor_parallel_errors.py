@@ -17,7 +17,7 @@ import transformers
 from ranks import run_on_ranks
 from torch import nn
 
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.placement import sharding_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TP = {"parallel": {"tensor": 2}}

@@ -16,8 +16,8 @@ from ranks import run_on_ranks
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
-from ds_npu.parallel.micro_batch import new_forward
-from ds_npu.parallel.turns import TURNS, Together, Turns
+from ds_npu.parallel.runtime.micro_batch import new_forward
+from ds_npu.parallel.runtime.turns import TURNS, Together, Turns
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -19,7 +19,7 @@ from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
-from ds_npu.features.experts.feature import MOE
+from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.ops.all import OPERATORS
 from ds_npu.parallel import RoutingRecord, record_routing, replay_routing
 from ds_npu.parallel.context.load_balance import shard_evenly

@@ -13,8 +13,8 @@ from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
 from ds_npu.features.fused_ops import feature as fused_ops
-from ds_npu.features.fused_ops.feature import FUSED_OPS
 from ds_npu.features.fused_ops.fused_model import fuse
+from ds_npu.features.fused_ops.fused_operators import FUSED_OPS
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.log import logger
 from ds_npu.models.globs import plan_for

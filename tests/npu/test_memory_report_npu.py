@@ -12,7 +12,7 @@ import tiny_models
 import torch
 from ranks import run_on_ranks
 
-from ds_npu.features.memory_report import feature
+from ds_npu.features.memory_report import reported_step as feature
 from ds_npu.features.memory_report.memory_use import OPTIMIZER, REST, WEIGHTS, MemoryUse
 
 MIB = 2**20

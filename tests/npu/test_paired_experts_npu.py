@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from ds_npu.parallel.micro_batch import new_forward
-from ds_npu.parallel.turns import TURNS, Together, Turn, Turns, finish_backward
+from ds_npu.parallel.runtime.micro_batch import new_forward
+from ds_npu.parallel.runtime.turns import TURNS, Together, Turn, Turns, finish_backward
 
 RECOMPUTED = {"recompute": {"layers": "all"}}
 CASES = [("qwen3_moe", "1f1b", {}), ("deepseek_v3", "1f1b", RECOMPUTED), ("qwen3_moe", "dualpipe_v", RECOMPUTED)]

@@ -12,7 +12,7 @@ from region_dropout import alignment_body, checkpoint_body, regions_body
 from torch import nn
 from vocabulary import bytes_body, cross_entropy_body, embedding_body, gather_body, tensor_world
 
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor import cross_entropy
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding

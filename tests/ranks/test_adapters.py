@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_npu.features.fused_ops.fused_model import FUSIONS, fuse
 from ds_npu.models.globs import plan_for
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.region import RegionInput
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 from ds_npu.config.moe import AuxLossSection, MoeSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
-from ds_npu.features.experts.feature import MOE
+from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import _engine_run_backward
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
-from ds_npu.parallel.micro_batch import running
+from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

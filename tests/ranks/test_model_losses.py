@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.fused_ops.loss import WHOLE_LOGITS
-from ds_npu.features.model_loss import LossLevel
+from ds_npu.features.loss.model_loss import LossLevel
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for
 from ds_npu.models.logits import likeliest_words

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import nn
 
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.linear import RowParallelLinear
 from ds_npu.parallel.tensor.overlapped_matmul import Pipelined
 from ds_npu.topology.degrees import Degrees

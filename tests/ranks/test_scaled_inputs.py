@@ -11,7 +11,7 @@ from ranks import run_on_ranks
 from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
-from ds_npu.features.experts.feature import MOE
+from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.features.experts.scaled_inputs import takes_scaled_inputs
 from ds_npu.parallel import record_routing, replay_routing
 from ds_npu.topology.degrees import Degrees

@@ -25,7 +25,7 @@ from vocabulary import (
 )
 from wire import Memory
 
-from ds_npu.parallel.placement import mark_sharded, sharding_of
+from ds_npu.parallel.runtime.placement import mark_sharded, sharding_of
 from ds_npu.parallel.tensor import cross_entropy
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding

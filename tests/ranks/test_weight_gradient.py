@@ -15,7 +15,7 @@ from ranks import run_on_ranks
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_npu.parallel.forward_wraps import Level, replace_innermost_forward, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, replace_innermost_forward, wrap_forward
 from ds_npu.parallel.tensor import weight_gradient
 from ds_npu.parallel.tensor.direct_layers import is_plain, use_direct_gradient
 from ds_npu.parallel.tensor.gradient import sum_gradient

@@ -15,12 +15,12 @@ import torch
 from ranks import run_on_ranks
 from test_rules import PACKAGE, Source, sources
 
-from ds_npu.parallel.forward_wraps import Wrap
+from ds_npu.parallel.runtime.forward_wraps import Wrap
 from ds_npu.zero_ext import method_wraps
 from ds_npu.zero_ext.method_cards import CARDS, FRAGMENT, MethodCard
 from ds_npu.zero_ext.method_wraps import MethodLevel, check_card, wrap_method
 
-MAY_SET = ("ds_npu/parallel/forward_wraps.py", "zero_ext/method_wraps.py", "ds_npu/models/attributes.py")
+MAY_SET = ("ds_npu/parallel/runtime/forward_wraps.py", "zero_ext/method_wraps.py", "ds_npu/models/attributes.py")
 HOLDERS = ("engine", "optimizer", "monitor", "basic_optimizer")
 """The last part of what DeepSpeed's objects are called in the source."""
 

@@ -21,7 +21,7 @@ from ds_npu.accelerator.npu_accelerator import EXPORTED_PREFIXES
 from ds_npu.capability.releases import CANN_OF_TORCH_NPU, PYTHON_OF_TORCH
 from ds_npu.cli.main import main
 from ds_npu.config.schema import reference
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.placement import sharding_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md")

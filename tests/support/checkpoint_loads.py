@@ -23,7 +23,7 @@ from torch import nn
 
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.written import WrittenCheckpoint
-from ds_npu.engine.written_files import CLASSES
+from ds_npu.engine.checkpoints.written_files import CLASSES
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 
 Section = dict[str, object]

@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.config.parallel import ParallelSection
 from ds_npu.features.build import Build
-from ds_npu.features.context_parallel.feature import CONTEXT_PARALLEL
+from ds_npu.features.context_parallel.context_ranks import CONTEXT_PARALLEL
 from ds_npu.features.driver import apply_features
-from ds_npu.features.tensor_parallel.feature import PARALLEL
+from ds_npu.features.tensor_parallel.tensor_ranks import PARALLEL
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -42,7 +42,7 @@ def read_batch(rank: int, step: int) -> torch.Tensor:
 
 def train_plainly(rank: int) -> None:
     """What of DeepSpeed matters here, in a tenth of the time that it takes to import it."""
-    from ds_npu.engine.failed_ranks import explain_failed_ranks
+    from ds_npu.engine.failures.failed_ranks import explain_failed_ranks
 
     explain_failed_ranks()
     dist.init_process_group("gloo")

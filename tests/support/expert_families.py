@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
-from ds_npu.features.experts.feature import MOE
-from ds_npu.parallel.placement import placement_of
+from ds_npu.features.experts.expert_ranks import MOE
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

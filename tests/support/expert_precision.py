@@ -14,7 +14,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.skipped_steps import reduced_gradients

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.checkpoint.saving import Holders, ViewHolders
-from ds_npu.parallel.placement import mark_sharded, sharding_of
+from ds_npu.parallel.runtime.placement import mark_sharded, sharding_of
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 
 SINGLE = "model.safetensors"

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_npu.features.pipeline import layout
-from ds_npu.parallel import turns
 from ds_npu.parallel.expert import dispatch
 from ds_npu.parallel.pipeline.schedule import Schedule
+from ds_npu.parallel.runtime import turns
 
 MIXED = {"output_router_logits": False}
 

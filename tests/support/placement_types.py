@@ -31,7 +31,7 @@ from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
 from ds_npu.features.tensor_parallel import experts
 from ds_npu.ops.attention import operator
 from ds_npu.parallel.context import blockwise_attention, ulysses
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.tensor import chunked_loss, cross_entropy, linear
 from ds_npu.parallel.tensor.gradient import PartialSum
 from ds_npu.topology.degrees import Degrees

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradient_rule import ACCUMULATION, CLIP, LR, MICRO
 from torch import nn
 
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 
 EXACT = 1e-12
 SINGLE = 1e-6

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.comm.crossing import collect, gather, scatter_sum, shard
-from ds_npu.parallel.placement import mark_sharded, placement_of
+from ds_npu.parallel.runtime.placement import mark_sharded, placement_of
 from ds_npu.parallel.tensor.sharding import shard_sections
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from wire import Wire
 
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor import cross_entropy
 from ds_npu.parallel.tensor.cross_entropy import gather_vocabulary, vocab_parallel_cross_entropy, vocabulary_argmax
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding

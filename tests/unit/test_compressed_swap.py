@@ -19,7 +19,7 @@ from ds_npu.config.sections import DsNpuConfig
 from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
-from ds_npu.features.swap.feature import SWAP
+from ds_npu.features.swap.swapped_modules import SWAP
 from ds_npu.memory import host_place, swapped_activations
 from ds_npu.memory.host_place import HostPlaces
 from ds_npu.ops import exponent_code

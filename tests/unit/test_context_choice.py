@@ -16,7 +16,7 @@ from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms, wrong_factors
 from ds_npu.config.problems import ConfigError
 from ds_npu.features.build import Build
-from ds_npu.features.context_parallel import feature
+from ds_npu.features.context_parallel import context_ranks as feature
 from ds_npu.models.plan import AttentionShape
 from ds_npu.parallel.context.ring_schedule import ring_steps
 from ds_npu.parallel.tensor.sharding import near_even

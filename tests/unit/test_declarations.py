@@ -18,10 +18,10 @@ from ds_npu.config.sections import DsNpuConfig
 from ds_npu.engine.placements import complete_placements
 from ds_npu.features.build import PLAN_ATTRIBUTE, Build
 from ds_npu.features.driver import CHANGED_FOR, apply_features, declare, declare_parts, values_in
-from ds_npu.features.model_loss import MODEL_LOSS, ModelLoss
+from ds_npu.features.loss.model_loss import MODEL_LOSS, ModelLoss
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.forward_wraps import WrappedForward, innermost_forward
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.forward_wraps import WrappedForward, innermost_forward
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import PlannedTopology
 

@@ -8,7 +8,7 @@ import transformers
 
 from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
-from ds_npu.features.experts.feature import MOE
+from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import PlannedTopology
 

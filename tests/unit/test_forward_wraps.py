@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_npu.parallel.forward_wraps import Level, replace_innermost_forward, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, replace_innermost_forward, wrap_forward
 
 
 def wrap(module: nn.Module, level: Level, called: list[str]) -> None:

@@ -33,7 +33,7 @@ from transformers.core_model_loading import WeightRenaming
 from ds_npu import capability
 from ds_npu.capability import SUPPORTED
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.sharding import Sharding
 
 FORMS = (save_single, save_in_files, save_pickled, save_pickled_in_files)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
-from ds_npu.parallel.placement import mark_sharded
+from ds_npu.parallel.runtime.placement import mark_sharded
 from ds_npu.parallel.tensor.sharding import Sharding
 
 

@@ -19,9 +19,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.fused_ops.fusion_result import FusionResult, result_lines
 from ds_npu.features.fused_ops.loss import WHOLE_LOGITS
-from ds_npu.features.model_loss import LossLevel, own_loss, users_loss, wrap_loss
+from ds_npu.features.loss.model_loss import LossLevel, own_loss, users_loss, wrap_loss
 from ds_npu.models.globs import plan_for
-from ds_npu.parallel.micro_batch import new_forward
+from ds_npu.parallel.runtime.micro_batch import new_forward
 
 LLAMA = tiny_models.tiny("llama")
 LOGITS = torch.randn(2, 5, tiny_models.VOCABULARY, generator=torch.Generator().manual_seed(1))

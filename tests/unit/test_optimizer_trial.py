@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from whole_weight_optimizers import Blocks, Chosen, Lamb, LargeLamb, Prodigy, Trains
 
-from ds_npu.parallel.placement import Placement, set_placement
+from ds_npu.parallel.runtime.placement import Placement, set_placement
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.zero_ext.optimizer_trial import APART, FLAT, NotRepeatableError, Verdict, difference_in_parts, tried
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ds_npu.comm import crossing
 from ds_npu.features.build import PLAN_ATTRIBUTE, Build
-from ds_npu.features.chunked_loss.feature import CHUNKED_LOSS
+from ds_npu.features.chunked_loss.loss_by_chunks import CHUNKED_LOSS
 from ds_npu.features.context_parallel import loss
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
 from ds_npu.features.driver import apply_features
@@ -32,7 +32,7 @@ from ds_npu.parallel import (
     VocabParallelLoss,
     sharding_of,
 )
-from ds_npu.parallel.placement import placement_of, set_placement
+from ds_npu.parallel.runtime.placement import placement_of, set_placement
 from ds_npu.parallel.tensor import embedding, region
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.topology.degrees import Degrees

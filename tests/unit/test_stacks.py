@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_npu.engine import joint_calls
+from ds_npu.engine.failures import joint_calls
 from ds_npu.features.watch.stalls import LEAST_SECONDS, StallWatch
 from ds_npu.stacks import main_stack, stacks
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
 from ds_npu.features.build import PLAN_ATTRIBUTE, Build
-from ds_npu.features.matched_modules import matched_modules
+from ds_npu.features.modules.matched_modules import matched_modules
 from ds_npu.features.pipeline.stages import cut_into_stages, run_stage, stages_of
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import PlanError

@@ -8,8 +8,8 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from ds_npu.parallel.micro_batch import new_forward
-from ds_npu.parallel.turns import (
+from ds_npu.parallel.runtime.micro_batch import new_forward
+from ds_npu.parallel.runtime.turns import (
     TURNS,
     AbandonedError,
     Together,

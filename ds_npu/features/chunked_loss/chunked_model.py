@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 from ds_npu.features.chunked_loss.deferred_logits import DeferredLogits, Source
-from ds_npu.features.loss_chunks import LossChunks
-from ds_npu.features.model_loss import LossFunction, LossLevel, link_of, wrap_loss
+from ds_npu.features.loss.loss_chunks import LossChunks
+from ds_npu.features.loss.model_loss import LossFunction, LossLevel, link_of, wrap_loss
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.ops.precision import accumulation_dtype
-from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
-from ds_npu.parallel.micro_batch import Fact, new_forward, running
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.chunked_head import product_dtype
 from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords, Transform
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets

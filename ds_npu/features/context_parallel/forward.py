@@ -15,11 +15,11 @@ from ds_npu.features.context_parallel.fused_head import SCORES, TargetScores
 from ds_npu.features.context_parallel.loss import LossShare
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
-from ds_npu.features.token_targets import COUNT, Targets, asks_for_scores
+from ds_npu.features.loss.token_targets import COUNT, Targets, asks_for_scores
 from ds_npu.models.hugging_face_model import HuggingFaceModel, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard, likeliest_words
 from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
-from ds_npu.parallel.micro_batch import MicroBatch, new_forward
+from ds_npu.parallel.runtime.micro_batch import MicroBatch, new_forward
 from ds_npu.parallel.tensor.region import RandomNumbers
 
 OF_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")

@@ -15,7 +15,7 @@ import torch
 
 from ds_npu.comm.crossing import reduce
 from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
-from ds_npu.features.token_targets import COUNT, LABEL_MASK, LOG_PROBS, Targets
+from ds_npu.features.loss.token_targets import COUNT, LABEL_MASK, LOG_PROBS, Targets
 
 SCORES = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", LABEL_MASK)
 """Outputs of one number for each target."""

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 
 P = ParamSpec("P")
 T = TypeVar("T")

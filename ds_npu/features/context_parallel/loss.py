@@ -12,9 +12,9 @@ import torch
 
 from ds_npu.comm.crossing import reduce
 from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
-from ds_npu.features.model_loss import LossFunction, LossLevel, wrap_loss
+from ds_npu.features.loss.model_loss import LossFunction, LossLevel, wrap_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel
-from ds_npu.parallel.micro_batch import Fact, MicroBatch, running
+from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
 
 DIVIDED_BY = ("ds_npu.parallel.context", "give it no labels, and compute the loss from its logits")
 """What divides the loss, and what to do where that is not possible."""

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from ds_npu.comm.crossing import collect
+from ds_npu.comm.host_copy import copy_to_device
 from ds_npu.features.context_parallel.visibility import Visibility
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.context.axis import ContextAxis
-from ds_npu.parallel.context.load_balance import Tokens, copy_to_device
-from ds_npu.parallel.micro_batch import Fact, MicroBatch, running
+from ds_npu.parallel.context.load_balance import Tokens
+from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 
 

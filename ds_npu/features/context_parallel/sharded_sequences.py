@@ -19,18 +19,18 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
-from ds_npu.features.attention_exchange import exchanges_of_attention
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice, AlgorithmChooser
-from ds_npu.features.context_parallel.attention import SequenceShardAttention
 from ds_npu.features.context_parallel.forward import SequenceShardForward
 from ds_npu.features.context_parallel.layers import depends_on_length, gather_router_logits, show_last_position
 from ds_npu.features.context_parallel.loss import DIVIDED_BY, LossShare
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_noise, check_settings
+from ds_npu.features.context_parallel.sharded_attention import SequenceShardAttention
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.features.declaration import Change, making
-from ds_npu.features.model_loss import LossLevel
-from ds_npu.features.token_targets import shifts
+from ds_npu.features.loss.model_loss import LossLevel
+from ds_npu.features.loss.token_targets import shifts
+from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.models.attention_function import check_exchangeable
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
@@ -38,7 +38,7 @@ from ds_npu.models.copying import refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.topology.topology import Topology
 

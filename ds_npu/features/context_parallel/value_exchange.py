@@ -13,7 +13,7 @@ from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.attention import ulysses_plan
 from ds_npu.parallel.context.ulysses import PostedTensor, post_to_heads
-from ds_npu.parallel.micro_batch import Fact, running
+from ds_npu.parallel.runtime.micro_batch import Fact, running
 from ds_npu.topology.topology import Topology
 
 

@@ -20,9 +20,9 @@ from ds_npu.features.declaration import Change
 from ds_npu.features.experts.routing import Collected, Router, collect_ids, collect_logits, collecting, router_of
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.parallel.expert.balance import BalanceLosses, Scores, TokenRanks
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
-from ds_npu.parallel.micro_batch import running
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.micro_batch import running
 
 KEYS = "ds_npu.moe.aux_loss and z_loss"
 

@@ -24,8 +24,8 @@ from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.capacity import CapacityPolicy, capacity_of, within_capacity
 from ds_npu.parallel.expert.padding import compute_padded
 from ds_npu.parallel.expert.shares import Compute
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
-from ds_npu.parallel.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 P = ParamSpec("P")
 T = TypeVar("T")

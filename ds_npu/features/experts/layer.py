@@ -19,7 +19,7 @@ from ds_npu.parallel.expert.experts import compute_experts
 from ds_npu.parallel.expert.relocation import PlacedExperts
 from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.expert.weights import ExpertWeights
-from ds_npu.parallel.forward_wraps import replace_innermost_forward
+from ds_npu.parallel.runtime.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.tensor.direct_layers import PRODUCT, USES_SINK
 
 Run = Callable[[Piece, ExpertWeights], torch.Tensor]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.features.equivalence import (
+from ds_npu.features.modules.equivalence import (
     computes_the_same,
     forward_of_copy,
     isolated_on_cpu,

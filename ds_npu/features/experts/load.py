@@ -26,8 +26,8 @@ from ds_npu.features.experts.load_picture import LoadHistory, load_svg
 from ds_npu.features.experts.routing import CORRECTION, Collected, collect_ids, collecting, correction_of
 from ds_npu.parallel.expert.capacity import capacity_of
 from ds_npu.parallel.expert.routing import histogram
-from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
-from ds_npu.parallel.placement import placement_of
+from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 

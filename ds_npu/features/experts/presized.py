@@ -15,20 +15,19 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_npu.comm.collectives import all_reduce
-from ds_npu.comm.host_copy import HostCopy
+from ds_npu.comm.host_copy import HostCopy, copy_to_device
 from ds_npu.comm.pending import Pending
-from ds_npu.features.closing_checkpoint import recompute_in_micro_batch
 from ds_npu.features.declaration import Change
 from ds_npu.features.experts.routing import forget_collected
+from ds_npu.features.modules.closing_checkpoint import recompute_in_micro_batch
 from ds_npu.log import logger
 from ds_npu.models import names
 from ds_npu.models.zero3 import is_partitioned
-from ds_npu.parallel.context.load_balance import copy_to_device
 from ds_npu.parallel.expert.dispatch import AllToAllPlan, Plan
 from ds_npu.parallel.expert.presized import PresizedPlan, Room, need
 from ds_npu.parallel.expert.replay import WATCHED
-from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
-from ds_npu.parallel.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 from ds_npu.parallel.tensor.randomness import generator_states, restore_generators
 from ds_npu.topology.topology import Topology
 

@@ -25,7 +25,7 @@ from ds_npu.parallel.expert.places import (
     sharding_of_places,
 )
 from ds_npu.parallel.expert.relocation import PlacedExperts, exchange_experts
-from ds_npu.parallel.placement import placement_of, set_placement
+from ds_npu.parallel.runtime.placement import placement_of, set_placement
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.expert_elements import ExpertElements, why_not_moved

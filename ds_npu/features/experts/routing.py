@@ -16,8 +16,8 @@ from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.routers import logits_recorders
 from ds_npu.parallel.expert.balance import Routing, Scores
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
-from ds_npu.parallel.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 CORRECTION = "e_score_correction_bias"
 """The buffer that a router adds to scores for the choice alone."""

@@ -15,12 +15,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.features.equivalence import computes_the_same, forward_of_copy, isolated_on_cpu, likeness, random_input
+from ds_npu.features.modules.equivalence import (
+    computes_the_same,
+    forward_of_copy,
+    isolated_on_cpu,
+    likeness,
+    random_input,
+)
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.parallel.expert.dispatch import Piece
 from ds_npu.parallel.expert.weights import ExpertWeights, is_experts
-from ds_npu.parallel.forward_wraps import innermost_forward, replace_innermost_forward
+from ds_npu.parallel.runtime.forward_wraps import innermost_forward, replace_innermost_forward
 
 EXPERTS, ROUTER, SHARED, CHOICES, ACTIVATION = "experts", "router", "shared_expert", "top_k", "act_fn"
 """What Llama-4's block calls its parts, and how many experts a token chooses."""

@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from ds_npu.features.declaration import Change
-from ds_npu.parallel.placement import keep_expert_shard
+from ds_npu.parallel.runtime.placement import keep_expert_shard
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology

@@ -24,7 +24,7 @@ from torch import nn
 from ds_npu.features.declaration import Change
 from ds_npu.models import names
 from ds_npu.parallel.expert.overlap import SharedExperts
-from ds_npu.parallel.forward_wraps import Level, Wrapper, innermost_forward, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, Wrapper, innermost_forward, wrap_forward
 
 LAST = "down_proj"
 """What shared experts compute last, in all models of transformers."""

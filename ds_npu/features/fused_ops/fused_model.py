@@ -13,13 +13,13 @@ from functools import partial
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.attention_exchange import exchanges_of_attention
 from ds_npu.features.declaration import Change, make_changes
 from ds_npu.features.fused_ops.fusion_result import FusionResult, result_lines
 from ds_npu.features.fused_ops.loss import fuse_loss
 from ds_npu.features.fused_ops.mlp import fuse_mlps
 from ds_npu.features.fused_ops.norm import fuse_norms
 from ds_npu.features.fused_ops.rotary import fuse_rotary
+from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.models.attention_function import check_exchangeable
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import ModelPlan

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_npu.features.declaration import Change
 from ds_npu.models import names
-from ds_npu.parallel.forward_wraps import Forward, replace_innermost_forward
+from ds_npu.parallel.runtime.forward_wraps import Forward, replace_innermost_forward
 
 
 class FusionResult(NamedTuple):

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ds_npu.features.declaration import Change
-from ds_npu.features.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.features.fused_ops.fusion_result import FusionResult
-from ds_npu.features.model_loss import HasLossFunction, LossFunction, LossLevel, own_loss, users_loss, wrap_loss
+from ds_npu.features.loss.model_loss import HasLossFunction, LossFunction, LossLevel, own_loss, users_loss, wrap_loss
+from ds_npu.features.modules.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.models import names
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.cross_entropy import cross_entropy
-from ds_npu.parallel.forward_wraps import disable_tracing
+from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
 
 WORDS = 7

@@ -11,7 +11,8 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change
-from ds_npu.features.equivalence import (
+from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
+from ds_npu.features.modules.equivalence import (
     computes_the_same,
     forward_of_copy,
     isolated_on_cpu,
@@ -19,7 +20,6 @@ from ds_npu.features.equivalence import (
     own_forward,
     random_input,
 )
-from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.equivalence import (
+from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
+from ds_npu.features.modules.equivalence import (
     computes_the_same,
     forward_of_copy,
     isolated_on_cpu,
@@ -17,7 +18,6 @@ from ds_npu.features.equivalence import (
     own_forward,
     random_input,
 )
-from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
 from ds_npu.models import kinds
 from ds_npu.models.attributes import attributes
 from ds_npu.models.plan import ModelPlan

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
+from ds_npu.features.modules.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops.rotary import rotary
-from ds_npu.parallel.forward_wraps import innermost_forward
+from ds_npu.parallel.runtime.forward_wraps import innermost_forward
 
 PART_OF_NAME = "apply_rotary"
 Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

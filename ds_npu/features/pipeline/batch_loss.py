@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.features.model_loss import LossFunction, LossLevel, wrap_loss
+from ds_npu.features.loss.model_loss import LossFunction, LossLevel, wrap_loss
+from ds_npu.features.loss.token_targets import COUNT, Targets, shifts
 from ds_npu.features.pipeline.micro_batches import KEY, Arguments
-from ds_npu.features.token_targets import COUNT, Targets, shifts
 from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model
 from ds_npu.models.logits import LABEL_ARGUMENTS
 from ds_npu.ops.autograd import Context, applied
-from ds_npu.parallel.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 Items = torch.Tensor | int
 ITEMS: Fact[Items] = Fact()

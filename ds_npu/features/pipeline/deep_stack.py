@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.parallel.micro_batch import running
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
+from ds_npu.parallel.runtime.micro_batch import running
 
 FEATURES, MASK = "deepstack_visual_embeds", "visual_pos_masks"
 """Arguments of transformers' text models: of each block in turn [visual tokens, H], or None; bool [B, S]."""

@@ -19,9 +19,9 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.build import PLAN_ATTRIBUTE
+from ds_npu.features.loss.token_targets import FUSED_HEAD
 from ds_npu.features.pipeline.deep_stack import link_deep_stack
 from ds_npu.features.pipeline.images import check_images, without_pixels
-from ds_npu.features.token_targets import FUSED_HEAD
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, attributes, set_attribute
 from ds_npu.models.guarded_saving import check_before_saving
@@ -41,7 +41,7 @@ from ds_npu.parallel.pipeline.pass_through import (
     stages_in,
 )
 from ds_npu.parallel.pipeline.transfers import Tensors
-from ds_npu.parallel.placement import Placement, placement_of
+from ds_npu.parallel.runtime.placement import Placement, placement_of
 
 FIRST = (Role.EMBEDDING, Role.POSITION_EMBEDDING, Role.NORM)
 """Roles of modules outside of blocks that the first stage holds: all before the first block."""

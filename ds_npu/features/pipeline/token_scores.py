@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_npu.features.token_targets import LABEL_MASK, LOG_PROBS
+from ds_npu.features.loss.token_targets import LABEL_MASK, LOG_PROBS
 from ds_npu.ops.autograd import Context, applied
 
 

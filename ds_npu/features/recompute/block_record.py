@@ -23,8 +23,8 @@ from ds_npu.memory.operator_seconds import OperatorSeconds
 from ds_npu.memory.swapped_activations import can_be_swapped
 from ds_npu.models.attributes import remove_attributes, set_attribute
 from ds_npu.models.plan import SUBLAYERS, ModelPlan
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.linear import ColumnLinear
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.planner.memory_plan import Option
 from ds_npu.planner.memory_plan_table import ACTIVATION, ATTENTION, MLP, NORM, WHOLE
 from ds_npu.topology.machine import Machine

@@ -15,8 +15,8 @@ from ds_npu.memory.held_tensor import HeldTensor
 from ds_npu.memory.recomputation import Recomputation, hold_tensor, without_outputs
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.zero3 import is_partitioned
-from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
-from ds_npu.parallel.micro_batch import Fact, new_forward, running, within
+from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running, within
 from ds_npu.parallel.tensor.linear import ColumnLinear
 
 

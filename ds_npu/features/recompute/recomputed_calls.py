@@ -13,8 +13,8 @@ from torch import nn
 
 from ds_npu.memory.recomputation import Recomputation
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.forward_wraps import Forward, first_parameter_name
-from ds_npu.parallel.micro_batch import Fact, closing_over_micro_batch, new_forward, running
+from ds_npu.parallel.runtime.forward_wraps import Forward, first_parameter_name
+from ds_npu.parallel.runtime.micro_batch import Fact, closing_over_micro_batch, new_forward, running
 
 KEY = "recompute"
 CACHES = ("past_key_values", "past_key_value", "layer_past")

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ds_npu.features.build import Build
-from ds_npu.features.loss_chunks import loss_chunks_of
+from ds_npu.features.loss.loss_chunks import loss_chunks_of
 from ds_npu.features.recompute.block_record import BlockRecord
 from ds_npu.features.recompute.recomputed_calls import is_recomputed, without_cache
 from ds_npu.memory.peak_meter import PeakMeter
 from ds_npu.memory.recomputation import Recomputation
-from ds_npu.parallel.forward_wraps import (
+from ds_npu.parallel.runtime.forward_wraps import (
     Forward,
     Level,
     Wrapper,
@@ -24,7 +24,7 @@ from ds_npu.parallel.forward_wraps import (
     unwrap_forward,
     wrap_forward,
 )
-from ds_npu.parallel.micro_batch import closing_over_micro_batch
+from ds_npu.parallel.runtime.micro_batch import closing_over_micro_batch
 from ds_npu.planner.chunk_choice import ChunkedHead
 from ds_npu.planner.memory_plan import Moment, PlannedLayer
 from ds_npu.planner.memory_plan_table import LOSS

@@ -26,7 +26,7 @@ from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES, RoleShards
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import RandomNumbers, RegionInput
 

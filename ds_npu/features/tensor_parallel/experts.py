@@ -15,8 +15,8 @@ from torch import nn
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
-from ds_npu.parallel.micro_batch import running
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import SequenceParallel
 from ds_npu.parallel.tensor.shard_access import allow_shard_access

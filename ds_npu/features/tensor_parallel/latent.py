@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.tensor.region import RegionInput
 
 

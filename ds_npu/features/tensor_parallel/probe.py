@@ -29,7 +29,7 @@ from ds_npu.log import logger
 from ds_npu.models import kinds, names
 from ds_npu.models.hugging_face_model import FLOAT32_TOLERANCE, hugging_face_model
 from ds_npu.models.plan import SUBLAYERS, ModelPlan
-from ds_npu.parallel.placement import sharding_of
+from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.degrees import Degrees

@@ -9,8 +9,8 @@ from functools import cached_property, partial
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.closing_checkpoint import recompute_in_micro_batch
 from ds_npu.features.declaration import Change
+from ds_npu.features.modules.closing_checkpoint import recompute_in_micro_batch
 from ds_npu.features.tensor_parallel.adapters import is_at_border, with_adapter
 from ds_npu.features.tensor_parallel.experts import show_all_tokens
 from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES
@@ -19,7 +19,7 @@ from ds_npu.models import names
 from ds_npu.models.hugging_face_model import config_of, has_setting
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.routers import logits_index
-from ds_npu.parallel.forward_wraps import Level
+from ds_npu.parallel.runtime.forward_wraps import Level
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.linear import ColumnLinear, project_together
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops

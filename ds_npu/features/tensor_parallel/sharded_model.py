@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change, making
-from ds_npu.features.model_loss import LossLevel, has_causal_lm_loss
+from ds_npu.features.loss.model_loss import LossLevel, has_causal_lm_loss
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
     check_adapters,
@@ -47,8 +47,8 @@ from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.forward_wraps import Level, wrap_forward
-from ds_npu.parallel.placement import keep_shard, sharding_of
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.placement import keep_shard, sharding_of
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding, check_adoptable
 from ds_npu.parallel.tensor.gradient import sum_gradient

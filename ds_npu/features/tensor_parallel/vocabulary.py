@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ds_npu.features.model_loss import LossFunction, LossLevel, has_causal_lm_loss, link_of, wrap_loss
+from ds_npu.features.loss.model_loss import LossFunction, LossLevel, has_causal_lm_loss, link_of, wrap_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
-from ds_npu.parallel.forward_wraps import Forward, Level, wrap_forward
-from ds_npu.parallel.micro_batch import Fact, carried_by, new_forward, running
+from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.micro_batch import Fact, carried_by, new_forward, running
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary, vocabulary_argmax
 from ds_npu.parallel.tensor.sharding import Sharding

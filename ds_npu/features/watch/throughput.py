@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_npu.parallel.micro_batch import running
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES, stages_in
+from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.training_engine import TrainingEngine
 

@@ -14,9 +14,10 @@ from functools import cached_property
 
 import torch
 
+from ds_npu.comm.host_copy import copy_to_device
 from ds_npu.ops.attention import Mask
 from ds_npu.ops.attention.options import Layout
-from ds_npu.parallel.context.load_balance import Tokens, copy_to_device
+from ds_npu.parallel.context.load_balance import Tokens
 from ds_npu.parallel.context.mask_tiles import Tile, tiles
 
 TOKEN_DIM = 1

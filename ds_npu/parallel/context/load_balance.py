@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_npu.comm.pinned import pinned
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.parallel.tensor.sharding import near_even
 
@@ -75,14 +74,6 @@ class Tokens:
     def _ulysses_range(self, rank: int) -> tuple[int, int]:
         ring_rank, inside = divmod(rank, self.ulysses)
         return near_even(self.ring_token_counts[ring_rank], self.ulysses)[inside]
-
-
-def copy_to_device(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy host indices to ``device`` asynchronously (pinned)."""
-    # To copy what is not pinned, torch_npu waits until the stream is done.
-    if device.type != "cpu":
-        indices = pinned(torch.empty_like(indices, pin_memory=True)).copy_(indices)
-    return indices.to(device, non_blocking=True)
 
 
 def shard_evenly(length: int, algorithm: ContextAlgorithm, zigzag: bool = True) -> Tokens:

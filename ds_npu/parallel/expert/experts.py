@@ -46,8 +46,8 @@ from ds_npu.parallel.expert.presized import in_room
 from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
 from ds_npu.parallel.expert.weights import ExpertWeights
+from ds_npu.parallel.runtime.turns import Turn, Turns, hand_over, turns_of_running
 from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
-from ds_npu.parallel.turns import Turn, Turns, hand_over, turns_of_running
 
 
 def compute_experts(

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ds_npu.comm.collectives import exchange_rows
+from ds_npu.comm.host_copy import copy_to_device
 from ds_npu.config.moe import ABILITIES, Dispatching
 from ds_npu.log import warn_once
 from ds_npu.ops import expert_exchange
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.operator import npu_kernels
 from ds_npu.ops.token_permutation import token_unpermute
-from ds_npu.parallel.context.load_balance import copy_to_device
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import Agreement, AllToAllPlan, Dispatcher, ExpertOptions, Piece, Routed
 from ds_npu.parallel.expert.replicas import Optional

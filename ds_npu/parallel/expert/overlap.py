@@ -22,8 +22,8 @@ from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
 from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.weights import ExpertWeights
-from ds_npu.parallel.forward_wraps import Forward
-from ds_npu.parallel.saving_context import SavingContext
+from ds_npu.parallel.runtime.forward_wraps import Forward
+from ds_npu.parallel.runtime.saving_context import SavingContext
 
 Compute = Callable[[], None]
 

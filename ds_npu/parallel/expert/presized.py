@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 
 from ds_npu.comm.collectives import all_gather
+from ds_npu.comm.host_copy import copy_to_device
 from ds_npu.comm.pending import Pending
-from ds_npu.parallel.context.load_balance import copy_to_device
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import AllToAll, AllToAllPlan
 from ds_npu.parallel.expert.routing import Order, order_by

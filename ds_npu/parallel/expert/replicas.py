@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ds_npu.comm.collectives import all_gather, exchange_rows
-from ds_npu.comm.host_copy import HostCopy
+from ds_npu.comm.host_copy import HostCopy, copy_to_device
 from ds_npu.comm.pending import Pending
-from ds_npu.parallel.context.load_balance import copy_to_device
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import pairs_of
 from ds_npu.parallel.expert.sharing import SharedRows, placed, shared_rows

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ds_npu.ops.grouped_matmul import grouped_matmul, grouped_outer, grouped_outer_accumulate_
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.product import Product
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.weight_product import WIDE, WeightProduct
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from ds_npu.parallel.micro_batch import new_forward
 from ds_npu.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors, differentiable
-from ds_npu.parallel.turns import TURNS, Together, Turns
+from ds_npu.parallel.runtime.micro_batch import new_forward
+from ds_npu.parallel.runtime.turns import TURNS, Together, Turns
 
 
 class WeightPart(Protocol):

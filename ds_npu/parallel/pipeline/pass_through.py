@@ -18,10 +18,10 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from ds_npu.parallel.forward_wraps import first_parameter_name
-from ds_npu.parallel.micro_batch import Fact, new_forward, running
 from ds_npu.parallel.pipeline.transfers import Tensors
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
+from ds_npu.parallel.runtime.forward_wraps import first_parameter_name
+from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 
 
 class Side(Enum):

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from ds_npu.comm.collectives import all_gather
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.precision import accumulation_dtype
+from ds_npu.parallel.runtime.turns import finish_backward
 from ds_npu.parallel.tensor.chunked_head import TOKENS, HeadGradients, HeadShard, chunks, product_dtype
 from ds_npu.parallel.tensor.cross_entropy import check_words
 from ds_npu.parallel.tensor.shard_access import local_shard
@@ -31,7 +32,6 @@ from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.parallel.tensor.weight_product import ScaledSum
-from ds_npu.parallel.turns import finish_backward
 from ds_npu.topology.topology import Topology
 
 Transform = Callable[[torch.Tensor], torch.Tensor]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_npu.comm.crossing import reduce
-from ds_npu.parallel.placement import keep_shard
+from ds_npu.parallel.runtime.placement import keep_shard
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.parallel.tensor.sharding import shard_sections
 from ds_npu.parallel.tensor.whole_weight import ShowsWhole

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_npu.comm.collectives import all_reduce
-from ds_npu.parallel.placement import mark_partial
+from ds_npu.parallel.runtime.placement import mark_partial
 
 
 @dataclass(frozen=True)

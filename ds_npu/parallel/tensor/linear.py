@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather, all_reduce
 from ds_npu.ops.autograd import Context, applied
-from ds_npu.parallel.placement import keep_shard
+from ds_npu.parallel.runtime.placement import keep_shard
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, SerialCollectives, TensorAxis, sum_of_products, tensor_axis
 from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.region import RegionInput, padded

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_npu.parallel.micro_batch import Fact, running, within
+from ds_npu.parallel.runtime.micro_batch import Fact, running, within
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 

@@ -24,11 +24,17 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ds_npu.comm.crossing import collect, copy, gather, shard
-from ds_npu.parallel.forward_wraps import Forward, Level, first_parameter_name, replace_first_argument, wrap_forward
-from ds_npu.parallel.micro_batch import Fact, MicroBatch, carried_by, new_forward, running, within
+from ds_npu.parallel.runtime.forward_wraps import (
+    Forward,
+    Level,
+    first_parameter_name,
+    replace_first_argument,
+    wrap_forward,
+)
+from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, carried_by, new_forward, running, within
+from ds_npu.parallel.runtime.tensor_attribute import tensor_property
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis
 from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, Operation, region_scope
-from ds_npu.parallel.tensor.tensor_attribute import tensor_property
 
 SHAPE_ONLY: set[Operation] = {
     torch.Tensor.size,

@@ -24,8 +24,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.gradient import PartialSum
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.weight_product import WeightProduct
 
 Hook = Callable[[torch.Tensor], None]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute, tensor_property
 from ds_npu.parallel.tensor.shard_access import (
     Arguments,
     Keywords,
@@ -27,7 +28,6 @@ from ds_npu.parallel.tensor.shard_access import (
     refusal,
 )
 from ds_npu.parallel.tensor.sharding import Sharding
-from ds_npu.parallel.tensor.tensor_attribute import TensorAttribute, tensor_property
 
 
 def whole_weight(parameter: nn.Parameter) -> torch.Tensor:

@@ -1,0 +1,224 @@
+"""DeepSpeed's checkpoints load at any layout: other sizes of all axes, other stages of ZeRO, another cut into stages.
+
+DeepSpeed (0.19.8) loads a checkpoint where it was written: each rank reads its own files. Here every rank also
+writes a manifest of them (``ds_npu.checkpoint.manifest``). Where this run's layout differs, each rank reassembles the
+content of its own files from those of all ranks, and gives it to DeepSpeed's loading.
+
+Before anything is written to the model or its optimizer, all ranks agree on whether the checkpoint fits: an error on
+one of them is raised on all, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+from ds_npu.checkpoint.comparison import differences, over_ranks
+from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.manifest import manifest_path
+from ds_npu.checkpoint.written import WrittenCheckpoint
+from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
+from ds_npu.engine.checkpoints.own_files import check_files
+from ds_npu.engine.checkpoints.reassembly import GivenState, Reassembly, State
+from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
+from ds_npu.engine.checkpoints.written_files import CLASSES, manifest_of, plain_weights
+from ds_npu.features.experts.relocation import restore_places, state_of_places
+from ds_npu.log import logger
+from ds_npu.parallel.runtime.placement import has_experts
+from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.optimizer_layout import ZERO, OptimizerLayout, layout_of_optimizer
+
+T = TypeVar("T")
+
+
+class AnyLayoutCheckpoints:
+    """How an engine writes what its checkpoints hold, and loads one of another layout; every rank calls it together."""
+
+    module: nn.Module
+    topology: Topology
+    optimizer: Any
+    checkpoint_engine: Any
+    seq_dp_world_size: int
+    mp_world_size: int
+    zero_optimization_partition_weights: Callable[[], bool]
+    load_universal_checkpoint: Callable[[], bool]
+    _reassembled: State | None = None
+    """The content that this rank's files would have, while it is loaded."""
+
+    def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, of a checkpoint of any layout.
+
+        Raises CheckpointError, on every rank the same, for one whose files are not all there, whose weights are not
+        those of the model, or whose optimizer's state has other shapes.
+        """
+        upstream: Any = super()
+        is_other_kind = not self.has_manifests or self.load_universal_checkpoint()
+        folder = None if is_other_kind else _folder_of(load_dir, tag)
+        if folder is None:
+            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+        written, asked = WrittenCheckpoint(folder, CLASSES), Asked(*args, **kwargs)
+        if not any(_on_every_rank(lambda: written.has_manifests)):
+            _on_every_rank(lambda: self._check_own_files(folder, asked))
+            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+        _on_every_rank(lambda: written.check_files(dist.get_rank(), dist.get_world_size()))
+        partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
+        if self._is_layout_of(written) and not partitions_alone:
+            if written.leaves_out_frozen:
+                self._check_fit(written, asked)
+            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+        if not all(_on_every_rank(lambda: written.is_known)):
+            if written.plain_weights():
+                self._check_fit(written, asked)
+            _on_every_rank(lambda: self._check_own_files(folder, asked, written))
+            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+        self._check_fit(written, asked)
+        message = "%s: this rank's part is taken from the files of %s ranks"
+        logger().info(message, written.folder, len(written.manifests))
+        self._reassembled = self._reassembly_of(written, partitions_alone)
+        plain = self.checkpoint_engine
+        self.checkpoint_engine = GivenState(plain, self._reassembled)
+        if partitions_alone:
+            # Else DeepSpeed reads weights by itself; that no state is loaded, WeightsOnly sees to.
+            asked = asked._replace(load_optimizer_states=True)
+        try:
+            return upstream.load_checkpoint(load_dir, tag, *asked)
+        finally:
+            self.checkpoint_engine, self._reassembled = plain, None
+
+    def _save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str,
+        client_state: dict[str, Any] | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        upstream: Any = super()
+        upstream._save_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
+        folder, engine = Path(save_dir, str(tag)), self.checkpoint_engine
+        path, manifest = manifest_path(folder, dist.get_rank()), manifest_of(self, folder, exclude_frozen_parameters)
+        if isinstance(engine, CheckpointTransaction):
+            engine.write_text_last(path, lambda files: replace(manifest, files=files).to_json())
+        else:
+            path.write_text(manifest.to_json())
+
+    def _get_all_ckpt_names(self, folder: str, tag: str) -> list[str]:
+        upstream: Any = super()
+        if self._reassembled is not None:
+            return [str(next(Path(folder, str(tag)).glob("*model_states.pt")))] * self.mp_world_size
+        names: list[str] = upstream._get_all_ckpt_names(folder, tag)
+        if self.load_universal_checkpoint() or not WrittenCheckpoint(Path(folder, str(tag))).has_manifests:
+            return names
+        # Of the same name there may have been a checkpoint of more ranks.
+        own = {upstream._get_ckpt_name(folder, tag, f"{rank:02d}") for rank in range(self.mp_world_size)}
+        return [name for name in names if name in own]
+
+    def _get_all_zero_checkpoints(self, folder: str, tag: str) -> Any:
+        upstream: Any = super()
+        if self._reassembled is None:
+            return upstream._get_all_zero_checkpoints(folder, tag)
+        return [self._reassembled[ZERO]] * self.seq_dp_world_size
+
+    def _is_layout_of(self, written: WrittenCheckpoint) -> bool:
+        """Whether all ranks find in ``written`` what they would have written."""
+
+        def is_mine() -> bool:
+            theirs = written.manifest(dist.get_rank())
+            return theirs is not None and manifest_of(self, written.folder, theirs.leaves_out_frozen).like(theirs)
+
+        return all(_on_every_rank(is_mine))
+
+    def _check_own_files(self, folder: Path, asked: Asked, written: WrittenCheckpoint | None = None) -> None:
+        """Raise CheckpointError where DeepSpeed, by itself, would not load what is in ``folder``."""
+        check_files(self, folder, not asked.leaves_states_out, written)
+        if self.zero_optimization_partition_weights() and asked.leaves_states_out:
+            check_partitions_load(folder, asked, self.mp_world_size == 1 and not has_experts(self.module))
+
+    def _reassembly_of(self, written: WrittenCheckpoint, partitions_alone: bool) -> State:
+        """The content of this rank's files; raises CheckpointError on every rank if one cannot read its part."""
+        if not has_experts(self.module):
+            return _made_on_all(lambda: Reassembly(self, written, partitions_alone).state())
+        # Wherever the experts of the former run were, those of this one begin in the plain order.
+        positions = state_of_places(self.module, self.topology)
+        restore_places(self.module, None, self.topology)
+        try:
+            return _made_on_all(lambda: Reassembly(self, written, partitions_alone).state())
+        except CheckpointError:
+            restore_places(self.module, positions, self.topology)
+            raise
+
+    def _check_fit(self, written: WrittenCheckpoint, asked: Asked) -> None:
+        """Raise CheckpointError on every rank where the weights in ``written`` are not those of the model."""
+        found = over_ranks(_on_every_rank(lambda: differences(written.plain_weights(), plain_weights(self))))
+        is_strict = asked.load_module_strict and asked.custom_load_fn is None
+        if found.other or (is_strict and found.any_names):
+            frozen = ""
+            if written.leaves_out_frozen and found.missing:
+                frozen = " It was saved with exclude_frozen_parameters=True: frozen weights are not in it."
+            raise CheckpointError(
+                f"{written.folder} does not fit {type(self.module).__name__}: {found.told()}.{frozen} What to do: load "
+                "it into the model that was saved; load_module_strict=False lets weights that are missing keep the "
+                "model's values and leaves out those in the checkpoint only, but shapes have to be the same"
+            )
+        if found.any_names:
+            message = "%s, loaded with load_module_strict=False, does not fit the model: %s"
+            is_usual = written.leaves_out_frozen and not found.unexpected
+            logger().log(INFO if is_usual else WARNING, message, written.folder, found.told())
+
+    @property
+    def has_manifests(self) -> bool:
+        """Whether the checkpoints are of one model by its names; a PipelineModule has files of layers."""
+        return not isinstance(self.module, PipelineModule)
+
+    @property
+    def optimizer_layout(self) -> OptimizerLayout | None:
+        """Where the optimizer has its weights and their state; None without one, or where that is not known."""
+        return layout_of_optimizer(self.optimizer, list(self.module.parameters()))
+
+
+def _folder_of(load_dir: Any, tag: str | None) -> Path | None:
+    """The folder of a checkpoint; None where DeepSpeed says that there is none. Every rank calls it."""
+
+    def latest() -> str | None:
+        path = Path(load_dir, "latest")
+        return path.read_text().strip() if tag is None and path.is_file() else tag
+
+    tags = _on_every_rank(latest)
+    if len(set(map(str, tags))) > 1:
+        first, rank = next((each, rank) for rank, each in enumerate(tags) if str(each) != str(tags[0]))
+        raise CheckpointError(
+            f"{load_dir}: rank 0 is to load {tags[0]}, and rank {rank} {first} (None: it sees no file named latest). "
+            "What to do: put the checkpoint on a disk that all ranks see, and give all of them the same tag"
+        )
+    return None if tags[0] is None else Path(load_dir, str(tags[0]))
+
+
+def _on_every_rank(make: Callable[[], T]) -> list[T]:
+    """Call ``make`` on each rank and return the results of all ranks.
+
+    Where it raises CheckpointError on one rank or more, the same CheckpointError is raised on all of them.
+    """
+    made, problem = None, None
+    try:
+        made = make()
+    except CheckpointError as error:
+        problem = str(error)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (problem, made))
+    problems = [each for each, _ in found if each is not None]
+    if problems:
+        raise CheckpointError(problems[0])
+    return [each for _, each in found]
+
+
+def _made_on_all(make: Callable[[], T]) -> T:
+    """Return the result of ``make`` on this rank; it fails on all ranks or on none."""
+    made: list[T] = []
+    _on_every_rank(lambda: made.append(make()))
+    return made[0]

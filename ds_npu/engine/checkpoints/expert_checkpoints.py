@@ -1,0 +1,188 @@
+"""DeepSpeed's checkpoints of a model whose experts are on ranks: dense weights as ever, experts in files of their own.
+
+DeepSpeed (0.19.8) writes what the first data rank holds, which has some of the experts only, and knows other files for
+experts of its own layers alone (runtime/engine.py, _save_moe_checkpoint). Here rank r of the n expert ranks writes
+``experts_rank_r_of_n_model_states.pt``: its experts' weights and, without ZeRO, the state of their optimizer. Under
+ZeRO 3 each rank's file holds all it has, as without experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
+from torch import nn
+
+from ds_npu.engine.checkpoints.expert_states import State, joined, part_of
+from ds_npu.engine.checkpoints.reassembly import REASSEMBLED
+from ds_npu.engine.failures.joint_calls import JointCalls, joint
+from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
+from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.runtime.placement import has_experts, placement_of
+from ds_npu.topology.topology import Topology
+
+MODULE, OPTIMIZER = "module", "optimizer"
+"""Keys of DeepSpeed's files."""
+LAYOUT = "ds_npu_expert_ranks"
+"""The key of a dense file that says over how many ranks, along ep and etp, experts were."""
+
+
+class ExpertCheckpoints:
+    """How an engine whose model has experts on ranks saves and loads; every rank calls it together."""
+
+    module: nn.Module
+    topology: Topology
+    has_moe_layers: bool
+    checkpoint_engine: Any
+    joint_calls: JointCalls
+    places: State
+    """Where experts are, as a checkpoint that is being written says."""
+    zero_optimization_partition_weights: Callable[[], bool]
+    load_universal_checkpoint: Callable[[], bool]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has weights on the expert view."""
+        return has_experts(self.module)
+
+    @joint("engine.save_checkpoint")
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """DeepSpeed's, and the files of experts."""
+        upstream: Any = super()
+        self.places = state_of_places(self.module, self.topology)
+        with self._without_moe_of_deepspeed():
+            return bool(upstream.save_checkpoint(*args, **kwargs))
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
+        upstream: Any = super()
+        if not self.has_experts:
+            return upstream.load_checkpoint(*args, **kwargs)
+        if self.load_universal_checkpoint():
+            raise ValueError(
+                "checkpoint.load_universal: found true for a model with experts on the ranks of "
+                "ds_npu.parallel.expert, whose universal checkpoints this version does not read. What to do: leave "
+                "the key out; the checkpoint itself loads at any layout (docs/checkpoints.md)"
+            )
+        plain = self.checkpoint_engine
+        self.checkpoint_engine = _Merging(plain, self)
+        try:
+            with self._without_moe_of_deepspeed():
+                return upstream.load_checkpoint(*args, **kwargs)
+        finally:
+            self.checkpoint_engine = plain
+
+    def _save_checkpoint(
+        self, save_dir: str, tag: str, client_state: State, exclude_frozen_parameters: bool = False
+    ) -> None:
+        upstream: Any = super()
+        upstream._save_checkpoint(save_dir, tag, client_state, exclude_frozen_parameters)
+        if self.writes_experts:
+            states = self._states_of_experts(exclude_frozen_parameters)
+            self.checkpoint_engine.save(states, str(self.expert_file(Path(save_dir, str(tag)))))
+
+    def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
+        upstream: Any = super()
+        state: State = upstream._common_checkpoint_state(module_state_dict, *args)
+        if stages_in(self.module) and self.topology.size("ep", "etp") > 1:
+            # A stage without experts, too: DeepSpeed reads its file on the ranks of all stages.
+            state[LAYOUT] = self.layout
+        if self.has_experts:
+            state[LAYOUT] = self.layout
+            state[PLACES] = self.places
+            if not self.zero_optimization_partition_weights():
+                names = self._names_of_experts()
+                state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
+                state[OPTIMIZER] = part_of(state[OPTIMIZER], of_experts=False)
+                for key in (FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS):
+                    if state.get(key) is not None:
+                        state[key] = {name: each for name, each in state[key].items() if name not in names}
+        return state
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes of the axes over which experts are sharded."""
+        return {"ep": self.topology.size("ep"), "etp": self.topology.size("etp")}
+
+    def expert_file(self, folder: Path) -> Path:
+        """The file of this rank's experts in the ``folder`` of a checkpoint."""
+        return folder / self._file_name(self.topology.rank("ep", "etp"), self.topology.size("ep", "etp"))
+
+    def _file_name(self, rank: int, ranks: int) -> str:
+        stage = f"stage_{self.topology.rank('pp'):02d}_" if self.topology.size("pp") > 1 else ""
+        return f"experts_{stage}rank_{rank:03d}_of_{ranks:03d}_model_states.pt"
+
+    def merge(self, dense: State, folder: Path) -> State:
+        """The states that this rank's file of experts adds to those of the ``dense`` file."""
+        if dense.get(REASSEMBLED):
+            return dense
+        written = dense.get(LAYOUT)
+        if written != self.layout:
+            wrote = "no experts on ranks"
+            if written is not None:
+                wrote = f"expert {written['ep']}, expert_tensor {written['etp']}"
+            raise ValueError(
+                f"ds_npu.parallel.expert: the checkpoint in {folder} was written with {wrote}, without manifests of "
+                f"what is where, and this run has expert {self.layout['ep']}, expert_tensor {self.layout['etp']}. What "
+                "to do: the same sizes, or weights only: engine.save_pretrained in the former run, from_pretrained in "
+                "this one"
+            )
+        restore_places(self.module, dense.get(PLACES), self.topology)
+        if self.zero_optimization_partition_weights():
+            return dense
+        experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
+        merged = {**dense, MODULE: {**dense[MODULE], **experts[MODULE]}}
+        # Earlier commits wrote an empty dict for none; below ZeRO 3 the model's own state has all weights.
+        frozen = dense.get(FROZEN_PARAM_FRAGMENTS)
+        merged[FROZEN_PARAM_FRAGMENTS] = {**frozen, **experts[MODULE]} if frozen else None
+        if experts[OPTIMIZER] is not None:
+            merged[OPTIMIZER] = joined(dense[OPTIMIZER], experts[OPTIMIZER])
+        return merged
+
+    @property
+    def writes_experts(self) -> bool:
+        """Whether this rank writes a file of experts."""
+        if not self.has_experts or self.zero_optimization_partition_weights():
+            return False
+        return self.topology.rank("edp") == 0
+
+    def _states_of_experts(self, leaves_out_frozen: bool) -> State:
+        engine: Any = self
+        names = self._names_of_experts()
+        weights = engine.module_state_dict(exclude_frozen_parameters=leaves_out_frozen)
+        has_own_states = engine.optimizer is not None and not engine.zero_optimization()
+        return {
+            MODULE: {name: each for name, each in weights.items() if name in names},
+            OPTIMIZER: part_of(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
+        }
+
+    def _names_of_experts(self) -> set[str]:
+        return {name for name, each in self.module.named_parameters() if placement_of(each).is_expert}
+
+    @contextmanager
+    def _without_moe_of_deepspeed(self) -> Iterator[None]:
+        """Within the block DeepSpeed takes the model for one without layers of its own MoE."""
+        before = self.has_moe_layers
+        self.has_moe_layers = before and not self.has_experts
+        try:
+            yield
+        finally:
+            self.has_moe_layers = before
+
+
+class _Merging:
+    """A checkpoint engine that reads, with each dense file, this rank's file of experts."""
+
+    def __init__(self, plain: Any, experts: ExpertCheckpoints) -> None:
+        self.plain, self._experts = plain, experts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def load(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        state = self.plain.load(path, *args, **kwargs)
+        is_dense = isinstance(state, dict) and MODULE in state
+        return self._experts.merge(state, Path(path).parent) if is_dense else state

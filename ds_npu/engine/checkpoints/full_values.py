@@ -1,0 +1,135 @@
+"""DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` of weights that ds_npu shards: the whole, as their names say.
+
+DeepSpeed (0.19.8, utils/tensor_fragment.py) puts together what ZeRO has partitioned, which on a tensor or expert rank
+is that rank's shard. Here the shards of all ranks along the axes that shard a weight are gathered, too, and of a value
+that is set each rank takes its shard. As with ZeRO 3 in DeepSpeed, all ranks call these functions for the same weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.parallel.runtime.placement import placement_of
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
+from ds_npu.parallel.tensor.shard_access import allow_shard_access, local_shard
+from ds_npu.parallel.tensor.whole_weight import gather_shards
+from ds_npu.topology.topology import Topology
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks over which a sharded weight is gathered."""
+
+    topology: Topology
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # A weight read from a file is none of this world.
+
+
+GRID = TensorAttribute[Grid]("ds_npu_grid")
+
+
+def know_grid(model: nn.Module, topology: Topology) -> None:
+    """Tell each sharded weight of ``model`` over whose ranks it is gathered."""
+    for weight in model.parameters():
+        if placement_of(weight).sharded:
+            GRID.set(weight, Grid(topology))
+
+
+def getting_full(original: Function) -> Function:
+    """In place of a function of a weight that returns a value of its shape, or None."""
+
+    @functools.wraps(original)
+    def get(param: nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        found = original(param, *args, **kwargs)
+        return found if found is None or not _is_sharded(param) else whole_of(param, found)
+
+    return get
+
+
+def setting_full(original: Function) -> Function:
+    """In place of a function of a weight and a value of its shape."""
+
+    @functools.wraps(original)
+    def set_value(param: nn.Parameter, value: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        original(param, own_part(param, value) if _is_sharded(param) else value, *args, **kwargs)
+
+    return set_value
+
+
+def updating_full(original: Function) -> Function:
+    """In place of a function of weights, and of a function from the gradient of one and itself to another gradient."""
+
+    @functools.wraps(original)
+    def update(param_list: list[nn.Parameter], update_func: Function) -> None:
+        def updated(gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+            if not _is_sharded(param):
+                found: torch.Tensor = update_func(gradient, param)
+                return found
+            return own_part(param, update_func(whole_of(param, gradient), param))
+
+        original(param_list, updated)
+
+    return update
+
+
+def linking_states(original: Function) -> Function:
+    """In place of ZeRO 1's and 2's ``_lazy_init_hp_params_optimizer_state``, which tells weights where their state is.
+
+    DeepSpeed calls it once, when the first of several parameter groups has been stepped and the others have no state.
+    """
+
+    @functools.wraps(original)
+    def link(self: Any) -> None:
+        original(self)
+        has_state = [bool(self.optimizer.state.get(each)) for each in self.single_partition_of_fp32_groups]
+        self._hp_optimizer_states_linked = all(has_state) or not any(has_state)
+
+    return link
+
+
+def whole_of(param: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """The whole of which ``part``, of the shape of this rank's shard of ``param``, is this rank's."""
+    topology = _grid(param)
+    with allow_shard_access(), torch.no_grad():
+        whole = local_shard(part)
+        for axis, sharding in list(placement_of(param).sharded.items())[::-1]:
+            whole = gather_shards(whole, sharding, topology.group(axis))
+    return whole
+
+
+def own_part(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of ``value``, which has the shape of the whole weight. Raises ValueError for other shapes."""
+    placement, topology = placement_of(param), _grid(param)
+    if tuple(value.shape) != placement.shape:
+        raise ValueError(
+            f"{placement.name}: found a value of shape {list(value.shape)}; the whole weight has "
+            f"{list(placement.shape)}. What to do: give the whole on every rank, as safe_get_full_* returns it"
+        )
+    for axis, sharding in placement.sharded.items():
+        value = sharding.take(value, topology.rank(axis))
+    return value
+
+
+def _is_sharded(param: nn.Parameter) -> bool:
+    return GRID.get(param) is not None
+
+
+def _grid(param: nn.Parameter) -> Topology:
+    """Raises ValueError for a weight that one rank has whole and the others not at all."""
+    placement, grid = placement_of(param), GRID.get(param)
+    assert grid is not None
+    if any(not each.length(rank) for each in placement.sharded.values() for rank in range(len(each.ranges))):
+        raise ValueError(
+            f"{placement.name}: one expert rank has all of it, so no rank can be given the whole. What to do: read it "
+            "with engine.whole_weights(), or set ds_npu.parallel.expert to 1"
+        )
+    return grid.topology

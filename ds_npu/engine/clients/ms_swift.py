@@ -1,0 +1,72 @@
+"""Replacements for names of ms-swift: its sampler counts every process as a data rank, its metric reads logits.
+
+Read in ms-swift 4.6.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_npu.engine.clients.accelerate import Function, data_rank_of, sharing_degrees
+from ds_npu.parallel.tensor.shard_access import ShardCopy
+
+
+def sampler_of_data_ranks(original: type) -> type:
+    """For its own sampler of batches, which asks for its process and their number whenever it needs them."""
+
+    class BatchSamplerShard(original):  # type: ignore[misc]
+        @property
+        def rank(self) -> Any:
+            degrees = sharing_degrees()
+            return super().rank if degrees is None else data_rank_of(degrees)
+
+        @property
+        def world_size(self) -> Any:
+            degrees = sharing_degrees()
+            return super().world_size if degrees is None else degrees.dp
+
+    return BatchSamplerShard
+
+
+def keep_all_logits(original: Function) -> Function:
+    """For the method that says whether a forward is given the labels and asked for the logits of the last tokens."""
+
+    @functools.wraps(original)
+    def chosen(self: Any, default_value: bool = True) -> Any:
+        degrees = sharing_degrees()
+        return original(self, default_value and (degrees is None or degrees.cp == 1))
+
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Likeliest:
+    """In place of logits: all that the accuracy of tokens asks of them."""
+
+    words: torch.Tensor
+
+    def argmax(self, dim: int) -> torch.Tensor:
+        return self.words
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    logits: _Likeliest
+
+
+def accuracy_of_sharded_logits(original: Function) -> Function:
+    """For the method that counts right tokens in each forward, on every rank."""
+
+    @functools.wraps(original)
+    def counted(self: Any, outputs: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(outputs.logits, ShardCopy):
+            return original(self, outputs, labels, *args, **kwargs)
+        from ds_npu.models.logits import likeliest_words
+
+        return original(self, _Outputs(_Likeliest(likeliest_words(outputs.logits))), labels, *args, **kwargs)
+
+    return counted

@@ -1,0 +1,188 @@
+"""Ends a batch of a pipeline on all of its ranks where one of them has failed, so that the script may go on.
+
+The ranks meet at the end of each batch, on their hosts and over the store of the default process group: no device is
+waited for. In training all ranks of the world meet, since data ranks that went on would reduce other gradients than
+this batch's; in evaluation those that share samples. Two short requests of each rank to the store are all it costs.
+
+A rank that has failed sends zeros to the other stages (parallel/pipeline/executor.py). Collectives inside of a forward
+have no such way: tensor and context ranks must all have failed at one line, and a failure of data ranks that share
+experts cannot be ended. There the failed rank raises at once, its engine runs no further batch, and the others end as
+they do after the death of a rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ds_npu.engine.failures.failed_ranks import failure_of, is_of_transport
+from ds_npu.engine.failures.failure_record import FailureRecord
+from ds_npu.parallel.pipeline.executor import PipelineError
+from ds_npu.parallel.pipeline.schedule import Action, Schedule
+from ds_npu.parallel.pipeline.timeline import Costs, timeline
+from ds_npu.parallel.tensor.randomness import generator_states, restore_generators
+from ds_npu.topology.topology import Topology
+
+PEERS_SECONDS = 10.0
+"""How long a rank that has failed waits to hear that its tensor and context ranks have, too."""
+ONE_FAILURE = 1 << 32
+"""A failed rank adds this to the number of ranks that have come."""
+NONE = "none"
+SHOWN_LINES = 30
+"""Lines of a traceback that are shown."""
+_numbers = itertools.count()
+"""Numbers of the engines of this process, which all ranks make in the same order."""
+
+
+@dataclass(frozen=True)
+class BatchFailure:
+    """The failure that ended a batch."""
+
+    rank: int
+    action: str
+    stage: int
+    micro_batch: int
+    start: float
+    """Start of the action if all actions take equally long; a failure that another one causes starts after it."""
+    kind: str
+    """The same for errors that several ranks raise alike."""
+    summary: str
+    where: str
+    traceback: str
+
+    def told(self) -> str:
+        return (
+            f"rank {self.rank} failed in {self.action} (stage {self.stage}, micro-batch {self.micro_batch}) by "
+            f"{self.summary} (at {self.where})"
+        )
+
+
+class FailedStageError(Exception):
+    """The error of another rank, as its traceback."""
+
+
+class BatchFailures:
+    """Begins the batches of one engine, and ends those that have failed."""
+
+    def __init__(self, topology: Topology, device_type: str) -> None:
+        record = FailureRecord.of_this_world()
+        assert record is not None, "a pipeline has two ranks or more"
+        self.record, self.topology, self.device_type = record, topology, device_type
+        self.number = next(_numbers)
+        self.counts: dict[str, int] = {}
+        self.broken: str | None = None
+        """Why this engine runs no further batch."""
+
+    def begin(self, schedule: Schedule, trains: bool) -> BatchInStages:
+        """Begin a batch. Raises PipelineError where an earlier one has left the ranks out of step."""
+        if self.broken is not None:
+            raise PipelineError(
+                f"ds_npu.parallel.pipeline: an earlier batch of this engine ended in {self.broken}, and left the ranks "
+                "out of step. What to do: end the script, and resume from a checkpoint"
+            )
+        ranks = list(range(self.record.ranks)) if trains else self.topology.ranks("pp", "cp", "tp")
+        name = f"batches of pipeline {self.number}, {'training' if trains else f'evaluation by {ranks[0]}'}"
+        self.counts[name] = self.counts.get(name, -1) + 1
+        return BatchInStages(self, schedule, ranks, f"{name}: ", self.counts[name])
+
+    def check_peers(self, batch: BatchInStages, mine: BatchFailure) -> None:
+        """Raise PipelineError where a rank may wait for this one in a collective of a forward or backward."""
+        if self.topology.size("ep", "etp") > 1 and self.topology.size("dp") > 1:
+            self._give_up(mine, "data ranks that share experts (ds_npu.parallel.expert) wait for this rank")
+        missing = [rank for rank in self.topology.ranks("cp", "tp") if rank != mine.rank]
+        ends = time.monotonic() + PEERS_SECONDS
+        while missing and time.monotonic() < ends:
+            if self.record.store.check([batch.key_of(missing[-1])]):
+                theirs = batch.failure_of(missing.pop())
+                if (theirs.action, theirs.kind) != (mine.action, mine.kind):
+                    self._give_up(mine, f"{theirs.told()}, elsewhere than this rank")
+            else:
+                time.sleep(0.01)
+        if missing:
+            self._give_up(mine, f"the tensor or context rank {missing[-1]} has not failed, and waits for this rank")
+
+    def _give_up(self, mine: BatchFailure, why: str) -> None:
+        raise PipelineError(
+            f"ds_npu.parallel.pipeline: {mine.told()}, and the batch cannot be ended on all ranks: {why}. What to do: "
+            "end the script on this error; batches that fail on some of the ranks cannot be skipped here"
+        )
+
+
+class BatchInStages:
+    """One batch, from its begin to its end on this rank."""
+
+    def __init__(
+        self, failures: BatchFailures, schedule: Schedule, ranks: Sequence[int], name: str, number: int
+    ) -> None:
+        self._failures, self._schedule, self._ranks = failures, schedule, ranks
+        self._name, self._number = name, number
+        self._store, self._rank = failures.record.store, failures.record.rank
+        self._random = generator_states(failures.device_type)
+        self._error: Exception | None = None
+
+    def note(self, action: Action, error: Exception) -> None:
+        """Note that ``action`` of this rank has failed by ``error``; raises where not all ranks can end the batch."""
+        if is_of_transport(error):
+            raise error
+        self._error = error
+        found = failure_of(error, error.__traceback__)
+        lines = "".join(traceback.format_exception(error)).splitlines()[-SHOWN_LINES:]
+        start = timeline(self._schedule, Costs()).start[action]
+        position = (self._rank, f"{action}", action.stage, action.micro_batch, start)
+        mine = BatchFailure(*position, found.kind, found.summary, found.where, "\n".join(lines))
+        self._store.set(self.key_of(self._rank), json.dumps(asdict(mine)))
+        self._failures.check_peers(self, mine)
+
+    def end(self) -> None:
+        """Meet the other ranks; where one of them has failed, raise PipelineError on all, with one cause.
+
+        Then the random generators are as they were before the batch.
+        """
+        come = self._store.add(self._key(self._number), 1 + (0 if self._error is None else ONE_FAILURE))
+        if come % ONE_FAILURE == len(self._ranks):
+            self._forget(self._number - 1)
+            self._store.set(self._outcome(self._number), NONE if come < ONE_FAILURE else self._first())
+        outcome = self._store.get(self._outcome(self._number)).decode()
+        if outcome == NONE:
+            return
+        restore_generators(self._failures.device_type, self._random)
+        failure = BatchFailure(**json.loads(outcome))
+        cause = (
+            self._error
+            if failure.rank == self._rank
+            else FailedStageError(f"on rank {failure.rank}:\n{failure.traceback}")
+        )
+        raise PipelineError(
+            f"ds_npu.parallel.pipeline: this batch ended on all ranks, since {failure.told()}. Its gradients are "
+            "dropped. What to do: mend what failed; a script may also skip the batch, and go on with the next one on "
+            "all ranks"
+        ) from cause
+
+    def key_of(self, rank: int) -> str:
+        """The store's key of the failure of ``rank`` in this batch."""
+        return f"{self._key(self._number)} failure of rank {rank}"
+
+    def failure_of(self, rank: int) -> BatchFailure:
+        return BatchFailure(**json.loads(self._store.get(self.key_of(rank))))
+
+    def _first(self) -> str:
+        """The failure that no other one has caused."""
+        failed = [rank for rank in self._ranks if self._store.check([self.key_of(rank)])]
+        first = min(map(self.failure_of, failed), key=lambda each: (each.start, each.rank))
+        return json.dumps(asdict(first))
+
+    def _forget(self, number: int) -> None:
+        """Delete what was said at the end of an earlier batch, which all ranks have read."""
+        if number >= 0:
+            self._store.delete_key(self._key(number))
+            self._store.delete_key(self._outcome(number))
+
+    def _key(self, number: int) -> str:
+        return f"{self._name}{number}"
+
+    def _outcome(self, number: int) -> str:
+        return f"outcome of {self._key(number)}"

@@ -1,0 +1,130 @@
+"""Trains the stages of a ``deepspeed.PipelineModule`` by a schedule of ds_npu.
+
+DeepSpeed's engine (0.19.8, runtime/pipe/engine.py) loads the batches, reduces gradients, steps, evaluates and saves as
+ever. In place of its TrainSchedule run the forwards and backwards of ``pipeline.schedule``, and what they send.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+from ds_npu.config.pipeline import PipelineSection
+from ds_npu.engine.pipeline.engine_pipeline import check_scales_losses, loss_scaled, pipeline_links
+from ds_npu.features.pipeline.layout import PipelineLayout, layout_of
+from ds_npu.memory.call_state import CallState
+from ds_npu.parallel.pipeline.executor import PipelineRun
+from ds_npu.parallel.pipeline.transfers import Tensors
+from ds_npu.zero_ext.held_reduction import HeldReduction
+
+INPUTS, LABELS = "inputs", "labels"
+"""DeepSpeed's names of what it loads, by micro-batch."""
+
+
+class _StageOfModule:
+    """The stage of a PipelineModule that this rank has, on the batches that its engine has loaded."""
+
+    def __init__(self, engine: Any, held: HeldReduction) -> None:
+        self.engine, self.held = engine, held
+        self.losses: dict[int, torch.Tensor] = {}
+        """Losses by micro-batch in the last stage, without graphs."""
+
+    def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
+        engine = self.engine
+        given: torch.Tensor | Tensors = self._loaded(INPUTS, micro_batch) if arrived is None else arrived
+        if arrived is not None and len(arrived) == 1:
+            given = arrived[0]
+        # A copy: layers may change what they are given in place, and it may be needed again.
+        copied = tuple(each.clone() for each in given) if isinstance(given, tuple) else given.clone()
+        with autocast_if_enabled(engine):
+            out = engine.module(copied)
+            if not engine.is_last_stage():
+                return _sent(out)
+            loss_of = engine.module.loss_fn
+            loss = out if loss_of is None else loss_of(out, self._loaded(LABELS, micro_batch))
+        self.losses[micro_batch] = loss.detach()
+        return (loss / engine.micro_batches,)
+
+    def _loaded(self, what: str, micro_batch: int) -> Any:
+        return self.engine.pipe_buffers[what][micro_batch]
+
+    def state(self) -> AbstractContextManager[object]:
+        return CallState(get_accelerator().device_name()).restored()
+
+    def backward(self, outputs: Tensors, gradients: Tensors | None) -> Any:
+        if gradients is None:
+            outputs = (loss_scaled(self.engine, outputs[0]),)
+        return self.held.backward(outputs, gradients)
+
+
+def _sent(out: Any) -> Tensors:
+    """The output of a stage as a tuple; raises TypeError for an output that the next stage would mistake."""
+    if isinstance(out, torch.Tensor):
+        return (out,)
+    if isinstance(out, tuple) and len(out) > 1 and all(isinstance(each, torch.Tensor) for each in out):
+        return out
+    raise TypeError(
+        f"the last layer of a stage returned a {type(out).__name__}; with ds_npu.pipeline.schedule, a tensor or a "
+        "tuple of two or more tensors is accepted"
+    )
+
+
+class ScheduledModule:
+    """Runs the micro-batches of one PipelineEngine, which is complete, by ``layout``, with one stage on each rank."""
+
+    def __init__(self, engine: Any, layout: PipelineLayout) -> None:
+        """Raises ValueError where the gradients of the engine cannot be held back, and for shapes that change."""
+        check_scales_losses(engine)
+        if engine.dynamic_shape or engine.module.get_additional_losses() is not None:
+            raise ValueError(
+                "ds_npu.pipeline.schedule: a PipelineModule with dynamic_shape or get_additional_losses is not "
+                "supported; stages in the middle read no batch, and do not know when shapes change. What to do: "
+                "dynamic_shape False, and engine.reset_activation_shape() before a batch of other shapes; or leave the "
+                "key out"
+            )
+        self.engine, self.layout = engine, layout
+        self.links = pipeline_links(engine.topology, engine.device)
+        self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
+        self.shapes = 0
+        """Another number for other shapes of the tensors between stages."""
+
+    def train(self) -> None:
+        """One optimizer step on the next batches of the engine's data; ``total_loss`` is the sum of their losses."""
+        engine, count = self.engine, self.engine.micro_batches
+        if engine.inside_no_sync_ctxt:
+            raise RuntimeError(
+                "engine.train_batch inside of engine.no_sync(): it ends in a step of the optimizer. What to do: call "
+                "it outside, with more micro-batches (gradient_accumulation_steps)"
+            )
+        engine.tput_timer.start()
+        if engine.is_first_stage() or engine.is_last_stage():
+            engine._reserve_pipe_buffers(count)
+            for index in range(count):
+                engine._exec_load_micro_batch(index)
+        stage = _StageOfModule(engine, self.held)
+        with self.held:
+            run = PipelineRun(self.layout.make(count), engine.stage_id, {engine.stage_id: stage}, self.links)
+            run.run([self.shapes] * count)
+        for loaded in (engine.pipe_buffers[INPUTS], engine.pipe_buffers[LABELS]):
+            loaded[:] = [None] * len(loaded)
+        if engine.is_last_stage():
+            engine.total_loss = torch.stack([stage.losses[index] for index in range(count)]).sum()
+        engine._exec_reduce_tied_grads()
+        engine._exec_reduce_grads()
+        engine._exec_optimizer_step()
+
+
+def scheduled_module(engine: Any, section: PipelineSection) -> ScheduledModule | None:
+    """The ScheduledModule of ``engine`` if ``section`` asks for a schedule or recomputation; None: DeepSpeed trains."""
+    if section.schedule is None and section.recompute is None:
+        return None
+    if engine.has_own_schedule:
+        raise ValueError(
+            f"ds_npu.pipeline.schedule for a {type(engine.module).__name__}, which has a schedule of its own. What to "
+            "do: leave the key out, or make a deepspeed.pipe.PipelineModule"
+        )
+    return ScheduledModule(engine, layout_of(section, engine.num_stages))

@@ -1,0 +1,186 @@
+"""``ds_npu.recompute``: activations computed again in backward instead of kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from torch import nn
+
+from ds_npu.config.recompute import RecomputeSection
+from ds_npu.config.roles import Role
+from ds_npu.features.build import Build
+from ds_npu.features.declaration import Change, Phase
+from ds_npu.features.feature import Feature
+from ds_npu.features.modules.matched_modules import matched_modules, no_module_is
+from ds_npu.features.recompute.attention_core import attention_changes
+from ds_npu.features.recompute.budget import plan_part
+from ds_npu.features.recompute.mlp_linears import COLUMNS, LAST, children, mlp_linears
+from ds_npu.features.recompute.outputs import RecomputedActivation, RecomputedNorm, without_kept_outputs
+from ds_npu.features.recompute.recomputed_calls import KEY, RecomputedRuns, check_not_checkpointed, recompute_module
+from ds_npu.models import names
+from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.runtime.forward_wraps import Level, Wrapper, wrap_forward
+from ds_npu.planner.memory_plan import missing_solver
+
+NORMS = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
+MLPS = (Role.MLP,)
+
+
+def _asked(section: RecomputeSection, build: Build) -> str:
+    fields = type(section).model_fields
+    return ", ".join(f"{key} {value}" for key, value in section if value != fields[key].default)
+
+
+def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
+    if not _asked(section, build):
+        return
+    if build.is_pipeline:
+        raise ValueError(
+            f"ds_npu.{KEY}: found for a deepspeed.PipelineModule. What to do: leave it out, and give the module an "
+            "activation_checkpoint_interval"
+        )
+    check_not_checkpointed(build.model)
+    if section.budget_gib is not None and not build.block_plan.blocks and not build.is_cut_into_stages:
+        raise ValueError(f"ds_npu.{KEY}.budget_gib: {no_module_is(Role.BLOCK, build.model)}")
+    whole = _blocks(section, build) if section.layers != "none" else []
+    yield from _runs(section, build, whole)
+    for name in _globbed(section, build, whole):
+        whole = [*whole, name]
+        yield _wrap(build.model, name, "computed again in backward", partial(_of_module, section, build))
+    if section.attention_core:
+        yield from attention_changes(build, whole)
+    if section.norm or section.activation_function:
+        yield from _outputs(section, build, whole)
+
+
+def _wrap(model: nn.Module, name: str, what: str, of: Callable[[nn.Module], Wrapper]) -> Change:
+    """Wrap the module ``name`` by what ``of`` makes of it: another may have been put in its place until then."""
+
+    def make() -> None:
+        module = model.get_submodule(name)
+        wrap_forward(module, of(module), Level.RECOMPUTE)
+
+    return Change("wraps", name, what, make, Level.RECOMPUTE)
+
+
+def _of_module(section: RecomputeSection, build: Build, module: nn.Module) -> Wrapper:
+    return partial(recompute_module, module, build.device_type, section.keep)
+
+
+def _blocks(section: RecomputeSection, build: Build) -> list[str]:
+    """The blocks of this rank that are recomputed whole."""
+    blocks, found = build.block_plan.blocks, section.layers
+    first = found if isinstance(found, int) and section.method == "block" else len(blocks)
+    # A pipeline stage may have fewer than others, or none.
+    if not build.is_cut_into_stages and not blocks:
+        raise ValueError(f"ds_npu.{KEY}.layers: found {found}; {no_module_is(Role.BLOCK, build.model)}")
+    if not build.is_cut_into_stages and first > len(blocks):
+        raise ValueError(
+            f"ds_npu.{KEY}.layers: found {found}; {build.block_plan.model} has {len(blocks)}: at most so many, or 'all'"
+        )
+    return list(blocks[:first])
+
+
+def _runs(section: RecomputeSection, build: Build, blocks: Sequence[str]) -> Iterator[Change]:
+    """Blocks that are recomputed by themselves, or in runs."""
+    if section.method != "uniform" or section.layers == 1:
+        for name in blocks:
+            yield _wrap(build.model, name, "computed again in backward", partial(_of_module, section, build))
+        return
+    assert isinstance(section.layers, int)
+    runs = RecomputedRuns(section.layers, build.device_type, section.keep)
+    owners = {names.parent(names.parent(name)) for name in blocks}
+    for name in sorted(owners):
+        yield _wrap(build.model, name, "ends a run of layers", lambda module: runs.around)
+    for name in blocks:
+        what = f"computed again in backward, {section.layers} together"
+        yield _wrap(build.model, name, what, partial(_of_run, runs, name == blocks[-1]))
+
+
+def _of_run(runs: RecomputedRuns, is_last: bool, block: nn.Module) -> Wrapper:
+    return partial(runs.block, block, is_last)
+
+
+def _globbed(section: RecomputeSection, build: Build, whole: Sequence[str]) -> list[str]:
+    """The modules that the globs match, without those in others of them and in recomputed layers."""
+    found = _matched("modules", section.modules, build)
+    outside = [name for name in found if not _is_inside_any(name, whole)]
+    return [
+        name for name in dict.fromkeys(outside) if not _is_inside_any(name, [each for each in outside if each != name])
+    ]
+
+
+def _matched(key: str, globs: bool | Sequence[str], build: Build) -> list[str]:
+    """The modules of this rank that ``globs`` match; "", which is around all of them, for true."""
+    if isinstance(globs, bool):
+        return [""] if globs else []
+    return [name for glob in globs for name in matched_modules(f"{KEY}.{key}", glob, build.model)]
+
+
+def _is_inside_any(name: str, others: Iterable[str]) -> bool:
+    return any(names.is_inside(name, other) for other in others)
+
+
+def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> Iterator[Change]:
+    """Norms and activation functions outside of what is recomputed as a whole."""
+    plan = build.block_plan
+
+    def chosen(key: str, globs: bool | Sequence[str], *roles: Role) -> list[str]:
+        around = _matched(key, globs, build)
+        return [each for each in plan.named(*roles) if _is_inside_any(each, around) and not _is_inside_any(each, whole)]
+
+    norms = chosen("norm", section.norm, *NORMS)
+    mlps = chosen("activation_function", section.activation_function, *MLPS)
+    for name in plan.blocks:
+        if not _is_inside_any(name, whole) and any(names.is_inside(each, name) for each in (*norms, *mlps)):
+            what = "outputs of norms and activation functions are not kept"
+            yield _wrap(build.model, name, what, lambda module: partial(without_kept_outputs, module))
+    for name in norms:
+        what = "computed again in backward, its output too"
+        yield _wrap(build.model, name, what, lambda module: RecomputedNorm(module, build.device_type))
+    for name in mlps:
+        yield from _activation(build, name)
+
+
+def _activation(build: Build, mlp: str) -> Iterator[Change]:
+    """What the MLP computes between its linears."""
+    linears = mlp_linears(build.block_plan, mlp)
+    if linears is None:
+        first, last = (len(children(build.block_plan, mlp, *roles)) for roles in (COLUMNS, LAST))
+        build.said.append(f"{KEY}: {mlp} keeps its activations: {first} first linears, {last} last ones")
+        return
+    columns, down = linears
+
+    def make() -> None:
+        RecomputedActivation(build.model.get_submodule(mlp), columns, down, build.device_type).wrap()
+
+    yield Change("wraps", mlp, "its activation function is computed again", make, Level.RECOMPUTE)
+    for name in columns:
+        yield Change("wraps", f"{mlp}.{name}", "its output is kept", None, Level.RECOMPUTE)
+    yield Change("wraps", f"{mlp}.{down}", "its input is not kept", None, Level.RECOMPUTE)
+
+
+def _check_roles(section: RecomputeSection, build: Build) -> None:
+    """Raise ValueError where a model that is not cut into stages has no module that a key is for."""
+    plan = build.block_plan
+    keys = ("norm", section.norm, NORMS), ("activation_function", section.activation_function, MLPS)
+    for key, globs, roles in keys:
+        if globs and not plan.named(*roles):
+            experts = "; for experts ds_npu.moe.zero_memory" if roles is MLPS and plan.named(Role.EXPERTS) else ""
+            raise ValueError(f"ds_npu.{KEY}.{key}: found {globs}; {no_module_is(roles[0], build.model)}{experts}")
+
+
+def _parts(section: RecomputeSection, build: Build) -> Iterable[Change]:
+    if (section.norm or section.activation_function) and not (build.is_pipeline or stages_in(build.model)):
+        _check_roles(section, build)
+    yield from plan_part(section, build)
+
+
+def _unmet(section: RecomputeSection) -> list[str]:
+    return missing_solver() if section.budget_gib is not None else []
+
+
+RECOMPUTE: Feature[RecomputeSection] = Feature(
+    KEY, Phase.WRAPS, declare=_declare, parts=_parts, asked=_asked, unmet=_unmet
+)

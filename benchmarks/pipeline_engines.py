@@ -10,9 +10,9 @@ The executor's own time is taken in runs of ds_npu: CPU time in a run of the sch
 which the main thread spends inside of the actions; once of the main thread, and once of the whole process, so that all
 that gloo's threads do beside the actions counts, too.
 
-``ds_npu 1f1b, no meeting`` leaves out the meeting of all ranks at the end of a batch (engine/failures/batch_failures.py),
-to show what it costs: compare it with ``ds_npu 1f1b``, on small layers. It is not among the variants by default.
-"""
+``ds_npu 1f1b, no meeting`` leaves out the meeting of all ranks at the end of a batch
+(engine/failures/batch_failures.py), to show what it costs: compare it with ``ds_npu 1f1b``, on small layers. It is not
+among the variants by default.
 
 from __future__ import annotations
 

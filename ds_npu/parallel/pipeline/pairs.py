@@ -2,8 +2,8 @@
 
 The tokens of one travel between the ranks of experts while the other computes (``ds_npu.parallel.runtime.turns``). A
 pair begins when both can, and its results leave when both have ended: a schedule has to have time for that. DualPipeV
-has it; 1F1B has it where a rank keeps two micro-batches more than the next one, and not one more. Sources: DualPipe (deepseek-ai,
-arXiv 2412.19437); Megatron-LM (combined 1F1B); torch.distributed.pipelining (OVERLAP_F_B).
+has it; 1F1B has it where a rank keeps two micro-batches more than the next one, and not one more. Sources: DualPipe
+(deepseek-ai, arXiv 2412.19437); Megatron-LM (combined 1F1B); torch.distributed.pipelining (OVERLAP_F_B).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ that gloo's threads do beside the actions counts, too.
 ``ds_npu 1f1b, no meeting`` leaves out the meeting of all ranks at the end of a batch
 (engine/failures/batch_failures.py), to show what it costs: compare it with ``ds_npu 1f1b``, on small layers. It is not
 among the variants by default.
+"""
 
 from __future__ import annotations
 

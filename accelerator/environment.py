@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ds_npu.capability import DEFAULTS_MARK
 
-# torch_npu's own, in s (Ascend/pytorch, torch_npu/csrc/distributed/ProcessGroupHCCL.cpp).
+# torch_npu's own timeouts, in s (Ascend/pytorch, torch_npu/csrc/distributed/ProcessGroupHCCL.cpp).
 DEFAULT_EXEC_TIMEOUT_S = 1836
 EVENT_OVER_EXEC_S = 32
 LARGEST_TIMEOUT_S = 2**31 - 1
@@ -18,14 +18,14 @@ LARGEST_CONNECT_TIMEOUT_S = 7200
 
 @dataclass(frozen=True)
 class Job:
-    """What a default may depend on."""
+    """Facts on which a default may depend."""
 
     environ: Mapping[str, str]
     bound_to_cores: bool
     """Whether numactl (DeepSpeed's --bind_cores_to_rank), taskset or a cgroup already limits this process."""
 
     def number(self, name: str) -> int | None:
-        """The value of ``name``, None where it is unset or no whole number from 0 on."""
+        """The value of ``name``, None where it is unset or no integer >= 0."""
         text = self.environ.get(name, "")
         return int(text) if text.isdecimal() else None
 
@@ -47,39 +47,24 @@ def _exec_timeout(job: Job) -> str | None:
 
 def _event_timeout(job: Job) -> str | None:
     exec_s = job.number("HCCL_EXEC_TIMEOUT")
-    if exec_s is None:
-        return None
-    return str(min(exec_s + EVENT_OVER_EXEC_S, LARGEST_TIMEOUT_S) if exec_s else 0)
+    return None if exec_s is None else str(min(exec_s + EVENT_OVER_EXEC_S, LARGEST_TIMEOUT_S) if exec_s else 0)
 
 
-def _host_ports(job: Job) -> str | None:
-    # The range goes before HCCL_IF_BASE_PORT, so setting it would undo the user's base port.
-    return None if "HCCL_IF_BASE_PORT" in job.environ else "auto"
-
-
-def _task_queue(job: Job) -> str | None:
-    return None if job.environ.get("ASCEND_LAUNCH_BLOCKING") == "1" else "1"
-
-
-def _allocator(job: Job) -> str | None:
-    # torch_npu raises where both this and PYTORCH_ALLOC_CONF are set (NPUAllocatorConfig.cpp).
-    return None if "PYTORCH_ALLOC_CONF" in job.environ else "expandable_segments:True"
-
-
-def _affinity(job: Job) -> str | None:
-    # Only in a rank: the launcher would hand it on to ranks that numactl binds.
-    return "1" if "LOCAL_RANK" in job.environ and not job.bound_to_cores else None
-
-
-# In this order: a later one sees what an earlier one has set. None: leave it to HCCL or torch_npu.
+# Applied in this order: a later rule sees what an earlier one has set. None leaves a variable to HCCL or torch_npu.
 DEFAULTS: tuple[tuple[str, Callable[[Job], str | None]], ...] = (
     ("HCCL_CONNECT_TIMEOUT", _connect_timeout),
     ("HCCL_EXEC_TIMEOUT", _exec_timeout),
     ("HCCL_EVENT_TIMEOUT", _event_timeout),
-    ("HCCL_HOST_SOCKET_PORT_RANGE", _host_ports),
-    ("TASK_QUEUE_ENABLE", _task_queue),
-    ("PYTORCH_NPU_ALLOC_CONF", _allocator),
-    ("CPU_AFFINITY_CONF", _affinity),
+    # The range goes before HCCL_IF_BASE_PORT, so setting it would undo the user's base port.
+    ("HCCL_HOST_SOCKET_PORT_RANGE", lambda job: None if "HCCL_IF_BASE_PORT" in job.environ else "auto"),
+    ("TASK_QUEUE_ENABLE", lambda job: None if job.environ.get("ASCEND_LAUNCH_BLOCKING") == "1" else "1"),
+    # torch_npu raises where both this and PYTORCH_ALLOC_CONF are set (NPUAllocatorConfig.cpp).
+    (
+        "PYTORCH_NPU_ALLOC_CONF",
+        lambda job: None if "PYTORCH_ALLOC_CONF" in job.environ else "expandable_segments:True",
+    ),
+    # Set only in a rank: the launcher would hand it on to ranks that numactl binds.
+    ("CPU_AFFINITY_CONF", lambda job: "1" if "LOCAL_RANK" in job.environ and not job.bound_to_cores else None),
 )
 
 
@@ -89,7 +74,7 @@ def bound_to_cores() -> bool:
 
 
 def apply_defaults(environ: MutableMapping[str, str], bound: bool) -> dict[str, str]:
-    """Sets in ``environ`` what the user has not set, marks it as ours, and returns it.
+    """Set the defaults that the user has not set in ``environ``, mark them as ours, and return them.
 
     torch_npu reads these when the device, the allocator or the first process group is first used, so this must run
     before any of them.

@@ -15,8 +15,8 @@ from ds_npu import capability
 from ds_npu.accelerator.environment import apply_defaults, bound_to_cores
 from ds_npu.log import warn_once
 
-# Beside DeepSpeed's own. Its launcher sends a variable to other nodes if its name STARTS with one of these
-# (deepspeed/launcher/runner.py), so each must be as long as it takes to leave unrelated variables out.
+# Added to DeepSpeed's own. Its launcher sends a variable to other nodes if its name STARTS with one of these
+# (deepspeed/launcher/runner.py), so each is long enough to leave unrelated variables out.
 EXPORTED_PREFIXES: tuple[str, ...] = (
     "DS_ACCELERATOR",
     "DS_NPU_",
@@ -49,10 +49,10 @@ def _npu() -> Any:
 
 
 def check_own_device(index: int, source: str) -> None:
-    """Before NPU ``index``, which ``source`` names, becomes this process's device.
+    """Check NPU ``index``, which ``source`` names, before it becomes this process's device.
 
     Raises RuntimeError where the process does not see it. Warns where the process has made another NPU current, by
-    set_device or by using one: what it holds there stays there, and a communicator opened from there is another one.
+    set_device or by using one: its tensors remain there, and a communicator that is opened there is another one.
     """
     count = _npu().device_count()
     if index >= count:
@@ -95,9 +95,8 @@ class NpuAcceleratorMixin:
         self._ranges = _Ranges()
         self._marker: Any = capability.range_marker()
         apply_defaults(os.environ, bound_to_cores())
-        lack = capability.missing_devices()
-        if lack:
-            warn_once(f"DeepSpeed was told to use NPUs, and training on them will stop with an error. {lack}")
+        if missing := capability.missing_devices():
+            warn_once(f"DeepSpeed was told to use NPUs, and training on them will stop with an error. {missing}")
 
     def _require_device(self, asked: str) -> None:
         if self._device_seen or self._describing:
@@ -109,7 +108,7 @@ class NpuAcceleratorMixin:
 
     @contextlib.contextmanager
     def describing(self) -> Iterator[None]:
-        """Within it a missing device is no error: ds_report asks for the communication backend on any machine."""
+        """Allow a missing device within the context: ds_report asks for the communication backend on any machine."""
         self._describing = True
         try:
             yield
@@ -117,7 +116,7 @@ class NpuAcceleratorMixin:
             self._describing = False
 
     def communication_backend_name(self) -> str:
-        """``hccl``. The first call of ``deepspeed.initialize`` and ``init_distributed``, so it raises RuntimeError
+        """Return ``hccl``. ``deepspeed.initialize`` and ``init_distributed`` call it first, so it raises RuntimeError
         where there is no device, before HCCL ends in an error that does not say so."""
         self._require_device("deepspeed.initialize")
         return cast(str, super().communication_backend_name())  # type: ignore[misc]
@@ -129,7 +128,7 @@ class NpuAcceleratorMixin:
         )
 
     def set_device(self, device_index: int) -> None:
-        """Makes NPU ``device_index`` current. Raises RuntimeError where there is no device."""
+        """Make NPU ``device_index`` current. Raises RuntimeError where there is no device."""
         self._require_device(f"set_device({device_index})")
         super().set_device(device_index)  # type: ignore[misc]
 
@@ -153,7 +152,7 @@ class NpuAcceleratorMixin:
         return bool(_npu().is_current_stream_capturing())
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Opens a named range in the profile. mstx has no categories, so ``category`` is left out.
+        """Open a named range in the profile. mstx has no categories, so ``category`` is ignored.
 
         Ranges are started and ended by number: mstx's own push and pop share one stack between threads, and leave an
         entry behind when profiling stops in between (Ascend/pytorch, torch_npu/csrc/profiler/mstx_mgr.cpp).
@@ -166,11 +165,10 @@ class NpuAcceleratorMixin:
         self._ranges.open.setdefault(name, []).append(number or 0)
 
     def range_pop(self, domain: str | None = None) -> None:
-        """Closes the innermost open range of ``domain`` in this thread; nothing happens where none is open."""
+        """Close the innermost open range of ``domain`` in this thread; nothing happens where none is open."""
         name = domain or "default"
         opened = self._ranges.open.get(name)
-        number = opened.pop() if opened else 0
-        if number:
+        if number := opened.pop() if opened else 0:
             self._marker.range_end(number, name)
 
     def export_envs(self) -> list[str]:
@@ -183,9 +181,9 @@ class NpuAcceleratorMixin:
 
 
 def over(built_in: type) -> type:
-    """The accelerator to use in place of DeepSpeed's ``built_in``.
+    """The accelerator class to use in place of DeepSpeed's ``built_in``.
 
-    It is made when DeepSpeed imports its own, which it may do while this module is being imported.
+    It is made when DeepSpeed imports its own, possibly while this module is being imported.
     """
     described = {"__doc__": NpuAcceleratorMixin.__doc__, "__module__": __name__}
     return type("NpuAccelerator", (NpuAcceleratorMixin, built_in), described)

@@ -14,7 +14,7 @@ from ds_npu.ops.operator import Operator
 from ds_npu.ops.precision import accumulation_dtype
 
 _FLAGS: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
-"""Of each overflow flag that was read: its version then, and whether it was set."""
+"""The version at which each overflow flag was read, and whether it was set then."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AdamStep:
     eps: float
     weight_decay: float
     step: int | None
-    """Counted from 1; None: without bias correction."""
+    """Number of the step, from 1; None: no bias correction."""
     decoupled: bool = True
     """True (AdamW): the decay scales the parameter. False (Adam): it is added to the gradient."""
 
@@ -35,16 +35,14 @@ class AdamStep:
             raise ValueError(f"Adam's step is {self.step}; it counts from 1")
 
     def corrections(self) -> tuple[float, float]:
-        """The bias corrections: what the first and the second moment are divided by."""
-        if self.step is None:
-            return 1.0, 1.0
-        return 1 - self.betas[0] ** self.step, 1 - self.betas[1] ** self.step
+        """The bias corrections: divisors of the first and the second moment."""
+        return (1.0, 1.0) if self.step is None else (1 - self.betas[0] ** self.step, 1 - self.betas[1] ** self.step)
 
 
 def overflowed(flag: torch.Tensor | None) -> bool:
     """Whether the flag (one element; None: no) is not 0.
 
-    To read it the host waits for the device, so it is read again only after it was written.
+    The host waits for the device to read it, so it is read again only after it was written.
     """
     if flag is None:
         return False
@@ -86,7 +84,6 @@ def reference(
 
 
 def sample(dtype: torch.dtype) -> tuple[object, ...]:
-    """Arguments for the self-check."""
     generator = torch.Generator().manual_seed(1)
     lists = [[torch.randn(size, generator=generator).to(dtype) for size in (7, 64)] for _ in range(4)]
     lists[3] = [tensor.abs() for tensor in lists[3]]

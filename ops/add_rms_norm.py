@@ -22,7 +22,6 @@ def reference(
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Arguments for the self-check."""
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(3, 5, 64, generator=generator).to(dtype).requires_grad_() for _ in range(2))
     return x, residual, torch.randn(64, generator=generator).to(dtype).requires_grad_(), 1e-5

@@ -19,7 +19,6 @@ def reference(logits_TV: torch.Tensor, targets_T: torch.Tensor, ignore_index: in
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments for the self-check."""
     logits_TV = torch.randn(6, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     return logits_TV.requires_grad_(), torch.tensor([3, -100, 39, 0, -100, 17])
 

@@ -1,4 +1,4 @@
-"""Where torch_npu's products of experts fused with an all-to-all can be used; the kernel calls are in ops.npu."""
+"""Conditions of torch_npu's products of experts fused with an all-to-all; the kernel calls are in ops.npu."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ds_npu.capability import Unavailable
 
 KERNELS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
 A3 = "Ascend910_93"
-"""How torch_npu's names of the chips begin that have the kernels."""
+"""Prefix of torch_npu's names of the chips that have the kernels."""
 DTYPES = (torch.float16, torch.bfloat16)
 RANKS = (8, 16, 32, 64)
 MOST_EXPERTS = 32
-"""Of a rank."""
+"""Experts of one rank."""
 MOST_COUNTS = 256
 """Experts of all ranks."""
 LEAST_BYTES, MOST_BYTES = 2 * 2**20, 100 * 2**20
-"""What a rank may send or get in one call."""
+"""Bytes that a rank may send or get in one call."""
 WIDEST = 65535
 
 
@@ -42,7 +42,7 @@ def unmet(
 ) -> str | None:
     """Why no fused kernel exchanges rows of ``widths`` (and multiplies) over ``ranks``; None if one does.
 
-    ``experts``: of one rank. Source: CANN, aclnnAlltoAllvGroupedMatMul.md and aclnnGroupedMatMulAlltoAllv.md.
+    ``experts`` is for one rank. Source: CANN, aclnnAlltoAllvGroupedMatMul.md and aclnnGroupedMatMulAlltoAllv.md.
     """
     if device_type != "npu":
         return f"the tensors are on {device_type}; the kernels are for NPUs"

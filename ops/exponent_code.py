@@ -1,11 +1,11 @@
 """A lossless code of floating-point numbers, for which the byte of sign and exponent takes fewer bits.
 
 The highest byte of a number (sign and seven bits of the exponent; in float16 sign, exponent and two bits more) has few
-values in most tensors. The code replaces it by its place among the values by frequency, written with as many bits as 64
-neighbours need. The other bytes, the mantissa, stay as they are. Any bit pattern comes back.
+values in most tensors. The code replaces it by its index among the values by frequency, written with as many bits as 64
+neighbours need. The other bytes, the mantissa, are kept as they are. Any bit pattern comes back.
 
-The code has a size that is known before the numbers are: ``CodeLayout``. What does not fit goes, byte for byte, into an
-overflow of one byte for each number, so that nothing can be lost. On NPUs these are CANN's HansEncode and HansDecode
+The size of the code is known before the numbers are: ``CodeLayout``. Bytes that do not fit go, as they are, into an
+overflow of one byte for each number, so that every number fits. On NPUs these are CANN's HansEncode and HansDecode
 (their bytes are CANN's own); elsewhere a formula in plain PyTorch with bytes of its own. Source: aclnnHansEncode.md and
 hans_encode_tiling.cpp in cann/ops-math.
 """
@@ -23,24 +23,24 @@ from ds_npu.ops.operator import npu_kernels
 
 KERNELS = ("npu_hans_encode", "npu_hans_decode", "empty_with_swapped_memory")
 GROUP = 64
-"""Numbers whose places have one width."""
+"""Numbers whose indices have one width."""
 LEAST = 32768
-"""Numbers that the kernels take at least; a multiple of GROUP."""
-ROOM: dict[torch.dtype, float] = {torch.bfloat16: 5 / 8, torch.float32: 5 / 8, torch.float16: 13 / 16}
-"""Bytes for each highest byte, a 32nd of which tells the widths."""
+"""Fewest numbers that the kernels take; a multiple of GROUP."""
+CODE_RATIO: dict[torch.dtype, float] = {torch.bfloat16: 5 / 8, torch.float32: 5 / 8, torch.float16: 13 / 16}
+"""Bytes of code for each highest byte, a 32nd of which tells the widths."""
 MOST_SHARE = 15 / 16
-"""Of a storage's bytes, in its code; what gains less is not coded."""
+"""Largest code as a share of the storage's bytes; what gains less is not coded."""
 HEADER, CORE_TAIL = 512, 8448 + 256
-"""Bytes that the kernels add, and for each vector core."""
+"""Bytes that the kernels add once, and for each vector core."""
 CORES, MOST_CORES = 48, 64
-"""Vector cores of an Atlas A2 or A3; the kernels check sizes with those that there are, at most MOST_CORES."""
+"""Vector cores of an Atlas A2 or A3; the kernels check sizes with their own number, at most MOST_CORES."""
 COUNTS = 256 * 4
 ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
 class CodeLayout:
-    """The parts of the code of ``numel`` numbers of ``dtype``, one behind the other: counts, fixed, mantissa."""
+    """The parts of the code of ``numel`` numbers of ``dtype``, in this order: counts, fixed, mantissa."""
 
     numel: int
     dtype: torch.dtype
@@ -49,11 +49,11 @@ class CodeLayout:
     def fixed(self) -> int:
         """Bytes of the coded highest bytes."""
         cores = min(max(self.numel // LEAST, 1), CORES)
-        return -(-(HEADER + CORE_TAIL * cores + int(self.numel * ROOM[self.dtype])) // ALIGNMENT) * ALIGNMENT
+        return -(-(HEADER + CORE_TAIL * cores + int(self.numel * CODE_RATIO[self.dtype])) // ALIGNMENT) * ALIGNMENT
 
     @property
     def mantissa(self) -> int:
-        """Bytes of all other bytes."""
+        """Number of all other bytes."""
         return self.numel * (self.dtype.itemsize - 1)
 
     @property
@@ -63,7 +63,7 @@ class CodeLayout:
 
     @functools.cached_property
     def overflow(self) -> int:
-        """Bytes of the overflow: all highest bytes, and what the kernels ask for beside ``fixed``."""
+        """Bytes of the overflow: all highest bytes, and what the kernels ask for on top of ``fixed``."""
         asked = self.numel + self.numel // GROUP + CORE_TAIL * MOST_CORES + HEADER - self.fixed
         return -(-max(self.numel, asked) // ALIGNMENT) * ALIGNMENT
 
@@ -77,7 +77,7 @@ class CodeLayout:
 def code_layout(dtype: torch.dtype, nbytes: int) -> CodeLayout | None:
     """The layout for ``nbytes`` bytes of ``dtype``; None where they cannot be coded, or too little is gained."""
     numel = nbytes // dtype.itemsize
-    if dtype not in ROOM or numel * dtype.itemsize != nbytes or numel % GROUP or numel < LEAST:
+    if dtype not in CODE_RATIO or numel * dtype.itemsize != nbytes or numel % GROUP or numel < LEAST:
         return None
     layout = CodeLayout(numel, dtype)
     return layout if layout.size <= MOST_SHARE * nbytes else None
@@ -119,7 +119,7 @@ def why_no_codes() -> Unavailable | None:
 @functools.cache
 def why_wrong_codes(device: str) -> str | None:
     """Why ``device`` does not give back random bits and equal numbers; None if it does. Waits for the device."""
-    for dtype in ROOM:
+    for dtype in CODE_RATIO:
         layout = CodeLayout(2 * LEAST, dtype)
         generator = torch.Generator().manual_seed(1)
         x = torch.randint(
@@ -139,7 +139,7 @@ def why_wrong_codes(device: str) -> str | None:
     return None
 
 
-# ---- the formula: a group's width in a byte each, then the bits of its places, a plane of 64 bits at a time ----
+# ---- the formula: a byte for each group's width, then the bits of its indices, a plane of 64 bits at a time ----
 
 _BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
 
@@ -151,16 +151,16 @@ def _encode(
     mantissa.view(torch.uint8).copy_(numbers[:, :-1].reshape(-1))
     highest = numbers[:, -1].contiguous()
     counts.copy_(torch.bincount(highest, minlength=256))
-    places = _by_frequency(counts).argsort().to(torch.uint8)[highest.long()].view(-1, GROUP)
-    widths = (places.amax(1, keepdim=True) >= _BITS).sum(1).to(torch.uint8)
-    room = fixed.view(torch.uint8)
+    indices = _by_frequency(counts).argsort().to(torch.uint8)[highest.long()].view(-1, GROUP)
+    widths = (indices.amax(1, keepdim=True) >= _BITS).sum(1).to(torch.uint8)
+    stored = fixed.view(torch.uint8)
     ends = 8 + (1 + 8 * widths.long()).cumsum(0)
-    groups = int((ends <= len(room)).sum())
-    planes = (places[:groups].view(-1, 1, 8, 8) & _BITS.view(8, 1, 1)).ne(0).to(torch.uint8).mul(_BITS).sum(3)
+    groups = int((ends <= len(stored)).sum())
+    planes = (indices[:groups].view(-1, 1, 8, 8) & _BITS.view(8, 1, 1)).ne(0).to(torch.uint8).mul(_BITS).sum(3)
     stream = planes.to(torch.uint8)[_used(widths[:groups])].reshape(-1)
-    room[:8].view(torch.int64).fill_(groups)
-    room[8 : 8 + groups] = widths[:groups]
-    room[8 + groups : 8 + groups + len(stream)] = stream
+    stored[:8].view(torch.int64).fill_(groups)
+    stored[8 : 8 + groups] = widths[:groups]
+    stored[8 + groups : 8 + groups + len(stream)] = stream
     overflow.view(torch.uint8)[: len(highest) - groups * GROUP] = highest[groups * GROUP :]
 
 
@@ -169,22 +169,22 @@ def _decode(
 ) -> None:
     numbers = out.view(torch.uint8).view(-1, out.element_size())
     numbers[:, :-1] = mantissa.view(torch.uint8).view(len(numbers), -1)
-    room = fixed.view(torch.uint8)
-    groups = int(room[:8].view(torch.int64))
-    used = _used(room[8 : 8 + groups])
+    stored = fixed.view(torch.uint8)
+    groups = int(stored[:8].view(torch.int64))
+    used = _used(stored[8 : 8 + groups])
     planes = torch.zeros(groups, 8, 8, dtype=torch.uint8, device=out.device)
-    planes[used] = room[8 + groups :][: 8 * int(used.sum())].view(-1, 8)
+    planes[used] = stored[8 + groups :][: 8 * int(used.sum())].view(-1, 8)
     bits = (planes.unsqueeze(3) & _BITS).ne(0).to(torch.uint8)
-    places = bits.view(groups, 8, GROUP).mul(_BITS.view(8, 1)).sum(1)
-    numbers[: groups * GROUP, -1] = _by_frequency(counts).to(torch.uint8)[places].view(-1)
+    indices = bits.view(groups, 8, GROUP).mul(_BITS.view(8, 1)).sum(1)
+    numbers[: groups * GROUP, -1] = _by_frequency(counts).to(torch.uint8)[indices].view(-1)
     numbers[groups * GROUP :, -1] = overflow.view(torch.uint8)[: len(numbers) - groups * GROUP]
 
 
 def _by_frequency(counts: torch.Tensor) -> torch.Tensor:
-    """[256] the values of a byte, the most frequent first."""
+    """The values of a byte [256], the most frequent first."""
     return counts.view(-1).argsort(descending=True, stable=True)
 
 
 def _used(widths: torch.Tensor) -> torch.Tensor:
-    """[groups, 8] which planes of a group are written."""
+    """Whether each plane of a group is written: [groups, 8]."""
     return torch.arange(8, device=widths.device) < widths.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Products of consecutive groups of rows with a matrix each: all experts of a rank at once."""
+"""Products of consecutive groups of rows, each with its own matrix: all experts of a rank at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def reference(x_PK: torch.Tensor, weight_EKN: torch.Tensor, counts_E: torch.Tens
     """Rows of group e times ``weight[e]``; no gradient is recorded.
 
     x: [P, K]; weight: [E, K, N], of the same dtype, also a transposed view; counts: [E] int64, the rows of each group,
-    one group behind the other, P in all. Returns [P, N]. On the CPU one product for each group that has rows.
+    P in all. Returns [P, N]. On the CPU one product for each group that has rows.
     """
     out = x_PK.new_empty(len(x_PK), weight_EKN.shape[2])
     counts = counts_E.tolist()
@@ -64,19 +64,16 @@ def _numbers(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments for the self-check."""
     x, weight = _numbers(dtype, (sum(SAMPLE_COUNTS), 32), (len(SAMPLE_COUNTS), 16, 32))
     return x, weight.transpose(1, 2), torch.tensor(SAMPLE_COUNTS)
 
 
 def outer_sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments for the self-check."""
     a, b = _numbers(dtype, (sum(SAMPLE_COUNTS), 16), (sum(SAMPLE_COUNTS), 32))
     return a, b, torch.tensor(SAMPLE_COUNTS)
 
 
 def accumulate_sample(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Arguments for the self-check."""
     a, b, counts = outer_sample(dtype)
     (buffer,) = _numbers(torch.float32, (len(SAMPLE_COUNTS), 16, 32))
     return buffer, a, b, counts

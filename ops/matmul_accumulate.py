@@ -13,13 +13,12 @@ def reference(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.
     """buffer += dyᵀ x, in place, and the buffer is returned; no gradient is recorded.
 
     buffer: [out, in], float32 or float64; dy: [T, out] and x: [T, in], of one dtype, usually a lower one. The sums over
-    T are in the buffer's dtype, and no product of the buffer's size is held beside it.
+    T are in the buffer's dtype, and no separate product of its size is held.
     """
     return buffer.addmm_(dy.to(buffer.dtype).t(), x.to(buffer.dtype))
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments for the self-check."""
     generator = torch.Generator().manual_seed(1)
     buffer, dy, x = (torch.randn(*shape, generator=generator) for shape in ((16, 32), (8, 16), (8, 32)))
     return buffer, dy.to(dtype), x.to(dtype)

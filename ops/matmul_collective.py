@@ -1,4 +1,4 @@
-"""Where torch_npu's matrix products fused with a collective can be used; the kernel calls are in ops.npu."""
+"""Conditions of torch_npu's matrix products fused with a collective; the kernel calls are in ops.npu."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ INNER = range(256, 65535)
 def why_unavailable() -> Unavailable | None:
     """Why this machine has no such kernel; None if it has. Starts the Ascend runtime."""
     state = capability.torch_npu_state()
-    if not state.usable:
-        return Unavailable(state.reason, state.advice)
-    return capability.missing_functions(KERNELS)
+    return capability.missing_functions(KERNELS) if state.usable else Unavailable(state.reason, state.advice)
 
 
 @functools.cache
 def unmet(device_type: str, dtypes: tuple[torch.dtype, torch.dtype], inner: int, ranks: int) -> str | None:
     """Why no fused kernel multiplies [M, inner] with [inner, N], of ``dtypes``, over ``ranks``; None if one does.
 
-    Cached: it is decided at a layer's first step. Source: op-plugin, docs/context/
+    The answer is cached at a layer's first step. Source: op-plugin, docs/context/
     torch_npu-npu_all_gather_base_mm.md and torch_npu-npu_mm_reduce_scatter_base.md.
     """
     if device_type != "npu":

@@ -29,11 +29,11 @@ def npu_kernels(module: str) -> Any:
 
 @dataclass(eq=False)
 class Operator(Generic[P, R]):
-    """Callable with the signature of ``reference``: on NPU tensors of ``dtypes`` the kernel, else the reference.
+    """A callable with the signature of ``reference``: the kernel on NPU tensors of ``dtypes``, else the reference.
 
     The first tensor among the arguments decides (a list of tensors counts as its first). The kernel is imported at its
-    first call, and never where torch_npu has not all of ``needs``; it may pass calls whose shapes or options it does
-    not support to ``reference``. Where it cannot be used at all, ``why_unavailable`` says why.
+    first call, unless torch_npu misses some of ``needs``; it may pass calls whose shapes or options it does not support
+    to ``reference``. Where it cannot be used at all, ``why_unavailable`` says why.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Operator(Generic[P, R]):
     kernel: str
     """``module:function``, with exactly the signature and the result of the reference."""
     sample: Sample
-    """Makes small arguments on the CPU for ``check``, in a dtype; those that are differentiated require gradients."""
+    """Makes small arguments on the CPU for ``check``, in a dtype; differentiated ones require gradients."""
     cost: Callable[..., Cost]
     """FLOP and bytes of a call, from the shapes and dtypes of its tensors: ``ds_npu.operator_costs``."""
     needs: Sequence[str] = ()
     """Functions of torch_npu that the kernel calls."""
     dtypes: Sequence[torch.dtype] = KERNEL_DTYPES
     _refusal: Unavailable | None = field(default=None, init=False)
-    # Called for NPU tensors: at first ``_first_call``, then the kernel or the reference.
+    # NPU tensors call ``_first_call`` at first, then the kernel or the reference.
     _on_npu: Callable[P, R] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -65,10 +65,10 @@ class Operator(Generic[P, R]):
 
     def why_unavailable(self) -> Unavailable | None:
         """Why the kernel is not used on NPUs, None if it is. Imports torch_npu, and asks for no device."""
-        return self._refusal or capability.torch_npu_importable() or self._missing()
+        return self._refusal or capability.torch_npu_importable() or capability.missing_functions(self.needs)
 
     def check(self, device: torch.device | str) -> str | None:
-        """Compare the kernel with the reference on ``device``, once for each dtype; a wrong one is not used any more.
+        """Compare the kernel with the reference on ``device``, once for each dtype; a wrong kernel is no longer used.
 
         Returns why the kernel is not used, None if it is right. Waits for the device: call it at the start, not in a
         step.
@@ -109,6 +109,3 @@ class Operator(Generic[P, R]):
         module, function = self.kernel.split(":")
         kernel: Callable[P, R] = vars(npu_kernels(module))[function]
         return kernel
-
-    def _missing(self) -> Unavailable | None:
-        return capability.missing_functions(self.needs)

@@ -22,11 +22,9 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float =
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    """Arguments for the self-check."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 5, 64, generator=generator).to(dtype)
-    weight = torch.randn(64, generator=generator).to(dtype)
-    return x.requires_grad_(), weight.requires_grad_(), 1e-5, 1.0
+    return x.requires_grad_(), torch.randn(64, generator=generator).to(dtype).requires_grad_(), 1e-5, 1.0
 
 
 rms_norm = Operator(

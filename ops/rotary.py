@@ -13,7 +13,7 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved
     """x · cos + turned(x) · sin, where turned takes each pair of dims (a, b) to (-b, a).
 
     x: [..., D], D even; cos, sin: of a shape that broadcasts to x, D included. The members of a pair lie D/2 apart, or
-    beside each other if ``interleaved``. Computed in float32 (float64 for float64) and rounded once to x's dtype.
+    next to each other if ``interleaved``. Computed in float32 (float64 for float64) and rounded once to x's dtype.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
     dtype = accumulation_dtype(x.dtype)
@@ -27,7 +27,6 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments for the self-check: BNSD."""
     generator = torch.Generator().manual_seed(1)
     angle_S1 = torch.rand(1, 1, 5, 1, generator=generator)
     angle = angle_S1 * torch.linspace(1.0, 0.1, 16).repeat(2)

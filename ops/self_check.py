@@ -1,4 +1,4 @@
-"""Compares a kernel with its reference, forward and backward, on one small input."""
+"""Comparison of a kernel with its reference, forward and backward, on one small input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def difference(
         found = outcome(kernel, pytree.tree_map_only(torch.Tensor, lambda x: _leaf(x, x.dtype, device), sample))
     except RuntimeError as error:
         return f"in {dtype} it raises {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    expected = outcome(reference, pytree.tree_map_only(torch.Tensor, _exact, sample))
+    exact = pytree.tree_map_only(
+        torch.Tensor, lambda x: _leaf(x, torch.float64 if x.is_floating_point() else x.dtype, "cpu"), sample
+    )
+    expected = outcome(reference, exact)
     if list(found) != list(expected):
         return f"in {dtype} it gives {', '.join(found)}, and the reference {', '.join(expected)}"
     for name, true in expected.items():
@@ -47,18 +50,14 @@ def difference(
 
 
 def _leaf(x: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    # A copy, also on the same device: the operator may write into it.
+    # Copy also on the same device: the operator may write into it.
     return x.detach().clone().to(device, dtype).requires_grad_(x.requires_grad)
 
 
-def _exact(x: torch.Tensor) -> torch.Tensor:
-    return _leaf(x, torch.float64 if x.is_floating_point() else x.dtype, "cpu")
-
-
 def outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    """By name: the results of ``function(*args)``, the arguments afterwards (it may work in place), and gradients.
+    """The results of ``function(*args)``, the arguments afterwards (it may work in place), and gradients, by name.
 
-    Those of all arguments that require one, for fixed gradients of the results. What is empty is left out.
+    Gradients are of all arguments that require one, for fixed gradients of the results. Empty tensors are left out.
     """
     results = [x for x in pytree.tree_leaves(function(*args)) if isinstance(x, torch.Tensor)]
     inputs = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
@@ -73,7 +72,7 @@ def _gradients(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> Itera
     if not wanted or not differentiable:
         return
     generator = torch.Generator().manual_seed(0)
-    # Drawn in float32 whatever the dtype, so that kernel and reference get the same numbers.
+    # They are drawn in float32 whatever the dtype, so that kernel and reference get the same numbers.
     upstream = [torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in differentiable]
     found = torch.autograd.grad(differentiable, [x for _, x in wanted], upstream)
     for (i, _), gradient in zip(wanted, found, strict=True):

@@ -22,7 +22,7 @@ def reference(x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Arguments for the self-check: BNST, of the smallest size that the kernel takes."""
+    """Arguments of the smallest size that the kernel takes."""
     x_BNST = torch.randn(1, 2, 32, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     return x_BNST.requires_grad_(), torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1), 0.5
 

@@ -21,7 +21,6 @@ def reference(gate_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor]:
-    """Arguments for the self-check."""
     return (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_(),)
 
 

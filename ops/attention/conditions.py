@@ -1,4 +1,4 @@
-"""Which calls the NPU's attention kernel cannot do; the reference does them."""
+"""Calls that the NPU's attention kernel cannot do; the reference does them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def kernel_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
     """Why the kernel cannot do a call with these shapes and options, None if it can.
 
     Source: the constraints of aclnnFlashAttentionScoreV2 in CANN 8.5's documentation, and MindSpeed's of packed
-    documents. Reads no values: for a row that a ``dense`` mask leaves without a key the kernel gives 0.
+    documents. No values are read: for a row that a ``dense`` mask leaves without a key the kernel gives 0.
     """
     sizes = sizes_of(q, k, v, options)
     if 0 in sizes:

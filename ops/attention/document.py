@@ -1,7 +1,7 @@
 """Attention of one document (or of a batch of equally long ones): forward, and backward from any (out, lse).
 
-In float32 (float64 for float64) and by blocks of rows, of which each takes only the keys that its rows see.
-Source: Dao 2023, FlashAttention-2, arXiv:2307.08691: of the softmax the backward pass needs only its lse.
+It runs in float32 (float64 for float64) by blocks of rows, each with only the keys that its rows see.
+Source: Dao 2023, FlashAttention-2, arXiv:2307.08691: the backward pass needs only the lse of the softmax.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ class Weighting(NamedTuple):
     pattern: torch.Generator | None = None
 
     def band(self, q: torch.Tensor, k: torch.Tensor) -> Band:
-        """The mask's band for as many rows and keys."""
+        """The mask's band for the rows of ``q`` and the keys of ``k``."""
         return self.mask.band(q.shape[2], k.shape[2]).within(q.shape[2], k.shape[2])
 
     def takes_flash(self, q: torch.Tensor, k: torch.Tensor) -> bool:
         """Whether torch's flash attention on the CPU computes this."""
-        plain = self.pattern is None and self.mask.dense is None
-        return plain and flash_cpu.serves(q, k, self.band(q, k))
+        return self.pattern is None and self.mask.dense is None and flash_cpu.serves(q, k, self.band(q, k))
 
 
 class Block(NamedTuple):
@@ -68,13 +67,15 @@ def forward(inputs: Inputs, weighting: Weighting) -> tuple[torch.Tensor, torch.T
     scale = weighting.scale
     if weighting.takes_flash(q, k):
         return flash_cpu.forward(q, k, v, weighting.band(q, k), scale)
-    # In the query's order of dims, as torch's kernels do: the next operation often needs [B, S, N, D].
+    # Out has the query's order of dims, as torch's kernels give it: the next operation often needs [B, S, N, D].
     out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     for block in _blocks(inputs, weighting):
         scores = _scores(inputs, block, scale)
         block_lse = scores.logsumexp(-1)
-        weights = _dropped(_weights(scores, block_lse), weighting)
+        weights = _weights(scores, block_lse)
+        if (kept := _kept(weights, weighting)) is not None:
+            weights = weights * kept
         out[:, :, block.rows] = _ungrouped(weights.flatten(2, 3) @ for_accumulation(v[:, :, block.keys]), q.shape[1])
         lse[:, :, block.rows] = block_lse.flatten(1, 2)
     return out, lse
@@ -110,7 +111,7 @@ def backward(inputs: Inputs, upstream: Upstream, weighting: Weighting) -> Inputs
 
 
 def _grouped(x: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """[B, N, rows, D] as [B, N / group, group · rows, D]: the heads that share a key, below each other."""
+    """[B, N, rows, D] as [B, N / group, group · rows, D]: heads that share a key are stacked."""
     return torch.unflatten(for_accumulation(x), 1, (key_heads, -1)).flatten(2, 3)
 
 
@@ -136,7 +137,7 @@ def _blocks(inputs: Inputs, weighting: Weighting) -> Iterator[Block]:
 
 
 def _scores(inputs: Inputs, block: Block, scale: float) -> torch.Tensor:
-    """[B, N / group, group, rows, keys], -inf where hidden."""
+    """Scores [B, N / group, group, rows, keys], -inf where hidden."""
     key_heads = inputs.k.shape[1]
     q_rows = _grouped(inputs.q[:, :, block.rows], key_heads)
     scores = (q_rows @ for_accumulation(inputs.k[:, :, block.keys]).mT).mul_(scale)
@@ -155,8 +156,3 @@ def _kept(weights: torch.Tensor, weighting: Weighting) -> torch.Tensor | None:
         return None
     drawn = torch.rand(weights.shape, generator=weighting.pattern, device=weights.device)
     return (drawn >= weighting.dropout_p).to(weights.dtype) / (1 - weighting.dropout_p)
-
-
-def _dropped(weights: torch.Tensor, weighting: Weighting) -> torch.Tensor:
-    kept = _kept(weights, weighting)
-    return weights if kept is None else weights * kept

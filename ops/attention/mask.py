@@ -44,13 +44,13 @@ class Band(NamedTuple):
         """Whether one of ``rows`` sees none of ``keys``."""
         if rows == 0:
             return False
-        too_early = self.high is not None and self.high < 0
-        too_late = self.low is not None and rows - 1 + self.low > keys - 1
-        return keys == 0 or too_early or too_late
+        first_sees_none = self.high is not None and self.high < 0
+        last_sees_none = self.low is not None and rows - 1 + self.low > keys - 1
+        return keys == 0 or first_sees_none or last_sees_none
 
 
 class Document(NamedTuple):
-    """Its rows and keys in the packed tensors."""
+    """The rows and keys of one document in the packed tensors."""
 
     rows: range
     keys: range
@@ -95,7 +95,7 @@ class Mask:
         return Band(low, None if self.after is None else corner + self.after)
 
     def documents(self, rows: int, keys: int) -> Iterator[Document]:
-        """The packed documents; without any, one of all ``rows`` and ``keys``."""
+        """The packed documents; without any, one document of all ``rows`` and ``keys``."""
         ends_q, ends_k = self.ends_q or (rows,), self.ends_k or (keys,)
         for (q_begin, q_end), (k_begin, k_end) in zip(pairwise((0, *ends_q)), pairwise((0, *ends_k)), strict=True):
             yield Document(range(q_begin, q_end), range(k_begin, k_end))
@@ -110,7 +110,7 @@ CAUSAL = Mask(after=0)
 
 
 def sliding(window: int) -> Mask:
-    """Causal, each row seeing ``window`` keys with its own."""
+    """A causal mask in which each row sees ``window`` keys, its own included."""
     if window < 1:
         raise ValueError(f"a window of {window} keys: at least 1 is needed")
     return Mask(before=window - 1, after=0)

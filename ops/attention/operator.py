@@ -39,7 +39,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: _AttentionContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # What is computed in float32 stays so, also under autocast.
+        # Autocast must not lower what is computed in float32.
         with torch.autocast(q.device.type, enabled=False):
             out, lse, ctx.dropout = attention_forward(q, k, v, options)
         ctx.save_for_backward(q, k, v, out, lse)

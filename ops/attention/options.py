@@ -1,4 +1,4 @@
-"""The options of an attention call beside its tensors, and its sizes."""
+"""The options of an attention call, and its sizes."""
 
 from __future__ import annotations
 
@@ -91,8 +91,7 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         if rest or key_rest or key_heads == 0 or v.shape[2] % key_heads:
             raise ValueError(f"attention: {shapes}: cannot be split into {options.heads} heads of the query")
     else:
-        dim = 1 if options.layout in ("BNSD", "TND") else 2
-        key_heads = k.shape[dim]
+        key_heads = k.shape[1 if options.layout in ("BNSD", "TND") else 2]
     q, k, v = (by_head(x, options.layout, n) for x, n in ((q, options.heads), (k, key_heads), (v, key_heads)))
     heads = q.shape[1]
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:

@@ -12,7 +12,7 @@ from ds_npu.ops.attention.options import Layout, Options, Sizes, by_head, laid_o
 
 
 class Dropout(NamedTuple):
-    """What reproduces the dropout of a call: ``seed`` in the reference, the first three fields in the NPU's kernel."""
+    """Numbers that reproduce the dropout of a call: ``seed`` in the reference, the first three in the NPU's kernel."""
 
     seed: int
     offset: int = 0
@@ -32,12 +32,14 @@ class Result(NamedTuple):
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Result:
     """softmax(mask(q kᵀ · scale)) v, with dropout of the weights; shapes and errors: ``ds_npu.ops.attention``."""
     sizes = sizes_of(q, k, v, options)
-    dropout = Dropout(_drawn_seed(q.device)) if options.dropout_p > 0 else None
+    dropout = None
+    if options.dropout_p > 0:
+        # The device's own generator draws the seed, so that its state alone decides what is dropped; the host reads it.
+        dropout = Dropout(int(torch.randint(2**62, (), device=q.device).item()))
     weighting = _weighting(options, sizes, dropout, q.device)
     inputs = views(Inputs(q, k, v), options.layout, sizes)
-    found = []
-    for rows, keys in options.mask.documents(sizes.rows, sizes.keys):
-        found.append(document.forward(_part(inputs, rows, keys), weighting))
+    documents = options.mask.documents(sizes.rows, sizes.keys)
+    found = [document.forward(_part(inputs, rows, keys), weighting) for rows, keys in documents]
     out, lse = (_joined(one) for one in zip(*found, strict=True))
     return Result(laid_out(out, options.layout), lse[0].T if options.layout == "TND" else lse, dropout)
 
@@ -75,11 +77,6 @@ def views(inputs: Inputs, layout: Layout, sizes: Sizes) -> Inputs:
 def _weighting(options: Options, sizes: Sizes, dropout: Dropout | None, device: torch.device) -> Weighting:
     pattern = torch.Generator(device).manual_seed(dropout.seed) if dropout else None
     return Weighting(options.mask, options.scale_of(sizes), options.dropout_p, pattern)
-
-
-def _drawn_seed(device: torch.device) -> int:
-    # From the device's own generator, so that its state alone says what is dropped; the host needs the number.
-    return int(torch.randint(2**62, (), device=device).item())
 
 
 def _of(x: torch.Tensor, part: range) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Bases of the operator builders.
 
-DeepSpeed lists every name ending in "Builder" that stands in a module of this folder, except in this one, so the bases
-stand here, and the other modules reach them, and DeepSpeed's own builders, through their modules.
+DeepSpeed lists every name ending in "Builder" in the modules of this folder, except in this one, so the bases are here,
+and the other modules reach them, and DeepSpeed's own builders, through their modules.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ class Answer:
     name: str
 
     def missing(self) -> str:
-        """What is missing for this operator; empty if nothing is known to be."""
-        found = capability.torch_npu_importable()
-        return str(found) if found else ""
+        """The reason why something that this operator needs is missing; empty if none is known."""
+        return str(capability.torch_npu_importable() or "")
 
     def why_not(self) -> str:
         """Why ``is_compatible`` says no; empty if it says yes."""
         return "" if self.is_compatible() else self.error_log or "DeepSpeed gives no reason"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the operator can be loaded here; if not, the reason stays in ``error_log`` for jit_load."""
+        """Whether the operator can be loaded here; if not, ``error_log`` keeps the reason for jit_load."""
         self.error_log = self.missing() or None
         if self.error_log and verbose:
             loud: Any = self
@@ -70,10 +69,10 @@ class AscendPaths(Answer):
 
 
 def missing_compiler() -> str:
-    """What is missing for compiling any C++ operator; empty if nothing is."""
-    for program, package in (("g++", "g++"), ("ninja", "ninja")):
+    """The missing program without which no C++ operator is compiled; empty if none is missing."""
+    for program in ("g++", "ninja"):
         if not shutil.which(program):
-            return f"{program} is not on PATH, and the operator is compiled when it is first used; install {package}"
+            return f"{program} is not on PATH, and the operator is compiled when it is first used; install {program}"
     return ""
 
 
@@ -85,7 +84,7 @@ class Compiled(AscendPaths):
 
 
 class NotImplementedBuilder(AscendPaths, npu.NotImplementedBuilder):  # type: ignore[misc]
-    """What DeepSpeed gets for an operator that has no NPU implementation; ``load`` raises ValueError."""
+    """The builder of an operator that has no NPU implementation; ``load`` raises ValueError."""
 
     def missing(self) -> str:
         return "DeepSpeed has no NPU implementation of this operator"
@@ -102,7 +101,7 @@ class ModuleBuilder(AscendPaths, npu.builder.NPUOpBuilder):  # type: ignore[misc
     """Base of ds_npu's own builders: the operator is a Python module, and nothing is compiled.
 
     A subclass names the operator (``NAME``), its build switch (``BUILD_VAR``) and the module (``MODULE``), and may say
-    in ``missing`` what else it needs. It then appears in ds_report by standing in this folder and in its ``__init__``.
+    in ``missing`` what else it needs. ds_report lists it because it is in this folder and in its ``__init__``.
     """
 
     BUILD_VAR: ClassVar[str] = ""

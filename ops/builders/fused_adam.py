@@ -15,8 +15,8 @@ from ds_npu.ops.builders import builder
 class NpuFusedAdam:
     """DeepSpeed's ``multi_tensor_adam`` on ``ds_npu.ops.adamw``.
 
-    Against deepspeed/ops/op_builder/npu/fused_adam.py: one call for all tensors, no tensor copied to the device per
-    call, ``bias_correction`` and the overflow flag honoured.
+    Unlike deepspeed/ops/op_builder/npu/fused_adam.py it makes one call for all tensors, copies no tensor to the device
+    per call, and honours ``bias_correction`` and the overflow flag.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class NpuFusedAdam:
         weight_decay: float,
         *_: Any,
     ) -> None:
-        """Updates parameters and both moments in place; leaves them as they are where the flag is not 0.
+        """Update parameters and both moments in place; leave them as they are where the flag is not 0.
 
         ``tensor_lists`` is (gradients, parameters, first moments, second moments), equal in length and on one device.
         """

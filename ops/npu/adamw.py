@@ -10,8 +10,8 @@ import torch
 
 from ds_npu.ops.adamw import AdamStep, overflowed
 
-# The step number that the kernel is always given. At it, both bias corrections are 1 in float32 for beta up to 0.99998,
-# so that they add no rounding error, and the tensor that holds it is made once for each device.
+# The kernel always gets this step number: both bias corrections are then 1 in float32 for beta up to 0.99998 and add no
+# rounding error, and the tensor that holds it is made once for each device.
 KERNEL_STEP = 2**20
 
 

@@ -18,7 +18,7 @@ from ds_npu.ops.attention.reference import Dropout, Result
 
 UNLIMITED = 2**31 - 1
 LOWEST, LARGEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
-"""What the kernel writes as maximum and sum of a row that sees no key."""
+"""The maximum and the sum that the kernel writes for a row that sees no key."""
 
 WHOLE, LEFT_UP, RIGHT_DOWN, BAND = 1, 2, 3, 4
 """CANN's sparse modes: the mask tensor as it is; causal from the first row and key, and from the last; a band."""
@@ -28,7 +28,6 @@ ZEROS_FOR_EMPTY_ROWS = 2
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Result:
-    """``ds_npu.ops.attention.attention_forward``."""
     if reason := _refusal(Inputs(q, k, v), options):
         warn_once(f"attention runs without its NPU kernel: {reason}")
         return reference.forward(q, k, v, options)
@@ -83,7 +82,7 @@ def _tells_layout() -> bool:
 def _gradients(dout: torch.Tensor, inputs: Inputs, result: Result, options: Options) -> Inputs:
     sizes = sizes_of(*inputs, options)
     empty = result.lse == -torch.inf
-    # A weight is exp(score - maximum) / sum: lse and 1 are as good a pair as the kernel's own, and a merged one.
+    # A weight is exp(score - maximum) / sum: the pair (lse, 1) does as well as the kernel's own, also for a merged lse.
     maximum = result.lse.float().masked_fill(empty, LOWEST)
     total = torch.ones_like(maximum).masked_fill_(empty, LARGEST)
     seed, offset, numels, _ = result.dropout or Dropout(0)
@@ -150,13 +149,12 @@ def _sparse(mask: Mask, sizes: Sizes) -> tuple[int, int, int]:
 
 
 def _of_four_dims(dense: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """[B, N, Sq, Sk], with 1 for B and N where that is the same for all; a mask for each head needs each batch."""
+    """``dense`` as [B, N, Sq, Sk]; B and N may be 1 where it is the same for all, B not for a mask of each head."""
     dense = dense.view(*[1] * (4 - dense.dim()), *dense.shape)
-    batch = 1 if dense.shape[:2] == (1, 1) else sizes.batch
-    return dense.expand(batch, dense.shape[1], sizes.rows, sizes.keys)
+    return dense.expand(1 if dense.shape[:2] == (1, 1) else sizes.batch, dense.shape[1], sizes.rows, sizes.keys)
 
 
 @functools.cache
 def _compressed(device: torch.device) -> torch.Tensor:
-    """The mask tensor of every band, at any length: one for each device."""
+    """The mask tensor of every band at any length, made once for each device."""
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)

@@ -19,7 +19,7 @@ def alltoall_matmul(
     sent: Sequence[int],
     received: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that this rank gets, times the matrix of their expert: ([P, N], [P, K], what was multiplied).
+    """The rows that this rank gets, times the matrix of their expert, [P, N], and the rows themselves, [P, K].
 
     See ``ds_npu.ops.expert_exchange`` for what must hold. Source: aclnnAlltoAllvGroupedMatMul.
     """

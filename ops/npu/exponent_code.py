@@ -22,8 +22,8 @@ def mapped_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 def hans_encode(
     x: torch.Tensor, counts: torch.Tensor, fixed: torch.Tensor, mantissa: torch.Tensor, overflow: torch.Tensor
 ) -> None:
-    """Count the highest bytes of ``x``, and write its code (aclnnHansEncode, each core's part in its own place)."""
-    # The counts are sorted as float32, whose NaN what was there before may be.
+    """Count the highest bytes of ``x``, and write its code (aclnnHansEncode, each core's part at its own offset)."""
+    # The kernel sorts the counts as float32, and old contents may be its NaN.
     torch_npu.npu_hans_encode(x, True, False, out=(counts.zero_(), mantissa, fixed, overflow))
 
 

@@ -8,22 +8,20 @@ import torch_npu
 from ds_npu.ops import grouped_matmul as operators
 
 SPLIT_ROWS, SPLIT_INNER = 0, 2
-"""``group_type``: groups of rows of x, and groups along the dim that is summed over."""
+"""Values of ``group_type``: groups of rows of x, and groups along the dim that is summed over."""
 ONE_RESULT = 3
-"""``split_item``."""
+"""A value of ``split_item``."""
 COUNTS = 1
-"""``group_list_type``: the sizes of the groups, not their ends."""
+"""A value of ``group_list_type``: the sizes of the groups, not their ends."""
 
 
 @torch.no_grad()
 def grouped_matmul(x_PK: torch.Tensor, weight_EKN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """``ds_npu.ops.grouped_matmul``."""
     return _product(x_PK, weight_EKN, counts_E, SPLIT_ROWS)
 
 
 @torch.no_grad()
 def grouped_outer(a_PM: torch.Tensor, b_PN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """``ds_npu.ops.grouped_outer``."""
     return _product(a_PM.t(), b_PN, counts_E, SPLIT_INNER)
 
 

@@ -8,20 +8,20 @@ import torch_npu
 from ds_npu.ops import matmul_accumulate as operator
 
 LARGEST_SIDE = 65535
-"""Of the matrices, by the documentation of npu_grouped_matmul_add_ in torch_npu 2.13 (_op_plugin_docs.py)."""
+"""Longest side of a matrix, by the documentation of npu_grouped_matmul_add_ in torch_npu 2.13 (_op_plugin_docs.py)."""
 
 
 @torch.no_grad()
 def matmul_accumulate_(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """``ds_npu.ops.matmul_accumulate``: a grouped product with one group (aclnnGroupedMatmulAdd), straight into buffer.
 
-    bf16 and fp16 only, as the kernel; float32 is accumulated by addmm itself. torch_npu.npu_matmul_add_fp32 would be
-    the kernel for it, and stands in the ATB library, which not every CANN has.
+    The kernel takes bf16 and fp16 only; addmm itself accumulates float32. torch_npu.npu_matmul_add_fp32 would be the
+    kernel for it, but it is in the ATB library, which not every CANN has.
     """
     low = dy.dtype == x.dtype and dy.dtype in (torch.bfloat16, torch.float16)
     if not low or not buffer.is_contiguous() or max(buffer.shape) > LARGEST_SIDE or not dy.shape[0]:
         return operator.reference(buffer, dy, x)
-    # Filled on the device: nothing is copied from the host, so it does not wait.
+    # The device fills it: nothing is copied from the host, so it does not wait.
     group_end = torch.full((1,), dy.shape[0], dtype=torch.int64, device=dy.device)
     torch_npu.npu_grouped_matmul_add_(buffer.unsqueeze(0), dy, x, group_end, transpose_x=True)
     return buffer

@@ -12,9 +12,9 @@ import torch_npu
 def all_gather_matmul(
     x_MK: torch.Tensor, matrix_KN: torch.Tensor, communicator: str, ranks: int, gathered: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's ``x``, one behind the other, times this rank's ``matrix``: ([ranks * M, N], [ranks * M, K]).
+    """Every rank's ``x``, concatenated, times this rank's ``matrix``: ([ranks * M, N], [ranks * M, K]).
 
-    The second is what was gathered, empty where ``gathered`` is false. ``x`` is contiguous, ``matrix`` may be a
+    The second is the gathered ``x``, empty where ``gathered`` is false. ``x`` is contiguous, ``matrix`` may be a
     transposed view; see ``ds_npu.ops.matmul_collective.unmet`` for what else must hold. Source: aclnnAllGatherMatmul.
     """
     product, whole = torch_npu.npu_all_gather_base_mm(

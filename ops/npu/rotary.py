@@ -19,8 +19,8 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     """``ds_npu.ops.rotary``, one kernel forward and one backward (aclnnRotaryPositionEmbedding and -Grad).
 
     cos and sin are rounded to x's dtype, which is the only one the kernel takes. Shapes it does not take go to the
-    reference: more than four dims, and cos and sin without other dims than a layout's batch and heads (or without its
-    batch alone, where there is more than one head).
+    reference: more than four dims, and cos and sin that broadcast over other dims than a layout's batch and heads (or
+    over its batch alone, where there is more than one head).
     """
     if x.dim() > 4 or max(cos.dim(), sin.dim()) > x.dim():
         return operator.reference(x, cos, sin, interleaved)
@@ -37,7 +37,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 def _dim_for_batch(x4: torch.Tensor, cos4: torch.Tensor) -> int:
     """The dim to which the batch is moved: the kernel takes cos without a batch only where it has no heads either.
 
-    One head (multi-query attention, MLA's keys) is a dim of size 1, which can change places with the batch.
+    One head (multi-query attention, MLA's keys) is a dim of size 1, which can be swapped with the batch.
     """
     if cos4.shape[0] != 1 or cos4.shape[1:] != x4.shape[1:]:
         return 0
@@ -45,15 +45,15 @@ def _dim_for_batch(x4: torch.Tensor, cos4: torch.Tensor) -> int:
 
 
 def _fits(x: torch.Tensor, cos: torch.Tensor, interleaved: bool, angle_gradient: bool) -> bool:
-    # BNSD, BSND and SBND all end in D; of the other three dims cos may have no N, or no N and B.
+    # BNSD, BSND and SBND all end in D; cos may broadcast over N, or over N and B, of the other three dims.
     sizes = list(zip(x.shape[:3], cos.shape[:3], strict=True))
-    lacking = [i for i, (size, own) in enumerate(sizes) if own == 1 and size != 1]
+    broadcast = [i for i, (size, own) in enumerate(sizes) if own == 1 and size != 1]
     held = [i for i, (_, own) in enumerate(sizes) if own != 1]
-    if x.shape[3] != cos.shape[3] or x.shape[3] > LARGEST_D or lacking in ([0], [0, 1, 2]):
+    if x.shape[3] != cos.shape[3] or x.shape[3] > LARGEST_D or broadcast in ([0], [0, 1, 2]):
         return False
-    broadcast = [x.shape[i] for i in lacking]
+    repeats = [x.shape[i] for i in broadcast]
     if interleaved:
-        return len(held) <= 1 and math.prod(broadcast) <= LARGEST_BROADCAST
-    if angle_gradient and math.prod(broadcast) > LARGEST_BROADCAST_WITH_GRADIENT:
+        return len(held) <= 1 and math.prod(repeats) <= LARGEST_BROADCAST
+    if angle_gradient and math.prod(repeats) > LARGEST_BROADCAST_WITH_GRADIENT:
         return False
-    return max(broadcast, default=1) <= LARGEST_BROADCAST
+    return max(repeats, default=1) <= LARGEST_BROADCAST

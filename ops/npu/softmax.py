@@ -11,7 +11,7 @@ from ds_npu.ops import softmax as operator
 def softmax(x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
     """``ds_npu.ops.softmax``, one kernel forward and one backward where S and T are 32, 64, 96 … 4096.
 
-    The kernel has -10000 in place of a masked score, so a score below that is no smaller than a masked one. Without a
+    The kernel replaces masked scores by -10000, so a score below that is no smaller than a masked one. Without a
     mask, and with other sizes, the reference is used (npu_scaled_masked_softmax in torch_npu 2.13, _op_plugin_docs.py).
     """
     if mask is None or not _fits(x, mask):
@@ -21,6 +21,5 @@ def softmax(x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.
 
 
 def _fits(x: torch.Tensor, mask: torch.Tensor) -> bool:
-    if x.dim() != 4 or mask.dim() != 4 or mask.shape[2:] != x.shape[2:]:
-        return False
-    return all(32 <= size <= 4096 and size % 32 == 0 for size in x.shape[2:])
+    is_aligned = all(32 <= size <= 4096 and size % 32 == 0 for size in x.shape[2:])
+    return is_aligned and x.dim() == mask.dim() == 4 and mask.shape[2:] == x.shape[2:]

@@ -86,7 +86,7 @@ def trained(
 def runs(cases: list[tuple[dict[str, object], int, str]]) -> None:
     begin()
     # Half of what is coded does not fit into the codes.
-    exponent_code.ROOM = dict.fromkeys(exponent_code.ROOM, 0.3)
+    exponent_code.CODE_RATIO = dict.fromkeys(exponent_code.CODE_RATIO, 0.3)
     for section, stage, family in cases:
         drop = 0.0 if "context" in section.get("parallel", {}) else 0.3
         expected, waits, _ = trained(stage, section | SWAP, family, drop, False)
@@ -204,7 +204,7 @@ def test_memory_may_be_used_up():
 def copies_in_order() -> None:
     """Numbers that were just computed come back, over two swaps whose overflows are in the same memory."""
     begin()
-    exponent_code.ROOM = dict.fromkeys(exponent_code.ROOM, 0.3)
+    exponent_code.CODE_RATIO = dict.fromkeys(exponent_code.CODE_RATIO, 0.3)
     swaps = [(CopyStreams("npu", True), HostPlaces("npu", True)) for _ in range(2)]
     numbers = torch.randint(-(2**14), 2**14, (2**16,), dtype=torch.int16)
     step = numbers.npu()

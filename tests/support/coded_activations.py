@@ -16,7 +16,7 @@ def code_everything(patch: pytest.MonkeyPatch, room: float) -> None:
     patch.setattr(exponent_code, "HEADER", 0)
     patch.setattr(exponent_code, "CORE_TAIL", 0)
     patch.setattr(exponent_code, "ALIGNMENT", 64)
-    patch.setattr(exponent_code, "ROOM", dict.fromkeys(exponent_code.ROOM, room))
+    patch.setattr(exponent_code, "CODE_RATIO", dict.fromkeys(exponent_code.CODE_RATIO, room))
 
 
 def overflow_bytes(device: torch.device | str = "cpu") -> int:

@@ -1,1 +1,1 @@
-"""What ``ds_npu accept`` runs on NPUs, against references on the CPU, and what it writes down."""
+"""The cases that ``ds_npu accept`` runs on NPUs, against references on the CPU, and the file that it writes."""

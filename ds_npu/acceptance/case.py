@@ -1,4 +1,4 @@
-"""A case of the acceptance: what it is called, how many NPUs it needs, how long it may take, and what comes of it."""
+"""A case of the acceptance: its name, the NPUs it needs, the time it may take, and its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GROUP_NAMES = ("operators", "collectives", "training")
 
 
 class Scope(NamedTuple):
-    """What a run covers: the NPUs it may use, and whether it takes the ``small`` cases alone."""
+    """The extent of a run: the NPUs it may use, and whether it takes the ``small`` cases alone."""
 
     npus: int
     small: bool
@@ -19,13 +19,13 @@ class Scope(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What the process that starts the ranks knows of a case; ``name`` is unique in its group."""
+    """A case as the process that starts the ranks knows it; ``name`` is unique in its group."""
 
     name: str
     ranks: int = 1
     timeout_s: float = 120.0
     alone: bool = False
-    """Whether it gets processes of its own: its communicators would hold device memory until they end."""
+    """Whether it gets its own processes: its communicators would hold device memory until they end."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Check:
 
     @property
     def share(self) -> float:
-        """How much of what is allowed was found; above 1, or infinite, where the check fails."""
+        """The error as a share of the allowed one; above 1, or infinite, where the check fails."""
         if not self.passed:
             return self.error / self.allowed if self.allowed and math.isfinite(self.error) else math.inf
         return self.error / self.allowed if self.allowed else 0.0
@@ -51,15 +51,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found in one case."""
+    """The findings of one rank in one case."""
 
     checks: Sequence[Check] = ()
     wrong: str = ""
-    """What is wrong where no number says it."""
+    """The mistake, where no number shows it."""
     call_s: float | None = None
     """Seconds of one call on the device, the median of several; None where it was not timed."""
     series: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By name, a number for each step: losses and norms, found and expected."""
+    """Numbers of each step by name: losses and norms, found and expected."""
 
 
 class NotRunError(Exception):
@@ -74,9 +74,9 @@ class Group:
     module: str
     purpose: str
     tolerance: str
-    """How the errors that are allowed were derived; stands in the file."""
+    """Derivation of the allowed errors, for the file."""
     advice: str
-    """What to do with what failed."""
+    """Advice for cases that failed."""
     cases: Callable[[Scope], Sequence[Case]]
     unmet: Callable[[], str | None] = lambda: None
     """Why none of its cases can be run here; None if they can."""

@@ -1,7 +1,7 @@
 """The collectives that ds_npu and DeepSpeed's ZeRO use, in every dtype, from one element to more than HCCL's buffer.
 
-What is sent repeats the integers from -8 to 8, of which sums over up to 32 ranks are exact in bf16, too. 17 is prime:
-HCCL cuts messages by powers of 2, so a part that arrives at another place shows.
+Messages repeat the integers from -8 to 8, whose sums over up to 32 ranks are exact in bf16, too. Their number, 17, is
+prime: HCCL cuts messages by powers of 2, so a part that arrives at a wrong offset shows.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ REAL_PRODUCTS = {
 """Rows on a rank, inner dimension and columns: the MLPs of Llama-3 8B and 70B over 4 or 8 tensor ranks."""
 MIB = 1 << 20
 BUFFER_MIB = 200
-"""Of a communicator where HCCL_BUFFSIZE is not set, by CANN's HCCL user guide."""
+"""Buffer of a communicator where HCCL_BUFFSIZE is not set, by CANN's HCCL user guide."""
 MOST_RANKS = 32
-"""Up to so many ranks the sums are exact in bf16."""
+"""Most ranks over which the sums are exact in bf16."""
 SMALL_RANKS = 4
-"""Of the small cases: on the simulator starting ranks takes longer than what they do."""
+"""Most ranks of the small cases: the simulator starts ranks more slowly than it runs them."""
 
 REDUCED = (torch.float32, torch.bfloat16, torch.float16)
 MOVED = (*REDUCED, torch.int64, torch.int32, torch.uint8)
@@ -57,20 +57,20 @@ TOLERANCE = (
 
 @dataclass(frozen=True)
 class CollectiveCase(Case):
-    """``count``: elements that a rank has (of an all-to-all: sends to each other rank, about)."""
+    """A collective on ``count`` elements of each rank (all-to-all: sent to each other rank, about)."""
 
     kind: str = OBJECTS
     dtype: torch.dtype = torch.float32
     count: int = 1
     inner: int = 256
     columns: int = 384
-    """Of a fused product's matrix, ``count`` being its rows on a rank."""
+    """Columns of a fused product's matrix; ``count`` is its rows on a rank."""
     buffer_mib: int | None = None
-    """The HCCL buffer of a communicator that is made for the case; None: the world's own communicator."""
+    """HCCL buffer of a communicator that is made for the case; None: the world's own communicator."""
 
 
 def collective_cases(scope: Scope) -> list[CollectiveCase]:
-    """For all NPUs and, where there are more, for two; nothing for one NPU."""
+    """Cases for all NPUs and, where there are more than two, for two; none for one NPU."""
     found = []
     most = min(scope.npus, SMALL_RANKS if scope.small else MOST_RANKS)
     for ranks in sorted({2, most} if scope.npus > 1 else ()):
@@ -89,17 +89,17 @@ def collective_cases(scope: Scope) -> list[CollectiveCase]:
 
 
 def _of_kind(kind: str, ranks: int, small: bool, whole: bool) -> list[CollectiveCase]:
-    """Every dtype at a size that nothing divides; every size in bf16, sizes over the buffer included."""
+    """Cases of every dtype at a size that nothing divides, and of every size, those over the buffer included."""
     dtypes = REDUCED if "reduce" in kind else MOVED
     found = [_case(kind, ranks, dtype, 1003) for dtype in (dtypes[:2] if small else dtypes)]
     found.append(_case(kind, ranks, torch.bfloat16, 1))
     if kind.endswith("of reals"):
         return found
-    # More than a communicator's buffer: a small buffer first, which takes little time and memory.
+    # Exceed a communicator's buffer: a small buffer first, which takes little time and memory.
     if kind != "all-reduce in pairs":
         found.append(_case(kind, ranks, torch.bfloat16, MIB + 5, buffer_mib=1))
     if whole and not small:
-        # A rank of these has a message for each rank, or from each: all of them together have the size.
+        # Here each rank has a message for each rank, or from each: they have the size in sum.
         parts = ranks if kind in FOR_EACH_RANK else 1
         found += [_case(kind, ranks, torch.bfloat16, size // parts + 1) for size in (MIB, 16 * MIB, 64 * MIB)]
         over = (int(os.environ.get("HCCL_BUFFSIZE") or BUFFER_MIB) + 50) * MIB // 4

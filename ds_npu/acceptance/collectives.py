@@ -1,4 +1,4 @@
-"""Every collective, over the NPUs of this machine, against what each rank can compute of the others' by itself."""
+"""Every collective, over the NPUs of this machine, against results that each rank computes by itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ds_npu.ops.self_check import FLOAT32_UNIT
 from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
 
 PERIOD = 17
-"""What is sent repeats so many integers."""
+"""Number of integers that messages repeat."""
 MOST_ROWS = 512
-"""Of a fused product, which are compared."""
+"""Rows of a fused product that are compared."""
 TIMED_FROM = 1 << 20
-"""Elements: a smaller message says nothing about a link."""
+"""Elements of the smallest timed message: a smaller one says nothing about a link."""
 
 
 class Part(NamedTuple):
@@ -56,7 +56,7 @@ class Peers:
         return range(self.size)
 
     def period(self, rank: int, to: int = 0) -> torch.Tensor:
-        """The integers of ``rank``, for rank ``to``: each pair's begin at another place. uint8 has them from 0 on."""
+        """The integers that ``rank`` sends ``to`` a rank; each pair starts at another one. uint8 counts from 0."""
         lowest = 0 if self.dtype == torch.uint8 else -(PERIOD // 2)
         return (torch.arange(PERIOD) + 5 * rank + 3 * to) % PERIOD + lowest
 
@@ -65,11 +65,11 @@ class Peers:
         return part.period.to(self.dtype).repeat(-(-part.length // PERIOD))[: part.length]
 
     def sent(self, *parts: Part) -> torch.Tensor:
-        """Parts one behind the other, on this rank's NPU."""
+        """``parts``, concatenated on this rank's NPU."""
         return torch.cat([self.repeated(part) for part in parts]).to("npu")
 
     def mine(self) -> torch.Tensor:
-        """What this rank has."""
+        """The elements of this rank."""
         return self.sent(Part(self.period(self.rank), self.count))
 
     def total(self) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Peers:
         return torch.stack([self.period(rank) for rank in self.ranks]).sum(0)
 
     def differing(self, found: torch.Tensor, expected: Sequence[Part]) -> Check:
-        """Count the elements of ``found`` that are not those of ``expected``, one part behind the other."""
+        """Count the elements of ``found`` that differ from the concatenated parts of ``expected``."""
         if found.numel() != sum(part.length for part in expected):
             raise ValueError(f"{found.numel()} elements; {sum(part.length for part in expected)} are right")
         parts = torch.split(found.cpu().flatten(), [part.length for part in expected])
@@ -102,7 +102,7 @@ def _all_reduce_largest(peers: Peers) -> Exchange:
 
 
 def _all_reduce_in_pairs(peers: Peers) -> Exchange:
-    """As tensor ranks do it beside one another: a communicator for each pair, and all at work at once."""
+    """All-reduce in all pairs of ranks at once, each with its own communicator, as tensor ranks do."""
     pairs = [list(peers.ranks[first : first + 2]) for first in peers.ranks[::2]]
     groups = [dist.new_group(pair) for pair in pairs]
     pair, group = pairs[peers.rank // 2], groups[peers.rank // 2]
@@ -124,16 +124,7 @@ def _reduce_scatter(peers: Peers) -> Exchange:
     return Exchange(lambda: reduce_scatter(whole, 0, peers.group).wait(), parts)
 
 
-def _all_to_all(peers: Peers) -> Exchange:
-    return _exchanged(peers, lambda rank, to: peers.count)
-
-
-def _all_to_all_uneven(peers: Peers) -> Exchange:
-    """From nothing to twice the count; a rank's own part, too."""
-    return _exchanged(peers, lambda rank, to: (rank + 2 * to) % 3 * peers.count)
-
-
-def _exchanged(peers: Peers, count: Callable[[int, int], int]) -> Exchange:
+def _all_to_all(peers: Peers, count: Callable[[int, int], int]) -> Exchange:
     to_each = [Part(peers.period(peers.rank, to), count(peers.rank, to)) for to in peers.ranks]
     from_each = [Part(peers.period(rank, peers.rank), count(rank, peers.rank)) for rank in peers.ranks]
     sent = peers.sent(*to_each)
@@ -148,7 +139,7 @@ def _exchanged(peers: Peers, count: Callable[[int, int], int]) -> Exchange:
 
 
 def _batched(peers: Peers) -> Exchange:
-    """Around the ring of all ranks, in one batch: as ring attention does."""
+    """Send around the ring of all ranks in one batch, as ring attention does."""
     mine, previous = peers.mine(), (peers.rank - 1) % peers.size
 
     def call() -> torch.Tensor:
@@ -167,7 +158,7 @@ def _batched(peers: Peers) -> Exchange:
 
 
 def _send_and_receive(peers: Peers) -> Exchange:
-    """Neighbours in pairs, the even one sends first; the last of an odd number keeps its own."""
+    """Exchange in pairs of neighbours, the even rank sends first; the last of an odd number keeps its own."""
     mine, other = peers.mine(), peers.rank ^ 1
     if other >= peers.size:
         return Exchange(lambda: mine, [Part(peers.period(peers.rank), peers.count)])
@@ -197,7 +188,7 @@ def _broadcast(peers: Peers) -> Exchange:
 
 
 def _two_in_flight(peers: Peers) -> Exchange:
-    """A gather and a sum that are waited for together, in the other order, with work on the device between."""
+    """Start a gather and a sum, then compute on the device, then wait for both in the other order."""
     mine = peers.mine()
 
     def call() -> torch.Tensor:
@@ -205,9 +196,8 @@ def _two_in_flight(peers: Peers) -> Exchange:
         doubled = mine + mine
         return torch.cat([summed.wait(), gathered.wait(), doubled - mine])
 
-    gathered_parts = [Part(peers.period(rank), peers.count) for rank in peers.ranks]
-    mine_part = Part(peers.period(peers.rank), peers.count)
-    return Exchange(call, [Part(peers.total(), peers.count), *gathered_parts, mine_part])
+    periods = [peers.total(), *map(peers.period, peers.ranks), peers.period(peers.rank)]
+    return Exchange(call, [Part(period, peers.count) for period in periods])
 
 
 EXCHANGES: dict[str, Callable[[Peers], Exchange]] = {
@@ -216,8 +206,9 @@ EXCHANGES: dict[str, Callable[[Peers], Exchange]] = {
     "all-reduce in pairs": _all_reduce_in_pairs,
     "all-gather": _all_gather,
     "reduce-scatter": _reduce_scatter,
-    "all-to-all": _all_to_all,
-    "all-to-all, uneven": _all_to_all_uneven,
+    "all-to-all": lambda peers: _all_to_all(peers, lambda rank, to: peers.count),
+    # Each rank sends each, itself included, from nothing to twice the count.
+    "all-to-all, uneven": lambda peers: _all_to_all(peers, lambda rank, to: (rank + 2 * to) % 3 * peers.count),
     "batched send and receive": _batched,
     "send and receive": _send_and_receive,
     "broadcast": _broadcast,
@@ -250,7 +241,7 @@ def _rounding(found: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, unit
 
 
 def _objects(peers: Peers) -> Check:
-    """Python objects of other lengths on each rank, as checkpoints and agreements send them."""
+    """Gather and broadcast Python objects whose lengths differ by rank, as checkpoints and agreements do."""
     everyones: list[object] = [None] * peers.size
     dist.all_gather_object(everyones, {"rank": peers.rank, "text": "x" * 1000 * peers.rank})
     box: list[object] = [{"from": 0}] if peers.rank == 0 else [None]
@@ -262,7 +253,7 @@ def _objects(peers: Peers) -> Check:
 def _fused(peers: Peers, kind: str, sizes: tuple[int, int]) -> Check:
     """A matrix product in one kernel with its collective; ``sizes``: the inner dimension, and the columns.
 
-    Of many rows some are compared: the reference of all would take the CPU minutes.
+    Only some of many rows are compared: the reference of all would take the CPU minutes.
     """
     if why := matmul_collective.why_unavailable():
         raise NotRunError(str(why))
@@ -288,12 +279,12 @@ def _fused(peers: Peers, kind: str, sizes: tuple[int, int]) -> Check:
 
 
 def _some_of(rows: int) -> torch.Tensor:
-    """The numbers of all rows, or of MOST_ROWS about, the last one included."""
+    """Indices of all rows, or of about MOST_ROWS, the last one included."""
     return torch.arange(rows - 1, -1, -max(1, rows // MOST_ROWS))
 
 
 def run_collective(case: CollectiveCase, job: Assignment) -> Measured:
-    """One collective on all ranks of this peers."""
+    """Run one collective on all ranks of the case."""
     group = None
     if case.buffer_mib is not None:
         group = dist.new_group(pg_options=capability.hccl_options(case.buffer_mib))

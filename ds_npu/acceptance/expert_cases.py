@@ -1,4 +1,4 @@
-"""Calls of the operators of experts: grouped products, and tokens into the order of their experts and back.
+"""Calls of the operators of experts: grouped products, and permutations of tokens to their experts and back.
 
 Names of shapes: T tokens, K experts of each, E experts, H hidden, I columns of an expert, P = T * K rows.
 """
@@ -43,17 +43,15 @@ def outer_args(groups: int, rows: int, left: int, right: int) -> Maker:
 
 
 def outer_accumulate_args(groups: int, rows: int, left: int, right: int) -> Maker:
-    """buffer [groups, left, right] float32, then as ``outer_args``."""
-    other = outer_args(groups, rows, left, right)
-    buffer_dtype = torch.float32
+    """buffer [groups, left, right] float32, then the arguments of ``outer_args``."""
     return lambda dtype: (
-        drawn(groups, left, right, seed=3, dtype=torch.promote_types(dtype, buffer_dtype), gradient=False),
-        *other(dtype),
+        drawn(groups, left, right, seed=3, dtype=torch.promote_types(dtype, torch.float32), gradient=False),
+        *outer_args(groups, rows, left, right)(dtype),
     )
 
 
 def permute_args(tokens: int, choices: int, experts: int, hidden: int, kept: float = 1.0) -> Maker:
-    """x [T, H], experts [T, K], of which the share ``kept`` of the copies is asked for."""
+    """x [T, H], experts [T, K], and the number of rows: a share ``kept`` of all copies."""
 
     def make(dtype: torch.dtype) -> tuple[object, ...]:
         x = drawn(tokens, hidden, seed=1, dtype=dtype, gradient=False)
@@ -64,12 +62,12 @@ def permute_args(tokens: int, choices: int, experts: int, hidden: int, kept: flo
 
 
 def unpermute_args(tokens: int, choices: int, hidden: int, kept: float = 1.0) -> Maker:
-    """rows [P, H] and the places [T, K] of which P are there."""
+    """rows [P, H] and positions [T, K], of which P have a row."""
 
     def make(dtype: torch.dtype) -> tuple[object, ...]:
-        places = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(3)).int()
+        positions = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(3)).int()
         rows = drawn(int(kept * tokens * choices), hidden, seed=1, dtype=dtype, gradient=False)
-        return rows, places.view(tokens, choices)
+        return rows, positions.view(tokens, choices)
 
     return make
 
@@ -96,7 +94,7 @@ LARGE_EXPERTS = (
     Call("tokens to 128 experts 4096 x 2048, 8 each", token_permute, permute_args(4096, 8, 128, 2048)),
     Call("tokens from experts 4095 x 2048, 8 each", token_unpermute, unpermute_args(4095, 8, 2048, kept=0.9)),
 )
-"""Of Qwen3-30B-A3B over 8 ranks that shard experts, Mixtral 8x7B over 4 expert ranks, and DeepSeek-V2-Lite over 8.
+"""Shapes of Qwen3-30B-A3B over 8 ranks that shard experts, Mixtral 8x7B and DeepSeek-V2-Lite over 4 and 8 expert ranks.
 
-Whole layers took the reference in float64 more than 10 GB and, on two cores, more than LARGE_S.
+The reference of whole layers in float64 took more than 10 GB and, on two cores, more than LARGE_S.
 """

@@ -1,4 +1,4 @@
-"""The groups of cases, in the order in which they are run: a later one needs what an earlier one tries."""
+"""The groups of cases, in the order in which they run: a later one relies on what an earlier one tries."""
 
 from __future__ import annotations
 

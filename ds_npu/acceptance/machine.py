@@ -1,4 +1,4 @@
-"""What the machine has, asked in a process of its own: a driver may hang, and what it starts must not outlive it."""
+"""NPUs and software of this machine. Another process asks the driver, which may hang, and ends with its answer."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ds_npu.capability.releases import installed_version
 CLONE = Path(__file__).resolve().parents[2]
 """The folder that holds the package: the clone, or site-packages."""
 ANSWER_S = 300.0
-"""Seconds in which a machine says what NPUs it has."""
+"""Seconds within which the driver must name the NPUs."""
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
 @dataclass(frozen=True)
 class Npus:
-    """Name and memory of each NPU; without any, why, and what to do."""
+    """Name and memory of each NPU; without any, the reason and an advice."""
 
     names: list[str]
     memory_gib: list[float]
     why_none: str = ""
 
     @property
-    def said(self) -> str:
-        """As in "8 NPUs (Ascend910B2, 64 GiB)"."""
+    def summary(self) -> str:
+        """The NPUs in words: "8 NPUs (Ascend910B2, 64 GiB)"."""
         kinds = sorted({f"{name}, {size:g} GiB" for name, size in zip(self.names, self.memory_gib, strict=True)})
         return f"{len(self.names)} NPU{'' if len(self.names) == 1 else 's'} ({'; '.join(kinds)})"
 
@@ -100,15 +100,14 @@ def _commit() -> str | None:
 
 
 def _npu_smi() -> list[str]:
-    """``npu-smi info`` without its table of processes: which NPUs there are, and how they are."""
+    """The NPUs and their state by ``npu-smi info``, without its table of processes."""
     if simulated() or shutil.which("npu-smi") is None:
         return []
     try:
         done = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
         return ["npu-smi info did not answer within 60 s"]
-    about_npus = done.stdout.split("Process id")[0]
-    return without_names(about_npus).splitlines()
+    return without_names(done.stdout.split("Process id")[0]).splitlines()
 
 
 def without_names(text: str) -> str:

@@ -20,9 +20,9 @@ LEARNING_RATES = {"SGD": 0.1, "AdamW": 1e-3}
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.01
 EXPERTS = 4
 BATCHES = 2
-"""Different batches, in turn: losses fall within the steps."""
+"""Number of batches, which steps repeat: losses fall within the steps."""
 PIECES = 2
-"""One process computes the gradient of a batch in so many pieces, as ranks and accumulation cut it."""
+"""Pieces of a batch whose gradients one process adds up, as ranks and accumulation do."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Curve:
 class Block(nn.Module):
     """A pre-norm decoder block in plain PyTorch: causal attention, and an MLP.
 
-    With SiLU, since NPUs compute GELU by its approximation with tanh.
+    It has SiLU, since NPUs approximate GELU with tanh.
     """
 
     def __init__(self, sizes: ModelSizes) -> None:
@@ -93,7 +93,7 @@ def decoder(sizes: ModelSizes, kind: Model) -> nn.Module:
     if kind == "decoder":
         model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
     else:
-        # Its own grouped products take no float64.
+        # Mixtral's own grouped products take no float64.
         values |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "experts_implementation": "eager"}
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**values))
     return model.train()
@@ -108,16 +108,14 @@ def batch(sizes: ModelSizes, step: int) -> torch.Tensor:
 
 
 def decoder_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own loss of ``tokens`` [B, S + 1], of which it is given the first S."""
+    """The model's own loss on the first S of ``tokens`` [B, S + 1]."""
     loss: torch.Tensor = model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
     return loss
 
 
 def loss_of(recipe: TrainingRecipe, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The loss of ``recipe``'s model, on one device."""
-    if recipe.model == "layers":
-        return token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-    return decoder_loss(model, tokens)
+    return token_loss(model(tokens[:, :-1]), tokens[:, 1:]) if recipe.model == "layers" else decoder_loss(model, tokens)
 
 
 def model_of(recipe: TrainingRecipe) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A call of an operator, and the numbers that it is given."""
+"""A call of an operator, and the numbers in its arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Maker = Callable[[torch.dtype], tuple[object, ...]]
 
 @dataclass(frozen=True)
 class Call:
-    """``function(*args(dtype))``, on NPU tensors the kernel's, on CPU tensors the reference's."""
+    """``function(*args(dtype))``: it runs the kernel on NPU tensors, the reference on CPU tensors."""
 
     name: str
     function: Callable[..., object]

@@ -30,7 +30,7 @@ from ds_npu.ops.swiglu import swiglu
 EPS = 1e-5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGE_S = 300.0
-"""The reference of a large call, in float64 on the CPU, may take minutes."""
+"""Seconds of a large call: its reference, in float64 on the CPU, may take minutes."""
 
 RMS_ROUNDINGS = 1.0
 TOLERANCE = (
@@ -53,13 +53,16 @@ class OperatorCase(Case):
 def operator_cases(scope: Scope) -> list[OperatorCase]:
     """Every operator's own check, then every call in every dtype; the small calls alone where ``scope`` says so."""
     found = [OperatorCase(f"{each.name}: its own check", operator=each.name) for each in OPERATORS]
-    for call, dtype in itertools.product((*SMALL_CALLS, *SMALL_EXPERTS, *SMALL_ATTENTION), DTYPES):
-        found.append(OperatorCase(f"{call.name}, {short(dtype)}", call=call, dtype=dtype))
+    found += [
+        OperatorCase(f"{call.name}, {short(dtype)}", call=call, dtype=dtype)
+        for call, dtype in itertools.product((*SMALL_CALLS, *SMALL_EXPERTS, *SMALL_ATTENTION), DTYPES)
+    ]
     if scope.small:
         return found
-    for call, dtype in itertools.product((*LARGE_CALLS, *LARGE_EXPERTS), DTYPES):
-        found.append(OperatorCase(f"{call.name}, {short(dtype)}", timeout_s=LARGE_S, call=call, dtype=dtype))
-    return found
+    return found + [
+        OperatorCase(f"{call.name}, {short(dtype)}", timeout_s=LARGE_S, call=call, dtype=dtype)
+        for call, dtype in itertools.product((*LARGE_CALLS, *LARGE_EXPERTS), DTYPES)
+    ]
 
 
 def short(dtype: torch.dtype) -> str:
@@ -92,10 +95,10 @@ def swiglu_args(*shape: int, dim: int = -1) -> Maker:
 
 
 def angles(positions: int, head: int, interleaved: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [positions, head], as models have them."""
+    """cos and sin [positions, head], computed as models do."""
     speeds = 10000.0 ** -(torch.arange(0, head, 2) / head)
-    turns = torch.outer(torch.arange(positions).float(), speeds)
-    both = turns.repeat_interleave(2, 1) if interleaved else torch.cat([turns, turns], 1)
+    half = torch.outer(torch.arange(positions).float(), speeds)
+    both = half.repeat_interleave(2, 1) if interleaved else torch.cat([half, half], 1)
     return both.cos().bfloat16().to(dtype), both.sin().bfloat16().to(dtype)
 
 
@@ -145,7 +148,7 @@ def accumulate_args(out: int, into: int, tokens: int) -> Maker:
 
 
 def adamw_args(*sizes: int) -> Maker:
-    """Parameters, gradients and both moments, and the third step."""
+    """Parameters, gradients, both moments, and the numbers of the third step."""
 
     def make(dtype: torch.dtype) -> tuple[object, ...]:
         lists = [
@@ -160,7 +163,7 @@ def adamw_args(*sizes: int) -> Maker:
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """``widths``: of query and key, and of the value."""
+    """Sizes of an attention call; ``heads``: the query's and the key's; ``widths``: the key's and the value's."""
 
     heads: tuple[int, int]
     rows: int
@@ -170,7 +173,7 @@ class AttentionSizes:
 
 
 def attention_args(sizes: AttentionSizes, options: Options) -> Maker:
-    """q, k and v laid out as ``options`` say."""
+    """q, k and v in the layout of ``options``."""
 
     def make(dtype: torch.dtype) -> tuple[object, ...]:
         shapes = (
@@ -197,7 +200,7 @@ def _laid_out(x_BSND: torch.Tensor, options: Options) -> torch.Tensor:
 
 
 def attention_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
-    """``attention`` as models call it: of its lse nothing is used, so that it has no gradient."""
+    """The output of ``attention`` alone, as models use it: lse has no gradient."""
     return attention(q, k, v, options)[0]
 
 
@@ -235,7 +238,7 @@ SMALL_CALLS = (
     Call("weight gradient", matmul_accumulate_, accumulate_args(24, 40, 33)),
     Call("adamw", adamw_, adamw_args(7, 130)),
 )
-"""Corners of what the kernels take."""
+"""Calls at the corners of what the kernels take."""
 
 _TINY = AttentionSizes((4, 2), 24, 40, (32, 32), batch=2)
 _PACKED = AttentionSizes((4, 2), 40, 40, (32, 32))
@@ -251,7 +254,7 @@ SMALL_ATTENTION = (
         "causal", AttentionSizes((4, 1), 33, 33, (48, 32), batch=2), Options("BSND", CAUSAL), with_lse=True
     ),
 )
-"""Each layout and each kind of mask."""
+"""A call for each layout and each kind of mask."""
 
 _8B = AttentionSizes((8, 2), 4096, 4096, (128, 128))
 LARGE_CALLS: Sequence[Call] = (
@@ -292,4 +295,4 @@ LARGE_CALLS: Sequence[Call] = (
     _attention_call("packed, causal", _8B, Options("TND", CAUSAL.packed((1, 700, 701, 2800, 4096)))),
     _attention_call("packed, sliding", _8B, Options("TND", sliding(256).packed((512, 4096)))),
 )
-"""As models have them, and sizes that nothing divides."""
+"""Calls with sizes of models, and with sizes that nothing divides."""

@@ -26,17 +26,17 @@ def run_operator(case: OperatorCase, job: Assignment) -> Measured:
         return Measured(wrong=operator.check(device) or "")
     function = case.call.function
     args = case.call.args(case.dtype)
-    found = outcome(function, _placed(args, device, None))
-    expected = outcome(function, _placed(args, torch.device("cpu"), torch.float64))
+    found = outcome(function, _copied(args, device, None))
+    expected = outcome(function, _copied(args, torch.device("cpu"), torch.float64))
     if list(found) != list(expected):
         return Measured(wrong=f"it gives {', '.join(found)}, and the reference {', '.join(expected)}")
     checks = [check for name, true in expected.items() for check in comparisons(name, found[name].cpu(), true)]
-    on_npu = _placed(args, device, None)
+    on_npu = _copied(args, device, None)
     return Measured(checks, call_s=None if job.small else timed(lambda: outcome(function, on_npu)))
 
 
 def comparisons(name: str, found: torch.Tensor, true: torch.Tensor) -> Iterator[Check]:
-    """The largest error and the mean square of one tensor; of whole numbers and booleans, how many differ."""
+    """Checks of one tensor: its largest and mean square error, or how many integers or booleans differ."""
     if found.shape != true.shape:
         raise ValueError(f"{name} has shape {tuple(found.shape)}, and {tuple(true.shape)} is right")
     if not found.is_floating_point():
@@ -54,21 +54,18 @@ def _rms(x: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(x)) / math.sqrt(x.numel())
 
 
-def _placed(args: tuple[object, ...], device: torch.device, dtype: torch.dtype | None) -> tuple[object, ...]:
+def _copied(args: tuple[object, ...], device: torch.device, dtype: torch.dtype | None) -> tuple[object, ...]:
     """Copies of ``args`` on ``device``, floating ones in ``dtype`` (None: their own)."""
 
-    def leaf(x: torch.Tensor) -> torch.Tensor:
-        wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
-        return x.detach().clone().to(device, wanted).requires_grad_(x.requires_grad)
-
-    def placed(x: object) -> object:
+    def copied(x: object) -> object:
         if isinstance(x, torch.Tensor):
-            return leaf(x)
+            wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
+            return x.detach().clone().to(device, wanted).requires_grad_(x.requires_grad)
         if isinstance(x, Options) and x.mask.dense is not None:
             return replace(x, mask=Mask(dense=x.mask.dense.to(device)))
         return x
 
-    found: tuple[object, ...] = pytree.tree_map(placed, args)
+    found: tuple[object, ...] = pytree.tree_map(copied, args)
     return found
 
 

@@ -26,10 +26,10 @@ from ds_npu.acceptance.machine import simulated
 
 C = TypeVar("C", bound=Case)
 
-SAID_CHARACTERS = 1500
-"""Of an error's text."""
+MESSAGE_CHARACTERS = 1500
+"""Characters of an error's text that a report keeps."""
 READY = "ready"
-"""In place of a case's name, in the first report: the rank has its NPU and has met the others."""
+"""Case of the first report: the rank has its NPU and has met the others."""
 GROUP_TIMEOUT_S = 300
 DIGITS = 9
 """Significant digits of the numbers in a report."""
@@ -38,16 +38,16 @@ TIMED_CALLS = 5
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the ranks of one world are to do; travels as JSON on their command line."""
+    """Work of the ranks of one world, passed as JSON on their command line."""
 
     names: tuple[str, ...]
     ranks: int
     npus: int
     small: bool
     folder: str
-    """For what cases leave to later ones of the run."""
+    """Folder of files that cases leave to later ones of the run."""
     world: str
-    """A folder of this world: the rendezvous of its ranks, their reports, their output."""
+    """Folder of this world: the rendezvous of its ranks, their reports, their output."""
 
     @staticmethod
     def parsed(text: str) -> Assignment:
@@ -60,13 +60,13 @@ class Assignment:
 
     @property
     def scope(self) -> Scope:
-        """What the whole run covers."""
+        """The scope of the whole run."""
         return Scope(self.npus, self.small)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of a case; see ``Measured``. ``raised`` is the error that ended it."""
+    """A rank's report of a case; see ``Measured``. ``raised`` is the error that ended it."""
 
     case: str
     check: Check | None = None
@@ -88,7 +88,7 @@ class Report:
 
 
 def reports_of(world: str, rank: int) -> Path:
-    """The file of a rank's reports: lines of JSON, the first when it is READY, then one for each case."""
+    """The file of a rank's reports: lines of JSON, the first once it is READY, then one for each case."""
     return Path(world, f"reports-{rank}")
 
 
@@ -102,10 +102,10 @@ def run_cases(
 ) -> int:
     """The main function of a rank: run the cases that the command line names, in order; returns the exit code.
 
-    A case that raises ends the process: what it left on the device would spoil the next one.
+    A case that raises ends the process: its remains on the device would spoil the next one.
     """
     job, rank = Assignment.parsed(sys.argv[1]), int(os.environ["RANK"])
-    # SIGUSR1: where every thread stands, into the log.
+    # SIGUSR1 writes the stack of every thread into the log.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     apply_defaults(os.environ, bound_to_cores())
@@ -140,11 +140,11 @@ def _report(case: C, run: Callable[[C, Assignment], Measured], job: Assignment) 
         return Report(case.name, not_run=str(reason))
     except Exception as error:
         traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}: {error}"
-        return Report(case.name, raised=said[:SAID_CHARACTERS])
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}: {error}"
+        return Report(case.name, raised=message[:MESSAGE_CHARACTERS])
     series = {name: [float(f"{x:.{DIGITS}g}") for x in values] for name, values in found.series.items()}
-    return Report(case.name, worst(found.checks), found.wrong[:SAID_CHARACTERS], found.call_s, series)
+    return Report(case.name, worst(found.checks), found.wrong[:MESSAGE_CHARACTERS], found.call_s, series)
 
 
 def worst(checks: Iterable[Check]) -> Check | None:
@@ -153,7 +153,7 @@ def worst(checks: Iterable[Check]) -> Check | None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process once its parent has: it would go on holding its NPU."""
+    """End this process once its parent has ended: it would go on holding its NPU."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

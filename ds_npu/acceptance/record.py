@@ -1,4 +1,4 @@
-"""The file that is sent back: what was run where, and every result; written anew after each case."""
+"""The file that users send back: the machine and every result; written anew after each case."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ds_npu.acceptance.machine import Npus, simulated, software_and_machine, wit
 from ds_npu.acceptance.world import CaseResult
 
 FORMAT = 1
-"""Of the file; a file of another one is not continued."""
+"""Version of the file's format; a file of another one is not continued."""
 SAME_RUN = ("ds_npu accept", "simulated", "cases of", "versions", "npus")
-"""What must not change where a run is continued."""
+"""Keys whose values must not change where a run is continued."""
 
 
 Entry = Mapping[str, object]
@@ -51,7 +51,7 @@ class Record:
         )
 
     def continued(self) -> Record:
-        """This record with the results that its file holds. Raises ValueError where that is of another run."""
+        """This record with the results that its file holds. Raises ValueError where the file is of another run."""
         try:
             found = json.loads(self.path.read_text())
         except (OSError, ValueError) as error:
@@ -67,7 +67,7 @@ class Record:
         return self.entries.get((group, case), {}).get("result") == "passed"
 
     def add(self, result: CaseResult) -> None:
-        """Take ``result`` and write the file."""
+        """Add ``result`` and write the file."""
         self.entries[result.group, result.case] = entry_of(result)
         self.write(["the run was ended before its summary"])
 
@@ -97,15 +97,15 @@ def entry_of(result: CaseResult) -> Entry:
         }
     if result.call_s is not None:
         entry["call us"] = round(1e6 * result.call_s, 1)
-    if result.said:
-        entry["said"] = without_names(result.said)
+    if result.message:
+        entry["said"] = without_names(result.message)
     if result.output:
         entry["output"] = without_names(result.output).splitlines()
     return entry | {name: list(values) for name, values in result.series.items()}
 
 
 def _finite(value: object) -> object:
-    """``value`` with the words "nan" and "inf" in place of what JSON has no number for."""
+    """``value`` with "nan" and "inf" as texts, for which JSON has no numbers."""
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -21,12 +21,12 @@ from ds_npu.config.parallel import ParallelSection, fit
 
 UNITS = {"float32": 2.0**-13, "bfloat16": 2.0**-8}
 FALL = 0.05
-"""The loss falls by this share in the reference: a model that does not learn would hide a wrong gradient."""
+"""Least fall of the reference's loss, as a share: a model that does not learn would hide a wrong gradient."""
 
 
 def run_training(case: TrainingCase, job: Assignment) -> Measured:
     """Train for the steps of the recipe; the first rank compares."""
-    # A PipelineModule needs it before there is an engine.
+    # A PipelineModule needs process groups before there is an engine.
     deepspeed.init_distributed()
     exact = own = None
     if dist.get_rank() == 0:
@@ -82,8 +82,7 @@ def ds_config(case: TrainingCase) -> dict[str, object]:
 
 
 def _decoder_curve(case: TrainingCase) -> Curve:
-    model = one_process.model_of(case.recipe).to(one_process.dtype_of(case.recipe))
-    engine = _engine(model, ds_config(case))
+    engine = _engine(one_process.model_of(case.recipe).to(one_process.dtype_of(case.recipe)), ds_config(case))
     sharing, data_rank = data_ranks(case), dist.get_rank(group=engine.data_parallel_group)
     losses, norms = [], []
     for step in range(case.recipe.steps):

@@ -26,7 +26,7 @@ TOLERANCE = (
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Of the model and of its global batch, which is the same for every number of data ranks."""
+    """Sizes of the model and of its global batch, which is the same for every number of data ranks."""
 
     hidden: int
     intermediate: int
@@ -40,7 +40,7 @@ class ModelSizes:
 
 SMALL_SIZES = ModelSizes(32, 48, 1, 4, 2, 64, sequences=2, length=24)
 LARGE_SIZES = ModelSizes(256, 704, 4, 8, 4, 1024, sequences=16, length=256)
-"""Of two tensor ranks each has what the fused matrix products take (256 to 65534 inputs)."""
+"""Each of two tensor ranks has a size that the fused matrix products take (256 to 65534 inputs)."""
 REAL_SIZES = ModelSizes(4096, 14336, 1, 32, 8, 512, sequences=2, length=1024)
 """A block of Llama-3 8B; one process on the CPU computes 3 TFLOP a step."""
 REAL_STEPS = 3
@@ -48,7 +48,7 @@ REAL_STEPS = 3
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """What the losses of one process depend on."""
+    """Everything on which the losses of one process depend."""
 
     model: Model
     sizes: ModelSizes
@@ -58,7 +58,7 @@ class TrainingRecipe:
 
     @property
     def file(self) -> str:
-        """The name under which the losses of one process are kept."""
+        """Name of the file that keeps the losses of one process."""
         return f"{self.model}-{self.sizes.hidden}-{self.dtype}-{self.optimizer}.json"
 
 
@@ -70,18 +70,18 @@ class TrainingCase(Case):
     section: Mapping[str, object] | None = None
     stage: int = 0
     micro_batches: int = 2
-    """Of a step of a data rank, as far as it has as many sequences."""
+    """Micro-batches of a step of a data rank, one for each sequence at most."""
 
 
 def unmet() -> str | None:
-    """Why no training can be run here."""
+    """Why no training can run here; None if it can."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: pip install transformers"
     return None
 
 
 def training_cases(scope: Scope) -> list[TrainingCase]:
-    """On two NPUs, and on more where there are more; on one NPU the training without any axis."""
+    """Cases on two NPUs, and on more where there are more; on one NPU cases without any axis."""
     if scope.small:
         return list(_small()) if scope.npus > 1 else []
     cases = list(_one_npu())
@@ -95,7 +95,7 @@ def training_cases(scope: Scope) -> list[TrainingCase]:
 
 
 def _small() -> Iterator[TrainingCase]:
-    """Each axis and each ZeRO stage once."""
+    """Cases of each axis and each ZeRO stage, once."""
     cases: tuple[tuple[str, Mapping[str, object] | None, int, Model], ...] = (
         ("tensor 2 with sequence parallelism", _tensor(2, True), 1, "decoder"),
         ("context 2 by ring", _context(2, "ring"), 3, "decoder"),
@@ -130,12 +130,11 @@ def _case(
 
 
 def _real(npus: int) -> Iterator[TrainingCase]:
-    """A block of a real model, on as many NPUs as have key heads, over each axis that shards it."""
+    """Cases of a block of a real model, on as many NPUs as have key heads, over each axis that shards it."""
     ranks = max(size for size in (2, 4, 8) if size <= npus)
     axes = {"tensor": _tensor(ranks, True), "context": _context(ranks, "ring")}
     if ranks >= 4:
-        degrees = {"tensor": 2, "sequence_parallel": True, "context": ranks // 2}
-        axes["tensor and context"] = {"parallel": degrees}
+        axes["tensor and context"] = {"parallel": {"tensor": 2, "sequence_parallel": True, "context": ranks // 2}}
     for axis, section in axes.items():
         yield TrainingCase(
             f"{axis} over {ranks}, a block of hidden size {REAL_SIZES.hidden}, ZeRO 1, float32",
@@ -163,45 +162,55 @@ def _one_npu() -> Iterator[TrainingCase]:
         yield TrainingCase(title, 1, LARGE_S, alone=True, recipe=recipe, section=section, stage=1)
 
 
-def _zero(npus: int) -> Iterator[TrainingCase]:
+def _zero(npus: int) -> list[TrainingCase]:
     # Data ranks share the global batch evenly.
     data = max(size for size in (2, 4, 8, 16) if size <= npus)
-    for stage in range(4):
-        yield _case(f"data {data}", data, None if stage else {}, stage, "float32")
-    for stage in (1, 2, 3):
-        yield _case(f"data {data}", data, None, stage, "bfloat16")
+    return [
+        *(_case(f"data {data}", data, None if stage else {}, stage, "float32") for stage in range(4)),
+        *(_case(f"data {data}", data, None, stage, "bfloat16") for stage in (1, 2, 3)),
+    ]
 
 
-def _two_npus() -> Iterator[TrainingCase]:
-    yield _case("tensor 2", 2, _tensor(2), 0, "float32")
-    yield _case("tensor 2 with sequence parallelism", 2, _tensor(2, True), 1, "bfloat16")
-    for overlap in ("pipelined", "fused"):
-        yield _case(f"tensor 2, overlap {overlap}", 2, _tensor(2, True) | {"tensor_overlap": overlap}, 1, "bfloat16")
-    for algorithm in ("ring", "ulysses", "allgather"):
-        yield _case(f"context 2 by {algorithm}", 2, _context(2, algorithm), 1, "float32")
-    # In bf16 some tokens have other experts than in float64.
-    yield _case("expert 2", 2, {"parallel": {"expert": 2}}, 1, "float32", model="experts")
-    yield _case("expert_tensor 2", 2, {"parallel": {"expert_tensor": 2}}, 1, "float32", model="experts")
-    for schedule, dtype in (("1f1b", "float32"), ("zb_v", "bfloat16")):
-        section = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
-        yield _case(f"pipeline 2 by {schedule}", 2, section, 1, dtype)
-    yield _case("pipeline 2 of layers", 2, {"parallel": {"pipeline": 2}}, 0, "float32", model="layers")
-    yield _case("pipeline 2 of layers", 2, {"parallel": {"pipeline": 2}}, 1, "bfloat16", model="layers")
+def _two_npus() -> list[TrainingCase]:
+    pipeline = {"parallel": {"pipeline": 2}}
+    return [
+        _case("tensor 2", 2, _tensor(2), 0, "float32"),
+        _case("tensor 2 with sequence parallelism", 2, _tensor(2, True), 1, "bfloat16"),
+        *(
+            _case(f"tensor 2, overlap {overlap}", 2, _tensor(2, True) | {"tensor_overlap": overlap}, 1, "bfloat16")
+            for overlap in ("pipelined", "fused")
+        ),
+        *(
+            _case(f"context 2 by {algorithm}", 2, _context(2, algorithm), 1, "float32")
+            for algorithm in ("ring", "ulysses", "allgather")
+        ),
+        # In bf16 some tokens have other experts than in float64.
+        _case("expert 2", 2, {"parallel": {"expert": 2}}, 1, "float32", model="experts"),
+        _case("expert_tensor 2", 2, {"parallel": {"expert_tensor": 2}}, 1, "float32", model="experts"),
+        *(
+            _case(f"pipeline 2 by {schedule}", 2, pipeline | {"pipeline": {"schedule": schedule}}, 1, dtype)
+            for schedule, dtype in (("1f1b", "float32"), ("zb_v", "bfloat16"))
+        ),
+        _case("pipeline 2 of layers", 2, pipeline, 0, "float32", model="layers"),
+        _case("pipeline 2 of layers", 2, pipeline, 1, "bfloat16", model="layers"),
+    ]
 
 
-def _four_npus(npus: int) -> Iterator[TrainingCase]:
-    yield _case("tensor 4", 4, _tensor(4, True), 2, "bfloat16")
-    yield _case("context 4 by double ring", 4, _context(4, "ring", window=2), 2, "float32")
-    yield _case("context 4 by hybrid", 4, _context(4, "hybrid", ulysses=2), 3, "bfloat16")
-    both = {"parallel": {"tensor": 2, "sequence_parallel": True, "context": 2}}
+def _four_npus(npus: int) -> list[TrainingCase]:
     ranks = 8 if npus >= 8 else 4
-    yield _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 3, "float32")
-    yield _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 1, "bfloat16")
+    both = {"parallel": {"tensor": 2, "sequence_parallel": True, "context": 2}}
     experts = {"parallel": {"expert": 2, "tensor": 2}}
-    yield _case(f"expert 2, tensor 2, data {ranks // 2}", ranks, experts, 2, "float32", model="experts")
-    yield _case("pipeline 2 of layers, data 2", 4, {"parallel": {"pipeline": 2}}, 1, "float32", model="layers")
     staged = {"parallel": {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, "pipeline": {"schedule": "zb_h1"}}
-    yield _case("pipeline 2 by zb_h1, tensor 2", 4, staged, 1, "bfloat16")
+    return [
+        _case("tensor 4", 4, _tensor(4, True), 2, "bfloat16"),
+        _case("context 4 by double ring", 4, _context(4, "ring", window=2), 2, "float32"),
+        _case("context 4 by hybrid", 4, _context(4, "hybrid", ulysses=2), 3, "bfloat16"),
+        _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 3, "float32"),
+        _case(f"tensor 2, context 2, data {ranks // 4}", ranks, both, 1, "bfloat16"),
+        _case(f"expert 2, tensor 2, data {ranks // 2}", ranks, experts, 2, "float32", model="experts"),
+        _case("pipeline 2 of layers, data 2", 4, {"parallel": {"pipeline": 2}}, 1, "float32", model="layers"),
+        _case("pipeline 2 by zb_h1, tensor 2", 4, staged, 1, "bfloat16"),
+    ]
 
 
 def _tensor(ranks: int, sequence_parallel: bool = False) -> dict[str, object]:

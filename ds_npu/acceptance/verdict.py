@@ -1,4 +1,4 @@
-"""What a run means, in plain words, and what to do."""
+"""The meaning of a run in plain words, and advice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.record import Entry
 
 MOST_NAMED = 8
-"""Cases of a group that are named; the file has all."""
+"""Cases of a group that the summary names; the file has all."""
 
 
 def is_clean(entries: Sequence[Entry]) -> bool:
@@ -37,9 +37,9 @@ def verdict(entries: Sequence[Entry], file: str, simulated: bool, seconds: float
     return lines
 
 
-def first_line(said: object) -> str:
-    """The first line of what stands in the file: CANN's errors have many."""
-    return str(said).partition("\n")[0]
+def first_line(message: object) -> str:
+    """The first line of a message in the file: CANN's errors have many."""
+    return str(message).partition("\n")[0]
 
 
 def _of_group(name: str, advice: str, entries: Sequence[Entry]) -> Iterator[str]:

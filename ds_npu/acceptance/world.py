@@ -1,4 +1,4 @@
-"""Starts the ranks of a world, watches them, and says what became of each case, whatever they do."""
+"""Ranks of a world: start them, watch them, and tell the result of each case, whatever they do."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Outcome = Literal["passed", "failed", "crashed", "timed out", "not run"]
 START_S = 300.0
 """Seconds in which ranks import what they need and meet."""
 GRACE_S = 3.0
-"""For the other ranks to report, and to write where they stand, once one has failed."""
+"""Seconds for the other ranks to report, and to write their stacks, once one has failed."""
 KILLED_S = 30.0
-"""In which a killed rank ends."""
+"""Seconds within which a killed rank ends."""
 POLL_S = 0.05
-LATE = "no answer"
+NO_ANSWER = "no answer"
 LAST_LINES = 25
-"""Of a rank's output, kept with a case that did not end."""
+"""Lines of a rank's output that are kept with a case that did not end."""
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What became of a case."""
+    """The result of a case."""
 
     group: str
     case: str
@@ -41,12 +41,12 @@ class CaseResult:
     outcome: Outcome
     seconds: float = 0.0
     check: Check | None = None
-    """The one that is nearest to failing, or fails, of all ranks."""
+    """The check of all ranks that is nearest to failing, or fails."""
     call_s: float | None = None
-    said: str = ""
-    """Why it did not pass."""
+    message: str = ""
+    """The reason why it did not pass."""
     output: str = ""
-    """The end of what a rank printed, where it did not end."""
+    """The last lines that ranks printed, where the case did not end."""
     series: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
@@ -84,10 +84,10 @@ class World:
 
     def __exit__(self, *error: object) -> None:
         for process in self.processes:
-            # The group: a rank's own children, too.
+            # The process group has a rank's own children, too.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            # One that waits in the driver does not end; the run goes on without it.
+            # A process that waits in the driver does not end; the run goes on without it.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILLED_S)
 
@@ -95,9 +95,9 @@ class World:
         return Path(self.job.world, f"log-{rank}")
 
     def reports(self, limit_s: float) -> tuple[list[Report], str]:
-        """The next report of each rank, by rank, and why some are missing ("" if none is).
+        """The next report of each rank, in order, and why some are missing ("" if none is).
 
-        Waits until every rank has reported; or one has raised or ended, and the others had GRACE_S; or the limit.
+        It waits until every rank has reported, until GRACE_S after one has raised or ended, or for ``limit_s``.
         """
         found: dict[int, Report] = {}
         limit, broken, gone = time.monotonic() + limit_s, False, ""
@@ -112,10 +112,10 @@ class World:
                 broken, limit = True, min(limit, time.monotonic() + GRACE_S)
             time.sleep(0 if len(found) == self.job.ranks else POLL_S)
         raised = [f"rank {rank}: {found[rank].raised}" for rank in sorted(found) if found[rank].raised]
-        # A rank that ended without a word is the cause of what the others say.
+        # A rank that ended without a report is the cause of the others' errors.
         why = "; ".join(filter(None, [gone, *raised[:1]]))
         if not why and len(found) < self.job.ranks:
-            why = f"{LATE} within {limit_s:g} s"
+            why = f"{NO_ANSWER} within {limit_s:g} s"
         return [found[rank] for rank in sorted(found)], why
 
     def _next(self, rank: int) -> Report | None:
@@ -139,11 +139,10 @@ class World:
         time.sleep(GRACE_S)
 
     def output(self) -> str:
-        """The last lines of what each rank printed."""
+        """The last lines that each rank printed."""
         texts = []
         for rank in range(self.job.ranks):
-            lines = self._log(rank).read_text(errors="replace").splitlines()
-            texts += [f"-- rank {rank}", *lines[-LAST_LINES:]]
+            texts += [f"-- rank {rank}", *self._log(rank).read_text(errors="replace").splitlines()[-LAST_LINES:]]
         return "\n".join(texts)
 
 
@@ -152,20 +151,20 @@ def _ending(code: int) -> str:
 
 
 def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, until: float) -> Iterator[CaseResult]:
-    """Run ``cases`` in as few worlds as their ranks, those that want one alone, and crashes allow.
+    """Run ``cases`` in as few worlds as their numbers of ranks, ``alone`` and crashes allow.
 
     After ``until`` (of ``time.monotonic``) no case is begun.
     """
     batches: list[list[Case]] = []
     for (_, alone), some in groupby(cases, lambda case: (case.ranks, case.alone)):
-        together = list(some)
-        batches += [[case] for case in together] if alone else [together]
+        alike = list(some)
+        batches += [[case] for case in alike] if alone else [alike]
     for batch in batches:
         left = batch
         while left:
             if time.monotonic() > until:
                 for case in left:
-                    yield CaseResult(group.name, case.name, case.ranks, "not run", said=TOO_LATE)
+                    yield CaseResult(group.name, case.name, case.ranks, "not run", message=TIME_OVER)
                 break
             job = Assignment(
                 tuple(case.name for case in left),
@@ -182,20 +181,20 @@ def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, u
             left = left[settled:]
 
 
-TOO_LATE = "the time was over: the same command with --resume runs it"
+TIME_OVER = "the time was over: the same command with --resume runs it"
 
 
 def _in_one_world(group: Group, cases: Sequence[Case], job: Assignment, until: float) -> Iterator[CaseResult]:
-    """The results of the first of ``cases``, up to the one that breaks the world, or of all."""
+    """Run ``cases`` in one world, up to the one that breaks it."""
     with World(group.module, job) as world:
         reports, why = world.reports(START_S)
         if why:
             world.ask_where_they_stand()
-            said = f"its ranks did not start: {why}"
+            message = f"its ranks did not start: {why}"
             output = world.output()
             for index, case in enumerate(cases):
                 yield CaseResult(
-                    group.name, case.name, case.ranks, "crashed", said=said, output="" if index else output
+                    group.name, case.name, case.ranks, "crashed", message=message, output="" if index else output
                 )
             return
         for case in cases:
@@ -210,19 +209,17 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Assignment, until: f
 
 
 def _broken(group: Group, case: Case, world: World, why: str) -> CaseResult:
-    """A rank raised an error, ended, or did not answer."""
-    late = why.startswith(LATE)
-    if late:
+    """The result of a case in which a rank raised an error, ended, or did not answer."""
+    outcome: Outcome = "timed out" if why.startswith(NO_ANSWER) else "crashed"
+    if outcome == "timed out":
         world.ask_where_they_stand()
-    outcome: Outcome = "timed out" if late else "crashed"
-    return CaseResult(group.name, case.name, case.ranks, outcome, said=why, output=world.output())
+    return CaseResult(group.name, case.name, case.ranks, outcome, message=why, output=world.output())
 
 
 def _ended(group: Group, case: Case, reports: Sequence[Report]) -> CaseResult:
-    """All ranks have reported: the worst of their checks decides."""
-    skipped = next((report.not_run for report in reports if report.not_run), "")
-    if skipped:
-        return CaseResult(group.name, case.name, case.ranks, "not run", said=skipped)
+    """The result of a case of which all ranks have reported: the worst of their checks decides."""
+    if skipped := next((report.not_run for report in reports if report.not_run), ""):
+        return CaseResult(group.name, case.name, case.ranks, "not run", message=skipped)
     check = worst(filter(None, (report.check for report in reports)))
     wrong = next((report.wrong for report in reports if report.wrong), "")
     if not wrong and check is not None and not check.passed:
@@ -230,5 +227,5 @@ def _ended(group: Group, case: Case, reports: Sequence[Report]) -> CaseResult:
     outcome: Outcome = "failed" if wrong else "passed"
     first = reports[0]
     return CaseResult(
-        group.name, case.name, case.ranks, outcome, check=check, call_s=first.call_s, said=wrong, series=first.series
+        group.name, case.name, case.ranks, outcome, check=check, call_s=first.call_s, message=wrong, series=first.series
     )

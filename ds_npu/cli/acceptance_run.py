@@ -19,7 +19,7 @@ from ds_npu.cli.accept import refused
 from ds_npu.config.problems import printable
 
 LAST_BEGIN_S = 48 * 60.0
-"""After so many seconds no case is begun, so that a run is over within an hour: ranks have START_S, a case 420 s."""
+"""Seconds after which no case begins, so that a run takes an hour at most: ranks have START_S, a case 420 s."""
 NAME_COLUMNS = 78
 
 
@@ -35,7 +35,9 @@ def run_acceptance(arguments: Namespace, npus: Npus) -> int:
         return refused(str(error))
     plan = [_plan(group, scope, record) for group in GROUPS if group.name in (arguments.only or GROUP_NAMES)]
     total = sum(len(part.cases) for part in plan)
-    print(f"ds_npu accept: {npus.said}{', SIMULATED by ds_npu sim: this says nothing about a real NPU' * simulated()}")
+    print(
+        f"ds_npu accept: {npus.summary}{', SIMULATED by ds_npu sim: this says nothing about a real NPU' * simulated()}"
+    )
     print(_versions(record))
     print(f"{total} cases, an hour at most; results go into {printable(str(arguments.out))}")
     number = 0
@@ -55,7 +57,7 @@ def run_acceptance(arguments: Namespace, npus: Npus) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """The cases of a group that are left, and why they cannot be run ("" if they can)."""
+    """The cases of a group that are left, and why they cannot run ("" if they can)."""
 
     group: Group
     cases: list[Case]
@@ -64,7 +66,7 @@ class _Part:
     def results(self, scope: Scope, folder: Path, until: float) -> Iterator[CaseResult]:
         if self.why_not:
             for case in self.cases:
-                yield CaseResult(self.group.name, case.name, case.ranks, "not run", said=self.why_not)
+                yield CaseResult(self.group.name, case.name, case.ranks, "not run", message=self.why_not)
         else:
             yield from run_group(self.group, self.cases, scope, folder, until)
 
@@ -84,8 +86,8 @@ def _line(result: CaseResult) -> str:
     line += f" {result.seconds:6.1f} s"
     if result.call_s is not None:
         line += f" {1e6 * result.call_s:10,.0f} us a call"
-    said = entry_of(result).get("said")
-    return f"{line}\n    {first_line(said)}" if said else line
+    message = entry_of(result).get("said")
+    return f"{line}\n    {first_line(message)}" if message else line
 
 
 def _versions(record: Record) -> str:

@@ -245,7 +245,7 @@ def test_what_follows_a_case_that_breaks_is_run(tmp_path, monkeypatch):
         ("cannot", "not run"),
         ("passes", "passed"),
     ]
-    said = [result.said for result in found]
+    said = [result.message for result in found]
     assert said[0] == "" and found[0].check == Check("error", 1.0, 2.0)
     assert found[0].series == {"loss": [0.333333333, 2.0]}
     assert re.fullmatch(r"rank 0: RuntimeError in acceptance_double.py:\d+: the device is not well", said[1])
@@ -261,13 +261,13 @@ def test_ranks_that_do_not_start_are_said_once_with_their_output(tmp_path):
     cases = [Case("one"), Case("two")]
     first, second = run_group(group, cases, Scope(1, True), tmp_path, math.inf)
     assert first.outcome == second.outcome == "crashed"
-    assert first.said == "its ranks did not start: rank 0 ended with exit code 1"
+    assert first.message == "its ranks did not start: rank 0 ended with exit code 1"
     assert "No module named no_such_module" in first.output and not second.output
 
 
 def test_no_case_is_begun_after_the_last_minute(tmp_path):
     late = list(run_group(double.GROUP, [Case("one"), Case("two")], Scope(1, True), tmp_path, time.monotonic() - 1))
-    assert [(result.outcome, result.said) for result in late] == [("not run", world.TOO_LATE)] * 2
+    assert [(result.outcome, result.message) for result in late] == [("not run", world.TIME_OVER)] * 2
 
 
 # ---- the file and the summary ----
@@ -280,7 +280,7 @@ def result(outcome="passed", case="norm", **others):
 def test_the_file_is_json_and_names_no_machine(tmp_path):
     kept = record.Record.begun(tmp_path / "out.json", NPUS, small=True)
     said = f"in {sys.prefix}/lib/x.py on {socket.gethostname()} at 192.168.1.17, {Path.home()}/secret"
-    kept.add(result("failed", check=Check("x", math.nan, 1.0), said=said, output=said, series={"loss": [math.inf]}))
+    kept.add(result("failed", check=Check("x", math.nan, 1.0), message=said, output=said, series={"loss": [math.inf]}))
     found = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
     (entry,) = found["cases"]
     assert (entry["error"], entry["loss"], entry["allowed"]) == ("nan", ["inf"], 1.0)
@@ -295,7 +295,7 @@ def test_a_run_is_continued_where_it_stopped(tmp_path):
     path = tmp_path / "out.json"
     kept = record.Record.begun(path, NPUS, small=True)
     kept.add(result("passed", "one"))
-    kept.add(result("crashed", "two", said="it raised"))
+    kept.add(result("crashed", "two", message="it raised"))
     again = record.Record.begun(path, NPUS, small=True).continued()
     assert again.passed("operators", "one") and not again.passed("operators", "two")
     again.add(result("passed", "two"))
@@ -312,8 +312,8 @@ def test_the_summary_says_what_failed_and_what_to_do():
         record.entry_of(each)
         for each in (
             result("passed"),
-            result("failed", "swiglu, bfloat16", said="result 0: 0.3, and 0.1 is allowed"),
-            CaseResult("training", "tensor 2", 2, "not run", said="transformers is not installed"),
+            result("failed", "swiglu, bfloat16", message="result 0: 0.3, and 0.1 is allowed"),
+            CaseResult("training", "tensor 2", 2, "not run", message="transformers is not installed"),
         )
     ]
     said = "\n".join(verdict(entries, "out.json", simulated=False, seconds=90))
@@ -347,7 +347,10 @@ def test_a_file_that_is_there_is_kept(tmp_path, monkeypatch, capsys):
 
 def test_the_screen_has_a_line_for_each_case(tmp_path, monkeypatch, capsys):
     results = {
-        "operators": [result(check=Check("x", 0.5, 1.0), call_s=1e-4), result("crashed", "swiglu", said="it raised")],
+        "operators": [
+            result(check=Check("x", 0.5, 1.0), call_s=1e-4),
+            result("crashed", "swiglu", message="it raised"),
+        ],
         "collectives": [],
         "training": [],
     }

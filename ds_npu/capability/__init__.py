@@ -1,6 +1,6 @@
-"""What this machine has: torch_npu, CANN, the driver, devices, and whether their versions go together.
+"""Versions and devices of this machine: torch_npu, CANN, the driver, NPUs, and whether they go together.
 
-Imports neither torch nor torch_npu until asked. Every answer that is "no" is an Unavailable: a reason and an advice.
+It imports neither torch nor torch_npu until asked. Every answer that is "no" is an Unavailable: a reason and an advice.
 """
 
 from ds_npu.capability.releases import (

@@ -1,4 +1,4 @@
-"""Which versions are installed, and whether they go together."""
+"""The installed versions, and whether they go together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PYTHON_OF_TORCH: dict[str, range] = {
     **dict.fromkeys(("2.6", "2.5"), range(9, 12)),
 }
 
-# Where CANN writes its version, best first: (files under ASCEND_HOME_PATH, line). An install.info says version=8.5.0,
+# Files with CANN's version, best first: (glob in ASCEND_HOME_PATH, line). An install.info says version=8.5.0,
 # version.cfg says toolkit_running_version=[7.6.0.1.220:8.0.0], a version.info says version_dir=8.5.0 or Version=8.5.0.
 _CANN_FILES: tuple[tuple[str, str], ...] = (
     ("ascend_toolkit_install.info", r"^version=(.+)$"),
@@ -72,7 +72,7 @@ _CANN_FILES: tuple[tuple[str, str], ...] = (
 
 
 def cann_home() -> Path | None:
-    """The folder ASCEND_HOME_PATH names, None where it is unset or no folder."""
+    """The folder ASCEND_HOME_PATH names, None where it is unset or names no folder."""
     home = os.environ.get("ASCEND_HOME_PATH", "")
     return Path(home) if home and Path(home).is_dir() else None
 
@@ -106,7 +106,7 @@ def cann_version() -> str | None:
 
 
 def versions() -> Versions:
-    """What is installed, by metadata and version files; imports none of it."""
+    """The installed versions, by metadata and version files; nothing is imported."""
     return Versions(
         torch=installed_version("torch"),
         torch_npu=installed_version("torch_npu"),
@@ -118,7 +118,7 @@ def versions() -> Versions:
 
 
 def mismatches(found: Versions) -> list[str]:
-    """What speaks against ``found`` working together, a sentence each; a pair no table lists is said to be unknown."""
+    """A sentence for each mismatch in ``found``; a pair that no table lists is called unknown."""
     if found.torch_npu is None:
         return ["torch_npu is not installed: which torch and CANN would go with it is unknown."]
     try:

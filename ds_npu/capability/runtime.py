@@ -46,7 +46,7 @@ def try_import(name: str) -> tuple[ModuleType | None, Exception | None]:
 
 @functools.lru_cache(maxsize=1)
 def _torch_npu() -> tuple[ModuleType | None, Exception | None]:
-    # Kept, because importing torch_npu again after a failure ends in a different, misleading error.
+    # The answer is kept: importing torch_npu again after a failure ends in a different, misleading error.
     module, error = try_import("torch_npu")
     return module, _failures[0] if error and _failures else error
 
@@ -76,7 +76,7 @@ def torch_npu_importable() -> Unavailable | None:
 
 
 def torch_npu_state() -> TorchNpuState:
-    """Imports torch_npu and asks it for devices, which starts the Ascend runtime of this process."""
+    """Import torch_npu and ask it for devices, which starts the Ascend runtime of this process."""
     version = installed_version("torch_npu")
     why = torch_npu_importable()
     if why:
@@ -84,7 +84,7 @@ def torch_npu_state() -> TorchNpuState:
         return TorchNpuState(installed, version, False, why.reason, why.advice)
     module: Any = _torch_npu()[0]
     version = version or str(module.__version__)
-    why = None if module.npu.device_count() > 0 else (hidden_devices() or _silent_driver())
+    why = None if module.npu.device_count() > 0 else (hidden_devices() or _SILENT_DRIVER)
     return TorchNpuState(True, version, not why, why.reason if why else "", why.advice if why else "")
 
 
@@ -144,20 +144,18 @@ def current_npu() -> int | None:
     return None if index < 0 else index
 
 
-def _silent_driver() -> Unavailable:
-    return Unavailable(
-        "torch_npu sees no NPU although the driver's nodes are in /dev",
-        "run npu-smi info: the NPUs may be taken by another container, unhealthy, or closed to this user",
-    )
+_SILENT_DRIVER = Unavailable(
+    "torch_npu sees no NPU although the driver's nodes are in /dev",
+    "run npu-smi info: the NPUs may be taken by another container, unhealthy, or closed to this user",
+)
 
-
-# What the error text says, in the order in which it is looked for: (pattern, reason, advice); {0} is the first group,
-# {cpu} how to run without NPUs, {stay} how to stay with another accelerator.
+# Known error texts, in the order of the search: (pattern, reason, advice); {0} is the first group, {cpu} tells how to
+# run without NPUs, {other} how to use another accelerator.
 _IMPORT_FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Two accelerators cannot be used.*?npu and (\w+)",
         "torch was built for another accelerator ({0}), and one process cannot use two",
-        "install the CPU build of torch next to torch_npu, or {stay} to stay with {0}",
+        "install the CPU build of torch next to torch_npu, or {other} to stay with {0}",
     ),
     (
         r"(lib(?:ascend_hal|drv\w*|dcmi)\.so[\w.]*): cannot open shared object",
@@ -216,7 +214,7 @@ def _import_failure(error: BaseException) -> Unavailable:
     for pattern, reason, advice in _IMPORT_FAILURES:
         for match in filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)):
             off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0"
-            ways = {"cpu": use_cpu(), "stay": "uninstall it" if off else "set TORCH_DEVICE_BACKEND_AUTOLOAD=0"}
+            ways = {"cpu": use_cpu(), "other": "uninstall it" if off else "set TORCH_DEVICE_BACKEND_AUTOLOAD=0"}
             return Unavailable(reason.format(*match.groups()), advice.format(*match.groups(), **ways))
     return Unavailable(
         f"importing torch_npu ended in {type(error).__name__}: {texts[-1].strip() or 'no message'}",
@@ -232,10 +230,10 @@ def _wanted_torch() -> Requirement | None:
 
 
 def explain(error: BaseException) -> str:
-    """One paragraph about an ``error`` that importing torch_npu raised: what, why, what to do. Imports nothing."""
+    """One paragraph about an ``error`` of importing torch_npu: what, why, what to do. Nothing is imported."""
     version = installed_version("torch_npu")
-    said = str(list(_chain(error))[-1]).strip().split("\n")[0]
-    return f"torch_npu {version or '(no version)'} cannot be imported ({said}): {_import_failure(error)}"
+    message = str(list(_chain(error))[-1]).strip().split("\n")[0]
+    return f"torch_npu {version or '(no version)'} cannot be imported ({message}): {_import_failure(error)}"
 
 
 def hccl_options(buffer_mib: int) -> object | None:

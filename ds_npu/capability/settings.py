@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEFAULTS_MARK = "DS_NPU_DEFAULTS_SET"
-"""Lists, comma separated, the variables ds_npu itself has set, so that children do not take them for the user's."""
+"""Variable that lists, comma separated, those ds_npu has set, so that children do not take them for the user's."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable: its value here (None: unset), its default, what to know about it, and who set it."""
+    """One variable: its value here (None: unset), its default, a note, and who set it."""
 
     name: str
     value: str | None
@@ -57,10 +57,8 @@ def hccl_environment(environ: Mapping[str, str] | None = None) -> list[Setting]:
     """The variables in force: every row of ``SETTINGS`` with its value in ``environ`` (this process's by default)."""
     environ = os.environ if environ is None else environ
     ours = environ.get(DEFAULTS_MARK, "").split(",")
-    return [Setting(row[0], environ.get(row[0]), row[1], row[2], _origin(row[0], environ, ours)) for row in SETTINGS]
-
-
-def _origin(name: str, environ: Mapping[str, str], ours: list[str]) -> str:
-    if name not in environ:
-        return "default"
-    return "ds_npu" if name in ours else "user"
+    origins = {name: "ds_npu" if name in ours else "user" for name in environ}
+    return [
+        Setting(name, environ.get(name), default, note, origins.get(name, "default"))
+        for name, default, note in SETTINGS
+    ]

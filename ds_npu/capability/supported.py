@@ -1,4 +1,4 @@
-"""Which releases of the packages around ds_npu it supports: one table, which errors, warnings and tests read.
+"""The supported releases of the packages around ds_npu: one table, which errors, warnings and tests read.
 
 Their oldest and newest releases are tested; ``tests/clients/test_versions.py`` runs with the oldest. The oldest
 transformers, accelerate, PEFT and TRL are those that pip takes for LLaMA-Factory 0.9.5, whose pins are the tightest.
@@ -21,15 +21,15 @@ class Releases:
 
     oldest: str
     newest: str
-    """That was tested; of its major and minor number, later releases are supported, too."""
+    """The newest tested release; later ones with its major and minor number are supported, too."""
     distribution: str | None = None
-    """What pip calls the package, if not by its name."""
+    """The package's name in pip, if it is another one."""
 
     def __str__(self) -> str:
         return f"{self.oldest} to {self.newest}"
 
     def hold(self, version: str) -> bool:
-        """Whether ``version`` is one of them; one that cannot be read is none."""
+        """Whether ``version`` is supported; one that cannot be read is not."""
         try:
             found, newest = Version(version), Version(self.newest)
         except InvalidVersion:
@@ -45,7 +45,7 @@ SUPPORTED: dict[str, Releases] = {
     "trl": Releases("0.24.0", "1.16.0"),
     "swift": Releases("4.6.0", "4.6.0", distribution="ms-swift"),
 }
-"""By the name of the package that is imported."""
+"""The supported releases by the name of the imported package."""
 
 
 def installed_release(package: str) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 SOURCE_CANN = "source <CANN>/set_env.sh in this shell (/usr/local/Ascend/ascend-toolkit/set_env.sh by default)"
 CPU_VARIABLES = {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-"""With both, neither DeepSpeed nor torch imports torch_npu by itself."""
+"""Variables with which neither DeepSpeed nor torch imports torch_npu by itself."""
 
 
 def use_cpu() -> str:

@@ -1,6 +1,6 @@
-"""What each operator of ``ds_npu.ops`` costs, as a function of shapes and dtypes; without torch.
+"""The cost of each operator of ``ds_npu.ops``, as a function of shapes and dtypes; without torch.
 
-Each function takes what the operator takes, without the numbers: tensors, or their ``Shape``. Every tensor is read once
+Each function takes the operator's arguments; a ``Shape`` may replace a tensor. Every tensor is read once
 and every result written once, as a fused kernel does. FLOP are those of matrix products, 2 for each multiplication and
 addition, as ``torch.utils.flop_counter`` counts them: an element-wise operator has 0, since its bytes take longer.
 """
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one call of an operator."""
+    """The cost of one call of an operator."""
 
     flop: float
     read_bytes: int
@@ -69,12 +69,12 @@ def swiglu_cost(gate_up: Sized) -> Cost:
 
 
 def rotary_cost(x: Sized, cos: Sized, sin: Sized) -> Cost:
-    """x: [..., D]; cos, sin: what broadcasts to it."""
+    """x: [..., D]; cos, sin: of shapes that broadcast to it."""
     return Cost(0, _bytes(x, cos, sin), _bytes(x))
 
 
 def softmax_cost(x: Sized, mask: Sized | None = None) -> Cost:
-    """x: [..., S, T]; mask: what broadcasts to it."""
+    """x: [..., S, T]; mask: of a shape that broadcasts to it."""
     return Cost(0, _bytes(x, *([] if mask is None else [mask])), _bytes(x))
 
 
@@ -90,7 +90,7 @@ def matmul_accumulate_cost(buffer: Sized, dy: Sized, x: Sized) -> Cost:
 
 
 def grouped_matmul_cost(x_PK: Sized, weight_EKN: Sized, counts_E: Sized) -> Cost:
-    """x: [P, K]; weight: [E, K, N], of which every group that has rows is read (counted here: all)."""
+    """x: [P, K]; weight: [E, K, N], of which the groups that have rows are read (all are counted)."""
     out = Shape((x_PK.shape[0], weight_EKN.shape[2]), x_PK.itemsize)
     return Cost(2 * math.prod(x_PK.shape) * weight_EKN.shape[2], _bytes(x_PK, weight_EKN, counts_E), _bytes(out))
 
@@ -108,15 +108,15 @@ def grouped_outer_accumulate_cost(buffer_EMN: Sized, a_PM: Sized, b_PN: Sized, c
 
 
 def token_permute_cost(x_NH: Sized, ids_NK: Sized, rows: int) -> Cost:
-    """x: [N, H]; ids: [N, K]; the results are [rows, H] and N * K places of int32."""
-    out, places = Shape((rows, x_NH.shape[1]), x_NH.itemsize), Shape(tuple(ids_NK.shape), INT32_BYTES)
-    return Cost(0, _bytes(x_NH, ids_NK), _bytes(out, places))
+    """x: [N, H]; ids: [N, K]; the results are [rows, H] and N * K positions of int32."""
+    out, positions = Shape((rows, x_NH.shape[1]), x_NH.itemsize), Shape(tuple(ids_NK.shape), INT32_BYTES)
+    return Cost(0, _bytes(x_NH, ids_NK), _bytes(out, positions))
 
 
-def token_unpermute_cost(rows_PH: Sized, places_NK: Sized) -> Cost:
-    """rows: [P, H]; places: [N, K]; the result is [N, H]."""
-    out = Shape((places_NK.shape[0], rows_PH.shape[1]), rows_PH.itemsize)
-    return Cost(0, _bytes(rows_PH, places_NK), _bytes(out))
+def token_unpermute_cost(rows_PH: Sized, positions_NK: Sized) -> Cost:
+    """rows: [P, H]; positions: [N, K]; the result is [N, H]."""
+    out = Shape((positions_NK.shape[0], rows_PH.shape[1]), rows_PH.itemsize)
+    return Cost(0, _bytes(rows_PH, positions_NK), _bytes(out))
 
 
 def adamw_cost(
@@ -128,13 +128,13 @@ def adamw_cost(
 
 
 def attention_forward_cost(q: Sized, k: Sized, v: Sized, pairs: float) -> Cost:
-    """q: [B, S, N, D]; k, v: BSND, too. ``pairs``: of a row and a key that it sees, of all samples, for each head."""
+    """q: [B, S, N, D]; k, v: BSND, too. ``pairs``: rows times the keys that each sees, of all samples, for one head."""
     flop = 2 * pairs * q.shape[2] * (k.shape[3] + v.shape[3])
     return Cost(flop, _bytes(q, k, v), _bytes(_out(q, v), _lse(q)))
 
 
 def attention_backward_cost(q: Sized, k: Sized, v: Sized, pairs: float) -> Cost:
-    """As the forward's, and with it scores again; then the gradients of the weights, v, q and k: 3 products with D
-    and 2 with V. Reads out, its gradient and lse, too; lse has no gradient of its own."""
+    """Arguments are those of the forward. It computes the scores again, then the gradients of the weights, v, q and k:
+    3 products with D and 2 with V. It reads out, its gradient and lse, too; lse has no gradient of its own."""
     flop = 2 * pairs * q.shape[2] * (3 * k.shape[3] + 2 * v.shape[3])
     return Cost(flop, _bytes(q, k, v, _out(q, v), _out(q, v), _lse(q)), _bytes(q, k, v))

@@ -1,4 +1,4 @@
-"""The places where the threads of this process stand, read without keeping anything of theirs alive."""
+"""The stacks of this process's threads, read without keeping their local variables alive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 def stacks() -> dict[int, traceback.StackSummary]:
     """The stack of each Python thread by its identifier, the outermost call first.
 
-    A frame that somebody refers to keeps the local variables of its function, tensors among them, after the function
-    has returned. So this function reads no source file, which takes long where files are not cached, while it has
-    frames: a summary reads its lines later, when they are printed.
+    A referenced frame keeps the local variables of its function, tensors among them, after the function has returned.
+    So this function reads no source file, which takes long where files are not cached, while it has frames: a summary
+    reads its lines later, when they are printed.
     """
     frames = sys._current_frames()
     # The caller is the innermost call of its own thread.

@@ -36,14 +36,13 @@ def gather_parts(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup 
 
 def scatter_parts(mine: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
     """Sum every rank's ``parts[r]`` into ``mine`` of rank r; both contiguous, ``parts`` [ranks, *mine.shape]."""
-    work = _scatter_into(mine, parts.flatten(0, 1), group=group, async_op=True)
-    return Pending(mine, work, sent=parts)
+    return Pending(mine, _scatter_into(mine, parts.flatten(0, 1), group=group, async_op=True), sent=parts)
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
     """Concatenate every rank's ``x`` (all of one shape) along ``dim``, in the order of the ranks.
 
-    The parts are received one behind the other. That is the result where all dims before ``dim`` are 1; elsewhere
+    The parts are received in the order of the ranks. That is the result where all dims before ``dim`` are 1; elsewhere
     ``wait`` copies once.
     """
     size = dist.get_world_size(group)
@@ -57,7 +56,7 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pe
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:
     """Sum every rank's ``x``; each rank gets its part of ``dim``, in the order of the ranks.
 
-    ``x`` is copied once before where a dim before ``dim`` is not 1 (a rank's part has to be contiguous). Raises
+    ``x`` is copied first where a dim before ``dim`` is not 1 (a rank's part has to be contiguous). Raises
     ValueError where the ranks do not divide ``dim``.
     """
     size = dist.get_world_size(group)
@@ -73,7 +72,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -
 def exchange_rows(
     x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
 ) -> Pending[torch.Tensor]:
-    """Send ``sent[r]`` rows of ``x`` to each rank r, one rank's behind the other's; rows may have any shape.
+    """Send ``sent[r]`` rows of ``x`` to each rank r, in the order of the ranks; rows may have any shape.
 
     ``received[r]`` rows come from rank r, in the same order (all-to-all with uneven parts).
     """

@@ -1,6 +1,6 @@
 """Differentiable collectives between ranks that hold the same tensor and ranks that hold shards or summands of it.
 
-Each is one collective forward, or none, and its conjugate backward (Megatron-LM, arXiv 1909.08053 section 3 and
+Each runs one collective forward, or none, and its conjugate backward (Megatron-LM, arXiv 1909.08053 section 3 and
 2205.05198 section 4.2):
 
     copy             identity         / all-reduce          the same  -> used by each rank for its part
@@ -25,9 +25,9 @@ from ds_npu.comm.collectives import all_gather, all_reduce, reduce_scatter
 from ds_npu.ops.autograd import Context, applied
 
 Group = dist.ProcessGroup | None
-"""Of this rank; None: the world."""
+"""A process group of this rank; None: the world."""
 Crossing = Callable[[torch.Tensor, int, Group], torch.Tensor]
-"""From a tensor, the dim of its shards and their group: the tensor on the other side."""
+"""Maps a tensor, the dim of its shards and their group to the tensor on the other side."""
 
 
 def _same(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

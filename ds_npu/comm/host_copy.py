@@ -1,4 +1,4 @@
-"""Copies between host and device for which the other side does not wait."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ds_npu.comm.pinned import pinned
 
 
 class HostCopy:
-    """A copy of ``x`` to pinned memory: the host waits for it only, and only when it reads the numbers.
+    """A copy of ``x`` to pinned memory; the host waits for it, and for nothing else, when it reads the numbers.
 
-    Kernels that are queued behind it on the current stream run while the host reads. CPU tensors are not copied.
+    Kernels that are queued after it on the current stream run while the host reads. CPU tensors are not copied.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -22,7 +22,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> torch.Tensor:
-        """The tensor on the host, which waits until it is there."""
+        """Wait for the copy, and return the tensor on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

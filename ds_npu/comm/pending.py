@@ -30,16 +30,14 @@ class Pending(Generic[T]):
     def __init__(
         self, value: T, work: Work | None, finish: Callable[[T], T] = identity, sent: torch.Tensor | None = None
     ) -> None:
-        """``sent``: what ``work`` reads, kept until it has been waited for.
+        """Keep ``sent``, which ``work`` reads, until ``work`` has been waited for.
 
-        What is freed before, torch_npu keeps for a time that depends on timing, until the stream of HCCL has come so
-        far; and a tensor that two messages read, only until the first of them has been waited for
+        torch_npu would keep a tensor that is freed earlier until HCCL's stream has passed it, at a varying time; and a
+        tensor that two messages read, only until the first of them has been waited for
         (WorkHCCL::synchronizeInternal, eraseStream).
         """
-        self._value = value
-        self._work = work
-        self._finish = finish
-        self._sent = sent
+        self._value, self._finish = value, finish
+        self._work, self._sent = work, sent
 
     def wait(self) -> T:
         """The finished value, the same object at every call; on an NPU the current stream waits, not the host."""
@@ -53,7 +51,7 @@ class Pending(Generic[T]):
 class InFlight(Generic[T]):
     """The one message between an autograd node that sends it and the node that waits for it, in either direction.
 
-    A message that was received is not kept.
+    A received message is not kept.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Pinned memory of the host, which may be used up like a device's."""
+"""Pinned memory of the host, which can run out as a device's can."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def pinned(made: torch.Tensor) -> torch.Tensor:
-    """``made``, a tensor in pinned memory; raises MemoryError where the host had none left for it.
+    """Return ``made``, a tensor in pinned memory; raise MemoryError where the host had none left for it.
 
     torch_npu (2.13) then returns a tensor at address 0 and says nothing; what is copied to it kills the process.
     """

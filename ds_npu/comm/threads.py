@@ -50,7 +50,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    """Their names in torch 2.12."""
+    """Names of both in torch 2.12."""
 
     def _write(self, out: torch.Tensor, mine: torch.Tensor, read: Read) -> _Done:
         """Write ``read`` of every rank's ``mine`` into ``out``."""
@@ -67,7 +67,7 @@ class ThreadGroup(dist.ProcessGroup):
 def run_in_threads(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
     """Run ``work`` on each of ``size`` ranks; returns their results in order, raises what the first to fail raised.
 
-    A new thread has torch's settings as they are by default: gradients on, no autocast, no default device.
+    A new thread has torch's default settings: gradients on, no autocast, no default device.
     """
     barrier, given = threading.Barrier(size), [torch.empty(0)] * size
     results: dict[int, T] = {}

@@ -11,7 +11,6 @@ One world grid, seen twice, the last axis fastest:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -76,29 +75,29 @@ class Degrees:
 
     def place(self, global_rank: int) -> dict[Axis, int]:
         """The rank of ``global_rank`` along every axis of both views."""
-        place: dict[Axis, int] = {}
+        coordinates: dict[Axis, int] = {}
         for view in (DENSE, EXPERT):
             rest = global_rank
             for axis in reversed(view):
-                rest, place[axis] = divmod(rest, self.size(axis))
-        return place
+                rest, coordinates[axis] = divmod(rest, self.size(axis))
+        return coordinates
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """The groups of global ranks that differ along ``axes`` (of one view) only, each in grid order.
+        """The groups of global ranks that differ only along ``axes`` (of one view), each in grid order.
 
         ``groups("dp", "cp")`` are the groups over which ZeRO shards.
         """
         view = DENSE if set(axes) <= set(DENSE) else EXPERT
         if not set(axes) <= set(view):
             raise ValueError(f"no view of the grid holds all of {axes}: the views are {DENSE} and {EXPERT}")
-        fixed = [axis for axis in view if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
-        for global_rank, place in self._places(view):
-            found.setdefault(tuple(place[axis] for axis in fixed), []).append(global_rank)
+        for global_rank, ranks in enumerate(itertools.product(*(range(self.size(axis)) for axis in view))):
+            fixed = tuple(rank for axis, rank in zip(view, ranks, strict=True) if axis not in axes)
+            found.setdefault(fixed, []).append(global_rank)
         return list(found.values())
 
     def box(self, *axes: Axis) -> Box:
-        """How the global ranks of a group along ``axes`` (of one view) lie: equal for groups of the same ranks.
+        """The layout of the global ranks of a group along ``axes`` (of one view), equal for groups of the same ranks.
 
         Axes of size 1 are left out, and axes next to each other are one.
         """
@@ -111,7 +110,3 @@ class Degrees:
                 found.append((before[0], before[1] * size))
             stride *= size
         return tuple(found)
-
-    def _places(self, view: tuple[Axis, ...]) -> Iterator[tuple[int, dict[Axis, int]]]:
-        grid = itertools.product(*(range(self.size(axis)) for axis in view))
-        return ((global_rank, dict(zip(view, place, strict=True))) for global_rank, place in enumerate(grid))

@@ -1,7 +1,7 @@
 """Speeds and sizes of machines, for estimates: read from ``machines.json``, where every number has its unit and source.
 
-``die`` holds what the ranks of all machines have in common, the other sections what one machine adds. ds_npu measured
-none of these numbers.
+``die`` holds the numbers of every machine's ranks, the other sections what one machine adds. ds_npu measured none of
+them.
 """
 
 from __future__ import annotations

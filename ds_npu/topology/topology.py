@@ -1,4 +1,4 @@
-"""Who is where: this rank's place in the grid, and the process groups along its axes."""
+"""The coordinates of this rank in the grid, and the process groups along its axes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EXPERT_GROUPS: tuple[tuple[Axis, ...], ...] = (("edp",), ("ep", "etp"), ("ep",),
 """The groups of the expert view, which are made where it shards anything (ep * etp > 1)."""
 
 BackendOptions = Callable[[tuple[Axis, ...]], c10d.Backend.Options | None]
-"""From the axes of a communicator to its backend options (with the size of its buffer); None: the backend's own."""
+"""Gives the backend options (the buffer's size) of a communicator by its axes; None: the backend's own."""
 
 GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup | None]
-"""From the global ranks of a group to the group; None for a group of one other rank."""
+"""Groups by their global ranks; None for a group of one other rank."""
 
 
 def _alone(
@@ -35,17 +35,11 @@ def _alone(
     return make(options.group_rank, options.group_size, backend_options)
 
 
-def _register_alone() -> None:
-    if ALONE not in dist.Backend.backend_list:
-        devices = ["cpu", "cuda", torch._C._get_privateuse1_backend_name()]
-        dist.Backend.register_backend(ALONE, _alone, extended_api=True, devices=devices)
-
-
 class Topology:
-    """Which ranks work together along which axes, with their process groups. It is passed, never fetched.
+    """The ranks of each group along each axis, with the process groups. It is passed, never fetched.
 
-    Every rank of an initialised world makes it at the same time, since process groups are made together. Axes with the
-    same ranks have one group; an axis of size 1 opens no communicator.
+    Every rank of an initialised world makes it at the same time, as new_group demands. Axes with the same ranks have
+    one group; an axis of size 1 opens no communicator.
 
     Raises ValueError where the degrees do not fill the world.
     """
@@ -56,7 +50,9 @@ class Topology:
                 f"the degrees {degrees} make a world of {degrees.world_size} ranks; this one has "
                 f"{dist.get_world_size()}"
             )
-        _register_alone()
+        if ALONE not in dist.Backend.backend_list:
+            devices = ["cpu", "cuda", torch._C._get_privateuse1_backend_name()]
+            dist.Backend.register_backend(ALONE, _alone, extended_api=True, devices=devices)
         self.degrees = degrees
         self.global_rank = dist.get_rank()
         self.place = degrees.place(self.global_rank)
@@ -81,9 +77,8 @@ class Topology:
     def within(self, axis: Axis, parts: Sequence[Sequence[int]], name: str, own: bool = False) -> dist.ProcessGroup:
         """The process group of this rank's part of ``axis``; ``parts`` are lists of ranks along it.
 
-        Every rank of the world calls it at the same time. A group of the same ranks that is open already is used again,
-        unless the part is to have its ``own`` communicator, one for each ``name``. Raises ValueError where no part has
-        this rank.
+        Every rank of the world calls it at the same time. An open group of the same ranks is used again, unless the
+        part is to have its ``own`` communicator, one for each ``name``. Raises ValueError where no part has this rank.
         """
         mine: dist.ProcessGroup | None = None
         for peers in self.degrees.groups(axis):
@@ -113,17 +108,17 @@ class Topology:
         return len(self.ranks(*axes))
 
     def rank(self, *axes: Axis) -> int:
-        """This rank's place along ``axes``."""
+        """This rank's index in its group along ``axes``."""
         return self.ranks(*axes).index(self.global_rank)
 
     def neighbour(self, axis: Axis, step: int) -> int:
-        """The global rank ``step`` places further along ``axis``, around the ring."""
+        """The global rank ``step`` ranks further along ``axis``, around the ring."""
         ranks = self.ranks(axis)
         return ranks[(self.rank(axis) + step) % len(ranks)]
 
 
 class PlannedTopology(Topology):
-    """The Topology of one rank of a world that is not there: sizes and places, and groups that cannot communicate."""
+    """The Topology of one rank of a planned world: sizes and coordinates, and groups that cannot communicate."""
 
     def __init__(self, degrees: Degrees, global_rank: int = 0) -> None:
         self.degrees, self.global_rank = degrees, global_rank
@@ -133,8 +128,7 @@ class PlannedTopology(Topology):
     def _open(self, ranks: tuple[int, ...], axes: tuple[Axis, ...], name: str) -> dist.ProcessGroup | None:
         if self.global_rank not in ranks:
             return None
-        mine = ranks.index(self.global_rank)
-        return dist.ProcessGroup(c10d.HashStore(), mine, len(ranks))
+        return dist.ProcessGroup(c10d.HashStore(), ranks.index(self.global_rank), len(ranks))
 
     def group(self, *axes: Axis) -> dist.ProcessGroup:
         group = self._open(tuple(self.ranks(*axes)), axes, "x".join(axes))

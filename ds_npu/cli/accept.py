@@ -31,7 +31,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> int:
     if arguments.out.exists() and not arguments.resume:
         return refused(f"{arguments.out} is there already: --resume continues it, --out names another file")
-    # Another process asks, before this one imports torch: what that says where there is no NPU is said once, below.
+    # Another process asks before this one imports torch, so that a missing NPU is reported once, below.
     npus = npus_here()
     if not npus.names:
         return refused(f"no NPU to try: {npus.why_none} To see what this command does, on simulated NPUs: {TRY}")

@@ -55,7 +55,7 @@ def _run(arguments: Namespace) -> int:
         checked = check(ds_config, arguments.world_size)
         report = [*_report(ds_config, checked, arguments)]
     except ValueError as error:
-        # A ConfigError, or what a feature says of a model that it cannot change.
+        # A ConfigError, or a feature's refusal of the model.
         print(error, file=sys.stderr)
         return 1
     if arguments.svg is not None:
@@ -82,12 +82,10 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)
         yield from ("", *_communicators(ds_config, checked, arguments))
-        yield _watch(checked)
-        yield from (*model_part(checked, arguments), "", *_features(checked))
+        yield from (_watch(checked), *model_part(checked, arguments), "", *_features(checked))
     if checked.warnings:
         yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
-    traps = trainer_traps(ds_config) if "ds_npu" in ds_config else []
-    if traps:
+    if traps := trainer_traps(ds_config) if "ds_npu" in ds_config else []:
         yield from ("", 'With the Hugging Face Trainer or accelerate, which fill in "auto"')
         for trap in traps:
             yield from textwrap.wrap(trap, 118, initial_indent="  ", subsequent_indent="    ", break_long_words=False)

@@ -18,7 +18,7 @@ class Parser(ArgumentParser):
 
 
 def cli_module(name: str) -> Any:
-    """The module ``ds_npu.cli.<name>``, imported when it is needed: what only some commands need takes seconds."""
+    """The module ``ds_npu.cli.<name>``, imported when it is needed, as some imports take seconds."""
     return importlib.import_module(f"ds_npu.cli.{name}")
 
 
@@ -30,4 +30,4 @@ class Command:
     purpose: str
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
-    """Returns the exit code: 0, or 1 where the checked file is wrong (argparse has 2 for wrong usage)."""
+    """Runs it and returns the exit code: 0, or 1 where the checked file is wrong (argparse has 2 for wrong usage)."""

@@ -31,18 +31,18 @@ def axes_table(degrees: Degrees) -> Iterator[str]:
 
 
 def nodes_line(degrees: Degrees, machine: Machine) -> str:
-    """Which axes stay within nodes of ``machine``, as launchers place ranks: one node after the other."""
+    """The axes whose groups lie within nodes of ``machine``, which launchers fill with ranks one after the other."""
     spread = {axis: nodes_of_a_group(degrees, axis, machine.node) for axis in AXES if degrees.size(axis) > 1}
     within = [NAMES[axis] for axis, nodes in spread.items() if nodes == 1]
     over = [f"{NAMES[axis]} over {nodes:,}" for axis, nodes in spread.items() if nodes > 1]
-    said = [*([f"{', '.join(within)} each within a node"] if within else []), *over]
-    return f"Groups on nodes of {machine.name}, {machine.node} ranks each: {'; '.join(said) or 'none'}"
+    parts = [*([f"{', '.join(within)} each within a node"] if within else []), *over]
+    return f"Groups on nodes of {machine.name}, {machine.node} ranks each: {'; '.join(parts) or 'none'}"
 
 
 def nodes_of_a_group(degrees: Degrees, axis: Axis, node: int) -> int:
     """How many nodes of ``node`` ranks a group along ``axis`` touches at most.
 
-    Where a group lies in nodes depends on its first rank modulo ``node``: so few of a large world are looked at.
+    How a group lies in nodes depends on its first rank modulo ``node``, so only few groups of a large world are tried.
     """
     ((stride, size),) = degrees.box(axis)
     blocks = range(min(degrees.world_size // (stride * size), node))
@@ -51,7 +51,7 @@ def nodes_of_a_group(degrees: Degrees, axis: Axis, node: int) -> int:
 
 
 def zero_line(degrees: Degrees, stage: int | None) -> str:
-    """What ZeRO shards, over which ranks."""
+    """The tensors that ZeRO shards, and over which ranks."""
     size = degrees.dp * degrees.cp
     where = f"{size} ranks: {_groups(degrees, 'dp', 'cp')}" if size > 1 else "which is a single rank"
     return f"{ZERO[stage]} over data * context, {where}"
@@ -93,16 +93,12 @@ def communicator_table(communicators: Sequence[Communicator]) -> Iterator[str]:
 
 
 def _groups(degrees: Degrees, *axes: Axis) -> str:
-    """Along neighbouring axes; computed, not looked up in ``Degrees.groups``, as most of a large world is left out."""
+    """The groups along neighbouring axes; ``Degrees.groups`` would list all those of a large world."""
     ((stride, size),) = degrees.box(*axes)
-    groups = []
-    for index in _shown(degrees.world_size // size, SHOWN):
-        if index is None:
-            groups.append(DOTS)
-        else:
-            outer, inner = divmod(index, stride)
-            groups.append(f"[{_ranks(outer * stride * size + inner, stride, size)}]")
-    return " ".join(groups)
+    return " ".join(
+        DOTS if index is None else f"[{_ranks(index // stride * stride * size + index % stride, stride, size)}]"
+        for index in _shown(degrees.world_size // size, SHOWN)
+    )
 
 
 def _ranks(first: int, stride: int, count: int, width: int = 0) -> str:

@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``ds_npu ARGUMENTS`` (those of the command line by default) and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--version"]:
-        print(_versions())
+        # Metadata has the versions: nothing is imported.
+        installed = [f"{each} {installed_version(each) or 'not installed'}" for each in PACKAGES]
+        print(f"ds_npu {installed_version('ds_npu')} ({', '.join(installed)}, Python {platform.python_version()})")
         return 0
     parser = Parser(prog="ds_npu", description="Tools around the ds_npu section of a DeepSpeed config.")
     parser.add_argument("--version", action="store_true", help="print the versions of ds_npu and of what it runs on")
@@ -39,20 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        parser.error(f"there is no command {shown(arguments[0])}{_near(arguments[0])}; there are {', '.join(COMMANDS)}")
-    found = parser.parse_args(arguments)
-    return _run(found)
-
-
-def _versions() -> str:
-    """One line: the versions of ds_npu and of what it runs on. Nothing of that is imported."""
-    installed = [f"{each} {installed_version(each) or 'not installed'}" for each in PACKAGES]
-    return f"ds_npu {installed_version('ds_npu')} ({', '.join(installed)}, Python {platform.python_version()})"
-
-
-def _near(word: str) -> str:
-    found = difflib.get_close_matches(word, COMMANDS, n=1)
-    return f", did you mean {found[0]!r}?" if found else ""
+        near = "".join(f", did you mean {each!r}?" for each in difflib.get_close_matches(arguments[0], COMMANDS, n=1))
+        parser.error(f"there is no command {shown(arguments[0])}{near}; there are {', '.join(COMMANDS)}")
+    return _run(parser.parse_args(arguments))
 
 
 def _run(found: Namespace) -> int:
@@ -67,16 +58,12 @@ def _run(found: Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        _drop_output()
+        # Send the rest of the output to /dev/null: Python flushes it at exit and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             print(f"ds_npu: {error}", file=sys.stderr)
         return 1
     return code
-
-
-def _drop_output() -> None:
-    """Send the rest of the output to /dev/null: Python flushes it at exit and would fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

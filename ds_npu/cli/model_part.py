@@ -1,4 +1,4 @@
-"""The part of ``ds_npu check`` about a model: what each feature changes of it, and where each parameter is."""
+"""The part of ``ds_npu check`` about a model: the changes of each feature, and the placement of each parameter."""
 
 from __future__ import annotations
 

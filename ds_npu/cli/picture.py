@@ -18,7 +18,7 @@ COLOURS = (
     *("#a6cee3", "#fdbf6f", "#b2df8a", "#fb9a99", "#cab2d6", "#ffff99"),
     *("#80cdc1", "#f4a582", "#d9d9d9", "#fccde5", "#bc80bd", "#8da0cb"),
 )
-"""After the last one they begin again; the number of the group stands in each rank."""
+"""Colours of groups, repeated after the last one; each rank also shows the number of its group."""
 SHARED: dict[Axis, str] = {
     "tp": "they hold shards of the same weights and work on the same samples",
     "cp": "they hold the same weights and shards of the same sequences",
@@ -28,16 +28,16 @@ SHARED: dict[Axis, str] = {
     "ep": "they hold other experts of the same layers",
     "etp": "they hold shards of the same experts",
 }
-"""What the ranks along an axis have in common."""
+"""The meaning of a group along each axis."""
 
 ROW = 8
 """Ranks in a row of a node."""
 MOST_ROWS = 32
-"""Of more rows those in the middle are left out."""
+"""Rows that are drawn; the middle of more is left out."""
 CELL, LINE, GAP, MARGIN, LABEL, TITLE, WIDTH = 50, 34, 8, 24, 76, 58, 520
 """Pixels: width and height of a rank, between nodes, around panels, of a node's name, a panel's title, a panel."""
 PANELS = 2
-"""In a row."""
+"""Panels in a row."""
 HEADING, STRONG, PLAIN, SMALL = (
     {"font_size": "16", "font_weight": "bold"},
     {"font_size": "13", "font_weight": "bold"},
@@ -54,7 +54,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Panel:
-    """The nodes once more, the ranks of the groups along ``axes`` in one colour; with no axes, the place of each."""
+    """A drawing of the nodes, each group along ``axes`` in one colour; without axes, each rank's coordinates."""
 
     axes: Axes
     title: str
@@ -62,9 +62,9 @@ class _Panel:
 
 
 def layout_svg(degrees: Degrees, zero_stage: int | None, machine: Machine) -> str:
-    """An SVG file: for each axis with more than one rank, and for ZeRO, the ranks of ``degrees`` over the nodes.
+    """An SVG file with a panel of all ranks in their nodes for each axis of more than one rank, and for ZeRO.
 
-    Ranks stand in nodes of ``machine`` as launchers place them, one node after the other.
+    Ranks fill the nodes of ``machine`` one after the other, as under launchers.
     """
     nodes = _nodes(degrees.world_size, machine.node)
     panels = [*_panels(degrees, zero_stage, nodes, machine.node)]
@@ -130,11 +130,11 @@ def _shown(degrees: Degrees) -> Axes:
 
 
 def _group(degrees: Degrees, axes: Axes, rank: int) -> int:
-    """The number of the group along ``axes`` in which ``rank`` is: its place in ``degrees.groups(*axes)``."""
-    place, number = degrees.place(rank), 0
+    """The index of the group of ``rank`` in ``degrees.groups(*axes)``."""
+    coordinates, number = degrees.place(rank), 0
     for axis in DENSE if set(axes) <= set(DENSE) else EXPERT:
         if axis not in axes:
-            number = number * degrees.size(axis) + place[axis]
+            number = number * degrees.size(axis) + coordinates[axis]
     return number
 
 
@@ -165,13 +165,13 @@ def _drawn(panel: _Panel, nodes: list[_Node | None], degrees: Degrees, corner: t
 
 
 def _cell(panel: _Panel, degrees: Degrees, rank: int, corner: tuple[int, int]) -> str:
-    (x, y), place = corner, degrees.place(rank)
+    (x, y), coordinates = corner, degrees.place(rank)
     number = _group(degrees, panel.axes, rank) if panel.axes else None
     colour = "white" if number is None else COLOURS[number % len(COLOURS)]
-    below = ".".join(str(place[axis]) for axis in _shown(degrees)) if number is None else f"group {number}"
+    below = ".".join(str(coordinates[axis]) for axis in _shown(degrees)) if number is None else f"group {number}"
     middle = x + (CELL - 2) // 2
     body = (
-        title(f"rank {rank}: " + ", ".join(f"{axis} {place[axis]}" for axis in DENSE)),
+        title(f"rank {rank}: " + ", ".join(f"{axis} {coordinates[axis]}" for axis in DENSE)),
         rect(x, y, CELL - 2, LINE - 2, rx=3, fill=colour, stroke="#555"),
         text(middle, y + 15, str(rank), **STRONG, text_anchor="middle"),
         text(middle, y + 27, below, **SMALL),

@@ -1,4 +1,4 @@
-"""A model as it will be on rank 0 of a world that is not there: made, changed and placed on the meta device."""
+"""A model as rank 0 of a planned world would hold it: made, changed and given placements on the meta device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Row = tuple[str, str, str, str, str]
 
 
 def lines(path: Path, checked: Checked) -> Iterator[str]:
-    """What is done to the model of the config at ``path``, and the placements of its parameters on rank 0.
+    """The changes to the model of the config at ``path``, and the placements of its parameters on rank 0.
 
     Raises ValueError for a model that a feature refuses.
     """
@@ -44,8 +44,7 @@ def lines(path: Path, checked: Checked) -> Iterator[str]:
         return
     topology = PlannedTopology(checked.degrees)
     build = Build(topology, model, checked.config.plan, "npu", is_planned=True)
-    features = values_in(checked.config)
-    declarations = apply_features(features, build)
+    declarations = apply_features(values_in(checked.config), build)
     complete_placements(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
     yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
     changes = list(table(declarations)) or ["nothing"]
@@ -62,7 +61,7 @@ def model_without_weights(path: Path) -> nn.Module | str:
             return f"{layers:,} layers, more than {MOST_LAYERS:,}"
         autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
         kinds = [auto for auto in autos if type(config) in auto._model_mapping] or [transformers.AutoModel]
-        # The dtype does not matter, and the checkpoint need not be there to say it.
+        # The dtype does not matter, so no checkpoint has to tell it.
         model: nn.Module = meta_model(kinds[0], path, torch.float32, trust_remote_code=False).train()
     except Exception as error:  # Any: the values of a config may be anything, and transformers computes with them.
         return f"transformers cannot make it ({type(error).__name__}: {error})"

@@ -17,7 +17,7 @@ from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 WIDEST = 160
 """Columns of the schedule in text."""
 MOST_ACTIONS = 100_000
-"""Of a schedule that is drawn."""
+"""Actions of the largest schedule that is drawn."""
 
 Row = tuple[str, ...]
 
@@ -43,8 +43,8 @@ def pipeline_lines(path: Path, checked: Checked, svg: Path | None) -> Iterator[s
     # All stages of a rank together take 1 for each of F, I and W.
     share = layout.ranks / layout.stages
     run = timeline(schedule, Costs(share, share, share))
-    yield from (f"  {line}" for line in (*picture(layout.name, run), *bubble_lines(run, planned.loads)))
-    yield from (f"  {line}" for line in pair_lines(schedule))
+    parts = (*picture(layout.name, run), *bubble_lines(run, planned.loads), *pair_lines(schedule))
+    yield from (f"  {line}" for line in parts)
     yield from ("", "Pipeline ranks", *(f"  {line}" for line in rank_table(planned, schedule)))
     if svg is not None:
         svg.write_text(schedule_svg(layout.name, run), encoding="utf-8")
@@ -52,12 +52,12 @@ def pipeline_lines(path: Path, checked: Checked, svg: Path | None) -> Iterator[s
 
 
 def schedule_file(svg: Path) -> Path:
-    """Where the schedule is drawn, beside the layout in ``svg``."""
+    """The file of the schedule's picture, next to ``svg``, which has the layout."""
     return svg.with_name(f"{svg.stem}_schedule{svg.suffix}")
 
 
 def micro_batches_of(checked: Checked) -> tuple[int, str]:
-    """How many micro-batches a batch is cut into, and what says so."""
+    """The number of micro-batches of a batch, and what decides it."""
     asked, samples = checked.config.pipeline.micro_batches, checked.batch.micro
     if asked and samples and asked > samples:
         return samples, f"the samples of a batch, of which ds_npu.pipeline.micro_batches {asked:,} would need more"

@@ -25,21 +25,21 @@ T = TypeVar("T")
 
 def _add_arguments(parser: ArgumentParser) -> None:
     standard = Simulation()
-    parser.add_argument("--devices", type=_said(count_of), default=standard.devices, metavar="N", help="NPUs (8)")
+    parser.add_argument("--devices", type=_argument(count_of), default=standard.devices, metavar="N", help="NPUs (8)")
     parser.add_argument("--soc", choices=SOCS, default=standard.soc, metavar="NAME", help=f"{', '.join(SOCS)} (910B2)")
     parser.add_argument(
         "--memory",
-        type=_said(bytes_of),
+        type=_argument(bytes_of),
         default=standard.memory_bytes,
         metavar="SIZE",
         help=f"memory of each NPU ({standard.memory_bytes >> 30}GiB)",
     )
     parser.add_argument(
-        "--chaos", type=_said(seed_of), metavar="SEED", help="run streams in a random order that the seed decides"
+        "--chaos", type=_argument(seed_of), metavar="SEED", help="run streams in a random order that the seed decides"
     )
     parser.add_argument(
         "--fault",
-        type=_said(fault_of),
+        type=_argument(fault_of),
         action="append",
         default=[],
         metavar="SPEC",
@@ -50,7 +50,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
 
-def _said(parse: Callable[[str], T]) -> Callable[[str], T]:
+def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     def parsed(text: str) -> T:
         try:
             return parse(text)
@@ -68,13 +68,11 @@ def _run(arguments: Namespace) -> int:
         return _refused(f"{wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", 127 if command else 2)
     faults = tuple(arguments.fault)
     simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults)
-    excess = simulation.excess()
-    if excess is not None:
+    if (excess := simulation.excess()) is not None:
         return _refused(excess)
     try:
         home = built()
-        unknown = next(filter(None, (unknown_function(fault, home) for fault in faults)), None)
-        if unknown is not None:
+        if unknown := next(filter(None, (unknown_function(fault, home) for fault in faults)), None):
             return _refused(unknown)
         simulation = replace(simulation, trace=_made(arguments.trace) if arguments.trace else "")
     except BuildError as error:

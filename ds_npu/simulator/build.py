@@ -1,4 +1,4 @@
-"""Compiles the simulator's C++ once for each version of sources, torch and torch_npu, into a folder like CANN's."""
+"""Compilation of the simulator's C++ for each version of sources, torch and torch_npu, into a folder like CANN's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LINKED = ("libtorch_cpu.so", "libc10.so")
 TORCH_NPU = "libtorch_npu.so"
 
 CONTENTS = "simulated.json"
-"""Beside the library: the functions of CANN's interface that each source has."""
+"""File of the functions of CANN's interface that each source has."""
 
 TORCH_INCLUDE = "#include <ATen/ATen.h>"
 SECONDS_A_FILE = 4.8
@@ -51,14 +51,14 @@ SECONDS_A_FILE = 4.8
 SECONDS_BETWEEN = 10
 """Seconds between two lines of progress."""
 MOST_WITHOUT = 2
-"""Up to so many files per core are compiled without precompiled headers, which take as long to make."""
+"""Files per core up to which headers are not precompiled, which would take as long."""
 
 CANN_FOLDERS = ("runtime", "compiler", "opp")
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What a build depends on besides the sources: ``compiler`` and the folders of torch and torch_npu."""
+    """Inputs of a build other than the sources: ``compiler`` and the folders of torch and torch_npu."""
 
     compiler: str
     torch: Path
@@ -66,7 +66,7 @@ class Toolchain:
 
     @staticmethod
     def found() -> Toolchain:
-        """Imports neither torch nor torch_npu. Raises BuildError for what is missing."""
+        """Find it without importing torch or torch_npu. Raises BuildError for what is missing."""
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None or shutil.which(compiler) is None:
             raise BuildError(
@@ -84,7 +84,7 @@ class Toolchain:
         return [f"-I{SOURCES}", *(flag for folder in folders for flag in ("-isystem", str(folder)))]
 
     def identity(self) -> str:
-        """Changes whenever objects compiled before can no longer be used.
+        """A text that changes whenever compiled objects can no longer be used.
 
         It does not name the folders: environments with the same torch and torch_npu share what is compiled.
         """
@@ -139,7 +139,7 @@ def _digest(toolchain: Toolchain) -> str:
 
 
 def _build(toolchain: Toolchain, home: Path) -> None:
-    """Compile into a folder beside ``home`` and rename it: ``home`` exists whole or not at all."""
+    """Compile into another folder and rename it to ``home``, which exists whole or not at all."""
     sources = sorted(SOURCES.rglob("*.cpp"))
     with scratch(home.parent) as folder:
         making = folder / "home"
@@ -167,8 +167,10 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
     identity = toolchain.identity().encode()
     targets = {source: _object_of(source, identity, kept) for source in sources}
     missing = [source for source in sources if not is_sealed(targets[source])]
-    with_torch = {source for source in missing if _includes_torch(source)}
-    # First those that need not wait for torch's headers; the longest first, so that no core has one left at the end.
+    with_torch = {
+        source for source in missing if any(TORCH_INCLUDE in file.read_text() for file in (source, *_included(source)))
+    }
+    # Sources that need not wait for torch's headers come first, then the longest: no core has one left at the end.
     missing.sort(key=lambda source: (source in with_torch, -source.stat().st_size))
     progress = _Progress(missing)
 
@@ -189,29 +191,29 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
 
 
 class _Progress:
-    """Says how long the compilation of ``sources`` takes, and how far it is."""
+    """Lines that tell how long the compilation of ``sources`` takes, and how far it is."""
 
     def __init__(self, sources: Sequence[Path]) -> None:
         self.files, self.done = len(sources), 0
         self.sizes = {source: source.stat().st_size for source in sources}
         self.bytes = 0
-        self.begun = self.said = time.monotonic()
+        self.begun = self.reported = time.monotonic()
         cores = os.cpu_count() or 1
-        _say(
+        say(
             f"building the simulated NPUs, {self.files} files on {cores} cores: about "
             f"{_duration(self.files * SECONDS_A_FILE / cores)}, once for this torch and torch_npu"
         )
 
     def count(self, source: Path) -> None:
-        """``source`` is done."""
+        """Count ``source`` as compiled."""
         self.done, self.bytes = self.done + 1, self.bytes + self.sizes[source]
         now = time.monotonic()
         if self.done == self.files:
-            _say(f"{self.done} of {self.files} files compiled, in {_duration(now - self.begun)}")
-        elif now - self.said >= SECONDS_BETWEEN:
-            self.said = now
+            say(f"{self.done} of {self.files} files compiled, in {_duration(now - self.begun)}")
+        elif now - self.reported >= SECONDS_BETWEEN:
+            self.reported = now
             left = (now - self.begun) * (sum(self.sizes.values()) / self.bytes - 1)
-            _say(f"{self.done} of {self.files} files compiled, about {_duration(left)} left")
+            say(f"{self.done} of {self.files} files compiled, about {_duration(left)} left")
 
 
 def _duration(seconds: float) -> str:
@@ -227,14 +229,10 @@ def _object_of(source: Path, identity: bytes, kept: Path) -> Path:
     return kept / f"{source.stem}-{key.hexdigest()[:16]}.o"
 
 
-def _includes_torch(source: Path) -> bool:
-    return any(TORCH_INCLUDE in file.read_text() for file in (source, *_included(source)))
-
-
 def _precompiled(toolchain: Toolchain, folder: Path, files: int) -> list[str]:
-    """The compiler options for precompiled torch headers, made here; parsing them takes half of a compilation.
+    """Precompile torch's headers, whose parsing takes half of a compilation, and return the options that use them.
 
-    None for a few ``files``.
+    There are none for few ``files``.
     """
     if files <= 2 * MOST_WITHOUT:
         return []
@@ -246,7 +244,7 @@ def _precompiled(toolchain: Toolchain, folder: Path, files: int) -> list[str]:
 
 
 def _included(source: Path, found: frozenset[Path] = frozenset()) -> frozenset[Path]:
-    """Our headers that ``source`` includes, and those that they include."""
+    """The simulator's headers that ``source`` includes, directly or through others."""
     for name in re.findall(r'^#include "([^"]+)"', source.read_text(), re.MULTILINE):
         header = SOURCES / name
         if header.exists() and header not in found:
@@ -288,12 +286,11 @@ def _linked_symbols(toolchain: Toolchain) -> set[str]:
 def _not_simulated(toolchain: Toolchain, defined: set[str]) -> str:
     operators = {half for name in operators_of(toolchain.torch_npu) for half in (name, f"{name}GetWorkspaceSize")}
     missing = sorted((operators | _linked_symbols(toolchain)) - defined)
-    lines = ["namespace sim { int not_simulated(const char* name); }"]
-    for name in missing:
-        lines.append(
-            f'extern "C" __attribute__((visibility("default"))) int {name}() {{ return sim::not_simulated("{name}"); }}'
-        )
-    return "\n".join(lines) + "\n"
+    stubs = [
+        f'extern "C" __attribute__((visibility("default"))) int {name}() {{ return sim::not_simulated("{name}"); }}\n'
+        for name in missing
+    ]
+    return "".join(["namespace sim { int not_simulated(const char* name); }\n", *stubs])
 
 
 def _run(command: Sequence[str]) -> str:
@@ -306,5 +303,6 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line of ``ds_npu sim``."""
     print(f"ds_npu sim: {text}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,4 +1,4 @@
-"""The cache of compiled simulators: who may write into it, hashes of its files, and locks of builds."""
+"""The cache of compiled simulators: its owner, the hashes of its files, and the locks of builds."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def own_folder() -> Iterator[Path]:
 
 def _refuse_others(folder: Path) -> None:
     """Raise BuildError where another user, who is not root, can change ``folder``, its parent or what lies above."""
-    for place in (folder, *folder.parents):
-        found = place.stat()
-        is_ours = place in (folder, folder.parent)
+    for path in (folder, *folder.parents):
+        found = path.stat()
+        is_ours = path in (folder, folder.parent)
         others = found.st_mode & stat.S_IWOTH and (is_ours or not found.st_mode & stat.S_ISVTX)
         group = is_ours and found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
         wrong = "everybody may write" if others else f"group {found.st_gid} may write" if group else ""
@@ -65,9 +65,9 @@ def _refuse_others(folder: Path) -> None:
             wrong = f"which belongs to user {found.st_uid}, and this is user {os.geteuid()}"
         if wrong:
             where = wrong if wrong.startswith("which") else f"into which {wrong}"
-            close = "" if wrong.startswith("which") else f"chmod go-w {place}, or "
+            close = "" if wrong.startswith("which") else f"chmod go-w {path}, or "
             raise BuildError(
-                f"the simulated NPUs are kept under {place}, {where}; whoever does can run code as this user. "
+                f"the simulated NPUs are kept under {path}, {where}; whoever does can run code as this user. "
                 f"What to do: {close}{ELSEWHERE}"
             )
 
@@ -86,7 +86,7 @@ def _is_private(group: int) -> bool:
 
 
 def seal(file: Path) -> None:
-    """Store the SHA-256 of ``file`` beside it."""
+    """Store the SHA-256 of ``file`` in a file next to it."""
     file.with_name(file.name + SEAL).write_text(hashlib.sha256(file.read_bytes()).hexdigest())
 
 

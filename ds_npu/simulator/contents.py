@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -20,9 +21,5 @@ def markdown(home: Path) -> str:
 
 def _purpose(source: Path) -> str:
     """The first sentence of the comment at the top of ``source``."""
-    comment = []
-    for line in source.read_text().splitlines():
-        if not line.startswith("// "):
-            break
-        comment.append(line[3:])
-    return " ".join(comment).partition(". ")[0].rstrip(".") + "."
+    comment = itertools.takewhile(lambda line: line.startswith("// "), source.read_text().splitlines())
+    return " ".join(line[3:] for line in comment).partition(". ")[0].rstrip(".") + "."

@@ -9,11 +9,10 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_npu.simulator.build import CONTENTS, SOURCES
+from ds_npu.simulator.build import CONTENTS, SOURCES, say
 
 FORM = re.compile(r"((?:acl|Hccl)\w+)(?::([0-9]+))?(?:@([0-9]+))?=([0-9]+|exit)", re.ASCII)
 LARGEST = {"CALL": 10**9, "RANK": 10**6, "CODE": 2**31 - 1}
@@ -34,8 +33,7 @@ def fault_of(text: str) -> str:
             f"found {text!r}; NAME[:CALL][@RANK]=CODE or =exit, where NAME is a function of ACL or HCCL or an aclnn "
             f"operator, as aclrtMalloc:2=207001 or HcclAllReduce:3@1=exit"
         )
-    call, rank, code = found[2], found[3], found[4]
-    for key, digits, least in (("CALL", call, 1), ("RANK", rank, 0), ("CODE", code, 1)):
+    for key, digits, least in (("CALL", found[2], 1), ("RANK", found[3], 0), ("CODE", found[4], 1)):
         if digits is None or digits == "exit":
             continue
         if len(digits) > 10 or not least <= int(digits) <= LARGEST[key]:
@@ -58,12 +56,10 @@ def unknown_function(fault: str, home: Path) -> str | None:
 
 def faultable(home: Path) -> set[str]:
     """The functions of the build in ``home`` that return an error code, without operators' GetWorkspaceSize."""
-    files = json.loads((home / CONTENTS).read_text())
-    defined = {name for names in files.values() for name in names}
+    defined = {name for names in json.loads((home / CONTENTS).read_text()).values() for name in names}
     plain = {name for source in SOURCES.rglob("*.cpp") for name in _PLAIN.findall(source.read_text())}
     graph = {f"aclop{name}" for source in SOURCES.rglob("*.cpp") for name in _GRAPH.findall(source.read_text())}
-    halves = {f"{name}GetWorkspaceSize" for name in defined}
-    return defined - plain - graph - halves
+    return defined - plain - graph - {f"{name}GetWorkspaceSize" for name in defined}
 
 
 _PLAIN = re.compile(r"^SIM_PLAIN [^(]*?(\w+)\(", re.MULTILINE)
@@ -75,29 +71,27 @@ def run(program: str, command: Sequence[str], environment: dict[str, str], fault
 
     Where a signal has ended the command, the same signal ends this process. SIGTERM and SIGHUP are passed on to it.
     """
-    # An anonymous file: the kernel removes it with this process, however that ends.
+    # The kernel removes this anonymous file with the process, however that ends.
     fired = os.memfd_create("ds_npu_fired")
     environment = {**environment, FIRED: f"/proc/{os.getpid()}/fd/{fired}"}
-    child = subprocess.Popen(command, executable=program, env=environment, preexec_fn=_ends_with_parent)
+    child = subprocess.Popen(
+        command,
+        executable=program,
+        env=environment,
+        # The command dies with this process.
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL),
+    )
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda told, _: child.send_signal(told))
     for number in (signal.SIGINT, signal.SIGQUIT):
-        signal.signal(number, lambda *_: None)  # a terminal sends them to the command, too
+        signal.signal(number, lambda *_: None)  # A terminal sends them to the command, too.
     code = child.wait()
     seen = os.pread(fired, os.fstat(fired).st_size, 0).decode().splitlines()
     silent = [fault for fault in faults if fault not in seen]
     for fault in silent:
-        _say(f"--fault {fault} has not fired: no process made that call, so this run does not show what happens then")
+        say(f"--fault {fault} has not fired: no process made that call, so this run does not show what happens then")
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code or int(bool(silent))
-
-
-def _ends_with_parent() -> None:
-    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
-
-
-def _say(text: str) -> None:
-    print(f"ds_npu sim: {text}", file=sys.stderr, flush=True)  # noqa: T201

@@ -12,7 +12,7 @@ TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 MOST = 2**63 - 1
-"""Samples."""
+"""Largest number of samples."""
 AUTO = "auto"
 """The Hugging Face Trainer fills such a value in later."""
 COUNTED = ", or nothing: leave the key out (or 'auto' for the Hugging Face Trainer to fill in)"
@@ -28,7 +28,7 @@ class Batch:
 
 
 def batch_of(ds_config: dict[str, Any], dp: int | None) -> tuple[Batch, list[Problem]]:
-    """The batch sizes with ``dp`` data-parallel ranks (None: not known), and what is wrong with them."""
+    """The batch sizes with ``dp`` data-parallel ranks (None: not known), and their mistakes."""
     found = {key: ds_config.get(key) for key in (TRAIN, MICRO, STEPS)}
     wrong = [
         Problem(key, value, f"an integer >= 1, or 'auto' for the Hugging Face Trainer to fill in, and <= {MOST}")
@@ -39,7 +39,7 @@ def batch_of(ds_config: dict[str, Any], dp: int | None) -> tuple[Batch, list[Pro
         return Batch(), wrong
     if found[TRAIN] is None and found[MICRO] is None:
         return Batch(), [Problem(f"{TRAIN}, {MICRO}", None, "at least one of them, an integer >= 1")]
-    # As in DeepSpeed (runtime/config.py, _set_batch_related_parameters).
+    # DeepSpeed does the same (runtime/config.py, _set_batch_related_parameters).
     if found[STEPS] is None and (found[TRAIN] is None or found[MICRO] is None):
         found[STEPS] = 1
     return _derived(found, dp)
@@ -55,7 +55,7 @@ def _derived(found: dict[str, Any], dp: int | None) -> tuple[Batch, list[Problem
     if type(train) is int:
         if train != product if whole else train % product:
             text = " * ".join(f"{key} {value}" for key, value in named.items()) + (f" = {product}" if named else "")
-            # Twice as many or more: whoever filled it in counted ranks that share samples.
+            # A multiple: whoever filled it in has counted ranks that share samples.
             hint = COUNTED if whole and train % product == 0 else ""
             return Batch(), [Problem(TRAIN, train, (text if whole else f"a multiple of {text}") + hint)]
         missing = [key for key in (MICRO, STEPS) if found[key] is None]

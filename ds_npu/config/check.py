@@ -1,6 +1,6 @@
-"""Checks a DeepSpeed config and its ``"ds_npu"`` section for a world of a given size: every mistake at once.
+"""The check of a DeepSpeed config and its ``"ds_npu"`` section for a world: it names every mistake at once.
 
-Pure: no process group, no device, neither torch nor DeepSpeed.
+It is pure: no process group, no device, neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ds_npu.config.batch import Batch, batch_of
 from ds_npu.config.deepspeed_keys import conflicts, misspelt, zero_stage
 from ds_npu.config.deepspeed_readers import deepspeed_problems
 from ds_npu.config.loading import flaws, load
-from ds_npu.config.optimizer_memory_keys import refused_beside_kept_state
+from ds_npu.config.optimizer_memory_keys import optimizer_memory_problems
 from ds_npu.config.parallel import UNDIVIDED, ParallelSection, fit
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.config.reading import read
@@ -47,8 +47,8 @@ def check(
 ) -> Checked:
     """Check ``ds_config`` for a world of ``world_size`` ranks (None: not known) and raise ConfigError if it is wrong.
 
-    ``stages`` is the number of stages of the model where it is a deepspeed.PipelineModule. ``unmet`` says
-    what the features that are on lack on this machine. A config without the section is DeepSpeed's matter: nothing is
+    ``stages`` is the number of stages of the model where it is a deepspeed.PipelineModule. ``unmet`` yields what this
+    machine cannot do of the features that are on. A config without the section is DeepSpeed's matter: nothing is
     checked.
     """
     if wrong := [*flaws(ds_config)]:
@@ -70,7 +70,7 @@ def check(
         *_other_stages(config, stages, doubtful),
         *_sharded_pipeline(ds_config, config.parallel, stages),
         *conflicts(ds_config, config, dp, doubtful),
-        *refused_beside_kept_state(ds_config, config),
+        *optimizer_memory_problems(ds_config, config),
         *deepspeed_problems(ds_config),
         *batch_problems,
         *unmet(config),

@@ -9,4 +9,4 @@ from ds_npu.config.section import AtLeastOne
 PLANNED = "planned"
 """The plan for ``recompute.budget_gib`` chooses the number."""
 ChunkedLossTokens = bool | Literal["planned"] | AtLeastOne
-"""Whether the loss is chunked; a number is that of the tokens of a chunk."""
+"""Whether the loss is chunked; a number is the tokens of a chunk."""

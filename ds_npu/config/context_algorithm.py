@@ -1,6 +1,6 @@
 """How the ranks along the context axis share attention: cp = ulysses * ring, Ulysses ranks next to each other.
 
-Arithmetic only, no process group and no torch.
+This is arithmetic only: no process group and no torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class ContextAlgorithm:
 
     The ``ulysses`` ranks of a group exchange heads for tokens. The ``ring`` groups pass keys and values around, in
     rings of ``window`` ranks within a ring of those (1 or ``ring``: a single ring), or, with ``gather``, gather them.
-    ``kv_cache`` is what is kept for backward of the keys and values that were received in forward: nothing, the keys
-    or both. Raises ValueError where the sizes do not go together.
+    ``kv_cache`` says what backward keeps of the keys and values that forward received: nothing, the keys or both.
+    Raises ValueError where the sizes do not go together.
     """
 
     ulysses: int = 1
@@ -46,29 +46,27 @@ class ContextAlgorithm:
 
     @property
     def name(self) -> str:
-        """As in ``ds_npu.context_parallel.algorithm``; a single rank is "ulysses"."""
+        """The name in ``ds_npu.context_parallel.algorithm``; a single rank is "ulysses"."""
         if self.ring == 1:
             return "ulysses"
-        if self.ulysses > 1:
-            return "hybrid"
-        return "allgather" if self.gather else "ring"
+        return "hybrid" if self.ulysses > 1 else "allgather" if self.gather else "ring"
 
     @property
     def fewest_tokens(self) -> int:
-        """Tokens that a sequence must have, so that each rank gets some (in a ring, of the early and the late ones)."""
+        """Fewest tokens of a sequence that give each rank some (in a ring, from its first and its second half)."""
         return self.size if self.ring == 1 else 2 * self.size
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The rank along the ring and within its Ulysses group of context rank ``rank``."""
+        """(rank along the ring, rank within its Ulysses group) of context rank ``rank``."""
         return divmod(rank, self.ulysses)
 
 
 def algorithm_of(
     name: AlgorithmName, context: int, ulysses: int | None = None, window: int = 1, kv_cache: KvCache | None = None
 ) -> ContextAlgorithm:
-    """The algorithm of that name for ``context`` ranks, ``ulysses`` being the hybrid's.
+    """The algorithm ``name`` for ``context`` ranks; ``ulysses`` is for the hybrid.
 
-    ``kv_cache`` left out: what Ulysses has exchanged is kept, what travels in a ring or is gathered is not.
+    Without ``kv_cache``, keys and values that Ulysses exchanged are kept, those that a ring passed or gathered are not.
     """
     inside = {"ulysses": context, "hybrid": ulysses or 1}.get(name, 1)
     kept: KvCache = kv_cache or ("full" if name == "ulysses" else "none")

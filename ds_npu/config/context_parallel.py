@@ -27,7 +27,7 @@ ALGORITHM, ULYSSES, WINDOW = (f"ds_npu.context_parallel.{key}" for key in ("algo
 
 
 def algorithms(section: ContextParallelSection, context: int) -> list[ContextAlgorithm]:
-    """All that the keys of ``section`` allow for ``context`` ranks (2 or more): none where they contradict."""
+    """All algorithms that ``section`` allows for ``context`` ranks (2 or more): none where its keys contradict."""
     found = [algorithm_of(name, context, kv_cache=section.kv_cache) for name in ("ulysses", "allgather")]
     for ulysses in _divisors(context)[:-1]:
         # An inner ring of all ranks is a single ring.
@@ -48,7 +48,7 @@ def _fits(section: ContextParallelSection, algorithm: ContextAlgorithm) -> bool:
 
 def wrong_factors(section: ContextParallelSection, context: int) -> Iterator[Problem]:
     """The key that leaves no algorithm for ``context`` ranks."""
-    # The one algorithm that is not known from its name alone.
+    # The hybrid is the one algorithm that is not known from its name alone.
     unsaid = section.algorithm == "hybrid" and section.ulysses is None
     if algorithms(section, context) and not unsaid:
         return

@@ -48,7 +48,7 @@ def zero_stage(ds_config: dict[str, Any]) -> int | None:
 def conflicts(
     ds_config: dict[str, Any], config: DsNpuConfig, dp: int | None, doubtful: frozenset[str]
 ) -> Iterator[Problem]:
-    """Contradictions between DeepSpeed's keys and the section; nothing is said about keys that are ``doubtful``."""
+    """Contradictions between DeepSpeed's keys and the section; ``doubtful`` keys are passed over."""
     sizes = dict(config.parallel)
     for key, axis in SIZES.items():
         found = value_at(ds_config, key)

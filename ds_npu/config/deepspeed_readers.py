@@ -1,7 +1,7 @@
-"""What DeepSpeed's own keys must be, so that its DeepSpeedConfig takes them: refused here, before anything runs.
+"""Demands of DeepSpeedConfig on DeepSpeed's own keys, checked here before anything runs.
 
-The closed sections are judged by ``deepspeed_schema``. The keys that DeepSpeed reads by hand stand in DEMANDS, and what
-keys demand of each other in READERS and RULES_OF_SECTIONS. DeepSpeed raises an error for each (runtime/config.py).
+``deepspeed_schema`` judges the closed sections. DEMANDS has the keys that DeepSpeed reads by hand, READERS and
+RULES_OF_SECTIONS what keys demand of each other. DeepSpeed raises an error for each (runtime/config.py).
 """
 
 from __future__ import annotations
@@ -23,36 +23,24 @@ MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 @dataclass(frozen=True)
 class Demand:
-    """What the value at ``path`` must be, where there is one."""
+    """A demand on the value at ``path``, where there is one."""
 
     path: str
     accepted: str
     holds: Callable[[Any], bool]
     since: tuple[int, ...] = ()
-    """The version of DeepSpeed that reads it first."""
+    """The first version of DeepSpeed that reads the key."""
 
 
 def _one_of(*names: str, null: bool = False) -> tuple[str, Callable[[Any], bool]]:
-    """Of texts, in any case."""
+    """A demand for one of the texts ``names``, in upper or lower case."""
     known = [name.lower() for name in names]
     words = "one of " + ", ".join(repr(name) for name in names) + (" or null" if null else "")
     return words, lambda value: (null and value is None) or (isinstance(value, str) and value.lower() in known)
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _is_object_or_null(value: Any) -> bool:
     return value is None or isinstance(value, dict)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, int)
-
-
-def _is_autocast_dtype(value: Any) -> bool:
-    return value in AUTOCAST_DTYPES if isinstance(value, str) else is_torch_dtype(value)
 
 
 def _is_text_list(value: Any) -> bool:
@@ -71,9 +59,9 @@ def _is_integer_like(value: Any) -> bool:
     return True
 
 
-OBJECT = ("an object", _is_object)
+OBJECT = ("an object", lambda value: isinstance(value, dict))
 OBJECT_OR_NULL = ("an object or null", _is_object_or_null)
-FLAG = ("true or false", _is_flag)
+FLAG = ("true or false", lambda value: isinstance(value, int))
 TEXT = ("a text that is not empty", bool)
 INTEGER = ("an integer", _is_integer_like)
 DTYPES = ("fp16", "bf16", "fp32")
@@ -120,10 +108,13 @@ DEMANDS_OF_ALL = tuple(
         "aio": OBJECT_OR_NULL,
         "aio.use_gds": ("false: GPUDirect Storage is CUDA's", lambda value: not value),
         "timers": OBJECT,
-        "expert_parallel": ("an object", lambda value: not value or _is_object(value)),
+        "expert_parallel": ("an object", lambda value: not value or isinstance(value, dict)),
         "expert_parallel.load_balance_coeff": ("null: DeepSpeed's AutoEP has none", lambda value: value is None),
         "torch_autocast": OBJECT,
-        "torch_autocast.dtype": (f"one of {', '.join(map(repr, AUTOCAST_DTYPES))}", _is_autocast_dtype),
+        "torch_autocast.dtype": (
+            f"one of {', '.join(map(repr, AUTOCAST_DTYPES))}",
+            lambda value: value in AUTOCAST_DTYPES if isinstance(value, str) else is_torch_dtype(value),
+        ),
         "torch_autocast.lower_precision_safe_modules": ("a list, each item a string", _is_text_list),
     }.items()
 )
@@ -139,14 +130,14 @@ DEMANDS = (
 
 
 def deepspeed_problems(ds_config: Config) -> Iterator[Problem]:
-    """What the installed DeepSpeed would refuse when it reads ``ds_config``, but for batch sizes."""
+    """The mistakes that the installed DeepSpeed would refuse in ``ds_config``, but for batch sizes."""
     yield from _removed(ds_config)
     reads = dict(_sections(ds_config))
     for read in reads.values():
         yield from read.problems
     broken = [*_broken_demands(ds_config)]
     yield from broken
-    # Rules read what is right.
+    # Rules read only sections without mistakes.
     values = {path: read.values for path, read in reads.items() if not read.problems}
     for rule in RULES_OF_SECTIONS:
         yield from rule(ds_config, values)
@@ -262,7 +253,7 @@ def _sharded_masters(ds_config: Config, sections: dict[str, Values]) -> Iterator
 
 
 def _bf16(ds_config: Config) -> str:
-    """The name that the section has: the old one is read where the new one is not there."""
+    """The name of the section: DeepSpeed reads the old one where the new one is left out."""
     return "bfloat16" if ds_config.get("bf16") is None else "bf16"
 
 

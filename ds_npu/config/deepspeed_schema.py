@@ -1,4 +1,4 @@
-"""What DeepSpeed's closed sections accept, judged without DeepSpeed (which imports torch).
+"""Checks of DeepSpeed's closed sections, made without DeepSpeed (which imports torch).
 
 ``deepspeed_versions`` has a file for each supported version, written from its models by ``python
 tests/support/deepspeed_schema.py``; tests compare the installed version's file and its verdicts with DeepSpeed's own.
@@ -35,24 +35,24 @@ SCALARS: dict[str, Any] = {
 }
 BOUNDS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
 MOST_NAMES = 12
-"""Keys of a section that a message lists."""
+"""Most keys of a section that a message lists."""
 TORCH_DTYPE = "a torch.dtype, which no file can hold: leave the key out"
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What one version of DeepSpeed accepts."""
+    """The keys that one version of DeepSpeed accepts."""
 
     version: str
     is_installed: bool
-    """Whether it is the installed one, which knows its keys; if not, the next older one, or the newest of all."""
+    """Whether this is the installed version; if not, it is the next older known one, or the newest of all."""
     top_level: tuple[str, ...]
     """Keys that DeepSpeed reads."""
     removed: dict[str, str]
     """Top-level keys that older versions had, and what DeepSpeed says of them."""
     removed_from_zero: dict[str, str]
     sections: dict[str, Node]
-    """By path."""
+    """Models of the closed sections by path."""
 
 
 @dataclass
@@ -60,20 +60,19 @@ class Read:
     """A section as DeepSpeed reads it."""
 
     values: Values = field(default_factory=dict)
-    """Those that are right, with the defaults of those that are left out; empty where there is no section."""
+    """Right values, with the defaults of keys that are left out; empty where there is no section."""
     problems: list[Problem] = field(default_factory=list)
 
 
 @functools.cache
 def schema() -> Schema:
-    """Of the installed DeepSpeed."""
+    """The schema of the installed DeepSpeed."""
     known = {numbers(file.stem): file for file in FOLDER.glob("*.json")}
     try:
         installed = version("deepspeed").split("+")[0]
     except PackageNotFoundError:
         installed = ""
-    older = [each for each in known if each <= numbers(installed)]
-    file = known[max(older or known)]
+    file = known[max([each for each in known if each <= numbers(installed)] or known)]
     found = json.loads(file.read_text(encoding="utf-8"))
     return Schema(
         file.stem,
@@ -86,7 +85,7 @@ def schema() -> Schema:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """``0.19.8`` as numbers that compare."""
+    """``0.19.8`` as numbers that can be compared."""
     return tuple(int(part) for part in text.split(".") if part.isdecimal())
 
 
@@ -132,7 +131,7 @@ def _defaults(node: Node) -> Values:
 
 
 def _unknown(key: str, node: Node, path: str, index: int) -> str:
-    """What is said of an unknown key after ``index`` other problems; of those that no message lists, little."""
+    """The message about an unknown key after ``index`` other problems; no suggestion where no message lists it."""
     known = [each.get("alias", name) for name, each in node["properties"].items()]
     near = near_miss(key, known) if index < MOST_PROBLEMS else []
     hint = f"did you mean {path}.{near[0]}?" if near else f"keys of {path}: {_keys(node)}"
@@ -140,14 +139,14 @@ def _unknown(key: str, node: Node, path: str, index: int) -> str:
 
 
 def _keys(node: Node) -> str:
-    """Of a section, the first ones."""
+    """The first keys of a section."""
     names = [each.get("alias", name) for name, each in node["properties"].items()]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
 
 def _given_twice(node: Node, names: dict[str, str], given: Values, path: str) -> Iterator[Problem]:
-    """A deprecated key beside the one that took its place."""
+    """A deprecated key that is given together with its successor."""
     keys = {names[key]: key for key in given if key in names}
     for name, each in node["properties"].items():
         new = each.get("replaced_by")
@@ -183,7 +182,7 @@ def _adapter(node: str) -> TypeAdapter[Any]:
 
 
 def _type(node: Node) -> Any:
-    """The Python type whose values pydantic accepts as it does for DeepSpeed's field: text for a number, and such."""
+    """The Python type whose values pydantic accepts as it does for DeepSpeed's field, text for a number included."""
     if "anyOf" in node:
         return Union[tuple(_type(option) for option in node["anyOf"])]  # noqa: UP007
     if "instance" in node:

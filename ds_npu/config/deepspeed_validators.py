@@ -1,6 +1,6 @@
-"""The validators of DeepSpeed's models, by name: what they refuse beyond the types of the fields.
+"""The validators of DeepSpeed's models, by name: their refusals beyond the types of the fields.
 
-A validator's code is hashed in ``deepspeed_versions``; a test says which ones have changed in the installed version.
+A validator's code is hashed in ``deepspeed_versions``; a test names those that have changed in the installed version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 Values = dict[str, Any]
 Refusals = Iterator[tuple[str, Any, str]]
-"""Key, found and accepted."""
+"""(key, found value, accepted values) of each refusal."""
 
 
 def silent(values: Values) -> Refusals:
@@ -52,22 +52,18 @@ AFTER: dict[str, Callable[[Values], Refusals]] = {
     "offload_ratio_check": _partial_offload,
     "_validate_dynamic_loss_scale_params": _dynamic_loss_scale,
     "validate_fields": _zenflow,
-    # These fill in values, or warn.
+    # These validators fill in values, or warn.
     "overlap_comm_valid": silent,
     "elastic_checkpoint_deprecated": silent,
     "set_pipeline": silent,
     "_validate_entries": silent,
 }
-"""Judge a section whose fields are right."""
+"""Checks of a section whose fields are right, by validator."""
 
 
 def _is_scale(raw: Any) -> bool:
     found = None if isinstance(raw, bool) else _converted(float, raw)
     return found is not None and math.isfinite(found) and found >= 0
-
-
-def _is_count(raw: Any) -> bool:
-    return not isinstance(raw, bool) and _converted(int, raw) is not None
 
 
 def _converted(kind: type, raw: Any) -> Any:
@@ -80,10 +76,11 @@ def _converted(kind: type, raw: Any) -> Any:
 BEFORE: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "_validate_loss_scale": {"loss_scale": ("a finite number >= 0; 0 is a dynamic scale", _is_scale)},
     "_reject_non_integer_scale_params": dict.fromkeys(
-        ("loss_scale_window", "min_loss_scale"), ("an integer", _is_count)
+        ("loss_scale_window", "min_loss_scale"),
+        ("an integer", lambda raw: not isinstance(raw, bool) and _converted(int, raw) is not None),
     ),
 }
-"""Judge a field, what it accepts and whether a value is that, before it is converted."""
+"""(accepted values, test of a value) of a field before it is converted, by validator and field."""
 
 COERCES = "_coerce_container_types"
-"""Takes a text for a list of one, and null for an empty section."""
+"""The validator that takes a text for a list of one, and null for an empty section."""

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config file as DeepSpeed does (JSON and Hjson), with errors that say where."""
+"""Reading of a DeepSpeed config file as DeepSpeed reads it (JSON and Hjson), with errors that say where."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ds_npu.config.problems import ConfigError, Problem
 Config = dict[str, Any]
 
 MOST_BYTES = 2**20
-"""Of a config file."""
+"""Bytes of the largest config file."""
 MOST_HJSON_CHARACTERS = 2**16
-"""Of a config file that is no JSON: hjson's time grows with the square of some texts."""
+"""Characters of the largest config file that is no JSON: hjson's time grows with the square of some texts."""
 DEEPEST = 64
-"""Objects and lists inside of one another."""
+"""Most objects and lists inside of one another."""
 WANTED = "a readable file of JSON or Hjson, a regular one, as it is read more than once"
 NOT_JSON = "a number: JSON has no NaN and no Infinity"
 LARGEST = "a number of at most 1.8e308"
 MOST_DIGITS = "an integer of at most 4,300 digits"
 SHALLOW = f"at most {DEEPEST} objects and lists inside of one another"
 ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK": "zip"}
-"""What bytes that are not UTF-8 are, by those they begin with."""
+"""Other encodings by the bytes with which they begin."""
 KINDS: dict[str, Callable[[int], bool]] = {
     "a directory": stat.S_ISDIR,
     "a pipe": stat.S_ISFIFO,
@@ -51,7 +51,7 @@ class NoNumber:
 
 
 class Repeating(dict[str, Any]):
-    """An object in which a key stands more than once."""
+    """An object that has a key more than once."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -63,9 +63,7 @@ class Repeating(dict[str, Any]):
 
 def load(config: str | os.PathLike[str] | Config) -> Config:
     """The config as a dict; raises ConfigError for a file that cannot be read, with line and column of wrong syntax."""
-    if isinstance(config, dict):
-        return config
-    return load_text(read_text(config, WANTED), os.fspath(config))
+    return config if isinstance(config, dict) else load_text(read_text(config, WANTED), os.fspath(config))
 
 
 def load_text(text: str, name: str) -> Config:
@@ -99,8 +97,8 @@ def read_text(path: str | os.PathLike[str], wanted: str) -> str:
         return found.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         named = next((f" (they look like {name})" for start, name in ENCODINGS.items() if found.startswith(start)), "")
-        place = f"{file}, byte {error.start + 1:,}"
-        raise ConfigError([Problem(place, f"bytes that are not UTF-8{named}", wanted)]) from None
+        location = f"{file}, byte {error.start + 1:,}"
+        raise ConfigError([Problem(location, f"bytes that are not UTF-8{named}", wanted)]) from None
 
 
 def json_of(text: str) -> Any:
@@ -114,7 +112,7 @@ def json_of(text: str) -> Any:
 
 
 def flaws(config: Any) -> Iterator[Problem]:
-    """What no config has, wherever it stands: repeated keys, numbers that cannot be read, nesting without end."""
+    """Mistakes at any depth of any config: repeated keys, numbers that cannot be read, nesting without end."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), config)]
     while waiting:
         path, value = waiting.pop()
@@ -137,7 +135,7 @@ def _joined(path: tuple[str, ...]) -> str:
 
 
 def _parsed(text: str, name: str) -> Any:
-    """JSON where it is that, else Hjson."""
+    """Parse ``text`` as JSON, else as Hjson."""
     try:
         try:
             return json_of(text)
@@ -160,9 +158,8 @@ def _parsed(text: str, name: str) -> Any:
 
 
 def _syntax_error(text: str, name: str, wrong: json.JSONDecodeError, accepted: str) -> ConfigError:
-    place = f"{name}, line {wrong.lineno}, column {wrong.colno}"
     found = text[wrong.pos :].split("\n", 1)[0].strip() or "the end of the line"
-    return ConfigError([Problem(place, found, accepted)])
+    return ConfigError([Problem(f"{name}, line {wrong.lineno}, column {wrong.colno}", found, accepted)])
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Config:

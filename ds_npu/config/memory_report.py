@@ -1,4 +1,4 @@
-"""``ds_npu.memory_report``: what device memory is used for, of one step."""
+"""``ds_npu.memory_report``: a table of what one step uses device memory for."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from pydantic import Field
 SvgFile = Annotated[str, Field(pattern=r"\.svg$", description="the name of an .svg file")]
 
 MemoryReport = bool | SvgFile
-"""Whether a table is printed; a file's name: and a picture written."""
+"""Whether a table is printed; a file's name: a picture is written, too."""

@@ -100,7 +100,7 @@ class MoeSection(Section):
     z_loss: AboveZero | None = None
     """How much of the mean square of the router logits' logsumexp is added to the loss for each layer."""
     bias_update_rate: AboveZero | None = None
-    """What is added to or taken from the router's e_score_correction_bias after each step, by each expert's load."""
+    """Amount added to or taken from the router's e_score_correction_bias after each step, by each expert's load."""
     load_report: str | None = None
     """An SVG file that is written at DeepSpeed's logging interval: tokens by expert and step."""
     placement_interval: AtLeastZero = 0
@@ -115,7 +115,7 @@ class MoeSection(Section):
 
     @property
     def computes(self) -> bool:
-        """Whether experts are computed by ds_npu where each rank has all of them, too."""
+        """Whether ds_npu computes experts also where each rank has all of them."""
         return bool(self.grouped_matmul) or self.zero_memory != "none" or self.capacity_factor is not None
 
     @property

@@ -17,8 +17,8 @@ class OptimizerMemorySection(Section):
     swap: bool = False
     """Keep master weights and moments in host memory and bring them in piece by piece during the step."""
     resident_gib: GibOrNothing = 0
-    """How much of what swap would move stays on the device, in GiB of each rank."""
+    """Optimizer state that swap leaves on the device, in GiB of each rank."""
     share_fp32: bool = False
-    """Keep of each fp32 master weight only what its bf16 weight lacks: 2 bytes less, and not a bit lost."""
+    """Keep only those bits of each fp32 master weight that its bf16 weight does not have: 2 bytes less, lossless."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     """Type in which Adam's moments are kept between steps; int8: in blocks of 256, each with a scale."""

@@ -11,12 +11,12 @@ from ds_npu.config.deepspeed_schema import is_auto
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig, switched_on
 
-OWN_PLACE = "it decides where the optimizer's state is, and so does"
+STATE_LOCATION = "it decides where the optimizer's state is, and so does"
 UNTRIED = "it was not tried with"
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "zero_optimization.offload_optimizer.device": (("none",), OWN_PLACE),
+    "zero_optimization.offload_optimizer.device": (("none",), STATE_LOCATION),
     "zero_optimization.offload_param.device": (("none",), "the weights must be on the device for"),
-    "zero_optimization.zenflow": ((), OWN_PLACE),
+    "zero_optimization.zenflow": ((), STATE_LOCATION),
     "zero_optimization.zero_hpz_partition_size": ((1,), UNTRIED),
     "zero_optimization.zero_quantized_weights": ((False,), UNTRIED),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), UNTRIED),
@@ -27,11 +27,11 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "checkpoint.load_universal": ((False,), UNTRIED),
     "hybrid_engine.enabled": ((False,), UNTRIED),
 }
-"""Keys of DeepSpeed: which values are fine, and why others are not."""
+"""DeepSpeed's keys: the accepted values, and why others are refused."""
 ADAM = ("adam", "adamw")
 
 
-def refused_beside_kept_state(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
+def optimizer_memory_problems(ds_config: dict[str, Any], config: DsNpuConfig) -> Iterator[Problem]:
     """Keys that ``ds_npu.optimizer_memory`` refuses where it is on."""
     asked = [path for path, _ in switched_on(config.optimizer_memory, "ds_npu.optimizer_memory.")]
     if not asked:

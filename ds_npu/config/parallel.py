@@ -1,4 +1,4 @@
-"""``ds_npu.parallel``: how many ranks stand along each axis of the grid."""
+"""``ds_npu.parallel``: the number of ranks along each axis of the grid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNDIVIDED = (
     "a deepspeed.PipelineModule's sequences are not divided: the script must give each of its ranks other tokens, and "
     "return each one's share of the loss; shares are added up"
 )
-"""What is said of a context axis where there is a deepspeed.PipelineModule."""
+"""The warning about a context axis with a deepspeed.PipelineModule."""
 
 
 class ParallelSection(Section):
@@ -35,10 +35,7 @@ class ParallelSection(Section):
 
 
 def fit(section: ParallelSection, world_size: int | None) -> tuple[Degrees, list[Problem]]:
-    """The grid of ``world_size`` ranks and what is wrong with it; where something is, the smallest grid that fits.
-
-    Without a world size it is the smallest grid, too.
-    """
+    """The grid of ``world_size`` ranks and its mistakes; with mistakes, or without a size, the smallest that fits."""
     dense = {"tensor": section.tensor, "context": section.context, "pipeline": section.pipeline}
     expert = {"expert": section.expert, "expert_tensor": section.expert_tensor}
     peers, experts = section.tensor * section.context, math.prod(expert.values())
@@ -68,7 +65,7 @@ def _degrees(section: ParallelSection, dp: int) -> Degrees:
 
 
 def _must_divide(factors: dict[str, int], what: str) -> Problem:
-    """One factor is named alone where the others are 1."""
+    """A problem with ``factors``; those that are 1 are not named."""
     product = math.prod(factors.values())
     large = {key: factor for key, factor in factors.items() if factor > 1}
     path = ", ".join(f"ds_npu.parallel.{key}" for key in large)

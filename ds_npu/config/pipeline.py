@@ -1,4 +1,4 @@
-"""``ds_npu.pipeline``: the order of a pipeline's forwards and backwards, and which layers stand where."""
+"""``ds_npu.pipeline``: the order of a pipeline's forwards and backwards, and the layers of its stages."""
 
 from __future__ import annotations
 
@@ -37,17 +37,11 @@ class PipelineSection(Section):
     recompute: Literal["inline", "bubble"] | None = None
     """Keep each stage's inputs only, and run its forward again just before the backward, or where the rank waits."""
     overlap_experts: bool = False
-    """Run a forward beside the backward of another micro-batch: one's tokens travel while the other computes."""
-
-
-def two_divisions(section: PipelineSection) -> Iterator[Problem]:
-    """``split`` and ``noop_layers`` together."""
-    if section.split and section.noop_layers:
-        yield Problem("ds_npu.pipeline.noop_layers", section.noop_layers, "nothing beside ds_npu.pipeline.split")
+    """Run a forward during the backward of another micro-batch: one's tokens travel while the other computes."""
 
 
 def too_many_stages(section: PipelineSection) -> Iterator[Problem]:
-    """``virtual_stages`` that the schedule has no place for."""
+    """More ``virtual_stages`` than the schedule has."""
     most = MOST_STAGES.get(section.schedule or "", section.virtual_stages)
     if section.virtual_stages > most:
         accepted = f"at most {most} with ds_npu.pipeline.schedule {section.schedule!r}"

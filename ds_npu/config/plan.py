@@ -9,6 +9,6 @@ from pydantic import Field
 from ds_npu.config.roles import Role
 
 Name = Annotated[str, Field(min_length=1, description="a non-empty string")]
-# Strict would want a Role, which JSON does not have.
+# Strict mode would want a Role, which JSON does not have.
 Plan = dict[Name, Annotated[Role, Field(strict=False)]]
-"""From a glob over module names to a role."""
+"""Roles by globs over module names."""

@@ -1,4 +1,4 @@
-"""What is wrong with a config, as one error with a line for each mistake."""
+"""The mistakes in a config, as one error with a line for each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_CHARACTERS = 200
-"""Of a path or of a found value that a message shows; the middle of more is left out."""
+"""Most characters of a path or a value that a message shows; the middle of more is left out."""
 MOST_PROBLEMS = 50
-"""Problems that a message lists; more are counted."""
+"""Most problems that a message lists; more are counted."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config: where, what stands there, and what would be accepted."""
+    """One mistake in a config: its path, the value there, and the accepted values."""
 
     path: str
     """The full key path, as ``ds_npu.parallel.tensor``."""
@@ -26,7 +26,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a config, at once; ``of`` says which."""
+    """All mistakes in a config, at once; ``of`` names it."""
 
     def __init__(self, problems: list[Problem], of: str = "the DeepSpeed config") -> None:
         self.problems = tuple(problems)
@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
 def printable(text: str) -> str:
     """``text`` on one line, shortened, with control characters and lone surrogates escaped."""
-    return "".join(each if each.isprintable() else _escaped(each) for each in shortened(text))
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shortened(text))
 
 
 def shown(value: Any) -> str:
@@ -58,7 +58,3 @@ def shortened(text: str) -> str:
         return text
     half = MOST_CHARACTERS // 2
     return f"{text[:half]} ... {text[-half:]} ({len(text):,} characters)"
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

@@ -1,4 +1,4 @@
-"""From the raw ``"ds_npu"`` section to its typed form, with every wrong key, type and value said at once."""
+"""Reading of the raw ``"ds_npu"`` section into its typed form, with every wrong key, type and value at once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Keys = tuple[str, ...]
 
 UNKNOWN = "no such key"
 MOST_LETTERS = 64
-"""Of a word that is compared with known ones."""
+"""Letters of the longest word that is compared with known ones."""
 KEY = "[key]"
 """pydantic's mark of an error in a key, not in its value."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What could be read of a section."""
+    """The readable part of a section, and its mistakes."""
 
     config: DsNpuConfig
     """The section without its wrong keys."""
@@ -61,7 +61,7 @@ def _no_section(raw: Any) -> Reading:
 
 
 def _with_string_keys(raw: Any) -> Any:
-    """A copy to take keys out of; a dict made in Python may have other keys than JSON has."""
+    """A copy, from which keys can be removed; a dict made in Python may have other keys than JSON has."""
     if not isinstance(raw, dict):
         return raw
     # pydantic reads no lone surrogates.
@@ -74,7 +74,7 @@ def _full(path: Keys) -> str:
 
 
 def _node(path: Keys) -> dict[str, Any] | None:
-    """The schema of the key at ``path``, also of a user's own in a key that holds such; None where there is none."""
+    """The schema of the key at ``path``, also of a user's own in a key that holds any; None where there is none."""
     node: dict[str, Any] | None = section_schema()
     for part in path:
         node = node and (node.get("properties", {}).get(part) or _of_any_key(node))
@@ -96,9 +96,9 @@ def _below(paths: set[Keys]) -> frozenset[str]:
 
 
 def _cut(location: tuple[int | str, ...]) -> Keys:
-    """pydantic's place of an error, without what it adds below a key (list index, branch of a union)."""
+    """The key of an error at pydantic's ``location``, without indices of lists and branches of unions below it."""
     path: Keys = ()
-    # A wrong key of the user's own is a wrong value of what holds it; that key itself may be called "[key]".
+    # A wrong key of the user's own is a wrong value of the key above it; that key itself may be called "[key]".
     for part in location[:-2] if location[2:] and location[-1] == KEY else location:
         node = _node(path)
         if node is None or not ("properties" in node or _of_any_key(node)):
@@ -115,7 +115,7 @@ def _remove(raw: dict[str, Any], path: Keys) -> Any:
 
 
 def _problem(path: Keys, found: Any, index: int) -> Problem:
-    """The problem at ``index``; of those that no message lists nobody reads what was meant."""
+    """The problem at ``index``; no suggestion where no message lists it."""
     node = _node(path)
     if node is not None:
         return Problem(_full(path), found, accepted(node))
@@ -123,11 +123,11 @@ def _problem(path: Keys, found: Any, index: int) -> Problem:
 
 
 def _intended(found: Iterable[Keys]) -> set[Keys]:
-    """The keys whose intended value is not known: wrong ones, and those that keys which do not exist were meant for."""
+    """The keys whose intended value is not known: wrong keys, and keys for which unknown ones were meant."""
     known = {path for path in found if _node(path)}
     unknown = [path for path in found if path not in known]
     if len(unknown) > MOST_PROBLEMS:
-        # The whole section.
+        # Doubt the whole section.
         return {()}
     return known | {meant for path in unknown if (meant := _meant(path))}
 
@@ -138,14 +138,14 @@ def _every() -> tuple[Keys, ...]:
 
 
 def _meant(path: Keys) -> Keys | None:
-    """The key that an unknown one stands for: one of its name elsewhere, else one beside it with nearly its name."""
+    """The key for which an unknown one was meant: one of its name elsewhere, else a neighbour with nearly its name."""
     elsewhere = [leaf for leaf in _every() if leaf[-1] == path[-1]]
     near = near_miss(path[-1], _neighbours(path))
     return next(iter([*elsewhere, *((*path[:-1], key) for key in near)]), None)
 
 
 def near_miss(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """What of ``known`` the word may have been meant for: one at most, none for a word of more than 64 characters."""
+    """The one of ``known`` for which ``word`` may be meant, if any; none for a word of more than 64 characters."""
     return difflib.get_close_matches(word, known, n=1, cutoff=cutoff) if len(word) <= MOST_LETTERS else []
 
 

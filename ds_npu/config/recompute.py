@@ -13,16 +13,16 @@ ModuleGlob = Annotated[str, Field(min_length=1, description="a non-empty string"
 
 
 class RecomputeSection(Section):
-    """What is recomputed, by layer, by module, or by part of a layer."""
+    """Activations to recompute, by layer, by module, or by part of a layer."""
 
     layers: Literal["none", "all"] | AtLeastOne = "none"
-    """Which layers are recomputed whole: none, all (each by itself), or a number that method gives a meaning."""
+    """Layers that are recomputed whole: none, all (each by itself), or a number that method gives a meaning."""
     method: Literal["uniform", "block"] | None = None
     """Number of layers: runs of so many, of which the first input is kept (uniform), or the first so many (block)."""
     modules: list[ModuleGlob] = Field(default=[])
     """Globs over the names of modules to recompute."""
     keep: list[Literal["matmul", "attention"]] = Field(default=[])
-    """What layers and modules name keeps these results: of matrix products, of attention kernels; not the rest."""
+    """Results that recomputed layers and modules keep: those of matrix products, of attention kernels."""
     activation_function: bool | list[ModuleGlob] = Field(default=False)
     """Recompute what feed-forward layers (globs: in these modules) compute between linears; do not keep its output."""
     norm: bool | list[ModuleGlob] = Field(default=False)
@@ -30,4 +30,4 @@ class RecomputeSection(Section):
     attention_core: bool = False
     """Recompute attention between its projections, which keeps its scores where it is not one kernel (eager)."""
     budget_gib: Gib | None = None
-    """Device memory of a rank to stay within, in GiB: ds_npu chooses what to recompute; null: no budget."""
+    """Most device memory of a rank, in GiB: ds_npu chooses what to recompute; null: no budget."""

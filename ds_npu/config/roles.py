@@ -1,6 +1,6 @@
-"""What a module of a model can be: the roles of a plan, by the names that users write in ``ds_npu.plan``.
+"""The roles of a model's modules in a plan, by the names that users write in ``ds_npu.plan``.
 
-Needs neither torch nor a model: the check of a config knows roles, too.
+They need neither torch nor a model: the check of a config knows roles, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """What one module is. *Sharded* is over the tensor ranks; what is not sharded is whole on each rank."""
+    """The role of one module. *Sharded* is over the tensor ranks; what is not sharded is whole on each rank."""
 
     BLOCK = "block"
     """A layer of the stack: attention and MLP with their norms."""
@@ -92,7 +92,7 @@ PARENT: dict[Role, Role] = {
     Role.ROUTER: Role.MOE,
     Role.EXPERTS: Role.MOE,
 }
-"""In a module of which role one of this role must stand."""
+"""Role of the module that must hold a module of each role."""
 
 HEADS = "one head after another"
 ORDER: dict[Role, str] = {
@@ -112,7 +112,7 @@ ORDER: dict[Role, str] = {
         "[E, H, I]"
     ),
 }
-"""In which order a weight of a role holds what it holds, which its shape does not tell."""
+"""Order of the parts in a weight of each role, which its shape does not tell."""
 FUSED = (Role.QUERY_KEY_VALUE, Role.LATENT_KEY_VALUE, Role.GATE_UP, Role.EXPERTS)
 """Roles of weights that hold several parts."""
 ORDERS = "\n".join(

@@ -1,14 +1,15 @@
-"""What the keys of the section demand of each other."""
+"""Demands of the section's keys on each other."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ds_npu.config.chunked_loss import PLANNED
 from ds_npu.config.context_parallel import wrong_factors
 from ds_npu.config.moe import MoeSection, able
-from ds_npu.config.pipeline import PAIRED, too_many_stages, two_divisions
+from ds_npu.config.pipeline import PAIRED, too_many_stages
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig, switched_on
 
@@ -50,35 +51,26 @@ def _axis_rule(key: str, axis: str) -> Rule:
     return Rule((f"parallel.{axis}", *(("parallel.tensor", "moe") if axis == "expert" else ())), problems)
 
 
+def _refused(
+    path: str,
+    reads: tuple[str, ...],
+    when: Callable[[DsNpuConfig], object],
+    accepted: Callable[[DsNpuConfig], str] | str,
+) -> Rule:
+    """Refuse the value at ``path`` where ``when`` holds; ``accepted`` says which values would do."""
+
+    def problems(config: DsNpuConfig) -> Iterator[Problem]:
+        if when(config):
+            text = accepted if isinstance(accepted, str) else accepted(config)
+            yield Problem(f"ds_npu.{path}", functools.reduce(getattr, path.split("."), config), text)
+
+    return Rule(reads, problems)
+
+
 def _context(config: DsNpuConfig) -> Iterator[Problem]:
-    # A context axis of one rank is said by NEEDS_RANKS.
+    # NEEDS_RANKS reports a context axis of one rank.
     if config.parallel.context > 1:
         yield from wrong_factors(config.context_parallel, config.parallel.context)
-
-
-def _own_attention(config: DsNpuConfig) -> Iterator[Problem]:
-    if config.fused_ops.flash_attention is False and config.parallel.context > 1:
-        accepted = (
-            f"true or left out: with ds_npu.parallel.context {config.parallel.context} no rank has the whole sequence, "
-            "and only ds_npu's attention goes over it"
-        )
-        yield Problem("ds_npu.fused_ops.flash_attention", False, accepted)
-
-
-def _overlap(config: DsNpuConfig) -> Iterator[Problem]:
-    if config.tensor_overlap != "none" and config.parallel.tensor > 1 and not config.parallel.sequence_parallel:
-        accepted = "'none', or ds_npu.parallel.sequence_parallel true: what overlaps are its gathers and scatters"
-        yield Problem("ds_npu.tensor_overlap", config.tensor_overlap, accepted)
-
-
-def _virtual_stages(config: DsNpuConfig) -> Iterator[Problem]:
-    return too_many_stages(config.pipeline)
-
-
-def _whole_experts(config: DsNpuConfig) -> Iterator[Problem]:
-    if config.moe.tp_extends_ep and config.parallel.expert_tensor > 1:
-        accepted = f"false, or ds_npu.parallel.expert_tensor 1 in place of {config.parallel.expert_tensor}"
-        yield Problem("ds_npu.moe.tp_extends_ep", True, accepted)
 
 
 def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
@@ -99,16 +91,6 @@ def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem(f"ds_npu.moe.{key}", dict(moe)[key], f"{accepted}, where ds_npu.parallel.tensor is > 1")
 
 
-def _divisions(config: DsNpuConfig) -> Iterator[Problem]:
-    return two_divisions(config.pipeline)
-
-
-def _relocation(config: DsNpuConfig) -> Iterator[Problem]:
-    if (interval := config.moe.placement_interval) and config.parallel.pipeline > 1:
-        accepted = f"0 with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not relocate together"
-        yield Problem("ds_npu.moe.placement_interval", interval, accepted)
-
-
 def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
     moe = config.moe
     if moe.capacity_factor is None:
@@ -119,12 +101,6 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
         why = "or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks only"
         accepted = f"{able('padded')} {why}"
         yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, accepted)
-
-
-def _replicas(config: DsNpuConfig) -> Iterator[Problem]:
-    if config.moe.replica_rows and config.moe.pad_to_capacity:
-        accepted = "0 with ds_npu.moe.pad_to_capacity: all experts have equally many rows"
-        yield Problem("ds_npu.moe.replica_rows", config.moe.replica_rows, accepted)
 
 
 def _dispatcher(config: DsNpuConfig) -> Iterator[Problem]:
@@ -157,52 +133,16 @@ def _row_margin(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem(key, moe.row_margin, accepted)
 
 
-def _balance(config: DsNpuConfig) -> Iterator[Problem]:
-    aux = config.moe.aux_loss
-    if aux.coefficient is None and aux.over != "micro_batch":
-        yield Problem("ds_npu.moe.aux_loss.over", aux.over, "only with ds_npu.moe.aux_loss.coefficient")
-    report = config.moe.load_report
-    if report is not None and not report.endswith(".svg"):
-        yield Problem("ds_npu.moe.load_report", report, "the name of an SVG file, which ends in .svg")
-
-
-def _resident(config: DsNpuConfig) -> Iterator[Problem]:
-    resident = config.optimizer_memory.resident_gib
-    if resident and not config.optimizer_memory.swap:
-        yield Problem("ds_npu.optimizer_memory.resident_gib", resident, "only with ds_npu.optimizer_memory.swap")
-
-
 def _blocks(config: DsNpuConfig) -> Iterator[Problem]:
-    """Weights that ranks hold alike stand beside others on each, and share a scale with them."""
+    """A weight of which ranks hold copies shares a scale with its neighbours, which differ by rank."""
     sharing = [axis for axis in ("tensor", "pipeline", "expert_tensor") if dict(config.parallel)[axis] > 1]
     if config.optimizer_memory.moments == "int8" and sharing:
         accepted = f"'fp32' or 'bf16' with ds_npu.parallel.{sharing[0]} > 1: blocks of 8 bits differ between its ranks"
         yield Problem("ds_npu.optimizer_memory.moments", "int8", accepted)
 
 
-def _recompute(config: DsNpuConfig) -> Iterator[Problem]:
-    recompute, counted = config.recompute, isinstance(config.recompute.layers, int)
-    if counted and recompute.method is None:
-        yield Problem("ds_npu.recompute.layers", recompute.layers, "'all', or ds_npu.recompute.method beside a number")
-    if recompute.method is not None and not counted:
-        accepted = "only with a number at ds_npu.recompute.layers"
-        yield Problem("ds_npu.recompute.method", recompute.method, accepted)
-    if recompute.keep and recompute.layers == "none" and not recompute.modules and recompute.budget_gib is None:
-        accepted = "only with ds_npu.recompute.layers or ds_npu.recompute.modules, of which it keeps a part"
-        yield Problem("ds_npu.recompute.keep", recompute.keep, accepted)
-
-
-def _swap(config: DsNpuConfig) -> Iterator[Problem]:
-    if config.swap.hidden_only and not config.swap.activations:
-        yield Problem("ds_npu.swap.hidden_only", True, "only with ds_npu.swap.activations, of which it chooses a part")
-    if config.swap.depth is not None and not config.swap.activations:
-        yield Problem("ds_npu.swap.depth", config.swap.depth, "only with ds_npu.swap.activations")
-    if config.swap.compress and not config.swap.activations:
-        yield Problem("ds_npu.swap.compress", True, "only with ds_npu.swap.activations, whose copies it makes smaller")
-
-
-def _planned_beside(config: DsNpuConfig) -> Iterator[Problem]:
-    """What a plan for a budget decides itself, or does not see."""
+def _planned_as_well(config: DsNpuConfig) -> Iterator[Problem]:
+    """Keys that a plan for a budget decides itself, or does not see."""
     if config.recompute.budget_gib is None:
         return
     keys = ("recompute.", "swap.", "pipeline.recompute", "moe.zero_memory")
@@ -210,14 +150,6 @@ def _planned_beside(config: DsNpuConfig) -> Iterator[Problem]:
         if path.startswith(keys) and path != "recompute.budget_gib":
             accepted = "nothing beside ds_npu.recompute.budget_gib, which chooses what is kept"
             yield Problem(f"ds_npu.{path}", value, accepted)
-
-
-def _planned_chunks(config: DsNpuConfig) -> Iterator[Problem]:
-    if config.chunked_loss == PLANNED and config.recompute.budget_gib is None:
-        accepted = (
-            f"true or a number of tokens; {PLANNED!r} only with ds_npu.recompute.budget_gib, whose plan chooses it"
-        )
-        yield Problem("ds_npu.chunked_loss", config.chunked_loss, accepted)
 
 
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
@@ -228,7 +160,7 @@ def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
-    """What a forward and a backward that run together have no place for, or would confuse."""
+    """Keys that do not work with a forward and a backward that run together."""
     if not config.pipeline.overlap_experts:
         return
     why = "with ds_npu.pipeline.overlap_experts"
@@ -242,8 +174,7 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.moe.dispatcher", config.moe.dispatcher, accepted)
     for path, value in switched_on(config):
         if path in ("pipeline.recompute", "recompute.budget_gib", "swap.activations"):
-            accepted = f"left out {why}: they know one forward or backward at a time"
-            yield Problem(f"ds_npu.{path}", value, accepted)
+            yield Problem(f"ds_npu.{path}", value, f"left out {why}: they know one forward or backward at a time")
 
 
 RULES = (
@@ -252,23 +183,118 @@ RULES = (
         ("parallel.context", "context_parallel.algorithm", "context_parallel.ulysses", "context_parallel.window"),
         _context,
     ),
-    Rule(("parallel.context", "fused_ops.flash_attention"), _own_attention),
-    Rule(("parallel.tensor", "parallel.sequence_parallel", "tensor_overlap"), _overlap),
-    Rule(("pipeline.schedule", "pipeline.virtual_stages"), _virtual_stages),
-    Rule(("pipeline.split", "pipeline.noop_layers"), _divisions),
-    Rule(("parallel.expert_tensor", "moe.tp_extends_ep"), _whole_experts),
+    _refused(
+        "fused_ops.flash_attention",
+        ("parallel.context", "fused_ops.flash_attention"),
+        lambda section: section.fused_ops.flash_attention is False and section.parallel.context > 1,
+        lambda section: (
+            f"true or left out: with ds_npu.parallel.context {section.parallel.context} no rank has the whole "
+            "sequence, and only ds_npu's attention goes over it"
+        ),
+    ),
+    _refused(
+        "tensor_overlap",
+        ("parallel.tensor", "parallel.sequence_parallel", "tensor_overlap"),
+        lambda section: (
+            section.tensor_overlap != "none" and section.parallel.tensor > 1 and not section.parallel.sequence_parallel
+        ),
+        "'none', or ds_npu.parallel.sequence_parallel true: what overlaps are its gathers and scatters",
+    ),
+    Rule(("pipeline.schedule", "pipeline.virtual_stages"), lambda section: too_many_stages(section.pipeline)),
+    _refused(
+        "pipeline.noop_layers",
+        ("pipeline.split", "pipeline.noop_layers"),
+        lambda section: section.pipeline.split and section.pipeline.noop_layers,
+        "nothing beside ds_npu.pipeline.split",
+    ),
+    _refused(
+        "moe.tp_extends_ep",
+        ("parallel.expert_tensor", "moe.tp_extends_ep"),
+        lambda section: section.moe.tp_extends_ep and section.parallel.expert_tensor > 1,
+        lambda section: f"false, or ds_npu.parallel.expert_tensor 1 in place of {section.parallel.expert_tensor}",
+    ),
     Rule(("parallel.tensor", "parallel.expert", "parallel.expert_tensor", "moe"), _computed_experts),
-    Rule(("parallel.pipeline", "moe.placement_interval"), _relocation),
+    _refused(
+        "moe.placement_interval",
+        ("parallel.pipeline", "moe.placement_interval"),
+        lambda section: section.moe.placement_interval and section.parallel.pipeline > 1,
+        lambda section: f"0 with ds_npu.parallel.pipeline {section.parallel.pipeline}: stages do not relocate together",
+    ),
     Rule(("moe",), _capacity),
-    Rule(("moe",), _replicas),
+    _refused(
+        "moe.replica_rows",
+        ("moe",),
+        lambda section: section.moe.replica_rows and section.moe.pad_to_capacity,
+        "0 with ds_npu.moe.pad_to_capacity: all experts have equally many rows",
+    ),
     Rule(("moe", "parallel.pipeline"), _row_margin),
     Rule(("moe", "parallel.expert_tensor"), _dispatcher),
-    Rule(("moe",), _balance),
-    Rule(("recompute",), _recompute),
-    Rule(("swap",), _swap),
-    Rule(("recompute", "swap", "pipeline.recompute", "moe.zero_memory"), _planned_beside),
-    Rule(("chunked_loss", "recompute.budget_gib"), _planned_chunks),
-    Rule(("optimizer_memory",), _resident),
+    _refused(
+        "moe.aux_loss.over",
+        ("moe",),
+        lambda section: section.moe.aux_loss.coefficient is None and section.moe.aux_loss.over != "micro_batch",
+        "only with ds_npu.moe.aux_loss.coefficient",
+    ),
+    _refused(
+        "moe.load_report",
+        ("moe",),
+        lambda section: section.moe.load_report is not None and not section.moe.load_report.endswith(".svg"),
+        "the name of an SVG file, which ends in .svg",
+    ),
+    _refused(
+        "recompute.layers",
+        ("recompute",),
+        lambda section: isinstance(section.recompute.layers, int) and section.recompute.method is None,
+        "'all', or ds_npu.recompute.method beside a number",
+    ),
+    _refused(
+        "recompute.method",
+        ("recompute",),
+        lambda section: section.recompute.method is not None and not isinstance(section.recompute.layers, int),
+        "only with a number at ds_npu.recompute.layers",
+    ),
+    _refused(
+        "recompute.keep",
+        ("recompute",),
+        lambda section: (
+            section.recompute.keep
+            and section.recompute.layers == "none"
+            and not section.recompute.modules
+            and section.recompute.budget_gib is None
+        ),
+        "only with ds_npu.recompute.layers or ds_npu.recompute.modules, of which it keeps a part",
+    ),
+    _refused(
+        "swap.hidden_only",
+        ("swap",),
+        lambda section: section.swap.hidden_only and not section.swap.activations,
+        "only with ds_npu.swap.activations, of which it chooses a part",
+    ),
+    _refused(
+        "swap.depth",
+        ("swap",),
+        lambda section: section.swap.depth is not None and not section.swap.activations,
+        "only with ds_npu.swap.activations",
+    ),
+    _refused(
+        "swap.compress",
+        ("swap",),
+        lambda section: section.swap.compress and not section.swap.activations,
+        "only with ds_npu.swap.activations, whose copies it makes smaller",
+    ),
+    Rule(("recompute", "swap", "pipeline.recompute", "moe.zero_memory"), _planned_as_well),
+    _refused(
+        "chunked_loss",
+        ("chunked_loss", "recompute.budget_gib"),
+        lambda section: section.chunked_loss == PLANNED and section.recompute.budget_gib is None,
+        f"true or a number of tokens; {PLANNED!r} only with ds_npu.recompute.budget_gib, whose plan chooses it",
+    ),
+    _refused(
+        "optimizer_memory.resident_gib",
+        ("optimizer_memory",),
+        lambda section: section.optimizer_memory.resident_gib and not section.optimizer_memory.swap,
+        "only with ds_npu.optimizer_memory.swap",
+    ),
     Rule(("parallel", "optimizer_memory"), _blocks),
     Rule(("recompute", "pipeline.recompute"), _recomputed_twice),
     Rule(("pipeline", "moe", "recompute", "swap"), _pairs),

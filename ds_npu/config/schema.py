@@ -20,10 +20,9 @@ def file_schema() -> dict[str, Any]:
 
 @functools.cache
 def section_schema() -> dict[str, Any]:
-    """The JSON schema of the section alone, with nothing left to look up elsewhere in it (no ``$ref``)."""
+    """The JSON schema of the section alone, complete in itself (no ``$ref``)."""
     schema = DsNpuConfig.model_json_schema()
-    definitions = schema.pop("$defs")
-    inlined: dict[str, Any] = _inlined(schema, definitions)
+    inlined: dict[str, Any] = _inlined(schema, schema.pop("$defs"))
     return inlined
 
 
@@ -34,13 +33,13 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        # The default beside the reference is dropped: it only repeats those of the section's keys.
+        # The reference's own default is dropped: it only repeats those of the section's keys.
         node = definitions[node["$ref"].removeprefix("#/$defs/")]
     return {key: _inlined(value, definitions) for key, value in node.items() if key != "title"}
 
 
 def leaves(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The keys that hold a value, as (path within the section, schema); sections are gone into."""
+    """The keys that hold a value, as (path within the section, schema); with those of nested sections."""
     for key, node in schema["properties"].items():
         if "properties" in node:
             yield from leaves(node, f"{prefix}{key}.")
@@ -49,7 +48,7 @@ def leaves(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict
 
 
 def accepted(node: dict[str, Any]) -> str:
-    """In words, the values that a schema accepts: ``an integer >= 1``."""
+    """The values that a schema accepts, in words: ``an integer >= 1``."""
     if "anyOf" in node:
         return " or ".join(accepted(option) for option in node["anyOf"])
     if "enum" in node:

@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_RANKS = 2**20
-"""Of a world, and so along an axis."""
+"""Most ranks of a world, and so along an axis."""
 MOST_CONTEXT_RANKS = 2**10
-"""Estimating what every algorithm costs so many takes seconds."""
+"""Most ranks along the context axis: estimating every algorithm for so many takes seconds."""
 
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 ContextRanks = Annotated[int, Field(ge=1, le=MOST_CONTEXT_RANKS)]

@@ -51,8 +51,7 @@ class DsNpuConfig(Section):
     @property
     def axes(self) -> ParallelSection:
         """``parallel``, with the expert ranks that ``moe.tp_extends_ep`` makes of tensor ranks."""
-        extends = self.moe.tp_extends_ep
-        expert = self.parallel.expert * self.parallel.tensor if extends else self.parallel.expert
+        expert = self.parallel.expert * (self.parallel.tensor if self.moe.tp_extends_ep else 1)
         return self.parallel.model_copy(update={"expert": expert})
 
 

@@ -1,6 +1,6 @@
-"""What a config means to the Hugging Face Trainer and accelerate, and what they do with it in silence.
+"""Warnings about what the Hugging Face Trainer and accelerate do with a config in silence.
 
-They fill in ``"auto"``, so a config that holds one is theirs. Read in transformers 5.23 (``integrations/deepspeed.py``,
+They fill in ``"auto"``, so a config that holds one is theirs. Source: transformers 5.23 (``integrations/deepspeed.py``,
 ``trainer.py``) and accelerate 1.15 (``utils/dataclasses.py``, ``utils/deepspeed.py``, ``accelerator.py``).
 """
 
@@ -32,7 +32,7 @@ ARGUMENTS = {
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
 }
-"""Keys that the Trainer compares with an argument of its own, and which."""
+"""Keys that the Trainer compares with an argument of its own, and that argument."""
 ZERO = "zero_optimization"
 GATHERED = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
 FILLED = {
@@ -63,8 +63,7 @@ def _autos(values: Config, prefix: str = "") -> Iterator[str]:
 
 
 def _left_auto(autos: list[str]) -> Iterator[str]:
-    left = [printable(path) for path in autos if path not in FILLED]
-    if left:
+    if left := [printable(path) for path in autos if path not in FILLED]:
         yield f'{", ".join(left)} "auto": nobody fills this in, and accelerate raises ValueError. Leave the key out'
 
 

@@ -1,4 +1,4 @@
-"""``ds_npu.watch``: what a run notices of itself."""
+"""``ds_npu.watch``: checks that a run makes of itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ds_npu.config.section import AtLeastZero, Section
 
 
 class WatchSection(Section):
-    """What a run notices of itself while it trains."""
+    """Checks that a run makes of itself while it trains."""
 
     stall_factor: AtLeastZero = 10
     """Each rank says where it stands when no step ends for so many median steps, at least a minute; 0: never."""

@@ -185,5 +185,8 @@ def over(built_in: type) -> type:
 
     It is made when DeepSpeed imports its own, possibly while this module is being imported.
     """
-    described = {"__doc__": NpuAcceleratorMixin.__doc__, "__module__": __name__}
-    return type("NpuAccelerator", (NpuAcceleratorMixin, built_in), described)
+    return type(
+        "NpuAccelerator",
+        (NpuAcceleratorMixin, built_in),
+        {"__doc__": NpuAcceleratorMixin.__doc__, "__module__": __name__},
+    )

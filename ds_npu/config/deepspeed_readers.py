@@ -168,8 +168,7 @@ def zero_section(ds_config: Config) -> Read:
 def _removed(ds_config: Config) -> Iterator[Problem]:
     zero = {f"zero_optimization.{key}": message for key, message in schema().removed_from_zero.items()}
     for path, message in (schema().removed | zero).items():
-        found = value_of(ds_config, path)
-        if found is not NOTHING:
+        if (found := value_of(ds_config, path)) is not NOTHING:
             yield Problem(path, found, f"no such key in DeepSpeed {schema().version}: {message}")
 
 

@@ -19,9 +19,9 @@ class Dispatching:
     overlaps: bool = True
     """Others may compute while tokens travel: ``overlap``, and ``pipeline.overlap_experts``."""
     recomputes: bool = True
-    """``zero_memory``."""
+    """``zero_memory`` works with it."""
     replicates: bool = True
-    """``replica_rows``."""
+    """``replica_rows`` works with it."""
     shards_experts: bool = True
     """``parallel.expert_tensor``: a token reaches all ranks that share its expert."""
     presizes: bool = False
@@ -29,7 +29,7 @@ class Dispatching:
     padded: str | None = None
     """The dispatcher of experts that all take equally many rows (``pad_to_capacity``), whose sizes are known."""
     why: str = ""
-    """The reason for what it cannot do, as a clause behind its name."""
+    """The reason for what it cannot do, as a clause after its name."""
 
 
 ABILITIES = {

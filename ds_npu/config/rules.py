@@ -99,22 +99,19 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
                 yield Problem(f"ds_npu.moe.{key}", value, "only with ds_npu.moe.capacity_factor")
     elif moe.pad_to_capacity and moe.dispatching.padded is None:
         why = "or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks only"
-        accepted = f"{able('padded')} {why}"
-        yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, accepted)
+        yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, f"{able('padded')} {why}")
 
 
 def _dispatcher(config: DsNpuConfig) -> Iterator[Problem]:
     moe, can = config.moe, config.moe.dispatching
     why = f"with ds_npu.moe.dispatcher {moe.dispatcher!r}{can.why}"
-    keys = (("overlap", can.overlaps), ("zero_memory", can.recomputes), ("replica_rows", can.replicates))
-    for name, works in keys:
+    for name, works in (("overlap", can.overlaps), ("zero_memory", can.recomputes), ("replica_rows", can.replicates)):
         found, default = dict(moe)[name], MoeSection.model_fields[name].default
         if not works and found != default:
             off = "false" if default is False else repr(default)
             yield Problem(f"ds_npu.moe.{name}", found, f"{off} {why}")
     if not can.shards_experts and config.axes.expert_tensor > 1:
-        accepted = f"1 {why}: they take whole experts"
-        yield Problem("ds_npu.parallel.expert_tensor", config.axes.expert_tensor, accepted)
+        yield Problem("ds_npu.parallel.expert_tensor", config.axes.expert_tensor, f"1 {why}: they take whole experts")
 
 
 def _row_margin(config: DsNpuConfig) -> Iterator[Problem]:
@@ -148,8 +145,9 @@ def _planned_as_well(config: DsNpuConfig) -> Iterator[Problem]:
     keys = ("recompute.", "swap.", "pipeline.recompute", "moe.zero_memory")
     for path, value in switched_on(config):
         if path.startswith(keys) and path != "recompute.budget_gib":
-            accepted = "nothing beside ds_npu.recompute.budget_gib, which chooses what is kept"
-            yield Problem(f"ds_npu.{path}", value, accepted)
+            yield Problem(
+                f"ds_npu.{path}", value, "nothing beside ds_npu.recompute.budget_gib, which chooses what is kept"
+            )
 
 
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:

@@ -7,8 +7,8 @@ loaded: it is read with ``weights_only``, and the classes that it may have are g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
 class WrittenCheckpoint:
     """The weights and the optimizer's state of the checkpoint in ``folder``, each as a whole.
 
-    ``classes``: those that its files may have beside tensors and plain Python values.
+    ``classes``: classes that its files may have in addition to tensors and plain Python values.
     """
 
     def __init__(self, folder: Path, classes: Sequence[type | Callable[..., Any]] = ()) -> None:
@@ -36,11 +36,11 @@ class WrittenCheckpoint:
 
     @property
     def has_manifests(self) -> bool:
-        """Whether manifests were written, of which this machine may see its own ranks' only."""
+        """Whether manifests were written; this machine may see those of its own ranks only."""
         return manifest_path(self.folder, 0).exists() or any(self.folder.glob(FILE.format(0).replace("00000", "*")))
 
     def manifest(self, rank: int) -> Manifest | None:
-        """Of one rank; None where it wrote nothing."""
+        """The manifest of one rank; None where it wrote nothing."""
         path = manifest_path(self.folder, rank)
         if not path.exists():
             return None
@@ -52,7 +52,7 @@ class WrittenCheckpoint:
 
     @cached_property
     def manifests(self) -> list[Manifest]:
-        """Of all ranks that wrote the checkpoint; another one of the same name may have had more."""
+        """The manifests of all ranks that wrote the checkpoint; another one of the same name may have had more."""
         first = self.manifest(0)
         if first is None:
             raise CheckpointError(
@@ -94,7 +94,7 @@ class WrittenCheckpoint:
 
     @property
     def is_known(self) -> bool:
-        """Whether the manifests say what is where."""
+        """Whether the manifests tell where weights are."""
         return all(each.is_known for each in self.manifests)
 
     @property
@@ -103,12 +103,12 @@ class WrittenCheckpoint:
         return any(each.leaves_out_frozen for each in self.manifests)
 
     def plain_weights(self) -> dict[str, Plain]:
-        """By name, shape and dtype of each weight and buffer whose values were written, or may have been."""
-        found = {}
-        for name, parts in self._parts.items():
-            if not self.is_known or self.has(name):
-                found[name] = Plain(parts[0].plain_shape, parts[0].dtype)
-        return found
+        """Shape and dtype of each weight and buffer whose values were written, or may have been, by name."""
+        return {
+            name: Plain(parts[0].plain_shape, parts[0].dtype)
+            for name, parts in self._parts.items()
+            if not self.is_known or self.has(name)
+        }
 
     def model_state(self) -> dict[str, Any]:
         """A copy of one of DeepSpeed's files of models: a run's counters and schedule; its weights are one rank's."""
@@ -120,8 +120,8 @@ class WrittenCheckpoint:
         return dict(self._files.named(files[0]))
 
     def of_optimizer(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """The state dict, under one of ``keys`` of a file, of an optimizer; empty where none was written."""
-        for part in self._all_parts():
+        """The state dict of an optimizer, under one of ``keys`` of a file; empty where none was written."""
+        for part in (part for manifest in self.manifests for part in manifest.parts.values()):
             if part.state is not None:
                 file = self._files.named(part.state.file)
                 return next((file[key] for key in keys if isinstance(file.get(key), dict)), {})
@@ -136,9 +136,9 @@ class WrittenCheckpoint:
         return self._whole(name, lambda part: part.value, self._files.tensor)
 
     def state(self, name: str) -> dict[str, Any]:
-        """By key, the state that the optimizer has of a weight: tensors of its shape, and numbers.
+        """The optimizer's state of a weight, by key: tensors of its shape, and numbers.
 
-        Raises CheckpointError for tensors of other shapes, of which nothing says what a part of the weight needs.
+        Raises CheckpointError for tensors of other shapes: nothing tells what a part of the weight needs of them.
         """
         runs = [part.state for part in self._parts.get(name, ()) if part.state is not None]
         states = {run: self._files.state(run) for run in runs}
@@ -154,10 +154,10 @@ class WrittenCheckpoint:
             if not isinstance(first, torch.Tensor) or first.dim() == 0:
                 found[key] = first
                 continue
-            tensors = [states[run][key] for run in runs]
+            tensors = {run: states[run][key] for run in runs}
             wrong = [
                 each
-                for run, each in zip(runs, tensors, strict=True)
+                for run, each in tensors.items()
                 if not isinstance(each, torch.Tensor) or each.numel() < run.start + run.numel
             ]
             if wrong:
@@ -166,11 +166,11 @@ class WrittenCheckpoint:
                     f"{list(first.shape)}, and not that of the weight: it does not load at another layout. What to do: "
                     "the layout that wrote it, or load_optimizer_states=False"
                 )
-            found[key] = self._whole(name, lambda part: part.state, partial(_of_state, states, key))
+            found[key] = self._whole(name, lambda part: part.state, tensors.__getitem__)
         return found
 
     def settings(self, name: str) -> Mapping[str, Any]:
-        """Of the parameter group of a weight; empty where it was not trained."""
+        """Settings of a weight's parameter group; empty where it was not trained."""
         for manifest in self.manifests:
             part = manifest.parts.get(name)
             if part is not None and part.group is not None:
@@ -191,12 +191,8 @@ class WrittenCheckpoint:
                 others.append(part)
         return found
 
-    def _all_parts(self) -> Iterator[WrittenPart]:
-        for manifest in self.manifests:
-            yield from manifest.parts.values()
-
     def _is_there(self, part: WrittenPart) -> bool:
-        """Whether the file has what its manifest names; those of version 1 name frozen weights that were left out."""
+        """Whether the file has what its manifest names; version 1 also names frozen weights that were left out."""
         run = part.value
         if run is None or self.manifests[0].version > 1 or len(run.keys) != 2:
             return run is not None
@@ -206,10 +202,10 @@ class WrittenCheckpoint:
     def _whole(
         self, name: str, run_of: Callable[[WrittenPart], WrittenRun | None], tensor_of: Callable[[WrittenRun], Any]
     ) -> torch.Tensor:
-        def part_at(place: dict[Axis, int]) -> torch.Tensor:
-            here = [part for part in self._parts[name] if dict(part.place) == place]
+        def part_at(coordinates: dict[Axis, int]) -> torch.Tensor:
+            here = [part for part in self._parts[name] if dict(part.coordinates) == coordinates]
             if not here:
-                raise CheckpointError(f"{self.folder}: no file has the part of {name} at {place or 'any rank'}")
+                raise CheckpointError(f"{self.folder}: no file has the part of {name} at {coordinates or 'any rank'}")
             runs = {run.first: run for part in here if (run := run_of(part)) is not None and run.numel}
             pieces, reached = [], 0
             while reached in runs:
@@ -219,24 +215,20 @@ class WrittenCheckpoint:
             if reached != here[0].numel:
                 raise CheckpointError(
                     f"{self.folder}: {reached} of the {here[0].numel} elements of {name}"
-                    f"{f' at {place}' if place else ''} are in its files. What to do: copy the whole folder"
+                    f"{f' at {coordinates}' if coordinates else ''} are in its files. What to do: copy the whole folder"
                 )
             flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0)
             return flat.view(here[0].shape)
 
-        def whole_at(axes: Sequence[Axis], place: dict[Axis, int]) -> torch.Tensor:
+        def whole_at(axes: Sequence[Axis], coordinates: dict[Axis, int]) -> torch.Tensor:
             if not axes:
-                return part_at(place)
+                return part_at(coordinates)
             sharding = shardings[axes[0]]
             return sharding.assemble(
-                [whole_at(axes[1:], {**place, axes[0]: rank}) for rank in range(len(sharding.ranges))]
+                [whole_at(axes[1:], {**coordinates, axes[0]: rank}) for rank in range(len(sharding.ranges))]
             )
 
         if name not in self._parts:
             raise CheckpointError(f"{self.folder}: {name} is in none of its files")
         shardings = self._parts[name][0].shardings
         return whole_at(list(shardings), {})
-
-
-def _of_state(states: Mapping[WrittenRun, Mapping[str, Any]], key: str, run: WrittenRun) -> Any:
-    return states[run][key]

@@ -26,7 +26,6 @@ class CopyStreams:
     """
 
     def __init__(self, device_type: str, compresses: bool = False) -> None:
-        """``compresses``: some storages are copied as codes."""
         self.device_type, self._compresses = device_type, compresses
 
     @cached_property

@@ -59,7 +59,6 @@ def operator_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: A
 
 
 def _product_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: Any, machine: Machine) -> float:
-    """Estimate the products of matrices in a call."""
     name: str = func._schema.name
     tensors = list(_tensors((args, kwargs)))
     if ATTENTION in name and len(tensors) > 1:

@@ -21,7 +21,6 @@ class SwappedStorage:
     """
 
     def __init__(self, tensor: torch.Tensor, streams: CopyStreams, host: HostAllocator) -> None:
-        """``tensor``: any tensor in the storage."""
         self.size = tensor.untyped_storage().nbytes()
         self.version = tensor._version
         self._shape, self._device = tensor.shape, tensor.device

@@ -22,7 +22,7 @@ def attribute(owner: object, name: str, kind: type[T]) -> T | None:
 
 
 def attributes(owner: object, kind: type[T]) -> dict[str, T]:
-    """By name, every attribute that ``owner`` holds itself and that is a ``kind``."""
+    """Every attribute that ``owner`` holds itself and that is a ``kind``, by name."""
     return {name: value for name, value in _held(owner).items() if isinstance(value, kind)}
 
 

@@ -88,9 +88,9 @@ def impossible(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees) -> s
 def layer_cost(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees, machine: Machine) -> LayerCost:
     """The cost of a possible ``algorithm`` on the tensor rank with the most heads."""
     rank = _Rank(layer, algorithm, degrees, machine)
-    route = _gather if algorithm.gather else _ring if algorithm.ring > 1 else _no_ring
-    forward = [rank.exchange(), rank.attention(), route(rank)]
-    backward = [rank.exchange_back(), rank.attention(backward=True), route(rank, backward=True)]
+    routes = [_gather] if algorithm.gather else [_ring] if algorithm.ring > 1 else []
+    forward = [rank.exchange(), rank.attention(), *(route(rank) for route in routes)]
+    backward = [rank.exchange_back(), rank.attention(backward=True), *(route(rank, backward=True) for route in routes)]
     return LayerCost(_sum(forward), _sum(backward), rank.kept_bytes(), rank.working_bytes())
 
 
@@ -222,10 +222,6 @@ def _others(heads: Sequence[int]) -> int:
 def _returned(heads: Sequence[int]) -> int:
     """Heads that the rank with the most sends back, counted for each other rank."""
     return (len(heads) - 1) * max(heads)
-
-
-def _no_ring(rank: _Rank, backward: bool = False) -> Pass:
-    return Pass()
 
 
 def _gather(rank: _Rank, backward: bool = False) -> Pass:

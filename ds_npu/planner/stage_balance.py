@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import accumulate, permutations
+from itertools import accumulate, islice, permutations
 
 ROUNDING, HALVINGS = 1e-9, 60
 
@@ -106,10 +106,8 @@ def _filled(costs: Sequence[float], stages: int, behind: float, most: float, few
 
 def _load(costs: Sequence[float], counts: Sequence[int], behind: float) -> float:
     """The load of the slowest stage."""
-    loads, at = [], 0
-    for count in counts:
-        loads.append(sum(costs[at : at + count]))
-        at += count
+    blocks = iter(costs)
+    loads = [sum(islice(blocks, count)) for count in counts]
     return max([*loads[:-1], loads[-1] + behind])
 
 

@@ -88,8 +88,7 @@ class WrittenPart:
             axis: (each.dim, [each.length(rank) for rank in range(len(each.ranges))])
             for axis, each in self.shardings.items()
         }
-        exact = self.shardings.get("tp")
-        return self.shape, sizes, exact, dict(self.coordinates)
+        return self.shape, sizes, self.shardings.get("tp"), dict(self.coordinates)
 
 
 def is_readable_as(one: str | None, other: str | None) -> bool:
@@ -128,17 +127,19 @@ class Manifest:
 
     def like(self, other: Manifest) -> bool:
         """Whether both have the same elements at the same positions."""
-        names = self.parts.keys()
-        if self.ranks != other.ranks or self.is_known != other.is_known:
+        if (self.ranks, self.is_known) != (other.ranks, other.is_known):
             return False
         if not self.is_known and self.layout != other.layout:
             return False
-        return names == other.parts.keys() and all(self.parts[name].like(other.parts[name]) for name in names)
+        return self.parts.keys() == other.parts.keys() and all(
+            part.like(other.parts[name]) for name, part in self.parts.items()
+        )
 
     def has_parts_like(self, other: Manifest) -> bool:
         """Whether both ranks hold the same parts of the model."""
-        names = self.parts.keys()
-        return names == other.parts.keys() and all(self.parts[name].is_part_like(other.parts[name]) for name in names)
+        return self.parts.keys() == other.parts.keys() and all(
+            part.is_part_like(other.parts[name]) for name, part in self.parts.items()
+        )
 
 
 def manifest_path(folder: Path, rank: int) -> Path:

@@ -270,8 +270,7 @@ def _position(model: nn.Module, name: str) -> tuple[int, ...]:
     for attribute_name in path:
         indices.append(list(module._modules).index(attribute_name) + 1)
         module = module.get_submodule(attribute_name)
-    own = [*module._parameters, *module._buffers]
-    return (*indices, 0, own.index(leaf))
+    return (*indices, 0, [*module._parameters, *module._buffers].index(leaf))
 
 
 def put_part(whole: torch.Tensor, part: torch.Tensor, parts: Sequence[Part]) -> None:

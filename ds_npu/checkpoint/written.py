@@ -22,6 +22,8 @@ from ds_npu.checkpoint.manifest_json import manifest_of_json
 from ds_npu.topology.degrees import Axis
 
 NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
+RunOf = Callable[[WrittenPart], WrittenRun | None]
+"""Picks a part's run of values, or of the optimizer's state."""
 
 
 class WrittenCheckpoint:
@@ -199,30 +201,10 @@ class WrittenCheckpoint:
         held = self._files.named(run.file).get(str(run.keys[0]))
         return isinstance(held, Mapping) and run.keys[1] in held
 
-    def _whole(
-        self, name: str, run_of: Callable[[WrittenPart], WrittenRun | None], tensor_of: Callable[[WrittenRun], Any]
-    ) -> torch.Tensor:
-        def part_at(coordinates: dict[Axis, int]) -> torch.Tensor:
-            here = [part for part in self._parts[name] if dict(part.coordinates) == coordinates]
-            if not here:
-                raise CheckpointError(f"{self.folder}: no file has the part of {name} at {coordinates or 'any rank'}")
-            runs = {run.first: run for part in here if (run := run_of(part)) is not None and run.numel}
-            pieces, reached = [], 0
-            while reached in runs:
-                run = runs[reached]
-                pieces.append(tensor_of(run).detach().reshape(-1)[run.start : run.start + run.numel])
-                reached += run.numel
-            if reached != here[0].numel:
-                raise CheckpointError(
-                    f"{self.folder}: {reached} of the {here[0].numel} elements of {name}"
-                    f"{f' at {coordinates}' if coordinates else ''} are in its files. What to do: copy the whole folder"
-                )
-            flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0)
-            return flat.view(here[0].shape)
-
+    def _whole(self, name: str, run_of: RunOf, tensor_of: Callable[[WrittenRun], Any]) -> torch.Tensor:
         def whole_at(axes: Sequence[Axis], coordinates: dict[Axis, int]) -> torch.Tensor:
             if not axes:
-                return part_at(coordinates)
+                return _part(self.folder, name, self._parts[name], coordinates, run_of, tensor_of)
             sharding = shardings[axes[0]]
             return sharding.assemble(
                 [whole_at(axes[1:], {**coordinates, axes[0]: rank}) for rank in range(len(sharding.ranges))]
@@ -232,3 +214,30 @@ class WrittenCheckpoint:
             raise CheckpointError(f"{self.folder}: {name} is in none of its files")
         shardings = self._parts[name][0].shardings
         return whole_at(list(shardings), {})
+
+
+def _part(
+    folder: Path,
+    name: str,
+    parts: Sequence[WrittenPart],
+    coordinates: Mapping[Axis, int],
+    run_of: RunOf,
+    tensor_of: Callable[[WrittenRun], Any],
+) -> torch.Tensor:
+    """The part of the weight ``name`` that ranks at ``coordinates`` hold, joined from the runs in their files."""
+    here = [part for part in parts if dict(part.coordinates) == coordinates]
+    if not here:
+        raise CheckpointError(f"{folder}: no file has the part of {name} at {coordinates or 'any rank'}")
+    runs = {run.first: run for part in here if (run := run_of(part)) is not None and run.numel}
+    pieces, reached = [], 0
+    while reached in runs:
+        run = runs[reached]
+        pieces.append(tensor_of(run).detach().reshape(-1)[run.start : run.start + run.numel])
+        reached += run.numel
+    if reached != here[0].numel:
+        raise CheckpointError(
+            f"{folder}: {reached} of the {here[0].numel} elements of {name}"
+            f"{f' at {coordinates}' if coordinates else ''} are in its files. What to do: copy the whole folder"
+        )
+    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0)
+    return flat.view(here[0].shape)

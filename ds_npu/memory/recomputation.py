@@ -144,8 +144,7 @@ class Recomputation:
         """Make ``without_outputs`` keep nothing of ``output``, the function's result."""
         storage = output.untyped_storage()
         if storage.nbytes() == output.nbytes:
-            made = _Output(self, output._version, output.dtype, int(output.storage_offset()))
-            OUTPUT.set(storage, made)
+            OUTPUT.set(storage, _Output(self, output._version, output.dtype, int(output.storage_offset())))
 
     def take_output(self) -> torch.Tensor:
         """Return the function's result, computed again; it is dropped when each saved tensor has taken it."""

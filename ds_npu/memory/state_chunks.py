@@ -154,8 +154,7 @@ class StateShard:
                 chunk.sent.synchronize()
             for name, each in chunk.unpack(chunk.kept).items():
                 found.setdefault(name, []).append(each.to("cpu"))
-        shape = self.weight.shape
-        arrays = {name: torch.cat(each).view(shape) for name, each in found.items()}
+        arrays = {name: torch.cat(each).view(self.weight.shape) for name, each in found.items()}
         return arrays.pop(MASTER), arrays
 
     def anew(self) -> tuple[torch.Tensor, Values]:

@@ -88,8 +88,7 @@ def is_hugging_face(module: nn.Module) -> TypeGuard[HuggingFaceModel]:
 
 
 def _has_base(instance: object, name: str) -> bool:
-    bases = type(instance).__mro__
-    return any(base.__module__.startswith("transformers.") and base.__name__ == name for base in bases)
+    return any(base.__module__.startswith("transformers.") and base.__name__ == name for base in type(instance).__mro__)
 
 
 def hugging_face_model(model: nn.Module) -> HuggingFaceModel | None:

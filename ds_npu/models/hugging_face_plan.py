@@ -106,8 +106,7 @@ class _Assignment:
 
     def style(self, name: str) -> str | None:
         """The style of a module or parameter of the language part in transformers' plan."""
-        styles = self.config.base_model_tp_plan or {}
-        return styles.get(names.generic(name.removeprefix(f"{self.decoder}.")))
+        return (self.config.base_model_tp_plan or {}).get(names.generic(name.removeprefix(f"{self.decoder}.")))
 
     def everything(self) -> None:
         stacks = self.stacks_in(self.decoder)

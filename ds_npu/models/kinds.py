@@ -52,8 +52,7 @@ def is_linear(module: nn.Module) -> bool:
 def is_transposed(experts: nn.Module) -> bool:
     """Whether the weights of ``experts`` (gate_up_proj, down_proj) are [E, inputs, outputs], as Llama-4's."""
     shapes = own_shapes(experts)
-    is_gated = shapes.keys() == {"gate_up_proj", "down_proj"}
-    return is_gated and shapes["gate_up_proj"][1] == shapes["down_proj"][2]
+    return shapes.keys() == {"gate_up_proj", "down_proj"} and shapes["gate_up_proj"][1] == shapes["down_proj"][2]
 
 
 def holds_list(module: nn.Module) -> bool:

@@ -145,8 +145,7 @@ def _between_stages(degrees: Degrees, ds_config: dict[str, Any], in_stages: bool
     if pairs and mib:
         # In stages, messages to higher and to lower ranks have a group each, with a communicator for each pair;
         # DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).
-        directions = 2 if in_stages else 1
-        yield Communicator("neighbouring stages", "hidden states and gradients", mib, directions * pairs)
+        yield Communicator("neighbouring stages", "hidden states and gradients", mib, (1 + in_stages) * pairs)
     elif pairs and in_stages:
         mib = buffer_mib(degrees, ("pp",), ds_config)
         yield Communicator("stages, up and down", "hidden states and gradients", mib, 2)

@@ -53,12 +53,10 @@ def refusals(candidates: Iterable[Candidate]) -> list[str]:
     for each in candidates:
         if each.impossible:
             names.setdefault(each.impossible, []).append(str(each))
-    return [f"{_few(found)}: {reason}" for reason, found in names.items()]
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return [
+        ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "") + f": {reason}"
+        for reason, found in names.items()
+    ]
 
 
 def communicators(algorithm: ContextAlgorithm) -> int:

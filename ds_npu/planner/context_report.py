@@ -38,8 +38,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
     how = f"chosen: {choice.reason}" if len(left) > 1 else "as given"
     yield from ("", f"{title} {algorithm_text(choice.algorithm)} ({how})", *_assumptions(layer, machine))
     # The table shows all algorithms, the given one among them.
-    open_section = ContextParallelSection(kv_cache=section.kv_cache)
-    found = algorithms(open_section, degrees.cp)
+    found = algorithms(ContextParallelSection(kv_cache=section.kv_cache), degrees.cp)
     every = choice if found == left else choose(estimated(found, layer, degrees, machine)) or choice
     yield from _table([each for each in every.candidates if each.cost], choice.algorithm)
     for refusal in refusals(every.candidates):

@@ -35,8 +35,7 @@ def counts_by_rank(
 
     best = score(counts)
     while True:
-        moved = [(score(each), each) for each in _moves(counts)]
-        found, candidate = min(moved, default=(best, counts))
+        found, candidate = min(((score(each), each) for each in _moves(counts)), default=(best, counts))
         if not _is_less(found, best):
             return counts
         best, counts = found, candidate

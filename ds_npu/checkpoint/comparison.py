@@ -24,9 +24,9 @@ class Differences:
     """The names at which a checkpoint and a model do not fit."""
 
     missing: Sequence[str] = ()
-    """In the model only."""
+    """Names in the model only."""
     unexpected: Sequence[str] = ()
-    """In the checkpoint only."""
+    """Names in the checkpoint only."""
     other: Sequence[str] = ()
     """Sentences about weights of another shape, or whose dtype cannot be converted."""
 
@@ -60,7 +60,7 @@ def differences(written: Mapping[str, Plain], wanted: Mapping[str, Plain]) -> Di
 
 
 def over_ranks(found: Sequence[Differences]) -> Differences:
-    """The differences of a model whose weights are on several ranks: a name is unexpected that no rank has."""
+    """The differences of a model whose weights are on several ranks: a name that no rank has is unexpected."""
     held = [set(each.unexpected) for each in found]
     return Differences(
         list(dict.fromkeys(name for each in found for name in each.missing)),

@@ -1,4 +1,4 @@
-"""DeepSpeed's files of a checkpoint, read without running anything in them, and what manifests name in them."""
+"""DeepSpeed's files of a checkpoint, read without running anything in them, and the tensors that manifests name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ REFUSED = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.\w+)")
 class CheckpointFiles:
     """The files in ``folder``, mapped and not read whole; each is opened once.
 
-    ``classes``: those that they may have beside tensors and plain Python values. All methods raise CheckpointError for
-    files that cannot be read, or do not have what was asked for.
+    ``classes``: classes that they may have in addition to tensors and plain Python values. All methods raise
+    CheckpointError for files that cannot be read, or have no entry of the given name.
     """
 
     def __init__(self, folder: Path, classes: Sequence[Any]) -> None:
@@ -68,7 +68,7 @@ class CheckpointFiles:
             raise _unreadable(path, error) from error
 
     def at(self, run: WrittenRun, keys: Sequence[str | int]) -> Any:
-        """What is in the file of ``run`` at the end of the way ``keys``."""
+        """Return the entry of the file of ``run`` at the path ``keys``."""
         found: Any = self.named(run.file)
         for key in keys:
             try:

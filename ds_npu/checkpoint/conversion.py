@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a model's weights, by transformers' own renamings and conversions.
+"""Converts a checkpoint's tensors to a model's weights, by transformers' own renamings and conversions.
 
 Checkpoints may have old names, base-model prefixes, or one tensor for each expert where the model has one for all.
 Source: transformers 5, core_model_loading.convert_and_load_state_dict_in_model.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -31,10 +32,10 @@ class Recipe:
 
     target: str
     """The (first) weight's name in the model."""
-    converter: Any
-    """A WeightConverter of transformers; None where the one source is the weight."""
+    converter: WeightConverter | None
+    """None where the one source is the weight."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """By pattern of the converter, the names in the checkpoint that match it, in the order of the conversion."""
+    """Names in the checkpoint by the converter's pattern that they match, in the order of the conversion."""
 
     @property
     def names(self) -> list[str]:
@@ -66,11 +67,11 @@ class Conversions:
     recipes: list[Recipe]
     left_over: dict[str, str]
     """Tensors of no recipe: from their name in the checkpoint to the one that they would have in the model."""
-    used: list[Any]
+    used: list[WeightConverter | WeightRenaming]
     """The conversions of transformers that applied to some name; saving reverts them."""
 
 
-def conversions(model: Any, wanted: Collection[str], found: Collection[str]) -> Conversions:
+def conversions(model: PreTrainedModel, wanted: Collection[str], found: Collection[str]) -> Conversions:
     """Match the names ``found`` in a checkpoint with the names ``wanted`` of ``model``, a transformers model."""
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -103,7 +104,7 @@ class Converter:
         return torch.empty(self.whole_shapes[name], device="meta")
 
     def convert(self, recipe: Recipe, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """By name in the model, the whole weights that ``recipe`` builds from the checkpoint's ``tensors``."""
+        """The whole weights that ``recipe`` builds from the checkpoint's ``tensors``, by name in the model."""
         if recipe.converter is None:
             return {recipe.target: tensors[recipe.names[0]]}
         converter = copy.deepcopy(recipe.converter)
@@ -114,6 +115,6 @@ class Converter:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def shapes(self, recipe: Recipe, tensors: Tensors) -> dict[str, torch.Size]:
-        """By name, the shapes of what ``convert`` returns; reads no values."""
+        """The shapes of what ``convert`` returns, by name; reads no values."""
         made = self.convert(recipe, {name: torch.empty_like(tensors[name], device="meta") for name in recipe.names})
         return {name: value.shape for name, value in made.items()}

@@ -1,4 +1,4 @@
-"""Why a file could not be written, in an error's words."""
+"""Tells in an error's words why a file could not be written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def why_not_written(error: Exception, path: Path, needed: int) -> str:
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     disk = next(folder for folder in (existing, *existing.absolute().parents) if folder.is_mount())
     free = shutil.disk_usage(disk).free + (path.stat().st_size if path.is_file() else 0)
-    said = f"{error}".strip().split("\n")[0]
-    if "No space left on device" in said or needed > free:
+    message = f"{error}".strip().split("\n")[0]
+    if "No space left on device" in message or needed > free:
         size = f"{needed:,} bytes are needed" if needed else "a few bytes are needed"
         return f"the disk {disk} is full: {size}, {free:,} are free"
-    return f"{type(error).__name__}: {said}"
+    return f"{type(error).__name__}: {message}"
 
 
 def tensor_bytes(state: object) -> int:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 
 class CheckpointError(ValueError):
-    """What is wrong with a checkpoint, or between it and the model it is meant for."""
+    """A checkpoint is wrong, or does not fit the model it is meant for."""
 
 
 def _safetensors(file: Path) -> dict[str, torch.Tensor]:
@@ -55,12 +55,10 @@ def _weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{entry} cannot be read as an index of weights: {error!r}") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{folder} lacks {_of(missing, names)} that {entry.name} names: {', '.join(missing)}")
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the {len(names)} files that {entry.name} names: {', '.join(missing)}"
+        )
     return [folder / name for name in names]
-
-
-def _of(missing: list[str], names: list[str]) -> str:
-    return f"{len(missing)} of the {len(names)} files"
 
 
 def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,13 +1,13 @@
-"""Does a checkpoint fit a model? Everything that is wrong, in one error."""
+"""Checks that a checkpoint fits a model, and tells everything that is wrong in one error."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ds_npu.checkpoint.conversion import Conversions, Converter
 from ds_npu.checkpoint.files import CheckpointError
@@ -25,7 +25,7 @@ ADVICE = {
     "not convertible": "the files may be incomplete: fetch the checkpoint anew",
     "different, but tied by the config": 'set "tie_word_embeddings": false in config.json, or drop one of them',
 }
-"""By the kind of problem, what to do about it."""
+"""Advice for each kind of problem."""
 
 OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in older checkpoints that models compute today (transformers: _adjust_missing_and_unexpected_keys)."""
@@ -34,14 +34,14 @@ Problems = dict[str, list[str]]
 
 
 def check_fit(
-    model: Any,
+    model: PreTrainedModel,
     folder: Path,
     weights: Mapping[str, torch.Tensor],
     found: Conversions,
     converter: Converter,
     tensors: Mapping[str, torch.Tensor],
 ) -> set[str]:
-    """The names of the weights that ``tensors``, the checkpoint in ``folder``, provide.
+    """Return the names of the weights that ``tensors``, the checkpoint in ``folder``, provide.
 
     ``weights``: the model's parameters and persistent buffers by each of their names. Only the values of tied weights
     are read. Raises CheckpointError that lists every problem.
@@ -79,7 +79,7 @@ def _shapes(
     return shapes
 
 
-def _left_over(model: Any, found: Conversions) -> list[str]:
+def _left_over(model: PreTrainedModel, found: Conversions) -> list[str]:
     buffers = [name for name, _ in model.named_buffers()]
     outdated = {pattern for pattern in OUTDATED if any(re.search(pattern, name) for name in buffers)}
     ignored = outdated | _patterns(model._keys_to_ignore_on_load_unexpected)
@@ -87,9 +87,9 @@ def _left_over(model: Any, found: Conversions) -> list[str]:
     return [name for name, renamed in found.left_over.items() if renamed in kept]
 
 
-def _patterns(of_a_class: Collection[str] | None) -> set[str]:
-    """Patterns that a model of transformers lists: a set since 5.7, a list or None before."""
-    return set(of_a_class or ())
+def _patterns(listed: Collection[str] | None) -> set[str]:
+    """Patterns that a class of transformers lists: a set since 5.7, a list or None before."""
+    return set(listed or ())
 
 
 def _tied_but_different(
@@ -116,11 +116,11 @@ def _some(lines: list[str], count: int) -> str:
     return ", ".join(lines[:count]) + (f" and {len(lines) - count} more" if len(lines) > count else "")
 
 
-def _text(model: Any, folder: Path, problems: Problems) -> str:
-    said = [f"the checkpoint in {folder} does not fit {type(model).__name__}:"]
+def _text(model: PreTrainedModel, folder: Path, problems: Problems) -> str:
+    message = [f"the checkpoint in {folder} does not fit {type(model).__name__}:"]
     for kind, lines in problems.items():
         if lines:
             listed = "".join(f"\n    {line}" for line in lines[:LISTED])
             more = f"\n    and {len(lines) - LISTED} more" if len(lines) > LISTED else ""
-            said.append(f"  {len(lines)} {kind} ({ADVICE[kind]}):{listed}{more}")
-    return "\n".join(said)
+            message.append(f"  {len(lines)} {kind} ({ADVICE[kind]}):{listed}{more}")
+    return "\n".join(message)

@@ -1,11 +1,11 @@
-"""Loads a Hugging Face checkpoint into a model of which each rank reads and keeps its shards, or its stage, only.
+"""Loads a Hugging Face checkpoint into a model; each rank reads and keeps its shards, or its stage, only.
 
     model = meta_model(AutoModelForCausalLM, folder)    # no memory
     ...                                                 # modules sharded in place, parameters marked
     load_checkpoint(model, folder, {"tp": rank})
 
-Beside the model's own shards, loading needs no memory on the host that grows with the checkpoint: files are mapped, and
-weights that have to be converted are built one at a time, or one index of dim 0 (an expert) at a time.
+Except for the model's own shards, loading needs no memory on the host that grows with the checkpoint: files are mapped,
+and weights that have to be converted are built one at a time, or one index of dim 0 (an expert) at a time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.degrees import Axis
 
-Place = Mapping[Axis, int]
-"""A rank's place along axes of the grid."""
+Coordinates = Mapping[Axis, int]
+"""A rank's index along axes of the grid."""
 Part = tuple[Sharding, int]
-"""What one rank of an axis holds of a weight: how it is sharded, and the rank."""
+"""One rank's part of a weight along an axis: how the weight is sharded, and the rank."""
 
 INITIALIZED = "_is_hf_initialized"
 """transformers' initialisation skips tensors and modules with this attribute."""
 GENERATION_CONFIG = "generation_config.json"
 
 
-def meta_model(auto_class: Any, folder: str | Path, dtype: torch.dtype | str | None = None, **options: Any) -> Any:
+def meta_model(
+    auto_class: Any, folder: str | Path, dtype: torch.dtype | str | None = None, **options: Any
+) -> PreTrainedModel:
     """The model of ``folder``'s config on the meta device, in eval mode, as ``auto_class.from_pretrained`` makes it.
 
     ``auto_class`` is one of transformers' Auto classes or a model class. ``dtype`` is the config's where it is None or
@@ -72,18 +74,18 @@ def meta_model(auto_class: Any, folder: str | Path, dtype: torch.dtype | str | N
 
 
 def load_checkpoint(
-    model: Any,
+    model: PreTrainedModel,
     folder: str | Path,
-    place: Place,
+    coordinates: Coordinates,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
     """Load each parameter and persistent buffer of ``model``, or this rank's shard of it, from ``folder``.
 
     ``model`` is a transformers model, or a stage of one (``cut_into_stages``), whose sharded parameters have local
-    shapes and a placement; ``place`` is this rank's along the axes over which they are sharded. Tensors on the meta
-    device are allocated on ``device``, in ``dtype`` if given (except weights that the model keeps in a dtype of their
-    own), with their attributes; tied parameters remain one object. Other tensors keep object, dtype and device.
+    shapes and a placement; ``coordinates`` are this rank's along the axes over which they are sharded. Tensors on the
+    meta device are allocated on ``device``, in ``dtype`` if given (except weights that the model keeps in a dtype of
+    their own), with their attributes; tied parameters remain one object. Other tensors keep object, dtype and device.
     Buffers that no checkpoint holds are computed as transformers computes them.
 
     Raises CheckpointError with every name that is missing, left over or of another shape, before anything is changed.
@@ -91,7 +93,7 @@ def load_checkpoint(
     folder = Path(folder)
     tensors = open_checkpoint(folder)
     weights = _weights(model)
-    # What other stages hold belongs to the model, too: the checkpoint fits all of it, or no stage of it.
+    # Weights of other stages belong to the model, too: the checkpoint fits all of it, or no stage of it.
     elsewhere = {name: torch.empty(shape, device="meta") for name, shape in absent_weights(model).items()}
     every = weights | elsewhere
     # Two stages hold a weight that the checkpoint may have under either name.
@@ -100,7 +102,7 @@ def load_checkpoint(
     for name in tied:
         every[name] = every[held or next(iter(tied))]
     found = conversions(model, every, tensors)
-    converter = Converter({name: whole_shape(name, each, place) for name, each in every.items()}, model.config)
+    converter = Converter({name: whole_shape(name, each, coordinates) for name, each in every.items()}, model.config)
     loaded = check_fit(model, folder, every, found, converter, tensors) - elsewhere.keys()
     loaded |= {held} if held is not None else set()
     fresh = _materialize(model, dtype, torch.device(device))
@@ -110,7 +112,7 @@ def load_checkpoint(
             if recipe.target in tied and held is not None:
                 recipe = replace(recipe, target=held)
             if recipe.target not in elsewhere:
-                _fill(recipe, weights, converter, tensors, place)
+                _fill(recipe, weights, converter, tensors, coordinates)
     # transformers' save_pretrained reverts these conversions.
     model._weight_conversions = found.used
     _initialize(model, fresh - {id(weights[name]) for name in loaded})
@@ -122,19 +124,19 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def shardings_of(tensor: torch.Tensor) -> Mapping[Axis, Sharding]:
-    """By axis, how ``tensor`` is sharded; empty where it is whole, as buffers are."""
+    """The sharding of ``tensor`` along each axis; empty where it is whole, as buffers are."""
     return placement_of(tensor).sharded if isinstance(tensor, nn.Parameter) else {}
 
 
-def parts_of(tensor: torch.Tensor, place: Place) -> list[Part]:
-    """The part that the rank at ``place`` holds of ``tensor``; empty where that is all of it."""
-    return [(sharding, place[axis]) for axis, sharding in shardings_of(tensor).items()]
+def parts_of(tensor: torch.Tensor, coordinates: Coordinates) -> list[Part]:
+    """The part that the rank at ``coordinates`` holds of ``tensor``; empty where that is all of it."""
+    return [(sharding, coordinates[axis]) for axis, sharding in shardings_of(tensor).items()]
 
 
-def whole_shape(name: str, tensor: torch.Tensor, place: Place) -> torch.Size:
+def whole_shape(name: str, tensor: torch.Tensor, coordinates: Coordinates) -> torch.Size:
     """The shape of the whole weight; raises ValueError where the shape of ``tensor`` contradicts its placement."""
     shape = list(tensor.shape)
-    for sharding, rank in parts_of(tensor, place):
+    for sharding, rank in parts_of(tensor, coordinates):
         if shape[sharding.dim] != sharding.length(rank):
             raise ValueError(
                 f"{name} has the shape {tuple(tensor.shape)}, but by its sharding rank {rank} holds "
@@ -144,7 +146,7 @@ def whole_shape(name: str, tensor: torch.Tensor, place: Place) -> torch.Size:
     return torch.Size(shape)
 
 
-def _materialize(model: Any, dtype: torch.dtype | None, device: torch.device) -> set[int]:
+def _materialize(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device) -> set[int]:
     """Replace tensors on the meta device by uninitialised ones; return the ids of the new tensors."""
     main: torch.dtype = model.dtype
     kept = model._get_dtype_plan(dtype or main)
@@ -184,16 +186,16 @@ def _fill(
     weights: Mapping[str, torch.Tensor],
     converter: Converter,
     tensors: Mapping[str, torch.Tensor],
-    place: Place,
+    coordinates: Coordinates,
 ) -> None:
     if not recipe.stacked:
         for name, whole in converter.convert(recipe, tensors).items():
-            copy_part(weights[name], whole, parts_of(weights[name], place))
+            copy_part(weights[name], whole, parts_of(weights[name], coordinates))
         return
     # One expert at a time: all at once would need twice the memory of the largest weight, and other ranks' experts
     # are not read.
     out = weights[recipe.target]
-    parts = parts_of(out, place)
+    parts = parts_of(out, coordinates)
     indices: list[int] | range = range(len(out))
     for sharding, rank in parts:
         if sharding.dim == 0:
@@ -216,7 +218,7 @@ def copy_part(out: torch.Tensor, whole: torch.Tensor, parts: Sequence[Part]) -> 
         begin += length
 
 
-def _initialize(model: Any, empty: set[int]) -> None:
+def _initialize(model: PreTrainedModel, empty: set[int]) -> None:
     """Have transformers compute the tensors with the given ids, and no others.
 
     These are buffers that no checkpoint holds (rotary frequencies) and weights that the model's class allows to be

@@ -1,7 +1,7 @@
-"""Where in the files of a checkpoint each weight and the state of its optimizer are, whatever layout has written them.
+"""Records where each weight and its optimizer state are in the files of a checkpoint, whatever layout wrote them.
 
-Each rank that writes one of DeepSpeed's files writes a manifest beside it: which elements of which weights are where in
-it. ``ds_npu.checkpoint.manifest_json`` reads manifests, ``ds_npu.checkpoint.written`` puts weights together by them.
+Each rank that writes one of DeepSpeed's files writes a manifest next to it: which elements of which weights are where.
+``ds_npu.checkpoint.manifest_json`` reads manifests, ``ds_npu.checkpoint.written`` puts weights together by them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from ds_npu.topology.degrees import Axis
 
 FILE = "ds_npu_layout_rank_{:05d}.json"
 VERSION = 2
-"""Since 2 a manifest has the dtypes of weights, and names no place for a weight that was left out of the files."""
+"""Since 2 a manifest has the dtypes of weights, and no run of values of a weight that was left out of the files."""
 MODULE = "module"
 """The key of weights by name in DeepSpeed's files of models."""
+JSON_KEYS = {"coordinates": "place"}
+"""Keys of JSON that differ from the names of fields."""
 
 Keys = tuple[str | int, ...]
-"""The way to a tensor in a file of nested dicts and lists."""
+"""The path of a tensor in a file of nested dicts and lists."""
 
 
 @dataclass(frozen=True)
@@ -33,32 +35,32 @@ class WrittenRun:
 
     file: str
     keys: Keys
-    """Of the tensor; of the state of an optimizer, of the dict that has its tensors."""
+    """The path of the tensor; for an optimizer's state, of the dict that has its tensors."""
     start: int
-    """In the tensor."""
+    """Index of the first element in the tensor."""
     first: int
-    """In the part."""
+    """Index of the first element in the part."""
     numel: int
 
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What one rank has written of one weight or buffer."""
+    """The part of a weight or buffer that one rank has written."""
 
     shape: tuple[int, ...]
-    """Of the rank's part."""
+    """Shape of the rank's part."""
     shardings: Mapping[Axis, Sharding] = field(default_factory=dict)
-    """By axis, in the order in which the part was taken from the plain weight."""
-    place: Mapping[Axis, int] = field(default_factory=dict)
+    """Sharding along each axis, in the order in which the part was taken from the plain weight."""
+    coordinates: Mapping[Axis, int] = field(default_factory=dict)
     """The rank along each of these axes."""
     value: WrittenRun | None = None
-    """None: these elements are in other ranks' files, or in none."""
+    """The values; None: they are in other ranks' files, or in none."""
     state: WrittenRun | None = None
-    """Of the optimizer; None: as well, or there is none."""
+    """The optimizer's state; None: it is in other ranks' files, or there is none."""
     group: int | None = None
-    """Of the settings of its parameter group."""
+    """Index of the settings of its parameter group."""
     dtype: str | None = None
-    """In the model; None in manifests of version 1."""
+    """Its dtype in the model; None in manifests of version 1."""
 
     @property
     def numel(self) -> int:
@@ -73,7 +75,7 @@ class WrittenPart:
         return tuple(shape)
 
     def like(self, other: WrittenPart) -> bool:
-        """Whether the same elements are at the same places; experts may have moved between ranks."""
+        """Whether both have the same elements at the same positions; experts may have moved between ranks."""
         is_same = (self.value, self.state) == (other.value, other.state)
         return is_same and self.is_part_like(other) and is_readable_as(self.dtype, other.dtype)
 
@@ -86,8 +88,7 @@ class WrittenPart:
             axis: (each.dim, [each.length(rank) for rank in range(len(each.ranges))])
             for axis, each in self.shardings.items()
         }
-        exact = self.shardings.get("tp")
-        return self.shape, sizes, exact, dict(self.place)
+        return self.shape, sizes, self.shardings.get("tp"), dict(self.coordinates)
 
 
 def is_readable_as(one: str | None, other: str | None) -> bool:
@@ -97,10 +98,10 @@ def is_readable_as(one: str | None, other: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one rank has written."""
+    """The content of one rank's files."""
 
     parts: Mapping[str, WrittenPart]
-    """By name in the plain model."""
+    """Parts of weights and buffers, by name in the plain model."""
     ranks: int
     """The number of ranks that wrote the checkpoint, also those that have no files of their own."""
     groups: Sequence[Mapping[str, Any]] = ()
@@ -110,7 +111,7 @@ class Manifest:
     layout: str = ""
     """The layout of the run that wrote it, in words for an error."""
     is_known: bool = True
-    """Whether the places of weights in the files are known; False: only the same layout reads them."""
+    """Whether the positions of weights in the files are known; False: only the same layout reads them."""
     leaves_out_frozen: bool = False
     """Whether frozen weights were left out of the files."""
     version: int = VERSION
@@ -118,23 +119,29 @@ class Manifest:
     """Fingerprints, by name, of the files that the rank wrote in the same save; empty where they are not known."""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(
+            dataclasses.asdict(
+                self, dict_factory=lambda pairs: {JSON_KEYS.get(key, key): value for key, value in pairs}
+            )
+        )
 
     def like(self, other: Manifest) -> bool:
-        """Whether both have the same elements at the same places."""
-        names = self.parts.keys()
-        if self.ranks != other.ranks or self.is_known != other.is_known:
+        """Whether both have the same elements at the same positions."""
+        if (self.ranks, self.is_known) != (other.ranks, other.is_known):
             return False
         if not self.is_known and self.layout != other.layout:
             return False
-        return names == other.parts.keys() and all(self.parts[name].like(other.parts[name]) for name in names)
+        return self.parts.keys() == other.parts.keys() and all(
+            part.like(other.parts[name]) for name, part in self.parts.items()
+        )
 
     def has_parts_like(self, other: Manifest) -> bool:
         """Whether both ranks hold the same parts of the model."""
-        names = self.parts.keys()
-        return names == other.parts.keys() and all(self.parts[name].is_part_like(other.parts[name]) for name in names)
+        return self.parts.keys() == other.parts.keys() and all(
+            part.is_part_like(other.parts[name]) for name, part in self.parts.items()
+        )
 
 
 def manifest_path(folder: Path, rank: int) -> Path:
-    """The file of the manifest of ``rank``, of all ranks, in the ``folder`` of a checkpoint."""
+    """The path of the manifest of the global ``rank`` in the ``folder`` of a checkpoint."""
     return folder / FILE.format(rank)

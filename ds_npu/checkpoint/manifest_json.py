@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import VERSION, Manifest, WrittenPart, WrittenRun
@@ -17,10 +17,13 @@ from ds_npu.topology.degrees import AXES, Axis
 READABLE = (1, VERSION)
 MOST_RANKS = 2**24
 MOST_ELEMENTS = 2**53
-"""Of one weight."""
+"""Most elements of one weight."""
 MOST_DIMS = 16
 MOST_KEYS = 8
-"""On the way to a tensor."""
+"""Most keys on the path to a tensor."""
+EXPECTED = {str: "text", bool: "true or false", list: "a list", dict: "an object"}
+
+T = TypeVar("T")
 
 
 class _WrongJsonError(ValueError):
@@ -28,9 +31,9 @@ class _WrongJsonError(ValueError):
 
 
 def manifest_of_json(text: str, path: Path) -> Manifest:
-    """Raises CheckpointError for what another version has written, and for what no manifest says."""
+    """Parse and check a manifest; raises CheckpointError for another version's, and for what no manifest has."""
     try:
-        found = _object(json.loads(text), "the manifest")
+        found = _typed(dict, json.loads(text), "the manifest")
         if found.get("version") not in READABLE:
             raise CheckpointError(
                 f"{path}: found version {reprlib.repr(found.get('version'))}, and this ds_npu reads "
@@ -48,35 +51,37 @@ def manifest_of_json(text: str, path: Path) -> Manifest:
 
 
 def plain_name(found: object, what: str) -> str:
-    """``found``, the name of a file beside the manifest; raises ValueError for one that leads elsewhere."""
-    name = _text(found, what)
+    """Return ``found``, the name of a file in the manifest's folder; raises ValueError for one that leads elsewhere."""
+    name = _typed(str, found, what)
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0:"):
         raise _WrongJsonError(f"{what}: expected the plain name of a file in the same folder, found {_shown(name)}")
     return name
 
 
 def _manifest(found: dict[str, Any]) -> Manifest:
-    groups = [_group(each, f"groups[{index}]") for index, each in enumerate(_list(_of(found, "groups"), "groups"))]
-    named = _object(_of(found, "parts"), "parts").items()
+    groups = [
+        _group(each, f"groups[{index}]") for index, each in enumerate(_typed(list, _of(found, "groups"), "groups"))
+    ]
+    named = _typed(dict, _of(found, "parts"), "parts").items()
     model_file = _of(found, "model_file")
     return Manifest(
-        parts={name: _part(_object(part, _shown(name)), _shown(name), len(groups)) for name, part in named},
+        parts={name: _part(_typed(dict, part, _shown(name)), _shown(name), len(groups)) for name, part in named},
         ranks=_number(_of(found, "ranks"), "ranks", MOST_RANKS, least=1),
         groups=groups,
         model_file=None if model_file is None else plain_name(model_file, "model_file"),
-        layout=_text(found.get("layout", ""), "layout"),
-        is_known=_flag(found.get("is_known", True), "is_known"),
-        leaves_out_frozen=_flag(found.get("leaves_out_frozen", False), "leaves_out_frozen"),
+        layout=_typed(str, found.get("layout", ""), "layout"),
+        is_known=_typed(bool, found.get("is_known", True), "is_known"),
+        leaves_out_frozen=_typed(bool, found.get("leaves_out_frozen", False), "leaves_out_frozen"),
         version=found["version"],
         files={
-            plain_name(name, "files"): _text(each, f"files.{_shown(name)}")
-            for name, each in _object(found.get("files", {}), "files").items()
+            plain_name(name, "files"): _typed(str, each, f"files.{_shown(name)}")
+            for name, each in _typed(dict, found.get("files", {}), "files").items()
         },
     )
 
 
 def _group(found: object, what: str) -> dict[str, Any]:
-    group = _object(found, what)
+    group = _typed(dict, found, what)
     for key, value in group.items():
         if value is not None and not isinstance(value, bool | int | float | str | list):
             raise _WrongJsonError(f"{what}.{key}: expected a number, text or a list, found {_shown(value)}")
@@ -84,24 +89,24 @@ def _group(found: object, what: str) -> dict[str, Any]:
 
 
 def _part(found: dict[str, Any], name: str, groups: int) -> WrittenPart:
-    sizes = _list(_of(found, "shape", name), f"shape of {name}")
+    sizes = _typed(list, _of(found, "shape", name), f"shape of {name}")
     if len(sizes) > MOST_DIMS:
         raise _WrongJsonError(f"shape of {name}: expected at most {MOST_DIMS} dims, found {len(sizes)}")
     shape = tuple(_number(size, f"shape of {name}", MOST_ELEMENTS) for size in sizes)
     if math.prod(shape) > MOST_ELEMENTS:
         raise _WrongJsonError(f"shape of {name}: expected at most {MOST_ELEMENTS} elements, found {list(shape)}")
     group, dtype = _of(found, "group", name), found.get("dtype")
-    place: dict[Any, int] = _object(_of(found, "place", name), f"place of {name}")
+    coordinates: dict[Any, int] = _typed(dict, _of(found, "place", name), f"place of {name}")
     part = WrittenPart(
         shape,
-        _shardings(_object(_of(found, "shardings", name), f"shardings of {name}"), name, len(shape)),
-        place,
+        _shardings(_typed(dict, _of(found, "shardings", name), f"shardings of {name}"), name, len(shape)),
+        coordinates,
         _run(_of(found, "value", name), f"value of {name}", math.prod(shape)),
         _run(_of(found, "state", name), f"state of {name}", math.prod(shape)),
         None if group is None else _number(group, f"group of {name}", groups - 1),
-        None if dtype is None else _text(dtype, f"dtype of {name}"),
+        None if dtype is None else _typed(str, dtype, f"dtype of {name}"),
     )
-    _check_place(part, name)
+    _check_coordinates(part, name)
     return part
 
 
@@ -110,12 +115,14 @@ def _shardings(found: dict[str, Any], name: str, dims: int) -> dict[Axis, Shardi
     if unknown:
         raise _WrongJsonError(f"shardings of {name}: expected axes of {', '.join(AXES)}, found {_shown(unknown[0])}")
     named: dict[Any, Any] = found
-    return {axis: _sharding(_object(each, name), f"{axis} of {name}", dims) for axis, each in named.items()}
+    return {axis: _sharding(_typed(dict, each, name), f"{axis} of {name}", dims) for axis, each in named.items()}
 
 
 def _sharding(found: dict[str, Any], what: str, dims: int) -> Sharding:
     size = _number(_of(found, "size", what), f"size along {what}", MOST_ELEMENTS)
-    ranges = tuple(_ranges(each, what, size) for each in _list(_of(found, "ranges", what), f"ranges along {what}"))
+    ranges = tuple(
+        _ranges(each, what, size) for each in _typed(list, _of(found, "ranges", what), f"ranges along {what}")
+    )
     reached = 0
     for start, stop in sorted(each for held in ranges for each in held):
         if start > reached:
@@ -128,21 +135,23 @@ def _sharding(found: dict[str, Any], what: str, dims: int) -> Sharding:
 
 def _ranges(found: object, what: str, size: int) -> Ranges:
     held = []
-    for each in _list(found, f"ranges along {what}"):
-        bounds = [_number(bound, f"ranges along {what}", size) for bound in _list(each, f"ranges along {what}")]
+    for each in _typed(list, found, f"ranges along {what}"):
+        bounds = [_number(bound, f"ranges along {what}", size) for bound in _typed(list, each, f"ranges along {what}")]
         if len(bounds) != 2 or bounds[0] > bounds[1]:
             raise _WrongJsonError(f"ranges along {what}: expected a start and a stop, found {_shown(each)}")
         held.append((bounds[0], bounds[1]))
     return tuple(held)
 
 
-def _check_place(part: WrittenPart, name: str) -> None:
-    """Raise where the place of the rank's part, or its shape, is not one that its shardings have."""
-    if part.place.keys() != part.shardings.keys():
-        raise _WrongJsonError(f"place of {name}: expected {list(part.shardings)}, found {_shown(list(part.place))}")
+def _check_coordinates(part: WrittenPart, name: str) -> None:
+    """Raise where the coordinates of the rank's part, or its shape, contradict its shardings."""
+    if part.coordinates.keys() != part.shardings.keys():
+        raise _WrongJsonError(
+            f"place of {name}: expected {list(part.shardings)}, found {_shown(list(part.coordinates))}"
+        )
     shape = list(part.plain_shape)
     for axis, sharding in part.shardings.items():
-        rank = _number(part.place[axis], f"place of {name}", len(sharding.ranges) - 1)
+        rank = _number(part.coordinates[axis], f"place of {name}", len(sharding.ranges) - 1)
         if shape[sharding.dim] != sharding.size:
             raise _WrongJsonError(f"{axis} of {name}: expected size {shape[sharding.dim]}, found {sharding.size}")
         shape[sharding.dim] = sharding.length(rank)
@@ -153,8 +162,8 @@ def _check_place(part: WrittenPart, name: str) -> None:
 def _run(found: object, what: str, elements: int) -> WrittenRun | None:
     if found is None:
         return None
-    run = _object(found, what)
-    keys = _list(_of(run, "keys", what), f"keys of {what}")
+    run = _typed(dict, found, what)
+    keys = _typed(list, _of(run, "keys", what), f"keys of {what}")
     if not 0 < len(keys) <= MOST_KEYS or not all(type(key) in (str, int) for key in keys):
         raise _WrongJsonError(f"keys of {what}: expected 1 to {MOST_KEYS} names and indices, found {_shown(keys)}")
     if any(isinstance(key, int) and key < 0 for key in keys):
@@ -179,27 +188,9 @@ def _number(found: object, what: str, most: int, least: int = 0) -> int:
     return found
 
 
-def _text(found: object, what: str) -> str:
-    if not isinstance(found, str):
-        raise _WrongJsonError(f"{what}: expected text, found {_shown(found)}")
-    return found
-
-
-def _flag(found: object, what: str) -> bool:
-    if not isinstance(found, bool):
-        raise _WrongJsonError(f"{what}: expected true or false, found {_shown(found)}")
-    return found
-
-
-def _list(found: object, what: str) -> list[Any]:
-    if not isinstance(found, list):
-        raise _WrongJsonError(f"{what}: expected a list, found {_shown(found)}")
-    return found
-
-
-def _object(found: object, what: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise _WrongJsonError(f"{what}: expected an object, found {_shown(found)}")
+def _typed(kind: type[T], found: object, what: str) -> T:
+    if not isinstance(found, kind):
+        raise _WrongJsonError(f"{what}: expected {EXPECTED[kind]}, found {_shown(found)}")
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import re
@@ -17,12 +16,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_utils import set_zero3_state
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.checkpoint.loading import Part, Place, shardings_of
-from ds_npu.models.attributes import attribute
+from ds_npu.checkpoint.loading import Coordinates, Part, shardings_of
+from ds_npu.models.guarded_saving import writer
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.tensor.sharding import Sharding
@@ -41,46 +38,46 @@ class HeldWeight:
 
     name: str
     position: tuple[int, ...]
-    """Its place in the plain model's state dict, in the order of these numbers."""
+    """Numbers whose order is that of the plain model's state dict."""
     same_as: str
     """The first name in its stage of the same tensor; its own where it has one name."""
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     dtype: torch.dtype
     sharded: Mapping[Axis, Sharding]
     is_expert: bool = False
-    """Held on the expert view of the grid."""
+    """Whether it is held on the expert view of the grid."""
     stage: int = 0
     """The pipeline stage whose ranks hold it."""
 
-    def parts_at(self, place: Place) -> list[Part]:
-        """What the rank at ``place`` holds; empty where that is all of it."""
-        return [(sharding, place[axis]) for axis, sharding in self.sharded.items()]
+    def parts_at(self, coordinates: Coordinates) -> list[Part]:
+        """The part that the rank at ``coordinates`` holds; empty where that is all of it."""
+        return [(sharding, coordinates[axis]) for axis, sharding in self.sharded.items()]
 
-    def shape_at(self, place: Place) -> list[int]:
-        """The shape of what the rank at ``place`` holds."""
+    def shape_at(self, coordinates: Coordinates) -> list[int]:
+        """The shape of the part that the rank at ``coordinates`` holds."""
         shape = list(self.shape)
-        for sharding, rank in self.parts_at(place):
+        for sharding, rank in self.parts_at(coordinates):
             shape[sharding.dim] = sharding.length(rank)
         return shape
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where gathered weights are to be."""
+    """The device and the ranks that receive gathered weights."""
 
     device: torch.device
     every_rank: bool
-    """Otherwise only the first of the group."""
+    """False: only the first of the group receives them."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks of ``group``, which hold the weights of one view: those of each stage one after the other."""
+    """The ranks of ``group``, stage after stage, which hold the weights of one view."""
 
     group: dist.ProcessGroup
     sizes: Mapping[Axis, int]
-    """Of the axes of the view over which weights are sharded, the fastest last; their product is a stage's ranks."""
+    """Sizes of the view's axes that shard weights, the fastest last; their product is a stage's ranks."""
     stages: int = 1
 
     @staticmethod
@@ -98,22 +95,22 @@ class Holders:
 
     @property
     def stage(self) -> int:
-        """Of this rank."""
+        """This rank's stage."""
         return self.rank // self.ranks_of_a_stage
 
     def of_all_stages(self, own: Sequence[HeldWeight]) -> list[HeldWeight]:
-        """The weights of every stage, of which this rank's has ``own``. All ranks of the group call it."""
+        """Gather the weights of every stage; this rank's has ``own``. All ranks of the group call it."""
         everyones: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size(self.group))]
         dist.all_gather_object(everyones, [replace(each, stage=self.stage) for each in own], group=self.group)
-        # A weight may stand in every stage: the first one's is taken.
+        # A weight may be in every stage: the first one's is taken.
         first: dict[str, HeldWeight] = {}
         for weights in everyones[:: self.ranks_of_a_stage]:
             for weight in weights:
                 first.setdefault(weight.name, weight)
         return list(first.values())
 
-    def place(self, rank: int) -> Place:
-        """The place of a rank of a stage along the axes."""
+    def coordinates(self, rank: int) -> Coordinates:
+        """The index of a rank of a stage along each axis."""
         found: dict[Axis, int] = {}
         for axis, size in reversed(list(self.sizes.items())):
             rank, found[axis] = divmod(rank, size)
@@ -124,16 +121,16 @@ class Holders:
     ) -> torch.Tensor:
         """A copy of ``weight``, whole at the destination; an empty tensor on other ranks.
 
-        ``mine``: what this rank holds of it, on ``device``. All ranks of the group call it, at the same time.
+        ``mine``: this rank's part of it, on ``device``. All ranks of the group call it, at the same time.
         """
         receives = to.every_rank or self.rank == 0
         like = torch.empty(0, dtype=weight.dtype, device=device)
         whole = like.new_empty(weight.shape if receives else 0, device=to.device)
-        # Of a replicated weight each rank has a copy; those of other stages receive it.
+        # Each rank has a copy of a replicated weight; ranks of other stages receive it.
         has_copy = not weight.sharded and self.stages == 1
         for rank in range(self.ranks_of_a_stage if weight.sharded else 1):
-            place = self.place(rank)
-            source, shape = weight.stage * self.ranks_of_a_stage + rank, weight.shape_at(place)
+            coordinates = self.coordinates(rank)
+            source, shape = weight.stage * self.ranks_of_a_stage + rank, weight.shape_at(coordinates)
             is_sent = source != 0 or (to.every_rank and not has_copy)
             if 0 in shape or not (receives or is_sent):
                 continue
@@ -142,18 +139,18 @@ class Holders:
             if is_sent:  # Broadcast: point to point would open another communicator for each pair.
                 dist.broadcast(part, group=self.group, group_src=source)
             if receives:
-                put_part(whole, part, weight.parts_at(place))
+                put_part(whole, part, weight.parts_at(coordinates))
             del part  # Frees its memory before the next shard is allocated.
         return whole
 
 
 @dataclass(frozen=True)
 class ViewHolders:
-    """The ranks that gather a model's weights together; None for a view whose gathering this rank has no part in."""
+    """The ranks that gather a model's weights; None for a view in whose gathering this rank has no part."""
 
     dense: Holders | None
     experts: Holders | None = None
-    """Of weights on the expert view."""
+    """Holders of weights on the expert view."""
 
     def of(self, weight: HeldWeight) -> Holders | None:
         return self.experts if weight.is_expert else self.dense
@@ -165,11 +162,11 @@ class _HeldModel:
 
     holders: ViewHolders
     tensors: Mapping[str, torch.Tensor]
-    """What this rank holds, by name."""
+    """This rank's tensors, by name."""
     weights: Sequence[HeldWeight]
-    """Of all holders, in the order of the plain model's state dict, each name once."""
+    """Weights of all holders, in the order of the plain model's state dict, each name once."""
     device: torch.device
-    """Of the weights."""
+    """Device of the weights."""
 
     @staticmethod
     def of(model: nn.Module, holders: ViewHolders) -> _HeldModel:
@@ -188,7 +185,7 @@ class _HeldModel:
     def gathered(self, gather: Gather, to: Destination) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Gather one tensor after the other at the destination; yields its names and a copy of it.
 
-        All ranks take all of it together. Of a view that a rank has no part in, it yields nothing.
+        All ranks consume all of it at the same time. It yields nothing of a view in which a rank has no part.
         """
         names: dict[tuple[int, str], list[str]] = {}
         for weight in self.weights:
@@ -231,7 +228,7 @@ def whole_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of the plain model on every rank, one at a time, in its order.
 
-    As ``whole_state_dict``, but every rank has a part in it, and a tensor with several names comes once, under the
+    As ``whole_state_dict``, but every rank receives the tensors, and one with several names comes once, under the
     first. Tensors are copies, on ``device`` (None: where the weights are). A rank needs memory for one whole tensor and
     one shard.
     """
@@ -264,21 +261,20 @@ def _held_weights(tensors: Mapping[str, torch.Tensor], holders: ViewHolders) -> 
 
 
 def _position(model: nn.Module, name: str) -> tuple[int, ...]:
-    """The place of the weight ``name`` in a state dict, in which each module's own come before those of its children.
+    """The position of the weight ``name`` in a state dict: each module's own come before those of its children.
 
-    Stages have the same modules, but for the inside of those that are absent: positions agree over all of them.
+    Stages have the same modules, except inside those that are absent: positions agree over all of them.
     """
     *path, leaf = name.split(".")
-    place, module = [], model
+    indices, module = [], model
     for attribute_name in path:
-        place.append(list(module._modules).index(attribute_name) + 1)
+        indices.append(list(module._modules).index(attribute_name) + 1)
         module = module.get_submodule(attribute_name)
-    own = [*module._parameters, *module._buffers]
-    return (*place, 0, own.index(leaf))
+    return (*indices, 0, [*module._parameters, *module._buffers].index(leaf))
 
 
 def put_part(whole: torch.Tensor, part: torch.Tensor, parts: Sequence[Part]) -> None:
-    """Copy ``part``, what one rank holds, to its place in ``whole``."""
+    """Copy ``part``, which one rank holds, to its indices in ``whole``."""
     if not parts:
         whole.copy_(part)
         return
@@ -295,47 +291,30 @@ def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, tor
 
     One rank calls it. Names and conversions are those of the checkpoint that was loaded; ``options`` are those of
     transformers' save_pretrained (``max_shard_size``). Weights of an earlier save in ``folder`` are replaced, other
-    files are kept. Everything is first written to a folder beside it: wherever this is interrupted, ``folder`` holds
+    files are kept. Everything is first written to a folder next to it: wherever this is interrupted, ``folder`` holds
     the earlier checkpoint, no checkpoint, or the whole new one.
     Raises OSError, with ``folder`` as before, where it cannot be written (a full disk).
     """
     folder = Path(os.path.abspath(folder))
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file; a checkpoint is a folder")
-    beside = folder.with_name(f".{folder.name}.incomplete")
+    incomplete = folder.with_name(f".{folder.name}.incomplete")
     complete = False
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        writer(model).save_pretrained(beside, state_dict=dict(state_dict), **options)
-        for path in beside.rglob("*"):
+        shutil.rmtree(incomplete, ignore_errors=True)
+        incomplete.mkdir(parents=True)
+        writer(model).save_pretrained(incomplete, state_dict=dict(state_dict), **options)
+        for path in incomplete.rglob("*"):
             _flush(path)
         complete = True
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(incomplete, ignore_errors=True)
         why = why_not_written(error, folder, tensor_bytes(state_dict))
         raise OSError(f"the checkpoint was not saved to {folder}: {why}. {UNTOUCHED}") from error
     finally:
         if not complete:
-            shutil.rmtree(beside, ignore_errors=True)
-    _move_in(beside, folder)
-
-
-def writer(model: Any) -> Any:
-    """The plain model of ``model``'s config on the meta device, whose save_pretrained takes whole weights.
-
-    ``model`` itself where it is not transformers', or holds adapters.
-    """
-    if not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded:
-        return model
-    model_class: Any = type(model)
-    with torch.device("meta"), set_zero3_state():
-        plain = model_class._from_config(copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="eager")
-    # transformers reverts these on saving; without them, the conversions of the model's family.
-    plain._weight_conversions = attribute(model, "_weight_conversions", list)
-    if model.can_generate():
-        plain.generation_config = model.generation_config
-    return plain
+            shutil.rmtree(incomplete, ignore_errors=True)
+    _move_in(incomplete, folder)
 
 
 def _flush(path: Path) -> None:
@@ -347,17 +326,17 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _move_in(beside: Path, folder: Path) -> None:
+def _move_in(incomplete: Path, folder: Path) -> None:
     if not folder.exists():
-        beside.rename(folder)
+        incomplete.rename(folder)
         return
     # Remove the old weights first; move the new index, or only file of weights, last.
     for path in sorted(folder.iterdir(), key=_leads_to_weights, reverse=True):
         if WEIGHTS.fullmatch(path.name):
             path.unlink()
-    for path in sorted(beside.iterdir(), key=_leads_to_weights):
+    for path in sorted(incomplete.iterdir(), key=_leads_to_weights):
         path.replace(folder / path.name)
-    beside.rmdir()
+    incomplete.rmdir()
 
 
 def _leads_to_weights(path: Path) -> bool:

@@ -7,8 +7,8 @@ loaded: it is read with ``weights_only``, and the classes that it may have are g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from ds_npu.checkpoint.manifest_json import manifest_of_json
 from ds_npu.topology.degrees import Axis
 
 NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
+RunOf = Callable[[WrittenPart], WrittenRun | None]
+"""Picks a part's run of values, or of the optimizer's state."""
 
 
 class WrittenCheckpoint:
     """The weights and the optimizer's state of the checkpoint in ``folder``, each as a whole.
 
-    ``classes``: those that its files may have beside tensors and plain Python values.
+    ``classes``: classes that its files may have in addition to tensors and plain Python values.
     """
 
     def __init__(self, folder: Path, classes: Sequence[type | Callable[..., Any]] = ()) -> None:
@@ -36,11 +38,11 @@ class WrittenCheckpoint:
 
     @property
     def has_manifests(self) -> bool:
-        """Whether manifests were written, of which this machine may see its own ranks' only."""
+        """Whether manifests were written; this machine may see those of its own ranks only."""
         return manifest_path(self.folder, 0).exists() or any(self.folder.glob(FILE.format(0).replace("00000", "*")))
 
     def manifest(self, rank: int) -> Manifest | None:
-        """Of one rank; None where it wrote nothing."""
+        """The manifest of one rank; None where it wrote nothing."""
         path = manifest_path(self.folder, rank)
         if not path.exists():
             return None
@@ -52,7 +54,7 @@ class WrittenCheckpoint:
 
     @cached_property
     def manifests(self) -> list[Manifest]:
-        """Of all ranks that wrote the checkpoint; another one of the same name may have had more."""
+        """The manifests of all ranks that wrote the checkpoint; another one of the same name may have had more."""
         first = self.manifest(0)
         if first is None:
             raise CheckpointError(
@@ -94,7 +96,7 @@ class WrittenCheckpoint:
 
     @property
     def is_known(self) -> bool:
-        """Whether the manifests say what is where."""
+        """Whether the manifests tell where weights are."""
         return all(each.is_known for each in self.manifests)
 
     @property
@@ -103,12 +105,12 @@ class WrittenCheckpoint:
         return any(each.leaves_out_frozen for each in self.manifests)
 
     def plain_weights(self) -> dict[str, Plain]:
-        """By name, shape and dtype of each weight and buffer whose values were written, or may have been."""
-        found = {}
-        for name, parts in self._parts.items():
-            if not self.is_known or self.has(name):
-                found[name] = Plain(parts[0].plain_shape, parts[0].dtype)
-        return found
+        """Shape and dtype of each weight and buffer whose values were written, or may have been, by name."""
+        return {
+            name: Plain(parts[0].plain_shape, parts[0].dtype)
+            for name, parts in self._parts.items()
+            if not self.is_known or self.has(name)
+        }
 
     def model_state(self) -> dict[str, Any]:
         """A copy of one of DeepSpeed's files of models: a run's counters and schedule; its weights are one rank's."""
@@ -120,8 +122,8 @@ class WrittenCheckpoint:
         return dict(self._files.named(files[0]))
 
     def of_optimizer(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """The state dict, under one of ``keys`` of a file, of an optimizer; empty where none was written."""
-        for part in self._all_parts():
+        """The state dict of an optimizer, under one of ``keys`` of a file; empty where none was written."""
+        for part in (part for manifest in self.manifests for part in manifest.parts.values()):
             if part.state is not None:
                 file = self._files.named(part.state.file)
                 return next((file[key] for key in keys if isinstance(file.get(key), dict)), {})
@@ -136,9 +138,9 @@ class WrittenCheckpoint:
         return self._whole(name, lambda part: part.value, self._files.tensor)
 
     def state(self, name: str) -> dict[str, Any]:
-        """By key, the state that the optimizer has of a weight: tensors of its shape, and numbers.
+        """The optimizer's state of a weight, by key: tensors of its shape, and numbers.
 
-        Raises CheckpointError for tensors of other shapes, of which nothing says what a part of the weight needs.
+        Raises CheckpointError for tensors of other shapes: nothing tells what a part of the weight needs of them.
         """
         runs = [part.state for part in self._parts.get(name, ()) if part.state is not None]
         states = {run: self._files.state(run) for run in runs}
@@ -154,10 +156,10 @@ class WrittenCheckpoint:
             if not isinstance(first, torch.Tensor) or first.dim() == 0:
                 found[key] = first
                 continue
-            tensors = [states[run][key] for run in runs]
+            tensors = {run: states[run][key] for run in runs}
             wrong = [
                 each
-                for run, each in zip(runs, tensors, strict=True)
+                for run, each in tensors.items()
                 if not isinstance(each, torch.Tensor) or each.numel() < run.start + run.numel
             ]
             if wrong:
@@ -166,11 +168,11 @@ class WrittenCheckpoint:
                     f"{list(first.shape)}, and not that of the weight: it does not load at another layout. What to do: "
                     "the layout that wrote it, or load_optimizer_states=False"
                 )
-            found[key] = self._whole(name, lambda part: part.state, partial(_of_state, states, key))
+            found[key] = self._whole(name, lambda part: part.state, tensors.__getitem__)
         return found
 
     def settings(self, name: str) -> Mapping[str, Any]:
-        """Of the parameter group of a weight; empty where it was not trained."""
+        """Settings of a weight's parameter group; empty where it was not trained."""
         for manifest in self.manifests:
             part = manifest.parts.get(name)
             if part is not None and part.group is not None:
@@ -191,45 +193,21 @@ class WrittenCheckpoint:
                 others.append(part)
         return found
 
-    def _all_parts(self) -> Iterator[WrittenPart]:
-        for manifest in self.manifests:
-            yield from manifest.parts.values()
-
     def _is_there(self, part: WrittenPart) -> bool:
-        """Whether the file has what its manifest names; those of version 1 name frozen weights that were left out."""
+        """Whether the file has what its manifest names; version 1 also names frozen weights that were left out."""
         run = part.value
         if run is None or self.manifests[0].version > 1 or len(run.keys) != 2:
             return run is not None
         held = self._files.named(run.file).get(str(run.keys[0]))
         return isinstance(held, Mapping) and run.keys[1] in held
 
-    def _whole(
-        self, name: str, run_of: Callable[[WrittenPart], WrittenRun | None], tensor_of: Callable[[WrittenRun], Any]
-    ) -> torch.Tensor:
-        def part_at(place: dict[Axis, int]) -> torch.Tensor:
-            here = [part for part in self._parts[name] if dict(part.place) == place]
-            if not here:
-                raise CheckpointError(f"{self.folder}: no file has the part of {name} at {place or 'any rank'}")
-            runs = {run.first: run for part in here if (run := run_of(part)) is not None and run.numel}
-            pieces, reached = [], 0
-            while reached in runs:
-                run = runs[reached]
-                pieces.append(tensor_of(run).detach().reshape(-1)[run.start : run.start + run.numel])
-                reached += run.numel
-            if reached != here[0].numel:
-                raise CheckpointError(
-                    f"{self.folder}: {reached} of the {here[0].numel} elements of {name}"
-                    f"{f' at {place}' if place else ''} are in its files. What to do: copy the whole folder"
-                )
-            flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0)
-            return flat.view(here[0].shape)
-
-        def whole_at(axes: Sequence[Axis], place: dict[Axis, int]) -> torch.Tensor:
+    def _whole(self, name: str, run_of: RunOf, tensor_of: Callable[[WrittenRun], Any]) -> torch.Tensor:
+        def whole_at(axes: Sequence[Axis], coordinates: dict[Axis, int]) -> torch.Tensor:
             if not axes:
-                return part_at(place)
+                return _part(self.folder, name, self._parts[name], coordinates, run_of, tensor_of)
             sharding = shardings[axes[0]]
             return sharding.assemble(
-                [whole_at(axes[1:], {**place, axes[0]: rank}) for rank in range(len(sharding.ranges))]
+                [whole_at(axes[1:], {**coordinates, axes[0]: rank}) for rank in range(len(sharding.ranges))]
             )
 
         if name not in self._parts:
@@ -238,5 +216,28 @@ class WrittenCheckpoint:
         return whole_at(list(shardings), {})
 
 
-def _of_state(states: Mapping[WrittenRun, Mapping[str, Any]], key: str, run: WrittenRun) -> Any:
-    return states[run][key]
+def _part(
+    folder: Path,
+    name: str,
+    parts: Sequence[WrittenPart],
+    coordinates: Mapping[Axis, int],
+    run_of: RunOf,
+    tensor_of: Callable[[WrittenRun], Any],
+) -> torch.Tensor:
+    """The part of the weight ``name`` that ranks at ``coordinates`` hold, joined from the runs in their files."""
+    here = [part for part in parts if dict(part.coordinates) == coordinates]
+    if not here:
+        raise CheckpointError(f"{folder}: no file has the part of {name} at {coordinates or 'any rank'}")
+    runs = {run.first: run for part in here if (run := run_of(part)) is not None and run.numel}
+    pieces, reached = [], 0
+    while reached in runs:
+        run = runs[reached]
+        pieces.append(tensor_of(run).detach().reshape(-1)[run.start : run.start + run.numel])
+        reached += run.numel
+    if reached != here[0].numel:
+        raise CheckpointError(
+            f"{folder}: {reached} of the {here[0].numel} elements of {name}"
+            f"{f' at {coordinates}' if coordinates else ''} are in its files. What to do: copy the whole folder"
+        )
+    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0)
+    return flat.view(here[0].shape)

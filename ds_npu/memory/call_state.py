@@ -1,4 +1,4 @@
-"""What a call depends on beside its arguments: the states of the random generators, and autocast."""
+"""Hidden inputs of a call: the states of the random generators, and autocast."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from ds_npu.parallel.tensor.randomness import generator_states, restore_generato
 
 
 class CallState:
-    """That of the CPU and of the current device of ``device_type``, now; the device is not waited for."""
+    """The states of the CPU and of the current device of ``device_type`` now; the host does not wait for the device."""
 
     def __init__(self, device_type: str) -> None:
-        kinds = dict.fromkeys(("cpu", device_type))
         self._device_type = device_type
         self._random = generator_states(device_type)
         self._autocast = [
@@ -24,12 +23,12 @@ class CallState:
                 torch.is_autocast_enabled(kind),
                 cache_enabled=torch.is_autocast_cache_enabled(),
             )
-            for kind in kinds
+            for kind in dict.fromkeys(("cpu", device_type))
         ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context that has this state; the one before is back at its end."""
+        """Enter this state; at the end of the context the previous one returns."""
         before = generator_states(self._device_type)
         restore_generators(self._device_type, self._random)
         try:

@@ -1,4 +1,4 @@
-"""A step of an optimizer that works element by element, chunk after chunk, over state that is kept in another form."""
+"""Steps an elementwise optimizer chunk after chunk, over state that is kept in another form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Scalars = dict[str, object]
 
 
 class ChunkedStep:
-    """Stands in for ``optimizer.step``: the same step, with one chunk at a time as the optimizer's only parameter."""
+    """Replaces ``optimizer.step`` by the same step over one chunk at a time, the optimizer's only parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[StateShard]) -> None:
         self.optimizer, self.shards = optimizer, shards
@@ -25,7 +25,7 @@ class ChunkedStep:
         self._shard_of = {id(shard.master): shard for shard in shards}
         self._transfers = StateTransfers(shards[0].weight.device)
         self.has_changed = False
-        """Whether this step has begun to change weights or state; for who calls it to reset."""
+        """Whether this step has begun to change weights or state; the caller resets it."""
 
     @torch.no_grad()
     def __call__(self, closure: object = None) -> None:
@@ -64,12 +64,17 @@ class ChunkedStep:
     def _stepped(
         self, group: Group, shard: StateShard, values: Values, gradient: torch.Tensor
     ) -> tuple[Values, Scalars]:
-        """The values after the optimizer's step, and its count of steps, which is the same for all chunks."""
+        """Return the values after the optimizer's step, and its count of steps, which is the same for all chunks."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         parameter = nn.Parameter(values.pop(MASTER))
         parameter.grad = gradient
         if shard.scalars or values:
-            optimizer.state[parameter] = {**{name: _copied(each) for name, each in shard.scalars.items()}, **values}
+            optimizer.state[parameter] = {
+                **{
+                    key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in shard.scalars.items()
+                },
+                **values,
+            }
         alone = {**group, "params": [parameter]}
         optimizer.param_groups = [alone]
         self.has_changed = True
@@ -80,9 +85,4 @@ class ChunkedStep:
             state = optimizer.state.pop(parameter, {})
         arrays = elementwise(state, parameter)
         group.update({name: each for name, each in alone.items() if name != "params"})
-        scalars = {name: each for name, each in state.items() if name not in arrays}
-        return {MASTER: parameter.data, **arrays}, scalars
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+        return {MASTER: parameter.data, **arrays}, {name: each for name, each in state.items() if name not in arrays}

@@ -1,39 +1,39 @@
-"""Memory of a device for codes on their way, and the stream on which they are made and read."""
+"""Device memory for codes in transfer, and the stream that encodes and decodes them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 
 SLOTS = 2
-"""One code is made or read while another is copied."""
+"""One code is encoded or decoded while another is copied."""
 
 
 @dataclass
 class StageSlot:
-    """A place for one code at a time: [the largest so far] uint8."""
+    """Memory for one code at a time: [largest code so far] uint8."""
 
     memory: torch.Tensor | None = None
-    emptied: Any = None
-    """The event behind the last operation on it."""
+    emptied: torch.Event | None = None
+    """Recorded after the last operation on the memory."""
 
 
 class CodeStage:
-    """The slots, used in turn by both directions; ``stream`` codes."""
+    """Slots that both directions use alternately; ``stream`` encodes and decodes."""
 
-    def __init__(self, device: Any, copies: Sequence[Any]) -> None:
+    def __init__(self, device: ModuleType, copies: Sequence[torch.Stream]) -> None:
         """``device``: torch's module for it; ``copies``: the streams that carry codes to the host and back."""
         self._device = device
-        self.stream = device.Stream()
+        self.stream: torch.Stream = device.Stream()
         self._users = (self.stream, *copies)
         self._slots = deque(StageSlot() for _ in range(SLOTS))
 
-    def take(self, size: int, stream: Any) -> tuple[StageSlot, torch.Tensor]:
-        """The next slot and [size] uint8 in it, for ``stream``, which is the first to write into it."""
+    def take(self, size: int, stream: torch.Stream) -> tuple[StageSlot, torch.Tensor]:
+        """Return the next slot and [size] uint8 in it; ``stream`` is the first that writes to it."""
         slot = self._slots[0]
         self._slots.rotate(-1)
         if slot.emptied is not None:

@@ -1,4 +1,4 @@
-"""What stands for a tensor that is saved for backward: itself, or a way to have it again."""
+"""Substitutes for a tensor that is saved for backward: the tensor itself, or a way to have it again."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class ModifiedTensorError(RuntimeError):
 
 
 class HeldTensor(ABC):
-    """In place of a saved tensor."""
+    """A substitute for a saved tensor."""
 
     @abstractmethod
     def get(self) -> torch.Tensor:
-        """The tensor; raises ModifiedTensorError where it is not as it was saved."""
+        """Return the tensor; raises ModifiedTensorError where it was modified since it was saved."""
 
 
 @dataclass(frozen=True)
 class KeptTensor(HeldTensor):
-    """A tensor that is kept as it is, and its version then."""
+    """A tensor that is kept as it is, and its version when it was saved."""
 
     tensor: torch.Tensor
     version: int
     is_detached: bool
-    """Whether it stands for one that requires a gradient."""
+    """Whether the graph was removed from ``tensor``; ``get`` then returns one that requires a gradient."""
 
     def get(self) -> torch.Tensor:
         if self.tensor._version != self.version:
@@ -39,14 +39,14 @@ class KeptTensor(HeldTensor):
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its graph, and with its count of modifications, also where a dispatch mode asks."""
-    # Within one, below autograd, a detached tensor would count its own.
+    """Return ``tensor`` without its graph and with its version counter, also within a dispatch mode."""
+    # Below autograd, within a dispatch mode, a detached tensor would have a counter of its own.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def keep(tensor: torch.Tensor) -> HeldTensor:
-    """``tensor`` as it is, but for its graph: the node that has made a tensor may save it, and would hold itself."""
+    """Hold ``tensor`` itself, without its graph: a node that saves its own output would keep itself alive."""
     if type(tensor) is torch.Tensor and not tensor.is_leaf:
         return KeptTensor(alias(tensor), tensor._version, is_detached=True)
     return KeptTensor(tensor, tensor._version, is_detached=False)

@@ -1,14 +1,14 @@
 """Results of chosen operators that are kept where all else is computed again in backward.
 
-A dispatch mode sees each operator that a call of a part of a model runs, below autograd. In forward it keeps what the
-chosen ones return; when the call is made again they are not run, and return that. A result that something has modified
-since is not used: its operator is run again. Source: the idea of torch.utils.checkpoint's selective policies; those
-keep the results of a part's last operators, too, which nothing in backward needs.
+Below autograd, a dispatch mode sees each operator that a call of a part of a model runs. In forward it keeps the
+results of the chosen ones; when the part is computed again, it returns these and does not run the operators. An
+operator whose result was modified since runs again. Source: the idea of torch.utils.checkpoint's selective policies;
+those keep the results of a part's last operators, too, which nothing in backward needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_npu.memory.held_tensor import HeldTensor, KeptTensor, ModifiedTensorError, alias
 from ds_npu.parallel.tensor.randomness import States, generator_states, restore_generators
+from ds_npu.parallel.tensor.shard_access import Arguments, Keywords
 
 MATMUL = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "aten::_grouped_mm"),
@@ -30,18 +31,18 @@ ATTENTION = (
     "npu::npu_fusion_attention_v2",
 )
 OPERATORS: dict[str, tuple[str, ...]] = {"matmul": MATMUL, "attention": ATTENTION}
-"""By what ``ds_npu.recompute.keep`` names, operators of torch and torch_npu."""
+"""Operators of torch and torch_npu by the names of ``ds_npu.recompute.keep``."""
 
 
 @dataclass
 class _Result:
     operator: str
     value: Any
-    """What the operator returned, its tensors as HeldTensors; None: another operator may have written to them."""
+    """The operator's result, its tensors as HeldTensors; None: another operator may have written to them."""
     random: States | None
-    """The state of the random generators behind it, where it draws from them."""
+    """The states of the random generators after the operator, if it draws from them."""
     aliases: list[KeptTensor] = field(default_factory=list)
-    """Without memory: modifications of tensors that share the result's storage and count their own."""
+    """Version counters, without memory, of tensors that share the result's storage but not its counter."""
 
 
 class KeptResults:
@@ -55,29 +56,28 @@ class KeptResults:
         self._needed = 0
 
     def need(self) -> None:
-        """What was kept until now is needed in backward."""
+        """Mark the results kept so far as needed in backward."""
         self._needed = len(self.results)
 
     def close(self) -> None:
-        """The call is over: forget what nothing behind it needs."""
+        """End the call: drop the results that nothing in backward needs."""
         del self.results[self._needed :]
 
 
 class Recording(TorchDispatchMode):
-    """Keeps results; ``hold`` makes of a tensor what stands for it."""
+    """Keeps results; ``hold`` makes the substitute of a tensor."""
 
-    def __init__(self, kept: KeptResults, hold: Any) -> None:
-        upstream: Any = super()
-        upstream.__init__()
+    def __init__(self, kept: KeptResults, hold: Callable[[torch.Tensor], HeldTensor]) -> None:
+        TorchDispatchMode.__init__(self)
         self._kept, self._hold = kept, hold
         self._of_storage: dict[int, _Result] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: torch._ops.OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         kept = self._kept
         found = func(*args, **(kwargs or {}))
-        name = _name(func)
+        name = func._schema.name
         if name in kept.operators and not func._schema.is_mutable:
             value = tree_map(lambda each: self._hold(alias(each)) if isinstance(each, torch.Tensor) else each, found)
             draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -90,14 +90,14 @@ class Recording(TorchDispatchMode):
             self._watch(found)
         return found
 
-    def _forget(self, args: tuple[Any, ...]) -> None:
-        """A collective may write to what it is given, and does not say so."""
+    def _forget(self, args: Arguments) -> None:
+        """Drop the results that a collective is given: it may write to them, and does not declare so."""
         for storage in _storages(args):
             if storage in self._of_storage:
                 self._of_storage[storage].value = None
 
     def _watch(self, found: Any) -> None:
-        """An operator may return a view and not say so: aten::_unsafe_view, of which torch.matmul makes its result."""
+        """Watch undeclared views of results: aten::_unsafe_view, of which torch.matmul makes its result."""
         for storage, tensor in _storages(found).items():
             if storage in self._of_storage:
                 count = alias(tensor)
@@ -106,21 +106,20 @@ class Recording(TorchDispatchMode):
 
 
 class Replaying(TorchDispatchMode):
-    """Returns the results that were kept, in order, in place of running their operators."""
+    """Returns the kept results, in order, instead of running their operators."""
 
     def __init__(self, kept: KeptResults) -> None:
-        upstream: Any = super()
-        upstream.__init__()
-        self._kept, self._place = kept, 0
+        TorchDispatchMode.__init__(self)
+        self._kept, self._next = kept, 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: torch._ops.OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
-        kept, name = self._kept, _name(func)
-        if name not in kept.operators or func._schema.is_mutable or self._place == len(kept.results):
+        kept, name = self._kept, func._schema.name
+        if name not in kept.operators or func._schema.is_mutable or self._next == len(kept.results):
             return func(*args, **(kwargs or {}))
-        found = kept.results[self._place]
-        self._place += 1
+        found = kept.results[self._next]
+        self._next += 1
         if found.operator != name:
             raise RuntimeError(f"{name} is called where {found.operator} was, when it is computed again")
         value = _value(found)
@@ -132,7 +131,7 @@ class Replaying(TorchDispatchMode):
 
 
 def _value(result: _Result) -> Any:
-    """What was returned; None where it is not any more."""
+    """Return the result; None where it was modified since."""
     try:
         for each in result.aliases:
             each.get()
@@ -144,8 +143,3 @@ def _value(result: _Result) -> Any:
 def _storages(found: Any) -> dict[int, torch.Tensor]:
     """The tensors in ``found`` by their storages."""
     return {each.untyped_storage()._cdata: each for each in tree_leaves(found) if isinstance(each, torch.Tensor)}
-
-
-def _name(func: Any) -> str:
-    name: str = func.name()
-    return name.partition(".")[0]

@@ -3,7 +3,7 @@
 Values are rounded up or down by chance, the likelier the nearer, so that they are right on average. Rounded to the
 nearest, a moment would not change at all where a step changes it by less than half a unit: with beta 0.999 the second
 moment in bf16 never becomes smaller. The chance is drawn from the value itself and a seed: ranks that hold the same
-value round it alike, wherever it stands in their shards.
+value round it alike, at whatever index of their shards.
 """
 
 from __future__ import annotations
@@ -18,47 +18,35 @@ import torch
 BLOCK = 256
 """Elements that share a scale in 8 bits."""
 DECADES = 7
-"""Of the values that 8 bits tell apart below the largest of a block."""
+"""Decades below the largest value of a block that 8 bits tell apart."""
 Parts = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a flat float32 tensor is kept."""
+    """A form of a flat float32 tensor."""
 
     pack: Callable[[torch.Tensor, int], Parts]
-    """Values, and the seed of their rounding, to what is kept."""
+    """Packs values; the second argument seeds their rounding."""
     unpack: Callable[[Parts], torch.Tensor]
-    """The values again, in float32. Packed once more they give the same parts."""
-
-
-def _as_is(values: torch.Tensor, seed: int) -> Parts:
-    return (values,)
-
-
-def _first(parts: Parts) -> torch.Tensor:
-    return parts[0]
+    """Returns the values in float32; packed once more, they give the same parts."""
 
 
 def _to_bf16(values: torch.Tensor, seed: int) -> Parts:
-    """Add 0 to 65535 to the bits and drop the lower half: the chance to be rounded up is what was dropped."""
+    """Add 0 to 65535 to the bits and drop the lower half: the dropped bits are the chance to be rounded up."""
     bits = values.view(torch.int32) + _draws(values, seed)
     return (bits.bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16),)
-
-
-def _from_bf16(parts: Parts) -> torch.Tensor:
-    return parts[0].to(torch.float32)
 
 
 def _draws(values: torch.Tensor, seed: int) -> torch.Tensor:
     """Integers from 0 to 65535, int32: a hash of the bits of ``values`` (float32) and ``seed``.
 
-    No product exceeds 31 bits: what an overflow gives is not the same on every device.
+    No product exceeds 31 bits: devices differ in the result of an overflow.
     """
     first, second = seed & 0xFFFF, (seed >> 16) & 0xFFFF
     bits = values.view(torch.int32)
     mixed = bits.bitwise_right_shift(16).bitwise_and_(0xFFFF).mul_(31153).add_(bits.bitwise_and(0xFFFF)).add_(first)
-    # Each step from here is one to one on 16 bits, so that all numbers are as likely.
+    # Each step from here is a bijection of 16 bits, so that all numbers are equally likely.
     for shift, factor, addend in ((8, 28411, second), (7, 23757, first), (9, 31153, second)):
         mixed.bitwise_and_(0xFFFF).bitwise_xor_(mixed.bitwise_right_shift(shift)).mul_(factor).add_(addend)
     return mixed.bitwise_and_(0xFFFF).bitwise_xor_(mixed.bitwise_right_shift(8))
@@ -82,7 +70,7 @@ def _levels(is_signed: bool, device: torch.device) -> torch.Tensor:
 
 def _to_int8(is_signed: bool) -> Callable[[torch.Tensor, int], Parts]:
     def pack(values: torch.Tensor, seed: int) -> Parts:
-        """uint8 codes, and of each block the value of largest magnitude, with its sign: divided by it, it is 1."""
+        """Return uint8 codes, and of each block the value of largest magnitude, with its sign: its divisor."""
         levels = _levels(is_signed, values.device)
         blocks = _in_blocks(values)
         largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
@@ -92,7 +80,7 @@ def _to_int8(is_signed: bool) -> Callable[[torch.Tensor, int], Parts]:
         chance = ((scaled - below) / (levels[above] - below)).mul_(65536).round_()
         codes = above - (_draws(scaled, seed) >= chance).to(torch.int32)
         if not is_signed:
-            # A second moment of 0 under a first moment that is not would make an update without bound.
+            # A second moment of 0 with a first moment other than 0 would make an update without bound.
             codes = torch.maximum(codes, (scaled > 0).to(torch.int32))
         return codes.to(torch.uint8).view(-1)[: values.numel()], largest.view(-1)
 
@@ -109,14 +97,14 @@ def _from_int8(is_signed: bool) -> Callable[[Parts], torch.Tensor]:
 
 
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
-    """[blocks, BLOCK], filled with zeros."""
+    """Return [blocks, BLOCK], padded with zeros."""
     missing = math.ceil(values.numel() / BLOCK) * BLOCK - values.numel()
     return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK) if missing else values.view(-1, BLOCK)
 
 
-FP32 = Form(_as_is, _first)
-"""The tensor itself: what is packed is not copied."""
-BF16 = Form(_to_bf16, _from_bf16)
+FP32 = Form(lambda values, _seed: (values,), lambda parts: parts[0])
+"""The tensor itself: packing does not copy it."""
+BF16 = Form(_to_bf16, lambda parts: parts[0].to(torch.float32))
 INT8 = Form(_to_int8(is_signed=True), _from_int8(is_signed=True))
 INT8_AT_LEAST_ZERO = Form(_to_int8(is_signed=False), _from_int8(is_signed=False))
 NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -11,18 +11,18 @@ from ds_npu.memory.storage_record import StorageRecord
 
 
 class PeakMeter(ABC):
-    """Tells peaks, one interval after the other."""
+    """Measures peaks, one interval after the other."""
 
     @abstractmethod
     def peak(self) -> int:
-        """The most that was allocated since it was last asked; a new interval begins."""
+        """Return the most that was allocated since the last call; a new interval begins."""
 
 
 class AllocatorMeter(PeakMeter):
-    """As the device's allocator counts, whose own peak begins anew, too; the host waits for nothing."""
+    """Asks the device's allocator, whose own peak is reset, too; the host waits for nothing."""
 
     def __init__(self, device_type: str) -> None:
-        self._device: Any = torch.get_device_module(device_type)
+        self._device: ModuleType = torch.get_device_module(device_type)
         self.peak()
 
     def peak(self) -> int:
@@ -32,15 +32,15 @@ class AllocatorMeter(PeakMeter):
 
 
 class StorageMeter(PeakMeter):
-    """What the storages in ``record`` hold: where no allocator counts."""
+    """Sums the storages in ``record``, where no allocator counts."""
 
     def __init__(self, record: StorageRecord) -> None:
-        self._record, self._place, self._held = record, 0, 0
+        self._record, self._counted, self._held = record, 0, 0
 
     def peak(self) -> int:
         most = self._held
-        for change in self._record.changes[self._place :]:
+        for change in self._record.changes[self._counted :]:
             self._held += change.size
             most = max(most, self._held)
-        self._place = len(self._record.changes)
+        self._counted = len(self._record.changes)
         return most

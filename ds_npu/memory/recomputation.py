@@ -1,14 +1,14 @@
 """Activations that are computed again in backward instead of kept.
 
-A Recomputation stands for one call of a part of a model. What the part saves for backward is not kept, and computed
-again, all at once, when backward asks for the first of it. Where the part is cheap (a norm, an activation function),
-its output need not be kept either: what else saves it within ``without_outputs`` keeps a reference to the Recomputation
-in its place. No storage is released under a tensor that somebody may read: the output is freed when nobody holds it.
+A Recomputation is one call of a part of a model. The tensors that the part saves for backward are not kept; they are
+computed again, all at once, when backward asks for the first of them. Where the part is cheap (a norm, an activation
+function), its output need not be kept either: other operators that save it within ``without_outputs`` keep a reference
+to the Recomputation instead. No storage is released under a tensor that somebody may read: the output is freed when
+nobody holds it.
 
-Both are hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks), of which the innermost apply. The values are
-those of forward to the bit: arguments, random numbers and autocast are the same.
-Source: Chen et al. 2016 (arXiv:1604.06174); of outputs, MindSpeed's ``CheckpointWithoutOutput``, which releases
-storages instead.
+Both are hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks); the innermost apply. The values are those of
+forward to the bit: arguments, random numbers and autocast are the same. Source: Chen et al. 2016 (arXiv:1604.06174); of
+outputs, MindSpeed's ``CheckpointWithoutOutput``, which releases storages instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _EnoughError(Exception):
 
 
 class _Handle:
-    """In place of a saved tensor; autograd drops it, and what has been computed again, when it has been used."""
+    """A substitute for a saved tensor; autograd drops it, with the value computed again, after its use."""
 
     def __init__(self, of: Recomputation, like: torch.Tensor) -> None:
         self.of, self.like = of, (like.shape, like.dtype)
@@ -53,15 +53,15 @@ class _Output:
 
     of: Recomputation
     version: int
-    """Of the output, when it was made."""
+    """The output's, when it was made."""
     dtype: torch.dtype
     offset: int
-    """In its storage."""
+    """The output's, in its storage."""
 
 
 @dataclass(frozen=True)
 class _PartOfOutput(HeldTensor):
-    """In place of a tensor that is an output, or a view of one."""
+    """A substitute for a saved tensor that is an output, or a view of one."""
 
     output: _Output
     size: torch.Size
@@ -71,16 +71,16 @@ class _PartOfOutput(HeldTensor):
 
     def get(self) -> torch.Tensor:
         whole = self.output.of.take_output()
-        place = self.offset - self.output.offset + whole.storage_offset()
-        return whole.as_strided(self.size, self.stride, place).requires_grad_(self.requires_grad)
+        offset = self.offset - self.output.offset + whole.storage_offset()
+        return whole.as_strided(self.size, self.stride, offset).requires_grad_(self.requires_grad)
 
 
 OUTPUT: TensorAttribute[_Output] = TensorAttribute("ds_npu_output")
-"""Of a storage that holds an output which can be computed again."""
+"""Marks a storage that holds an output which can be computed again."""
 
 
 def hold_tensor(tensor: torch.Tensor) -> HeldTensor:
-    """``tensor``, on the host where it is swapped, or where from it can be computed again."""
+    """Hold ``tensor`` by the Recomputation that makes it, on the host where it is swapped, or else itself."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         output = OUTPUT.get(tensor.untyped_storage()) if plain else None
@@ -93,12 +93,12 @@ def hold_tensor(tensor: torch.Tensor) -> HeldTensor:
 
 
 def without_outputs() -> AbstractContextManager[object]:
-    """A context in which what is saved for backward is kept, but for the outputs of Recomputations."""
+    """A context that keeps the tensors saved for backward, except the outputs of Recomputations."""
     return saved_tensors_hooks(hold_tensor, lambda held: held.get())
 
 
 class Recomputation:
-    """One call of ``function``, whose result does not depend on more than its arguments and ``CallState``."""
+    """One call of ``function``, whose result depends on its arguments and ``CallState`` only."""
 
     def __init__(
         self, function: Callable[..., Any], device_type: str, stops_early: bool = True, kept: Iterable[str] = ()
@@ -114,24 +114,24 @@ class Recomputation:
         self._arguments: Any = None
         self._output: torch.Tensor | None = None
         self.holders = 0
-        """How many saved tensors are the output, or a view of it."""
+        """The number of saved tensors that are the output, or a view of it."""
         self._taken = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the function, of which nothing is kept but ``args`` and ``kwargs``."""
+        """Call the function, and keep only ``args`` and ``kwargs``."""
         self.hold(*args, **kwargs)
         with self.saving():
             return self._function(*args, **kwargs)
 
     def hold(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the arguments of the call; those that can be computed again themselves are not kept."""
+        """Keep the arguments of the call, except those that can be computed again themselves."""
         self._arguments = tree_map(
             lambda each: hold_tensor(each) if isinstance(each, torch.Tensor) else each, (args, kwargs)
         )
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A context in which nothing is kept of what is saved for backward, but for results that are to be kept."""
+        """A context that keeps none of the tensors saved for backward, except the results chosen to be kept."""
         with saved_tensors_hooks(self._pack, self._unpack):
             if self._results is None:
                 yield
@@ -141,14 +141,13 @@ class Recomputation:
             self._results.close()
 
     def forget(self, output: torch.Tensor) -> None:
-        """Within ``without_outputs``, keep nothing of ``output``, which is what the function returns."""
+        """Make ``without_outputs`` keep nothing of ``output``, the function's result."""
         storage = output.untyped_storage()
         if storage.nbytes() == output.nbytes:
-            made = _Output(self, output._version, output.dtype, int(output.storage_offset()))
-            OUTPUT.set(storage, made)
+            OUTPUT.set(storage, _Output(self, output._version, output.dtype, int(output.storage_offset())))
 
     def take_output(self) -> torch.Tensor:
-        """What the function returned, computed again; let go of when it has been taken for each saved tensor."""
+        """Return the function's result, computed again; it is dropped when each saved tensor has taken it."""
         if self._output is None:
             self._compute()
         output = self._output
@@ -175,20 +174,20 @@ class Recomputation:
 
     def _compute(self) -> None:
         """Call the function again, for the values of all handles and the output."""
-        place = 0
+        index = 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal place
-            if place == len(self._handles):
+            nonlocal index
+            if index == len(self._handles):
                 raise RecomputationError(f"{self._function} saved more tensors when it was computed again")
-            handle, value = self._handles[place](), tensor.detach()
+            handle, value = self._handles[index](), tensor.detach()
             if handle is not None:
                 if handle.like != (value.shape, value.dtype):
                     found = f"{list(value.shape)} of {value.dtype}, in place of {list(handle.like[0])}"
                     raise RecomputationError(f"{self._function} saved {found} of {handle.like[1]} when computed again")
                 handle.value = value
-            place += 1
-            if self._stops_early and place == len(self._handles):
+            index += 1
+            if self._stops_early and index == len(self._handles):
                 raise _EnoughError
             return value
 

@@ -1,11 +1,10 @@
-"""The optimizer's state of a shard of weights, in chunks: how it is kept between steps."""
+"""The optimizer's state of a shard of weights between steps, in chunks."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,19 +13,19 @@ from ds_npu.memory.moment_forms import FP32, Form, Parts, form_of
 from ds_npu.memory.weight_residual import Residual, master_of, residual_of
 
 CHUNK = 1 << 22
-"""Elements of a chunk. A power of two: kernels then compute a chunk as they compute it within the whole shard."""
+"""Elements of a chunk: a power of two, so that kernels compute a chunk as they do within the whole shard."""
 MASTER = "master"
 Values = dict[str, torch.Tensor]
-"""By name (MASTER, or a key of the optimizer's state), flat float32 tensors of a chunk or of a shard."""
+"""Flat float32 tensors of a chunk or of a shard, by name: MASTER, or a key of the optimizer's state."""
 
 
 class MasterError(ValueError):
-    """A master that cannot be shared with its weights; what was kept before is as it was."""
+    """A master cannot be shared with its weights; the kept state is unchanged."""
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """What is kept of the state: the keys of ``ds_npu.optimizer_memory``."""
+    """How the state is kept: the keys of ``ds_npu.optimizer_memory``."""
 
     share_fp32: bool
     moments: str
@@ -35,13 +34,13 @@ class Keeping:
         return FP32 if name == MASTER else form_of(self.moments, name)
 
     def bytes_per_weight(self) -> float:
-        """Of the master and of Adam's two moments, without scales and ties."""
+        """Bytes of the master and of Adam's two moments, without scales and ties."""
         return (2 if self.share_fp32 else 4) + 2 * {"fp32": 4, "bf16": 2, "int8": 1}[self.moments]
 
 
 @dataclass
 class StateChunk:
-    """A chunk of a shard: what is kept of it between steps."""
+    """The state of a chunk of a shard between steps."""
 
     weight: torch.Tensor
     """The model's weights of the chunk, flat, on the device."""
@@ -50,14 +49,14 @@ class StateChunk:
     keeping: Keeping
     on_host: bool = False
     kept: dict[str, Parts] = field(default_factory=dict)
-    """On the device, or in pinned memory of the host."""
+    """Packed values by name, on the device or in pinned memory of the host."""
     ties: torch.Tensor | None = None
-    """Of a shared master: the elements that rounding made smaller by exactly half a unit, on the device."""
-    sent: Any = None
-    """The event of the device at which ``kept`` is complete in host memory; None: it is."""
+    """Elements of a shared master that rounding made smaller by exactly half a unit, on the device."""
+    sent: torch.Event | None = None
+    """Recorded when ``kept`` is complete in host memory; None: it is complete."""
 
     def unpack(self, parts: Mapping[str, Parts]) -> Values:
-        """The values of what was kept; ``parts`` are ``kept``, or copies of it, all on one device."""
+        """Unpack ``parts``, which are ``kept`` or copies of it, all on one device."""
         values = {name: self.keeping.form(name).unpack(each) for name, each in parts.items()}
         if self.ties is not None:
             remainder = values[MASTER]
@@ -66,7 +65,7 @@ class StateChunk:
         return values
 
     def pack(self, values: Values, seed: int) -> dict[str, Parts]:
-        """What is to be kept of ``values``, on the device; of a shared master, ``weight`` must be the rounding."""
+        """Pack ``values`` on the device; ``weight`` must be the rounding of a shared master."""
         if self.keeping.share_fp32:
             # The host waits: the list of ties has another length after each step.
             remainder, self.ties = residual_of(values[MASTER], self.weight)
@@ -75,48 +74,38 @@ class StateChunk:
         return {name: form.pack(each, seed + index) for index, (name, each, form) in enumerate(forms)}
 
     def keep(self, parts: Mapping[str, Parts]) -> None:
-        """Keep ``parts``, copied to where they are kept; the host waits where that is its memory."""
+        """Copy ``parts`` to where they are kept; the host waits for copies to its own memory."""
         for name, tensors in parts.items():
             if name not in self.kept:
-                self.kept[name] = tuple(self._home(each) for each in tensors)
+                self.kept[name] = tuple(self._empty_like(each) for each in tensors)
             for home, each in zip(self.kept[name], tensors, strict=True):
                 if home is not each:
                     home.copy_(each)
 
-    def device_bytes(self) -> int:
-        """What the chunk keeps on the device, without the model's weights."""
-        kept = [] if self.on_host else [each for parts in self.kept.values() for each in parts]
-        return sum(each.nbytes for each in [*kept, *([] if self.ties is None else [self.ties])])
-
-    def host_bytes(self) -> int:
-        """What the chunk keeps in host memory."""
-        return sum(each.nbytes for parts in self.kept.values() for each in parts) if self.on_host else 0
-
-    def _home(self, like: torch.Tensor) -> torch.Tensor:
+    def _empty_like(self, like: torch.Tensor) -> torch.Tensor:
         if not self.on_host:
             return torch.empty_like(like)
         return pinned(torch.empty_like(like, device="cpu", pin_memory=self.weight.device.type != "cpu"))
 
 
 class StateShard:
-    """The state of one of DeepSpeed's float32 masters, which is a placeholder but while it is read."""
+    """The state of one of DeepSpeed's float32 masters, which is a placeholder except while it is read."""
 
     def __init__(self, master: torch.Tensor, weight: torch.Tensor, keeping: Keeping, index: int) -> None:
-        """Take the values of ``master``; ``weight`` has the model's weights of the same elements.
+        """``weight`` has the model's weights of the elements of ``master``.
 
         Raises ValueError for weights that are not in one piece of memory.
         """
         if weight.shape != master.shape or not weight.is_contiguous():
             raise ValueError(f"weights of shape {tuple(weight.shape)}, strides {weight.stride()}; contiguous ones work")
         self.master, self.weight, self.keeping, self.index = master, weight, keeping, index
-        nan = torch.full((), float("nan"), device=weight.device)
-        self._nothing = nan.expand(weight.shape)
+        self._nothing = torch.full((), float("nan"), device=weight.device).expand(weight.shape)
         flat = weight.view(-1)
         self.chunks = [
             StateChunk(flat[start : start + CHUNK], start, keeping) for start in range(0, flat.numel(), CHUNK)
         ]
         self.scalars: dict[str, object] = {}
-        """What else the optimizer keeps of the master: its count of steps."""
+        """The optimizer's other state of the master: its count of steps."""
         self.steps = 0
         self._pieces: deque[tuple[int, torch.Tensor]] | None = None
 
@@ -125,11 +114,11 @@ class StateShard:
         self.master.data = self._nothing
 
     def factor(self) -> torch.Tensor:
-        """A placeholder for a flat gradient that is in pieces: ones, of which all are one number."""
+        """Return a placeholder for a flat gradient in pieces: ones, all of which are one number in memory."""
         return torch.ones(1, device=self.weight.device).expand(self.weight.numel())
 
     def show_weights(self) -> None:
-        """Make the master the weights, where DeepSpeed is about to copy its rounding into them."""
+        """Make the master the weights, before DeepSpeed copies its rounding into them."""
         self.master.data = self.weight
 
     def take(self, state: Mapping[str, object]) -> None:
@@ -153,31 +142,30 @@ class StateShard:
         for chunk in self.chunks:
             chunk.kept = {name: parts for name, parts in chunk.kept.items() if name in arrays}
             part = slice(chunk.start, chunk.start + chunk.weight.numel())
-            # A copy: what is kept must not keep the whole.
+            # A copy: a view would keep the whole.
             values = {name: each.reshape(-1)[part].to(device, copy=True) for name, each in arrays.items()}
             chunk.keep(chunk.pack(values, self.seed()))
 
     def whole(self) -> tuple[torch.Tensor, Values]:
-        """The master and the state's arrays, in host memory."""
+        """Return the master and the state's arrays, in host memory."""
         found: dict[str, list[torch.Tensor]] = {}
         for chunk in self.chunks:
             if chunk.sent is not None:
                 chunk.sent.synchronize()
             for name, each in chunk.unpack(chunk.kept).items():
                 found.setdefault(name, []).append(each.to("cpu"))
-        shape = self.weight.shape
-        arrays = {name: torch.cat(each).view(shape) for name, each in found.items()}
+        arrays = {name: torch.cat(each).view(self.weight.shape) for name, each in found.items()}
         return arrays.pop(MASTER), arrays
 
     def anew(self) -> tuple[torch.Tensor, Values]:
-        """A master that is the weights, in host memory, and no state: in place of what is not whole any more."""
+        """Return the weights as a new master, in host memory, and no state: the old ones are incomplete."""
         self.scalars, self.steps = {}, 0
         return self.weight.to("cpu", torch.float32), {}
 
     def use_pieces(self, gradient: Iterable[torch.Tensor] | None) -> None:
-        """The gradient of the coming step, in the pieces in which DeepSpeed has it, one after the other.
+        """Use the next step's gradient in DeepSpeed's pieces of it, in order.
 
-        Then the master's own is a placeholder, of which each element is the factor of scaling and clipping. None: the
+        The master's own is then a placeholder, each element of which is the factor of scaling and clipping. None: the
         master's own is the gradient.
         """
         if gradient is None:
@@ -189,7 +177,7 @@ class StateShard:
             first += piece.numel()
 
     def gradient(self, chunk: StateChunk) -> torch.Tensor:
-        """The gradient of a chunk, flat, in float32; pieces that end in it are given up."""
+        """Return the gradient of a chunk, flat, in float32; pieces that end in it are dropped."""
         start, stop = chunk.start, chunk.start + chunk.weight.numel()
         given = self.master.grad
         assert given is not None
@@ -207,7 +195,7 @@ class StateShard:
         return found.mul_(given.view(-1)[:1])
 
     def seed(self) -> int:
-        """Of the roundings of this step; the same on ranks that hold the same values."""
+        """The seed of this step's rounding; the same on ranks that hold the same values."""
         return self.steps * 0x9E3779B1 + 0x85EBCA6B
 
 

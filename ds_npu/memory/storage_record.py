@@ -1,7 +1,7 @@
-"""Which storages there are while something runs: when each is made and freed, and how many bytes it has.
+"""Records storages while something runs: when each is made and freed, and how many bytes it has.
 
 A dispatch mode sees the tensors that operators return, a finalizer when their storage is freed; so it also runs where
-no allocator counts (on the CPU). What is made and freed within one operator is not seen.
+no allocator counts (on the CPU). A storage that is made and freed within one operator is not seen.
 """
 
 from __future__ import annotations
@@ -16,63 +16,64 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_npu.parallel.tensor.shard_access import Arguments, Keywords
+
 
 def has_storage(kind: type) -> bool:
-    """Whether tensors of this type are their storage's: a type that dispatches operators itself may wrap others."""
+    """Whether tensors of this type have their own storage: a type that dispatches itself may wrap others."""
     return getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
 
 
 @dataclass(frozen=True)
 class StorageChange:
-    """A storage has been made, has been freed, or has another size."""
+    """A storage is made, is freed, or changes its size."""
 
     storage: int
     """Its number in ``StorageRecord.uses``."""
     size: int
-    """Bytes that it has more than before."""
+    """Additional bytes of the storage."""
 
 
 @dataclass(frozen=True)
 class AllocatorSample:
-    """What a device's allocator counted when it was asked, in bytes."""
+    """The counts of a device's allocator at one moment, in bytes."""
 
     changes: int
-    """Changes of storages until then."""
+    """Number of changes of storages until then."""
     allocated: int
     peak: int
     """The most that was allocated since the record began."""
 
 
 class StorageRecord(TorchDispatchMode):
-    """The storages of ``device_type``: of operators that run while it is entered, and those that it is told of.
+    """The storages of ``device_type`` that operators return while it is entered, and those given to ``see``.
 
-    ``use`` says what a storage that is made now is for. ``allocator`` returns (allocated, peak) in bytes.
+    ``use`` returns the purpose of a storage that is made now. ``allocator`` returns (allocated, peak) in bytes.
     """
 
     def __init__(
         self, device_type: str, use: Callable[[], str], allocator: Callable[[], tuple[int, int]] | None = None
     ) -> None:
-        upstream: Any = super()
-        upstream.__init__()
+        TorchDispatchMode.__init__(self)
         self.uses: list[str] = []
-        """What each storage is for, by its number."""
+        """The purpose of each storage, by its number."""
         self.changes: list[StorageChange] = []
         self.samples: list[AllocatorSample] = []
         self._device_type, self._use, self._allocator = device_type, use, allocator
         self._known: dict[int, tuple[int, int]] = {}
-        """By storage (its address), its number and bytes."""
+        """Number and bytes of each storage, by its address."""
         self._ends: dict[int, weakref.finalize[Any, torch.UntypedStorage]] = {}
         self.is_closed = False
 
     def see_all(self) -> None:
-        """Every tensor that there is now; what only waits for the garbage collector is freed first."""
+        """Record every existing tensor, after garbage is collected."""
         gc.collect()
         for each in gc.get_objects():
             if issubclass(type(each), torch.Tensor):
                 self.see(each)
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: torch._ops.OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         if not all(map(has_storage, types)):
             return NotImplemented
@@ -88,7 +89,7 @@ class StorageRecord(TorchDispatchMode):
         return out
 
     def see(self, tensor: torch.Tensor, use: str | None = None) -> None:
-        """Record the storage of ``tensor``; ``use``: what it is for, whatever was said before."""
+        """Record the storage of ``tensor``; ``use`` replaces its purpose."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.is_closed or not has_storage(type(tensor)) or tensor.device.type != self._device_type:
                 return

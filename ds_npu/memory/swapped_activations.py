@@ -1,10 +1,10 @@
-"""What modules save for backward, in host memory until then.
+"""Tensors that modules save for backward wait for it in host memory.
 
-When a module has been called, the storages of what it has saved are copied to the host on a stream of their own, while
-the next one computes. When that has been called, the current stream waits for the copies, and the storages are
-released: what is computed from then on may have their memory, and the host has not waited. In backward the first tensor
-of a module begins the copies back of the ``depth`` modules before it. The last ``depth`` modules of a forward (of each
-pipeline stage), which backward needs first, keep what they save.
+After a module's call, the storages that it has saved are copied to the host on a separate stream, while the next module
+computes. After that one's call, the current stream waits for the copies and the storages are released: later operators
+may use their memory, and the host has not waited. In backward the first tensor of a module begins the copies back of
+the ``depth`` modules before it. The last ``depth`` modules of a forward (of each pipeline stage), which backward needs
+first, keep their tensors on the device.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from ds_npu.log import logger
-from ds_npu.memory.copy_streams import CopyStreams
+from ds_npu.memory.copy_streams import CopyStreams, Times
 from ds_npu.memory.held_tensor import HeldTensor, keep
-from ds_npu.memory.host_place import HostPlaces
+from ds_npu.memory.host_storage import HostAllocator
 from ds_npu.memory.swapped_storage import SWAPPED_STORAGE, SwappedStorage, SwappedTensor
 from ds_npu.parallel.runtime.micro_batch import Fact
 
 LEAST_BYTES = 2**20
-"""Of a storage that is swapped: what is smaller takes longer to begin than to copy."""
+"""Least bytes of a storage that is swapped: a smaller one takes longer to begin than to copy."""
 MOST_DEPTH = 4
 TIMED_FORWARD = 1
 """The forward, after the first, whose copies are timed."""
@@ -44,46 +43,46 @@ class ActivationSwap:
         compresses: bool = False,
         share: float = 1.0,
     ) -> None:
-        """``ends``: by pipeline stage of the rank, the number of modules up to its end.
+        """``ends``: the number of modules up to the end of each pipeline stage of the rank.
 
-        ``hidden_only``: once it is known, so much of each module that a copy takes no longer than it computes; and on
-        a later pipeline rank, ``share`` of whose forwards wait at a time (of the most that do on any rank), only so
-        much that it keeps as much on the device as that rank.
+        ``hidden_only``: once times are known, only so much of each module is copied that a copy takes no longer than
+        the module computes. A later pipeline rank, at which ``share`` of the most forwards of any rank wait at a time,
+        copies only so much that it keeps as much on the device as the rank with the most.
 
-        ``depth``: of copies back; None: as many modules as need be, by the measured times. ``compresses``: copies are
-        lossless codes of what they can be of.
+        ``depth``: modules whose copies back are begun ahead; None: as many as needed by the measured times.
+        ``compresses``: copies are lossless codes where dtype and size allow.
         """
         self.device_type, self._ends = device_type, tuple(ends)
-        # Of the longest stage.
+        # The longest stage limits the depth.
         self._most_depth = max((end - begin for begin, end in zip((0, *ends), ends, strict=False)), default=0) - 1
         self.depth = max(1, min(depth or 1, self._most_depth))
         self._is_depth_given = depth is not None
         self.budget: int | None = None
-        """Bytes of a module that are copied at most; None: all."""
+        """Most bytes of a module that are copied; None: all."""
         self._hidden_only, self._share = hidden_only, share
-        self.streams, self.places = CopyStreams(device_type, compresses), HostPlaces(device_type, compresses)
+        self.streams, self.host = CopyStreams(device_type, compresses), HostAllocator(device_type, compresses)
         self._forwards = 0
-        self._times: list[Any] | None = None
+        self._times: Times = []
         self._timed_bytes = self._timed_copies = 0
 
     def begin(self) -> SwappedForward:
-        """A forward of the model begins."""
+        """Begin a forward of the model."""
         self._set_depth()
         self._forwards += 1
         return SwappedForward(self, is_timed=self._forwards == 1 + TIMED_FORWARD)
 
-    def timed(self, begin: Any, computed: Any, copied: Any, group: SwapGroup) -> None:
+    def timed(self, begin: Times, computed: Times, copied: Times, group: SwapGroup) -> None:
         """Keep the events around a module's computation and copies, to be read when they are over."""
         self._times = [begin[0], computed[0], computed[1], copied[1]]
         self._timed_bytes, self._timed_copies = group.bytes(), group.copied_bytes
 
     def _set_depth(self) -> None:
-        """So many modules that a copy of one takes no longer than they compute."""
-        if self._times is None or not all(event.query() for event in self._times):
+        """Set the depth from measured times, when the timed copies are over."""
+        if not self._times or not all(event.query() for event in self._times):
             return
         begin, computed, copy_begun, copied = self._times
         compute_ms, copy_ms = begin.elapsed_time(computed), copy_begun.elapsed_time(copied)
-        self._times = None
+        self._times = []
         self.set_speed(compute_ms, copy_ms)
         logger().info(
             "swap.activations: a module computes for %.3g ms and is copied in %.3g ms, %s bytes for %s; copies back "
@@ -94,20 +93,19 @@ class ActivationSwap:
         )
 
     def set_speed(self, compute_ms: float, copy_ms: float) -> None:
-        """A module computes for ``compute_ms``, and what was copied of it took ``copy_ms``."""
+        """Set depth and budget: a module computes for ``compute_ms``, its copies took ``copy_ms``."""
         if not (self._hidden_only or self._is_depth_given):
             self.depth = max(1, min(MOST_DEPTH, self._most_depth, math.ceil(copy_ms / max(compute_ms, 1e-3))))
         if self._hidden_only and copy_ms > compute_ms:
             whole = self._timed_bytes
-            kept = whole - whole * compute_ms / copy_ms
-            self.budget = max(0, int(whole - kept / self._share))
+            self.budget = max(0, int(whole - (whole - whole * compute_ms / copy_ms) / self._share))
 
-    def stays(self, place: int) -> bool:
-        """Whether the module at ``place`` is one of the last of its forward."""
-        return next(end for end in self._ends if place < end) - place <= self.depth
+    def remains(self, index: int) -> bool:
+        """Whether the module at ``index``, one of the last of its stage, remains on the device."""
+        return next(end for end in self._ends if index < end) - index <= self.depth
 
     def chosen(self, storages: Iterable[SwappedStorage]) -> list[SwappedStorage]:
-        """Those of one module's that are copied: within the budget, the largest first, of which there are fewest."""
+        """Choose the storages of one module to copy: within the budget, the largest and so the fewest first."""
         if self.budget is None:
             return list(storages)
         left, found = self.budget, []
@@ -119,51 +117,51 @@ class ActivationSwap:
 
 
 class SwapGroup:
-    """What one call of a module has saved."""
+    """The storages that one call of a module has saved."""
 
-    def __init__(self, own: ActivationSwap, stays: bool, kept: Iterable[torch.Tensor]) -> None:
-        """``stays``: on the device; ``kept``: tensors that live longer than the call anyway."""
-        self._swap, self._stays = own, stays
+    def __init__(self, swap: ActivationSwap, remains: bool, kept: Iterable[torch.Tensor]) -> None:
+        """``remains``: nothing is copied; ``kept``: tensors that live longer than the call anyway."""
+        self._swap, self._remains = swap, remains
         with torch._C.DisableTorchFunctionSubclass():
             self.kept = {each.untyped_storage()._cdata for each in kept}
         self._own: list[SwappedStorage] = []
-        """Those that are on the device only because of this."""
+        """Storages that only this group keeps on the device."""
         self._needed: dict[int, weakref.ref[SwappedStorage]] = {}
-        self._copied: Any = None
+        self._copied: torch.Event | None = None
         self.copied_bytes = 0
         self.is_reached = False
 
     def storage_of(self, tensor: torch.Tensor) -> SwappedStorage | None:
-        """That of ``tensor``, once however many tensors share it; None where it has been modified since."""
+        """Return the one SwappedStorage of all tensors in it; None where ``tensor`` was modified since."""
         storage = tensor.untyped_storage()
         known = SWAPPED_STORAGE.get(storage)
         found = None if known is None else known()
         if found is not None and found.version != tensor._version:
             return None
         if found is None:
-            found = SwappedStorage(tensor, self._swap.streams, self._swap.places)
+            found = SwappedStorage(tensor, self._swap.streams, self._swap.host)
             SWAPPED_STORAGE.set(storage, weakref.ref(found))
             self._own.append(found)
         self._needed[id(found)] = weakref.ref(found)
         return found
 
     def copy_out(self) -> None:
-        """The module has been called."""
-        if self._stays:
+        """Begin to copy to the host, after the module's call."""
+        if self._remains:
             self._own.clear()
             return
         copies = {each: each.begin_copy() for each in self._swap.chosen(self._own)}
         self._own = [each for each, copy in copies.items() if copy is not None]
         begun = [copy for copy in copies.values() if copy is not None]
-        self.copied_bytes = sum(copy.place.size for copy in begun)
+        self.copied_bytes = sum(copy.host.size for copy in begun)
         self._copied = self._swap.streams.copy_out(begun)
 
     def bytes(self) -> int:
-        """Of what has been copied and not let go of."""
+        """Bytes of the storages that are copied and not released."""
         return sum(each.size for each in self._own)
 
     def release(self) -> None:
-        """Let go of what has been copied."""
+        """Release the copied storages; the current stream waits for their copies."""
         if self._own:
             self._swap.streams.wait(self._copied)
         for each in self._own:
@@ -171,7 +169,7 @@ class SwapGroup:
         self._own.clear()
 
     def copy_back(self) -> None:
-        """Begin to copy back what is on the host."""
+        """Begin to copy the storages on the host back."""
         there = [each for each in (known() for known in self._needed.values()) if each is not None]
         copies = {each: copy for each in there if (copy := each.begin_return()) is not None}
         if copies:
@@ -186,36 +184,36 @@ class SwappedForward:
     def __init__(self, swap: ActivationSwap, is_timed: bool) -> None:
         self._swap, self._is_timed = swap, is_timed
         self._groups: list[SwapGroup] = []
-        """In the order of the calls."""
+        """Groups in the order of the calls."""
         self._open: SwapGroup | None = None
 
     @contextmanager
-    def call(self, place: int, kept: Iterable[torch.Tensor]) -> Iterator[None]:
-        """A context in which the module that has this ``place`` among all is called."""
+    def call(self, index: int, kept: Iterable[torch.Tensor]) -> Iterator[None]:
+        """A context for the call of the module at ``index`` among all."""
         depth, streams = self._swap.depth, self._swap.streams
-        stays = self._swap.stays(place)
-        group, around = SwapGroup(self._swap, stays, kept), self._open
+        remains = self._swap.remains(index)
+        group, around = SwapGroup(self._swap, remains, kept), self._open
         self._groups.append(group)
-        begin = streams.mark() if self._is_timed and not stays else None
+        begin = streams.mark() if self._is_timed and not remains else []
         self._open = group
         try:
             yield
         finally:
             self._open = around
-        computed = streams.mark() if begin is not None else None
+        computed = streams.mark() if begin else []
         group.copy_out()
-        if begin is not None:
+        if begin:
             self._swap.timed(begin, computed, streams.mark(), group)
         if len(self._groups) > depth:
             self._groups[-1 - depth].release()
 
     def close(self) -> None:
-        """The forward is done."""
+        """End the forward."""
         for group in self._groups:
             group.release()
 
     def hold(self, tensor: torch.Tensor) -> HeldTensor:
-        """What stands for ``tensor``, which is saved for backward."""
+        """Hold ``tensor``, which is saved for backward."""
         group = self._open
         with torch._C.DisableTorchFunctionSubclass():
             if group is None or not can_be_swapped(tensor, self._swap.device_type, group.kept):
@@ -223,22 +221,22 @@ class SwappedForward:
             storage = group.storage_of(tensor)
             if storage is None:
                 return keep(tensor)
-            place = len(self._groups) - 1
+            index = len(self._groups) - 1
             offset = int(tensor.storage_offset())
             return SwappedTensor(
                 storage,
-                lambda: self._reach(place),
+                lambda: self._reach(index),
                 *(tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.requires_grad),
             )
 
-    def _reach(self, place: int) -> None:
-        """Backward has come to the call at ``place``."""
-        if self._groups[place].is_reached:
-            # Of a graph that is kept, what is on the device stays there.
+    def _reach(self, index: int) -> None:
+        """Begin copies back: backward has reached the call at ``index``."""
+        if self._groups[index].is_reached:
+            # A retained graph leaves its storages on the device.
             return
-        for group in reversed(self._groups[max(0, place - self._swap.depth) : place + 1]):
+        for group in reversed(self._groups[max(0, index - self._swap.depth) : index + 1]):
             group.copy_back()
-        self._groups[place].is_reached = True
+        self._groups[index].is_reached = True
 
 
 def can_be_swapped(tensor: torch.Tensor, device_type: str, kept: Collection[int]) -> bool:

@@ -24,7 +24,7 @@ from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 
 NAME = "ds_npu"
-"""What the implementation is called in transformers' registries and in ``config._attn_implementation``."""
+"""The implementation's name in transformers' registries and in ``config._attn_implementation``."""
 
 REFUSED_ARGUMENTS = {
     "softcap": "a soft cap of the scores",
@@ -37,6 +37,8 @@ REFUSED_ARGUMENTS = {
     "block_table": "a paged cache",
 }
 """Arguments of transformers' attention functions that ask for what no kernel here computes."""
+
+Given = torch.Tensor | Mask | PackedMask | None
 
 
 class Implementation(NamedTuple):
@@ -59,7 +61,7 @@ def use_attention(model: nn.Module, implementation: Implementation | None = None
 
 
 def register(model: nn.Module, implementation: Implementation) -> None:
-    """Make ``model`` compute its attention with ``implementation``, whatever that can compute."""
+    """Make ``model`` compute its attention with ``implementation``, unchecked."""
     name, attend, mask = implementation
     transformers_module("modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, attend)
     transformers_module("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
@@ -76,7 +78,7 @@ def modules_with_config(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def implementation_of(model: nn.Module) -> str:
-    """The name of what ``model`` computes its attention with; raises ValueError where its parts have several."""
+    """The name of the implementation of ``model``'s attention; raises ValueError where its parts have several."""
     configs: list[Any] = [config_of(module) for _, module in modules_with_config(model)]
     found = sorted({str(config._attn_implementation) for config in configs})
     if len(found) != 1:
@@ -116,7 +118,7 @@ def attention_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | Mask | PackedMask | None = None,
+    attention_mask: Given = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [B, N, S, D], key and value with fewer heads; out [B, S, N, D].
@@ -162,7 +164,7 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _mask_of(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, given: Any, arguments: dict[str, Any]
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, given: Given, arguments: dict[str, Any]
 ) -> Mask | PackedMask:
     ends = [arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if isinstance(given, PackedMask):
@@ -205,7 +207,7 @@ class _Once:
         self.made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if tensor.is_inference():  # which does not say whether it was changed
+        if tensor.is_inference():  # An inference tensor does not tell whether it was changed.
             return self.make(tensor)
         if tensor not in self.made or self.made[tensor][0] != tensor._version:
             self.made[tensor] = tensor._version, self.make(tensor)
@@ -213,7 +215,7 @@ class _Once:
 
 
 def _hidden(seen: torch.Tensor) -> torch.Tensor:
-    """True where a user's or transformers' mask hides a key."""
+    """Return True where a user's or transformers' mask hides a key."""
     if seen.dtype == torch.bool:
         return ~seen
     hidden = seen <= torch.finfo(seen.dtype).min / 2
@@ -225,11 +227,6 @@ def _hidden(seen: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def _host_ends(cumulative: torch.Tensor) -> list[int]:
-    """The ends of the documents without the leading 0, on the host, where the kernel takes them."""
-    ends: list[int] = cumulative.tolist()[1:]
-    return ends
-
-
 hidden_of = _Once(_hidden)
-ends_of = _Once(_host_ends)
+ends_of = _Once(lambda cumulative: cumulative.tolist()[1:])
+"""The ends of the documents without the leading 0, on the host, where the kernel takes them."""

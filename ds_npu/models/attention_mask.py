@@ -34,7 +34,7 @@ class PackedMask:
     keys: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> PackedMask:
-        """The same, with its indices on ``device``."""
+        """Copy the indices to ``device``."""
         rows, keys = (None if x is None else x.to(device) for x in (self.rows, self.keys))
         return PackedMask(self.mask, rows, keys)
 
@@ -62,7 +62,7 @@ def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
     """
     pattern = pattern_of(arguments["mask_function"])
     offsets = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
-    # A static cache's offset is on the device, which the host does not wait for.
+    # A static cache's offset is on the device; the host does not wait for it.
     if pattern is None or pattern.is_empty or isinstance(offsets[0], torch.Tensor):
         return _evaluated(arguments)
     if not may_leave_out(arguments) and pattern.documents is None:
@@ -133,12 +133,11 @@ def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 def _evaluated(arguments: dict[str, Any]) -> torch.Tensor:
     sdpa_mask: Callable[..., torch.Tensor] = transformers_module("masking_utils").sdpa_mask
-    whole = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(**whole)
+    return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
 def _ends(documents: torch.Tensor) -> list[int]:
-    """Where each document of [B, S] ends among the B · S tokens: on the host, where the kernel takes it."""
+    """The ends of the documents of [B, S] among the B · S tokens: on the host, where the kernel takes them."""
     last = torch.ones_like(documents, dtype=torch.bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
     ends: list[int] = (last.flatten().nonzero().flatten() + 1).tolist()
@@ -146,13 +145,13 @@ def _ends(documents: torch.Tensor) -> list[int]:
 
 
 def _seen_keys(attention_mask: torch.Tensor, offset: int, keys: int) -> torch.Tensor:
-    """[B, Sk]: those keys of the tokens in transformers' ``attention_mask`` [B, S] that are not padding."""
+    """The keys [B, Sk] of the tokens in transformers' ``attention_mask`` [B, S]: True where not padding."""
     missing = max(offset + keys - attention_mask.shape[1], 0)
     return torch.nn.functional.pad(attention_mask, (0, missing))[:, offset : offset + keys]
 
 
 def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
-    """Of each sample of ``seen`` [B, S], its first seen key and the one past its last.
+    """The first seen key and the one past the last, of each sample of ``seen`` [B, S].
 
     (0, 0) where none is seen; None where one between them is not.
     """

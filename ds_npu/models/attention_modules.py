@@ -67,12 +67,11 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
     }
     for role, expected in outputs.items():
         for linear in linears[role]:
-            if kinds.sizes(linear)[1] != expected:
-                yield linear, f"the {role} of {shape} has {expected} outputs, not {kinds.sizes(linear)[1]}"
+            if (found := kinds.sizes(linear)[1]) != expected:
+                yield linear, f"the {role} of {shape} has {expected} outputs, not {found}"
     expected = shape.heads * shape.value_dim
     for linear in linears[Role.ATTENTION_OUTPUT]:
-        if kinds.sizes(linear)[0] != expected:
-            found = kinds.sizes(linear)[0]
+        if (found := kinds.sizes(linear)[0]) != expected:
             yield linear, f"the {Role.ATTENTION_OUTPUT} of {shape} has {expected} inputs, not {found}"
     for linear in (*linears[Role.KEY], *linears[Role.QUERY_KEY_VALUE]) if shape.heads % shape.kv_heads else ():
         yield linear, f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values evenly"
@@ -80,7 +79,7 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
 
 
 def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
-    """A norm over all heads at once needs all of them on one rank."""
+    """Yield each norm that is over all heads at once: these would have to be on one rank."""
     latents = [kinds.sizes(each)[0] for role in (Role.LATENT_QUERY, Role.LATENT_KEY_VALUE) for each in linears[role]]
     for norm in linears[Role.HEAD_NORM]:
         found = {size for own in kinds.own_shapes(norm).values() for size in own}
@@ -95,6 +94,5 @@ def wrong_widths(linears: Linears) -> Iterator[tuple[nn.Module, str]]:
         width = kinds.sizes(down)[0]
         for role, expected in ((Role.GATE, width), (Role.UP, width), (Role.GATE_UP, 2 * width)):
             for linear in linears[role]:
-                if kinds.sizes(linear)[1] != expected:
-                    found = kinds.sizes(linear)[1]
+                if (found := kinds.sizes(linear)[1]) != expected:
                     yield linear, f"the {role} beside a down with {width} inputs has {expected} outputs, not {found}"

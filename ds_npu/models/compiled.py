@@ -17,7 +17,7 @@ from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 
 COMPILE = "compile"
 SHARDED_BY = {"tensor": "weights", "context": "sequences"}
-"""By the key of ``ds_npu.parallel``, what of a model it shards."""
+"""The part of a model that each key of ``ds_npu.parallel`` shards."""
 
 
 def check_not_compiled(model: nn.Module, key: str) -> None:

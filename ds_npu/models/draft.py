@@ -59,7 +59,8 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     missing = [
         name
         for name in modules
-        if _missing(modules[name], plan.of(name))
+        if plan.of(name) is None
+        and kinds.own_shapes(modules[name])
         and name not in silent
         and not any(names.is_inside(name, each) for each in listed)
     ]
@@ -67,7 +68,7 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     linears = _linears(modules, plan, leave_out=misfits)
     plan = _with_heads(modules, plan, draft, linears)
     misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
-    sizes = [(name, why + _beside(name, plan, draft)) for name, why in _wrong_sizes(modules, plan, linears)]
+    sizes = [(name, why + _replicated_note(name, plan, draft)) for name, why in _wrong_sizes(modules, plan, linears)]
     faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
     told = [*problems, *_told(modules, faults)]
     if told:
@@ -111,17 +112,13 @@ def _adapted(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
 
 
 def _without_heads(modules: dict[str, nn.Module], given: dict[str, Role]) -> ModelPlan:
-    """The plan before its attentions are known."""
+    """The plan without attentions, which are not known yet."""
     roles = {
         name: given[name] for name, module in modules.items() if name in given and kinds.counts(module, given[name])
     }
     blocks = tuple(name for name, role in roles.items() if role is Role.BLOCK)
     plan = ModelPlan(type(modules[""]).__name__, roles, blocks, attentions={})
     return replace(plan, tied=_tied(modules, plan))
-
-
-def _missing(module: nn.Module, role: Role | None) -> bool:
-    return role is None and bool(kinds.own_shapes(module))
 
 
 def _tied(modules: dict[str, nn.Module], plan: ModelPlan) -> bool:
@@ -133,8 +130,7 @@ def _tied(modules: dict[str, nn.Module], plan: ModelPlan) -> bool:
 
 def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
     for name, role in plan.roles.items():
-        why = kinds.misfit(role, modules[name])
-        if why:
+        if why := kinds.misfit(role, modules[name]):
             yield name, why
 
 
@@ -177,8 +173,8 @@ def _wrong_sizes(modules: dict[str, nn.Module], plan: ModelPlan, linears: Mappin
         yield from ((by_module[id(module)], why) for module, why in found)
 
 
-def _beside(name: str, plan: ModelPlan, draft: Draft) -> str:
-    """A note on modules beside ``name`` that the user made replicated: without them, the others may not fit."""
+def _replicated_note(name: str, plan: ModelPlan, draft: Draft) -> str:
+    """Note replicated modules of the user in the attention or MLP of ``name``: without them, others may not fit."""
     holder = plan.around(name, Role.ATTENTION, Role.MLP)
     whole = [each for each in plan.inside(holder, Role.REPLICATED) if each in draft.given] if holder else []
     named = ", ".join(each.rpartition(".")[2] for each in whole)
@@ -208,7 +204,7 @@ def _told(modules: dict[str, nn.Module], faults: Iterable[Fault]) -> Iterator[st
 
 
 def _kind(model: nn.Module, plan: ModelPlan) -> str:
-    """What ``model`` is to ds_npu, in a sentence."""
+    """A sentence that tells how ds_npu knows ``model``."""
     found = hugging_face_model(model)
     if found is None:
         return f"{plan.model} is a model of your own: ds_npu knows the parts of Hugging Face's decoders only."

@@ -22,21 +22,20 @@ def plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
     also holds for everything inside of the module. Raises PlanError with everything that is wrong.
     """
     draft = draft_of(model)
-    problems = [problem for glob, role in globs.items() for problem in _lay(draft, model, glob, role)]
-    return finished(model, draft, problems)
+    return finished(model, draft, [each for glob, role in globs.items() for each in _assign(draft, model, glob, role)])
 
 
 def partial_plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
-    """The plan of ``model`` without roles for modules that nothing is known of: enough where no weights are sharded.
+    """The plan of ``model``, in which unknown modules have no role: enough where no weights are sharded.
 
     Raises PlanError with what is wrong with ``globs``.
     """
     draft = draft_of(model)
-    problems = [problem for glob, role in globs.items() for problem in _lay(draft, model, glob, role)]
+    problems = [each for glob, role in globs.items() for each in _assign(draft, model, glob, role)]
     return partial_plan(model, draft, problems)
 
 
-def _lay(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]:
+def _assign(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]:
     """Give the role named ``value`` to the modules that ``glob`` matches; yield what is wrong with either."""
     matched = {name: module for name, module in model.named_modules() if names.matches(glob, name)}
     if not matched:

@@ -1,9 +1,9 @@
-"""``model.save_pretrained`` of a model of which this rank holds a part: it writes whole weights, or nothing."""
+"""Guards ``model.save_pretrained`` on a rank that holds a part of the model: it writes whole weights, or nothing."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -13,12 +13,13 @@ from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.copying import refuse_copies
+from ds_npu.models.hugging_face_model import is_hugging_face, transformers_module
 from ds_npu.parallel.runtime.placement import placement_of
 
 SAVE = "save_pretrained"
 Check = Callable[[str, Mapping[str, torch.Tensor] | None, bool], None]
-"""``check(folder, weights, writes)`` raises to refuse: the weights to be written (None: the model's own), by a process
-that writes them or one that takes part only."""
+"""``check(folder, weights, writes)`` raises to refuse: ``weights`` are to be written (None: the model's own), by a
+process that writes them or one that takes part only."""
 
 
 @runtime_checkable
@@ -27,7 +28,7 @@ class _Saves(Protocol):
 
 
 class GuardedSave:
-    """The ``save_pretrained`` of one ``model``: behind all ``checks``, the plain model writes weights it is given."""
+    """The ``save_pretrained`` of one ``model``: after all ``checks``, the plain model writes weights it is given."""
 
     def __init__(self, model: nn.Module, save: Callable[..., None]) -> None:
         self.model, self.save, self.checks = model, save, list[Check]()
@@ -44,14 +45,30 @@ class GuardedSave:
         if state_dict is None:
             self.save(folder, *args, **more)
             return
-        # It imports transformers, which need not be installed.
-        writer = importlib.import_module("ds_npu.checkpoint.saving").writer(self.model)
-        save = self.save if writer is self.model else writer.save_pretrained
+        plain = writer(self.model)
+        save = self.save if plain is self.model else plain.save_pretrained
         save(folder, *args, state_dict=dict(state_dict), **more)
 
 
+def writer(model: Any) -> Any:
+    """The plain model of ``model``'s config on the meta device, whose save_pretrained takes whole weights.
+
+    ``model`` itself where it is not transformers', or holds adapters.
+    """
+    if not is_hugging_face(model) or model._hf_peft_config_loaded:
+        return model
+    model_class: Any = type(model)
+    with torch.device("meta"), transformers_module("modeling_utils").set_zero3_state():
+        plain = model_class._from_config(copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="eager")
+    # transformers reverts these on saving; without them, the conversions of the model's family.
+    plain._weight_conversions = attribute(model, "_weight_conversions", list)
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    return plain
+
+
 def check_before_saving(model: nn.Module, check: Check) -> None:
-    """Let ``model.save_pretrained``, if there is one, call ``check`` first."""
+    """Make ``model.save_pretrained``, if there is one, call ``check`` first."""
     guarded = attribute(model, SAVE, GuardedSave)
     if guarded is None:
         if SAVE not in dir(type(model)) or not isinstance(model, _Saves):

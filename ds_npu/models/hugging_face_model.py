@@ -17,7 +17,7 @@ from ds_npu.models import names
 from ds_npu.models.attributes import attribute
 
 FLOAT32_TOLERANCE = 1e-5
-"""Relative to the largest value: transformers' models compute parts of themselves in float32, also within float64."""
+"""Relative to the largest value: transformers' models compute some of their parts in float32, also in float64."""
 
 T = TypeVar("T")
 
@@ -26,9 +26,9 @@ class HuggingFaceConfig(Protocol):
     """transformers' PreTrainedConfig."""
 
     attribute_map: Mapping[str, str]
-    """From the usual name of a setting to the one that this config has for it."""
+    """This config's name of a setting, by the usual name."""
     base_model_tp_plan: Mapping[str, str] | None
-    """transformers' own tensor-parallel plan: from a module's name, * for indices, to a style."""
+    """transformers' own tensor-parallel plan: the style of a module, by its name with * for indices."""
     is_encoder_decoder: bool
     model_type: str
     """The name of the family."""
@@ -49,6 +49,7 @@ class HuggingFaceModel(nn.Module):
     get_input_embeddings: Callable[[], nn.Module]
     get_output_embeddings: Callable[[], nn.Module | None]
     save_pretrained: Callable[..., None]
+    can_generate: Callable[[], bool]
     _is_stateful: bool
     _can_set_attn_implementation: Callable[[], bool]
 
@@ -87,8 +88,7 @@ def is_hugging_face(module: nn.Module) -> TypeGuard[HuggingFaceModel]:
 
 
 def _has_base(instance: object, name: str) -> bool:
-    bases = type(instance).__mro__
-    return any(base.__module__.startswith("transformers.") and base.__name__ == name for base in bases)
+    return any(base.__module__.startswith("transformers.") and base.__name__ == name for base in type(instance).__mro__)
 
 
 def hugging_face_model(model: nn.Module) -> HuggingFaceModel | None:

@@ -70,13 +70,13 @@ def draft_of(model: nn.Module) -> Draft:
     draft = Draft()
     root = hugging_face_model(model)
     if root is not None and not root.config.is_encoder_decoder:
-        _Placing(Tree(model), root, draft).everything()
+        _Assignment(Tree(model), root, draft).everything()
     return draft
 
 
 @dataclass(frozen=True)
-class _Placing:
-    """Places the modules of the Hugging Face model ``root``, which is somewhere in ``tree``, into ``draft``."""
+class _Assignment:
+    """Assigns roles in ``draft`` to the modules of the Hugging Face model ``root``, which is somewhere in ``tree``."""
 
     tree: Tree
     root: HuggingFaceModel
@@ -85,10 +85,10 @@ class _Placing:
     @cached_property
     def decoder(self) -> str:
         """The plain name of the language part."""
-        said = self.tree.find(self.root.get_decoder())
-        # Llama4ForCausalLM says that it is the whole of it: its base_model_prefix is not the name that its decoder has.
-        inner = [name for name in self.tree.within(said).values() if self.stacks_in(name)]
-        return inner[0] if not self.stacks_in(said) and len(inner) == 1 else said
+        stated = self.tree.find(self.root.get_decoder())
+        # Llama4ForCausalLM returns itself: its base_model_prefix is not the name that its decoder has.
+        inner = [name for name in self.tree.within(stated).values() if self.stacks_in(name)]
+        return inner[0] if not self.stacks_in(stated) and len(inner) == 1 else stated
 
     def stacks_in(self, name: str) -> list[str]:
         """The lists of blocks directly in the module ``name``."""
@@ -98,16 +98,15 @@ class _Placing:
     def config(self) -> HuggingFaceConfig:
         return self.root.config.get_text_config()
 
-    def place(self, name: str, role: Role) -> None:
+    def assign(self, name: str, role: Role) -> None:
         self.draft.roles.update(dict.fromkeys(self.tree.reals[name], role))
 
     def refuse(self, name: str, why: str) -> None:
         self.draft.notes.update(dict.fromkeys(self.tree.reals[name], why))
 
     def style(self, name: str) -> str | None:
-        """What transformers' plan says of a module or parameter of the language part."""
-        styles = self.config.base_model_tp_plan or {}
-        return styles.get(names.generic(name.removeprefix(f"{self.decoder}.")))
+        """The style of a module or parameter of the language part in transformers' plan."""
+        return (self.config.base_model_tp_plan or {}).get(names.generic(name.removeprefix(f"{self.decoder}.")))
 
     def everything(self) -> None:
         stacks = self.stacks_in(self.decoder)
@@ -117,42 +116,42 @@ class _Placing:
         for name in self.tree.within(self.decoder).values():
             if name == stacks[0]:
                 for block in self.tree.within(name).values():
-                    self.place(block, Role.BLOCK)
+                    self.assign(block, Role.BLOCK)
                     self.in_block(block)
             else:
-                self.beside_blocks(name)
+                self.outside_blocks(name)
 
     def is_stack(self, name: str) -> bool:
-        """Whether these are blocks: a list of modules with attentions."""
-        inner = self.tree.within(name).values()
-        with_attention = (any(self.is_attention(each) for each in self.tree.within(block).values()) for block in inner)
+        """Whether ``name`` is a list of blocks, which are modules with attentions."""
+        blocks = self.tree.within(name).values()
+        with_attention = (any(self.is_attention(each) for each in self.tree.within(block).values()) for block in blocks)
         return isinstance(self.tree.module(name), nn.ModuleList) and any(with_attention)
 
     def is_attention(self, name: str) -> bool:
         return "Attention" in type(self.tree.module(name)).__name__ and bool(self.tree.within(name))
 
     def outside(self) -> None:
-        """The head; all else around the language part (a vision tower, a score) is whole on each rank."""
+        """Assign the head; replicate all else around the language part (a vision tower, a score)."""
         output = self.root.get_output_embeddings()
         head = None if output is None else self.tree.find(output)
         root = self.tree.find(self.root)
         for name in self.tree.reals:
             if name == head:
-                self.place(name, Role.HEAD)
+                self.assign(name, Role.HEAD)
             elif names.is_inside(name, root) and not names.is_inside(name, self.decoder):
-                self.place(name, Role.REPLICATED)
+                self.assign(name, Role.REPLICATED)
 
-    def beside_blocks(self, name: str) -> None:
+    def outside_blocks(self, name: str) -> None:
         module, attribute = self.tree.module(name), name.rpartition(".")[2]
         if module is self.embedding:
-            self.place(name, Role.EMBEDDING)
+            self.assign(name, Role.EMBEDDING)
         elif isinstance(module, nn.Embedding) and attribute in POSITIONS:
-            self.place(name, Role.POSITION_EMBEDDING)
+            self.assign(name, Role.POSITION_EMBEDDING)
         elif self.is_rotary(name):
-            self.place(name, Role.ROTARY)
+            self.assign(name, Role.ROTARY)
         elif kinds.is_norm(module):
             after = any(role is Role.BLOCK for role in self.draft.roles.values())
-            self.place(name, Role.FINAL_NORM if after else Role.NORM)
+            self.assign(name, Role.FINAL_NORM if after else Role.NORM)
 
     @cached_property
     def embedding(self) -> nn.Module:
@@ -166,10 +165,10 @@ class _Placing:
     def in_block(self, block: str) -> None:
         for name in self.tree.within(block).values():
             if self.is_attention(name):
-                self.place(name, Role.ATTENTION)
+                self.assign(name, Role.ATTENTION)
                 self.in_attention(name)
             elif kinds.is_norm(self.tree.module(name)):
-                self.place(name, Role.NORM)
+                self.assign(name, Role.NORM)
             else:
                 self.in_feed_forward(name)
 
@@ -179,29 +178,29 @@ class _Placing:
             self.draft.attentions.update(dict.fromkeys(self.tree.reals[attention], shape))
         for attribute, name in self.tree.within(attention).items():
             if kinds.is_norm(self.tree.module(name)):
-                self.place(name, Role.HEAD_NORM)
+                self.assign(name, Role.HEAD_NORM)
             elif self.is_rotary(name):
-                self.place(name, Role.ROTARY)
+                self.assign(name, Role.ROTARY)
             elif attribute in IN_ATTENTION:
                 self.linear(name, IN_ATTENTION[attribute])
 
     def in_feed_forward(self, name: str) -> None:
-        """An MLP, or a router with experts, some of which may be shared ones in an MLP of their own."""
+        """Assign an MLP, or a router with experts, some of which may be shared ones in an MLP of their own."""
         inner = self.tree.within(name)
         experts = [each for each in inner.values() if is_experts(self.tree.module(each))]
         if experts:
-            self.place(name, Role.MOE)
+            self.assign(name, Role.MOE)
             for each in experts:
                 self.experts(each)
             count = len(next(iter(self.tree.module(experts[0]).parameters(recurse=False))))
             for each in inner.values():
                 if self.is_router(each, count):
-                    self.place(each, Role.ROUTER)
+                    self.assign(each, Role.ROUTER)
                 elif each not in experts:
                     self.in_feed_forward(each)
-        elif placed := list(self.mlp_roles(name)):
-            self.place(name, Role.MLP)
-            for linear, role in placed:
+        elif linears := list(self.mlp_roles(name)):
+            self.assign(name, Role.MLP)
+            for linear, role in linears:
                 self.linear(linear, role)
 
     def mlp_roles(self, mlp: str) -> Iterator[tuple[str, Role]]:
@@ -217,9 +216,9 @@ class _Placing:
 
     def experts(self, name: str) -> None:
         packed = self.style(f"{name}.gate_up_proj") == PACKED and self.style(f"{name}.down_proj") == "rowwise"
-        # Transposed ones have an axis of their own, or are refused.
+        # Transposed experts have an axis of their own, or are refused.
         if packed or kinds.is_transposed(self.tree.module(name)):
-            self.place(name, Role.EXPERTS)
+            self.assign(name, Role.EXPERTS)
         else:
             self.refuse(name, f"{ORDER_UNKNOWN}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")
 
@@ -232,4 +231,4 @@ class _Placing:
         elif style in STYLES and role not in STYLES[style] and role not in (Role.COLUMN, Role.ROW):
             self.refuse(name, f"its name says {role}, but transformers shards it {style}")
         else:
-            self.place(name, role)
+            self.assign(name, role)

@@ -17,7 +17,7 @@ CONV1D = "Conv1D"
 
 DENSE_CLASSES = re.compile("MLP|Mlp|FeedForward|FFN")
 SPARSE_CLASSES = re.compile("M[oO][eE]|Expert|Router|Gate$")
-"""In the class names of transformers' MLPs, and of what sends tokens to experts or holds them."""
+"""Parts of the class names of transformers' MLPs, and of modules that send tokens to experts or hold them."""
 LINEAR = ("Linear", "Conv1D")
 OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 """Activations of torch that may run over the sequence dim."""
@@ -28,10 +28,9 @@ Shape = tuple[int, ...]
 
 
 def own_shapes(module: nn.Module) -> dict[str, Shape]:
-    """By name, the shapes of the parameters that ``module`` itself holds; the whole ones under ZeRO-3."""
+    """Shapes of the parameters that ``module`` itself holds, by name; the whole ones under ZeRO-3."""
     # A parameter is used once: under the name of its first owner in this module.
-    own = module.named_parameters(recurse=False)
-    return {name: unpartitioned_shape(parameter) for name, parameter in own}
+    return {name: unpartitioned_shape(each) for name, each in module.named_parameters(recurse=False)}
 
 
 def described(module: nn.Module) -> str:
@@ -53,8 +52,7 @@ def is_linear(module: nn.Module) -> bool:
 def is_transposed(experts: nn.Module) -> bool:
     """Whether the weights of ``experts`` (gate_up_proj, down_proj) are [E, inputs, outputs], as Llama-4's."""
     shapes = own_shapes(experts)
-    is_gated = shapes.keys() == {"gate_up_proj", "down_proj"}
-    return is_gated and shapes["gate_up_proj"][1] == shapes["down_proj"][2]
+    return shapes.keys() == {"gate_up_proj", "down_proj"} and shapes["gate_up_proj"][1] == shapes["down_proj"][2]
 
 
 def holds_list(module: nn.Module) -> bool:
@@ -75,11 +73,11 @@ def is_sparse(module: nn.Module) -> bool:
 
 def works_on_tokens(module: nn.Module) -> bool:
     """Whether ``module``, without its children, is known to compute each token from that token alone."""
-    name, place = type(module).__name__, type(module).__module__
+    name, origin = type(module).__name__, type(module).__module__
     dims = {len(shape) for shape in own_shapes(module).values()}
-    if isinstance(module, (*CONTAINERS, nn.Identity, nn.Dropout, nn.Embedding, PassThrough)) or place.startswith(LORA):
+    if isinstance(module, (*CONTAINERS, nn.Identity, nn.Dropout, nn.Embedding, PassThrough)) or origin.startswith(LORA):
         return True
-    if place in ("torch.nn.modules.activation", "transformers.activations"):
+    if origin in ("torch.nn.modules.activation", "transformers.activations"):
         return not isinstance(module, OVER_A_DIM)
     if is_norm(module) or DENSE_CLASSES.search(name):
         return dims <= {1}
@@ -91,7 +89,7 @@ def works_on_tokens(module: nn.Module) -> bool:
 
 
 def output_dim(module: nn.Module) -> int:
-    """The dim of a linear's weight along which its outputs stand: 0, or 1 for transformers' Conv1D."""
+    """The dim of a linear's weight that its outputs index: 0, or 1 for transformers' Conv1D."""
     return 1 if type(module).__name__ == CONV1D else 0
 
 

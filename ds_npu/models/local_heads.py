@@ -1,4 +1,4 @@
-"""Which heads of an attention each tensor rank computes."""
+"""The heads of an attention that each tensor rank computes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ REMEDY = "call the model without labels, or under model.eval(): they are whole t
 T = TypeVar("T")
 L = TypeVar("L", bound="AbsentLogits")
 Likeliest = Callable[[torch.Tensor], torch.Tensor]
-"""From a rank's shard of logits to the likeliest word of every token."""
+"""Returns the likeliest word of every token for a rank's shard of logits."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class AbsentLogits(torch.Tensor):
             own = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AbsentLogits))
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
-            if func is torch.Tensor.detach:  # By ZeRO-3, of all that a module returns.
+            if func is torch.Tensor.detach:  # ZeRO-3 does so to all that a module returns.
                 return AbsentLogits.like(own.shape, own.dtype, own.device, own.described)
             if func is torch.Tensor.__repr__:
                 return f"AbsentLogits({list(own.shape)}: {own.described})"
@@ -83,7 +83,7 @@ def guard_shard(output: T, described: str, likeliest: Likeliest) -> T | ShardCop
     """Make an ``output`` that is a tensor raise ShardAccessError where somebody computes with it.
 
     It is this rank's shard, and nobody may take it for the whole. ``described`` says in the error what is sharded over
-    which ranks. An ``output`` of another kind is returned as it is, as logits are that do not exist.
+    which ranks. An ``output`` of another kind, and logits that do not exist, are returned as they are.
     """
     if not isinstance(output, torch.Tensor) or isinstance(output, AbsentLogits):
         return output
@@ -93,7 +93,7 @@ def guard_shard(output: T, described: str, likeliest: Likeliest) -> T | ShardCop
 def likeliest_words(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest word of each token, int64 [B, S], of logits [B, S, V] that may be guarded.
 
-    Of logits of which each rank holds a shard, every rank that shares the samples calls it.
+    Where each rank holds a shard of them, every rank that shares the samples calls it.
     """
     shard = logits.shard if isinstance(logits, ShardCopy) else None
     return shard.likeliest(local_shard(logits)) if isinstance(shard, LogitsShard) else logits.argmax(-1)

@@ -9,23 +9,23 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 BASE_LAYER = "base_layer"
-"""Where PEFT keeps the layer that an adapter is added to."""
+"""The attribute in which PEFT keeps the layer that an adapter is added to."""
 ORIGINAL = "original_module"
 TRAINED_COPIES = "modules_to_save"
-"""Where PEFT keeps a layer that it trains as a whole: the original, and the copies that are trained."""
+"""The attribute in which PEFT keeps a layer that it trains as a whole: the original, and the trained copies."""
 COMPILED = "_orig_mod"
-"""Where torch.compile keeps the module that it has compiled."""
+"""The attribute in which torch.compile keeps the module that it has compiled."""
 PEFT_PREFIX = "base_model.model."
 WRAPPERS = re.compile(
     rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{TRAINED_COPIES}\.[^.]+|{COMPILED})(?=\.|$)|^(?:{COMPILED}(?:\.|$))+"
 )
 
 NUMBERS = re.compile(r"\{\d+(\.\.\d+)?(,\d+(\.\.\d+)?)*\}")
-"""What ``abbreviated`` makes of several indices, and a glob may have in their place."""
+"""Several indices as ``abbreviated`` writes them, and as a glob may have them."""
 DOTS = re.compile(r"\.(?![^{]*\})")
-"""Between the parts of a glob."""
+"""Dots between the parts of a glob."""
 NEAR = 3
-"""How many names are suggested for one that does not exist."""
+"""Number of names that are suggested for one that does not exist."""
 
 
 def plain(name: str) -> str:
@@ -39,7 +39,7 @@ def parent(name: str) -> str:
 
 
 def owner(name: str) -> str:
-    """The name of the module in which the model without PEFT has the one of ``name``."""
+    """The name of the module that holds the one of ``name`` in the model without PEFT."""
     return next(each for each in ancestors(name) if plain(each) == parent(plain(name)))
 
 
@@ -49,7 +49,7 @@ def is_copy(name: str) -> bool:
 
 
 def is_adapted(name: str) -> bool:
-    """Whether ``name`` is of PEFT's adapter, or of what it is added to."""
+    """Whether ``name`` is in PEFT's adapter, or in the layer that it is added to."""
     parts = name.split(".")
     return BASE_LAYER in parts or any(part.startswith("lora_") for part in parts)
 
@@ -76,8 +76,8 @@ def abbreviated(names: Collection[str]) -> str:
     columns = [list(dict.fromkeys(column)) for column in zip(*(name.split(".") for name in names), strict=True)]
     if math.prod(map(len, columns)) == len(names):
         return ".".join(map(_joined, columns))
-    # Not every combination of the indices: one abbreviation for each of the first of them that differ.
-    varying = next(place for place, column in enumerate(columns) if len(column) > 1)
+    # Not every combination of the indices: one abbreviation for each value of the first that differs.
+    varying = next(index for index, column in enumerate(columns) if len(column) > 1)
     groups = [[name for name in names if name.split(".")[varying] == part] for part in columns[varying]]
     return ", ".join(map(abbreviated, groups))
 
@@ -122,9 +122,9 @@ def _match_part(glob: str, part: str) -> bool:
 
 
 def suggestion(glob: str, existing: Iterable[str]) -> str:
-    """What to write for a ``glob`` that matches none of ``existing``; empty where nothing is near.
+    """Suggest what to write for a ``glob`` that matches none of ``existing``; empty where nothing is near.
 
-    The glob with ``**`` where it lacks parts, and names that it matches; else the names that are written most alike.
+    The glob with ``**`` where parts are missing, and names that it matches; else the names that are written most alike.
     """
     known = [name for name in existing if name]
     parts = DOTS.split(glob)

@@ -18,7 +18,7 @@ class PlanError(ValueError):
     def __init__(self, model: str, problems: Iterable[str], kind: str = "", remedy: str = "") -> None:
         self.problems = tuple(problems)
         self.works = ""
-        """What can be done with the model without a plan: for ``ds_npu.features.driver`` to fill in."""
+        """Uses of the model without a plan; ``ds_npu.features.driver`` fills them in."""
         count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
         self._kind = kind
         self._mistakes = [f"{count} in the plan of {model}:", *(f"  {problem}" for problem in self.problems), remedy]
@@ -33,15 +33,15 @@ class AttentionShape:
     """The heads of one attention."""
 
     heads: int
-    """Of the queries."""
+    """Number of query heads."""
     kv_heads: int
-    """Of keys and values."""
+    """Number of heads of keys and values."""
     head_dim: int
     """Width of a head of the queries and keys, its rotary part included."""
     value_dim: int
     """Width of a head of the values."""
     latent_key_dim: int = 0
-    """Of a key head, what LATENT_KEY_VALUE makes: it has heads * (latent_key_dim + value_dim) outputs, head by head."""
+    """Width of a key head's part that LATENT_KEY_VALUE makes: heads * (latent_key_dim + value_dim) outputs, by head."""
 
     def __str__(self) -> str:
         values = f", values of {self.value_dim}" if self.value_dim != self.head_dim else ""
@@ -56,11 +56,11 @@ class ModelPlan:
     model: str
     """The model's class."""
     roles: Mapping[str, Role]
-    """Of each module that holds parameters itself and of the structural ones, in the model's order."""
+    """Roles of the modules that hold parameters themselves and of the structural ones, in the model's order."""
     blocks: tuple[str, ...]
-    """In the order in which they are executed."""
+    """The blocks in the order in which they are executed."""
     attentions: Mapping[str, AttentionShape]
-    """Of the attentions whose heads are known."""
+    """Shapes of the attentions whose heads are known."""
     tied: bool = False
     """Whether embedding and head have the same weight."""
     stages: tuple[tuple[str, ...], ...] = ()
@@ -133,12 +133,12 @@ class ModelPlan:
 
 
 def _groups(plan: ModelPlan) -> Iterator[tuple[str, list[str]]]:
-    """Each text of the table, and the modules in its row."""
+    """Yield each text of the table, and the modules in its row."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, role in plan.roles.items():
         whole = _all_replicated(plan, name) if role is Role.REPLICATED else None
         shown = name if whole is None else f"{whole}.**"
-        group = found.setdefault((names.generic(shown), _said(plan, name, role)), [])
+        group = found.setdefault((names.generic(shown), _role_text(plan, name, role)), [])
         if shown not in group:
             group.append(shown)
     for (_, text), group in found.items():
@@ -152,7 +152,7 @@ def _all_replicated(plan: ModelPlan, name: str) -> str | None:
     return whole[-1] if whole and len(plan.inside(whole[-1])) > 1 else None
 
 
-def _said(plan: ModelPlan, name: str, role: Role) -> str:
+def _role_text(plan: ModelPlan, name: str, role: Role) -> str:
     if name in plan.attentions:
         return f"{role}: {plan.attentions[name]}"
     return f"{role}, tied to {plan.embedding}" if name == plan.head and plan.tied else str(role)

@@ -16,7 +16,7 @@ FACTOR_ATTRIBUTES = {
     "lora_embedding_A": Role.LORA_A,
     "lora_embedding_B": Role.LORA_B,
 }
-"""Where PEFT keeps the factors of an adapter, beside the layer that it is added to."""
+"""Attributes in which PEFT keeps the factors of an adapter, next to the layer that it is added to."""
 
 
 def adapters(model: nn.Module) -> dict[str, Role]:
@@ -41,7 +41,7 @@ class Tree:
 
     @cached_property
     def reals(self) -> dict[str, list[str]]:
-        """From plain names to the modules that stand there: several where PEFT keeps copies, none of other stages."""
+        """The modules of each plain name: several where PEFT keeps copies, none of other stages."""
         found: dict[str, list[str]] = {}
         for name, module in self.model.named_modules():
             inner = dict(module.named_children())
@@ -58,11 +58,10 @@ class Tree:
         return found
 
     def within(self, name: str) -> dict[str, str]:
-        """By attribute, the plain names of the modules directly in the one of plain name ``name``."""
+        """The plain names of the modules directly in the one of plain name ``name``, by attribute."""
         return self._children.get(name, {})
 
     def module(self, name: str) -> nn.Module:
-        """The module of a plain name."""
         return self.model.get_submodule(self.reals[name][-1])
 
     def find(self, module: nn.Module) -> str:

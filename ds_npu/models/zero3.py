@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO-3 writes on a parameter that it has partitioned over the data ranks."""
+"""Attributes that DeepSpeed's ZeRO-3 writes on a parameter that it has partitioned over the data ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ds_npu.models.attributes import attribute, has_attribute, remove_attributes
 
 PREFIX, OURS = "ds_", "ds_npu"
-"""How the names of DeepSpeed's attributes begin, and those of ds_npu's."""
+"""Beginnings of the names of DeepSpeed's attributes, and of ds_npu's."""
 OTHERS = frozenset(
     {
         "aligned_size",
@@ -24,7 +24,7 @@ OTHERS = frozenset(
         "reduce_gradients_at_owner",
     }
 )
-"""What else it sets of a parameter (runtime/zero/partition_parameters.py, _convert_to_deepspeed_param)."""
+"""Its other attributes of a parameter (runtime/zero/partition_parameters.py, _convert_to_deepspeed_param)."""
 
 
 def unpartitioned_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -50,8 +50,4 @@ def is_on_nvme(parameter: torch.Tensor) -> bool:
 
 def forget_partition(parameter: torch.Tensor) -> None:
     """Remove all that ZeRO-3 has written on ``parameter``, which is then a plain one without elements."""
-    remove_attributes(parameter, _is_deepspeeds)
-
-
-def _is_deepspeeds(name: str) -> bool:
-    return name in OTHERS or (name.startswith(PREFIX) and not name.startswith(OURS))
+    remove_attributes(parameter, lambda name: name in OTHERS or (name.startswith(PREFIX) and not name.startswith(OURS)))

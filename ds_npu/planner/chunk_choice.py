@@ -1,4 +1,4 @@
-"""Of how many tokens the logits are computed at a time, as options of a plan: fewer need less memory, and more time.
+"""Chunk sizes of the loss, as options of a plan: fewer tokens at a time need less memory, and more time.
 
 Pure: neither torch nor DeepSpeed. A chunk multiplies by the head's weight three times (logits, gradients of the hidden
 states and of the weight); each product takes as long as its operations, or as it moves the weight and the chunk,
@@ -13,7 +13,7 @@ from ds_npu.planner.memory_plan import Option
 from ds_npu.topology.machine import Machine
 
 LEAST_TOKENS = 256
-"""Of a chunk: below it, products wait for the weight."""
+"""Least tokens of a chunk: below it, products wait for the weight."""
 PASSES = 8
 """Operators of a chunk's loss that read and write all of its logits (``ds_npu.parallel.tensor.chunked_loss``)."""
 
@@ -25,29 +25,29 @@ class ChunkedHead:
     tokens: int
     hidden: int
     words: int
-    """This rank's."""
+    """This rank's part of the vocabulary."""
     itemsize: int
     """Bytes of a number of the products."""
     wide: int
     """Bytes of a number of the sums: of the loss, and of the weight's gradient."""
     copies: int = 1
-    """Of the logits, in both dtypes: 2 where the model changes them behind its head (softcapping)."""
+    """Copies of the logits, in both dtypes: 2 where the model changes them after its head (softcapping)."""
     trains_weight: bool = True
 
     @property
     def bytes_of_token(self) -> int:
-        """What a token of a chunk needs while the chunk is computed."""
+        """Bytes that a token needs while its chunk is computed."""
         return self.copies * self.words * (self.wide + self.itemsize) + 2 * self.hidden * self.itemsize
 
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Powers of two, of which the last holds all tokens."""
+        """Powers of two; the last holds all tokens."""
         sizes = [LEAST_TOKENS]
         while sizes[-1] < self.tokens:
             sizes.append(2 * sizes[-1])
         return tuple(sizes)
 
     def seconds(self, size: int, machine: Machine) -> float:
-        """What all chunks of ``size`` tokens take."""
+        """Estimate all chunks of ``size`` tokens."""
         whole, rest = divmod(self.tokens, size)
         return whole * self._chunk_seconds(size, machine) + (self._chunk_seconds(rest, machine) if rest else 0.0)
 
@@ -55,7 +55,7 @@ class ChunkedHead:
         product = 2 * tokens * self.hidden * self.words / machine.matmul
         chunk = tokens * (self.hidden + self.words) * self.itemsize
         weight = self.hidden * self.words
-        # Read twice; the sum of its gradient read and written.
+        # The weight is read twice, the sum of its gradient read and written.
         moved = [chunk + weight * self.itemsize] * 2 + [chunk + 2 * weight * self.wide] * self.trains_weight
         products = sum(max(product, each / machine.memory, machine.kernel) for each in moved)
         return products + PASSES * max(2 * tokens * self.words * self.wide / machine.memory, machine.kernel)

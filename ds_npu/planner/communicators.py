@@ -24,7 +24,7 @@ GROUP_BUFFER, PAIR_BUFFER = "HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE"
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the ranks along ``axes`` send each other, where one of the axes in ``needs`` has more than one rank."""
+    """Messages among the ranks along ``axes``, where one of the axes in ``needs`` has more than one rank."""
 
     axes: tuple[Axis, ...]
     needs: tuple[Axis, ...]
@@ -61,7 +61,6 @@ class Communicator:
 
     @property
     def device_mib(self) -> int:
-        """MiB of device memory."""
         return 2 * self.mib * self.count
 
 
@@ -104,10 +103,10 @@ def planned_communicators(
 ) -> list[Communicator]:
     """The communicators that a rank opens by the end of a step and a checkpoint, the most of all ranks.
 
-    ``algorithm`` shares the sequences of a Hugging Face model; None: nothing does, or it is not known yet. With
+    ``algorithm`` shards the sequences of a Hugging Face model; None: nothing does, or it is not known yet. With
     pipeline ranks the model is cut ``in_stages`` by ds_npu, or is a PipelineModule. Experts' communicators are counted
     where ``degrees`` have them, although only a model with weights on the expert view opens them. ``hidden_mib`` is
-    what the hidden states of a micro-batch take, where that is known; it is said beside the buffer, which is made
+    what the hidden states of a micro-batch take, where that is known; it is shown with the buffer, which is made
     before the first batch.
     """
     stated = {"buckets": bucket_mib(ds_config), "hidden states": hidden_mib}
@@ -127,7 +126,7 @@ def planned_communicators(
     more: list[Communicator] = []
     for group in _context_groups(degrees, algorithm):
         if group.in_pairs and default_mib(PAIR_BUFFER):
-            # A rank's links to the next and from the previous one, of which each has a communicator of its own.
+            # A rank's links to the next and from the previous one have a communicator each.
             more.append(Communicator(f"{group.name}, pairs", group.messages, default_mib(PAIR_BUFFER), 2))
             continue
         found.setdefault(group.box, (group.name, [], default_mib(GROUP_BUFFER)))[1].append(group.messages)
@@ -141,13 +140,12 @@ def planned_communicators(
 
 
 def _between_stages(degrees: Degrees, ds_config: dict[str, Any], in_stages: bool) -> Iterator[Communicator]:
-    """Those of hidden states and their gradients, of a rank that has a stage before and one behind its own."""
+    """Communicators of hidden states and their gradients, on a rank between two other stages."""
     pairs, mib = min(degrees.pp - 1, 2), default_mib(PAIR_BUFFER)
     if pairs and mib:
-        # In stages, messages to higher and to lower ranks have a group each, and in each of both a pair its
-        # communicator; DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).
-        directions = 2 if in_stages else 1
-        yield Communicator("neighbouring stages", "hidden states and gradients", mib, directions * pairs)
+        # In stages, messages to higher and to lower ranks have a group each, with a communicator for each pair;
+        # DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).
+        yield Communicator("neighbouring stages", "hidden states and gradients", mib, (1 + in_stages) * pairs)
     elif pairs and in_stages:
         mib = buffer_mib(degrees, ("pp",), ds_config)
         yield Communicator("stages, up and down", "hidden states and gradients", mib, 2)

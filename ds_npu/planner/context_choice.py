@@ -53,12 +53,10 @@ def refusals(candidates: Iterable[Candidate]) -> list[str]:
     for each in candidates:
         if each.impossible:
             names.setdefault(each.impossible, []).append(str(each))
-    return [f"{_few(found)}: {reason}" for reason, found in names.items()]
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return [
+        ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "") + f": {reason}"
+        for reason, found in names.items()
+    ]
 
 
 def communicators(algorithm: ContextAlgorithm) -> int:
@@ -73,20 +71,18 @@ def estimated(
     found: Iterable[ContextAlgorithm], layer: Layer, degrees: Degrees, machine: Machine = A2
 ) -> list[Candidate]:
     """For each of ``found``, its cost in a layer of the model, or why it is impossible."""
-    candidates = []
-    for algorithm in found:
-        reason = impossible(layer, algorithm, degrees)
-        candidates.append(
-            Candidate(algorithm, None if reason else layer_cost(layer, algorithm, degrees, machine), reason)
-        )
-    return candidates
+    reasons = ((algorithm, impossible(layer, algorithm, degrees)) for algorithm in found)
+    return [
+        Candidate(algorithm, None if reason else layer_cost(layer, algorithm, degrees, machine), reason)
+        for algorithm, reason in reasons
+    ]
 
 
 def choose(candidates: Sequence[Candidate]) -> Choice | None:
     """The fastest of ``candidates``; None where all are impossible.
 
-    Of equally fast ones, one that does not gather the whole sequence, then the one with the fewest communicators. A
-    pure function: all ranks choose alike.
+    Among equally fast ones it prefers one that does not gather the whole sequence, then the one with the fewest
+    communicators. A pure function: all ranks choose alike.
     """
     timed = [(each.cost.seconds, each) for each in candidates if each.cost]
     timed.sort(key=lambda pair: (pair[0], str(pair[1])))

@@ -42,17 +42,17 @@ class Pass:
     """A forward or backward of one layer, on the rank with the most work."""
 
     near_bytes: float = 0.0
-    """Sent to ranks of the same node."""
+    """Bytes sent to ranks of the same node."""
     far_bytes: float = 0.0
-    """Sent to other nodes."""
+    """Bytes sent to other nodes."""
     messages: int = 0
-    """Messages and collectives."""
+    """Number of messages and collectives."""
     attention_s: float = 0.0
-    """Attention kernels."""
+    """Seconds of attention kernels."""
     exposed_s: float = 0.0
-    """Communication that does not overlap with attention."""
+    """Seconds of communication that does not overlap with attention."""
     copy_s: float = 0.0
-    """Packing and unpacking messages, and summing results of blocks."""
+    """Seconds of packing and unpacking messages, and of summing results of blocks."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class LayerCost:
     forward: Pass
     backward: Pass
     kept_bytes: float
-    """Kept from forward to backward for each layer, beside the rank's own queries, keys, values and result."""
+    """Bytes kept from forward to backward for each layer, without the rank's own queries, keys, values and result."""
     working_bytes: float
-    """Buffers while the layer runs."""
+    """Bytes of buffers while the layer runs."""
 
     @cached_property
     def both(self) -> Pass:
@@ -88,9 +88,9 @@ def impossible(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees) -> s
 def layer_cost(layer: Layer, algorithm: ContextAlgorithm, degrees: Degrees, machine: Machine) -> LayerCost:
     """The cost of a possible ``algorithm`` on the tensor rank with the most heads."""
     rank = _Rank(layer, algorithm, degrees, machine)
-    route = _gather if algorithm.gather else _ring if algorithm.ring > 1 else _no_ring
-    forward = [rank.exchange(), rank.attention(), route(rank)]
-    backward = [rank.exchange_back(), rank.attention(backward=True), route(rank, backward=True)]
+    routes = [_gather] if algorithm.gather else [_ring] if algorithm.ring > 1 else []
+    forward = [rank.exchange(), rank.attention(), *(route(rank) for route in routes)]
+    backward = [rank.exchange_back(), rank.attention(backward=True), *(route(rank, backward=True) for route in routes)]
     return LayerCost(_sum(forward), _sum(backward), rank.kept_bytes(), rank.working_bytes())
 
 
@@ -99,7 +99,7 @@ def _sum(passes: Iterable[Pass]) -> Pass:
 
 
 def shared_heads(shape: AttentionShape, tensor: int, ulysses: int) -> tuple[list[int], list[int]]:
-    """Of the tensor rank with the most heads, each Ulysses rank's query heads and the key heads that these need."""
+    """Query heads of each Ulysses rank, and the key heads that they need, of the tensor rank with the most heads."""
     short, longer = divmod(math.ceil(shape.heads / tensor), ulysses)
     queries = [short + (rank < longer) for rank in range(ulysses)]
     share, keys, begin = shape.heads // shape.kv_heads, [], 0
@@ -134,7 +134,7 @@ class _Rank:
 
     @property
     def tokens(self) -> float:
-        """T, of all samples."""
+        """T of all samples."""
         return self.layer.samples * self.layer.length / self.algorithm.size
 
     @property
@@ -157,7 +157,7 @@ class _Rank:
         return sum(self.again) / sum(self.widths)
 
     def attention(self, backward: bool = False) -> Pass:
-        """Its FLOP at the rate that the kernel reaches with the keys of one call, and the least time of each call."""
+        """Attention's FLOP at the kernel's rate for the keys of one call, and the least time of each call."""
         layer, ring, (key, value) = self.layer, self.algorithm.ring, self.widths
         pairs = layer.samples * layer.length**2 / ring / (2 if layer.causal else 1)
         # Gathered, the two chunks of a zigzag rank are a call each; a block of a ring is one.
@@ -224,18 +224,14 @@ def _returned(heads: Sequence[int]) -> int:
     return (len(heads) - 1) * max(heads)
 
 
-def _no_ring(rank: _Rank, backward: bool = False) -> Pass:
-    return Pass()
-
-
 def _gather(rank: _Rank, backward: bool = False) -> Pass:
-    """All-gather of a block, and in backward reduce-scatter of its gradient: within nodes what goes between them once.
+    """All-gather of a block, and in backward reduce-scatter of its gradient; a block reaches each other node once.
 
-    Of r ranks, g of each node: r / g - 1 blocks to other nodes, then (g - 1) r / g to the node.
+    With g of r ranks on each node, a rank sends r / g - 1 blocks to other nodes, then (g - 1) r / g within its node.
     """
     e, machine, ranks, near = rank.layer.number_bytes, rank.machine, rank.algorithm.ring, rank.near
     again = rank.share_again if backward else 1.0
-    # Bytes of a block in each collective, and what is read and written to put all blocks in their places.
+    # Bytes of a block in each collective, and bytes read and written to put all blocks in order.
     collectives = [rank.block * e * again] if again else []
     copied = 2 * sum(collectives) * ranks
     if backward:
@@ -248,9 +244,10 @@ def _gather(rank: _Rank, backward: bool = False) -> Pass:
 
 
 def _ring(rank: _Rank, backward: bool = False) -> Pass:
-    """Blocks from rank to rank while attention to the one at hand is computed, gradients one step behind them.
+    """Blocks go from rank to rank while attention to the present one is computed, gradients one step later.
 
-    After the first of r steps, results are summed in wide numbers: of out forward, of dq and the block's backward.
+    After the first of r steps, results are summed in wide numbers: out in forward, dq and the block's gradients in
+    backward.
     """
     layer, algorithm, machine = rank.layer, rank.algorithm, rank.machine
     steps = ring_steps(0, algorithm.ring, algorithm.inner)

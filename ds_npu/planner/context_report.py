@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
-    """Lines about the choice; none without a context axis. Raises ConfigError where no algorithm is possible."""
+    """Yield lines about the choice, none without a context axis. Raises ConfigError where no algorithm is possible."""
     degrees, section = checked.degrees, checked.config.context_parallel
     if degrees.cp == 1:
         return
@@ -37,9 +37,8 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
     choice = choose_for(section, layer, degrees, machine)
     how = f"chosen: {choice.reason}" if len(left) > 1 else "as given"
     yield from ("", f"{title} {algorithm_text(choice.algorithm)} ({how})", *_assumptions(layer, machine))
-    # All of them, whatever was given: that one is among them.
-    open_section = ContextParallelSection(kv_cache=section.kv_cache)
-    found = algorithms(open_section, degrees.cp)
+    # The table shows all algorithms, the given one among them.
+    found = algorithms(ContextParallelSection(kv_cache=section.kv_cache), degrees.cp)
     every = choice if found == left else choose(estimated(found, layer, degrees, machine)) or choice
     yield from _table([each for each in every.candidates if each.cost], choice.algorithm)
     for refusal in refusals(every.candidates):
@@ -74,12 +73,13 @@ def number_bytes(ds_config: dict[str, Any]) -> int:
 
 
 def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
+    (fewest, slowest), (most, fastest) = machine.attention[0], machine.attention[-1]
     speeds = [
         f"{machine.node} ranks a node, {machine.port / 1e9:.0f} GB/s to all of them together",
         f"{machine.link / 1e9:.1f} GB/s to one of them",
         f"{machine.network / 1e9:.1f} GB/s to other nodes",
         f"{machine.memory / 1e9:,.0f} GB/s of memory",
-        _attention(machine),
+        f"{slowest / 1e12:.0f} to {fastest / 1e12:.0f} TFLOP/s in attention at {fewest:,} to {most:,} keys a call",
         f"{machine.kernel * 1e6:.0f} us a kernel",
         f"{machine.message * 1e6:.0f} us a message",
     ]
@@ -90,11 +90,6 @@ def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
         f"Assumed of an {machine.name}: {', '.join(speeds)}."
     )
     yield from textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent="  ")
-
-
-def _attention(machine: Machine) -> str:
-    (fewest, slowest), (most, fastest) = machine.attention[0], machine.attention[-1]
-    return f"{slowest / 1e12:.0f} to {fastest / 1e12:.0f} TFLOP/s in attention at {fewest:,} to {most:,} keys a call"
 
 
 def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""Chooses what each layer keeps of its activations, so that a step stays within a budget for the least extra time.
+"""Chooses which activations each layer keeps, so that a step fits a budget at the least extra time.
 
 Pure: neither torch nor DeepSpeed. A mixed-integer linear program, solved by HiGHS (scipy.optimize.milp; Huangfu and
-Hall 2018, doi 10.1007/s12532-017-0130-5): one variable of 0 or 1 for each layer and option, one of a layer's options is
-taken, and at every moment of a step what is allocated must be within the budget. One such program for each pattern of
-layers that are swapped beside (``swap_pattern``).
+Hall 2018, doi 10.1007/s12532-017-0130-5), has a variable of 0 or 1 for each layer and option; one of a layer's options
+is taken, and at every moment of a step the allocated bytes must be within the budget. There is one such program for
+each pattern of swapped layers (``swap_pattern``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ds_npu.planner.swap_pattern import NOTHING_SWAPPED, SwapPattern
 SOLVER = "scipy.optimize"
 WITHOUT_SOLVER = "scipy is not installed, whose solver makes the plan: pip install 'ds_npu[planner]'"
 GAP = 1e-3
-"""Of the extra time, by which the solver's plan may be worse than the best one."""
+"""Part of the extra time by which the solver's plan may be worse than the best one."""
 SOLVER_SECONDS = 60.0
 TOLERANCE = 2e-6
-"""Of the budget: the solver may be over by half of it."""
+"""Part of the budget; the solver may exceed the budget by half of it."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Option:
     """A way to keep less of one layer's activations."""
 
     parts: tuple[str, ...]
-    """What is computed again; nothing: all is kept."""
+    """Parts that are computed again; none: all is kept."""
     kept_bytes: int
-    """From a forward of the layer to its backward."""
+    """Bytes kept from a forward of the layer to its backward."""
     seconds: float
-    """That a forward and backward take longer."""
+    """Additional seconds of a forward and backward."""
     rest_bytes: int = 0
-    """Of ``kept_bytes``, what stays on the device where the layer is swapped: what is small."""
-    beside_bytes: int = 0
-    """Of ``kept_bytes``, what the layer's own backward has beside all that it saves: what that is computed from."""
+    """Part of ``kept_bytes`` that remains on the device where the layer is swapped: small storages."""
+    backward_bytes: int = 0
+    """Part of ``kept_bytes`` that the layer's own backward needs once more: sources of what it computes again."""
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """One layer, and what can be done with it; the first option is the one that moments were measured with."""
+    """One layer and its options; moments were measured with the first option."""
 
     name: str
     options: tuple[Option, ...]
     forward_seconds: float = 0.0
-    """That a forward takes."""
+    """Seconds of a forward."""
 
 
 @dataclass(frozen=True)
@@ -58,41 +58,41 @@ class Moment:
     peak_bytes: int
     """The most that was allocated."""
     calls: tuple[int, ...]
-    """By layer, how many of its forwards wait for their backward."""
+    """The number of forwards of each layer that wait for their backward."""
     forward: int | None = None
-    """The place of the layer whose forward was running."""
+    """Index of the layer whose forward was running."""
     backward: int | None = None
-    """The place of the layer whose backward was running."""
+    """Index of the layer whose backward was running."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """An option of each layer."""
+    """The chosen option of each layer."""
 
     options: tuple[Option, ...]
     peak_bytes: int
     """The most that is allocated in any moment."""
     tightest: str
-    """The moment that needs so much."""
+    """The moment with this peak."""
     pattern: SwapPattern = NOTHING_SWAPPED
 
     @property
     def wait_seconds(self) -> float:
-        """That the forward and backward of one micro-batch wait for copies."""
-        return sum(_wait_seconds(self.pattern, place, each) for place, each in enumerate(self.options))
+        """Seconds that the forward and backward of one micro-batch wait for copies."""
+        return sum(_wait_seconds(self.pattern, index, each) for index, each in enumerate(self.options))
 
     @property
     def seconds(self) -> float:
-        """That the forward and backward of one micro-batch take longer."""
+        """Additional seconds of the forward and backward of one micro-batch."""
         return sum(each.seconds for each in self.options) + self.wait_seconds
 
     def host_bytes(self, moments: Iterable[Moment]) -> int:
-        """The most that waits on the host in any of ``moments``."""
-        swapped = [(place, self.options[place]) for place in self.pattern.on_host]
+        """The most bytes that wait on the host in any of ``moments``."""
+        swapped = [(index, self.options[index]) for index in self.pattern.on_host]
         return max(
             sum(
-                self.pattern.count_on_host(place, each.calls, each.forward) * (option.kept_bytes - option.rest_bytes)
-                for place, option in swapped
+                self.pattern.count_on_host(index, each.calls, each.forward) * (option.kept_bytes - option.rest_bytes)
+                for index, option in swapped
             )
             for each in moments
         )
@@ -121,7 +121,7 @@ def measured(
     options: Sequence[Option],
     pattern: SwapPattern = NOTHING_SWAPPED,
 ) -> MemoryPlan:
-    """The plan that takes these ``options`` and swaps ``pattern``, with what it needs."""
+    """The plan that takes these ``options`` and swaps ``pattern``, with its peak."""
     columns = list(enumerate(options))
     needs = [
         (moment.peak_bytes + sum(_more_bytes(layers, columns, moment, pattern)), moment.what) for moment in moments
@@ -133,17 +133,17 @@ def measured(
 def _more_bytes(
     layers: Sequence[PlannedLayer], columns: Sequence[tuple[int, Option]], moment: Moment, pattern: SwapPattern
 ) -> list[int]:
-    """What each option of the layer at a place needs in ``moment`` beside what was measured."""
+    """Bytes that each (layer, option) of ``columns`` needs in ``moment`` beyond the measured ones."""
     return [
-        moment.calls[place] * (option.kept_bytes - layers[place].options[0].kept_bytes)
-        - pattern.count_on_host(place, moment.calls, moment.forward) * (option.kept_bytes - option.rest_bytes)
-        + (option.beside_bytes if place == moment.backward else 0)
-        for place, option in columns
+        moment.calls[index] * (option.kept_bytes - layers[index].options[0].kept_bytes)
+        - pattern.count_on_host(index, moment.calls, moment.forward) * (option.kept_bytes - option.rest_bytes)
+        + (option.backward_bytes if index == moment.backward else 0)
+        for index, option in columns
     ]
 
 
-def _wait_seconds(pattern: SwapPattern, place: int, option: Option) -> float:
-    return pattern.wait_seconds(place, option.kept_bytes - option.rest_bytes)
+def _wait_seconds(pattern: SwapPattern, index: int, option: Option) -> float:
+    return pattern.wait_seconds(index, option.kept_bytes - option.rest_bytes)
 
 
 def best_plan(
@@ -190,12 +190,12 @@ def _best_with(
 
 
 def useful(options: Sequence[Option], wait_seconds: Callable[[Option], float], is_swapped: bool) -> list[Option]:
-    """``options`` without those than which another keeps no more, here and on the host, and takes no longer."""
+    """Drop each option for which another keeps no more, here and on the host, and takes no longer."""
     found: list[Option] = []
     for each in sorted(options, key=lambda option: (option.seconds + wait_seconds(option), option.kept_bytes)):
         if all(
             each.kept_bytes < other.kept_bytes
-            or each.beside_bytes < other.beside_bytes
+            or each.backward_bytes < other.backward_bytes
             or (is_swapped and each.rest_bytes < other.rest_bytes)
             for other in found
         ):
@@ -219,31 +219,31 @@ class _Problem:
     def __init__(self, layers: Sequence[PlannedLayer], moments: Sequence[Moment], pattern: SwapPattern) -> None:
         self._layers, self._pattern = layers, pattern
         self._columns: list[tuple[int, Option]] = []
-        """By variable, the place of a layer and an option of it."""
-        for place, layer in enumerate(layers):
-            options = useful(layer.options, partial(_wait_seconds, pattern, place), place in pattern.on_host)
-            self._columns += [(place, option) for option in options]
-        # Of moments that are alike, the one that needs most.
+        """The index of a layer and an option of it, for each variable."""
+        for index, layer in enumerate(layers):
+            options = useful(layer.options, partial(_wait_seconds, pattern, index), index in pattern.on_host)
+            self._columns += [(index, option) for option in options]
+        # The largest of moments that are alike.
         self._moments: dict[tuple[tuple[int, ...], int | None, int | None], Moment] = {}
         for moment in moments:
-            key = moment.calls, moment.forward if pattern.places else None, moment.backward
+            key = moment.calls, moment.forward if pattern.layers else None, moment.backward
             self._moments[key] = max(moment, self._moments.get(key, moment), key=lambda each: each.peak_bytes)
 
-    def solved(self, room_bytes: float, unit_bytes: int) -> list[Option] | None:
-        """The options that the solver takes; None where it finds none. ``unit_bytes``: makes numbers near 1, for which
-        the solver's tolerances are."""
+    def solved(self, limit_bytes: float, unit_bytes: int) -> list[Option] | None:
+        """Return the options that the solver takes; None where it finds none. Division by ``unit_bytes`` brings numbers
+        near 1, for which the solver's tolerances are."""
         solver, error = try_import(SOLVER)
         numpy, _ = try_import("numpy")
         if solver is None or numpy is None:
             raise RuntimeError(WITHOUT_SOLVER) from error
         columns, moments = self._columns, self._moments.values()
         one_each = numpy.zeros((len(self._layers), len(columns)))
-        for column, (place, _) in enumerate(columns):
-            one_each[place, column] = 1
+        for column, (index, _) in enumerate(columns):
+            one_each[index, column] = 1
         held = [_more_bytes(self._layers, columns, moment, self._pattern) for moment in moments]
-        room = [room_bytes - moment.peak_bytes for moment in moments]
-        rows, most = (numpy.array(each, dtype=float) / max(1, unit_bytes) for each in (held, room))
-        seconds = numpy.array([each.seconds + _wait_seconds(self._pattern, place, each) for place, each in columns])
+        free = [limit_bytes - moment.peak_bytes for moment in moments]
+        rows, most = (numpy.array(each, dtype=float) / max(1, unit_bytes) for each in (held, free))
+        seconds = numpy.array([each.seconds + _wait_seconds(self._pattern, index, each) for index, each in columns])
         found = solver.milp(
             seconds / max(seconds.max(), 1e-12),
             integrality=numpy.ones(len(columns)),
@@ -255,7 +255,7 @@ class _Problem:
 
     def _taken(self, values: Sequence[float]) -> list[Option]:
         taken: dict[int, tuple[float, Option]] = {}
-        for (place, option), value in zip(self._columns, values, strict=True):
-            if place not in taken or value > taken[place][0]:
-                taken[place] = value, option
-        return [taken[place][1] for place in range(len(self._layers))]
+        for (index, option), value in zip(self._columns, values, strict=True):
+            if index not in taken or value > taken[index][0]:
+                taken[index] = value, option
+        return [taken[index][1] for index in range(len(self._layers))]

@@ -1,4 +1,4 @@
-"""A plan of what layers keep, as a table for people, and as the keys of the section that ask for it."""
+"""Shows a plan of recomputation as a table for people, and as the keys of the section that ask for it."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ds_npu.planner.memory_plan import (
 )
 
 WHOLE, NORM, ACTIVATION, ATTENTION, MLP = "block", "norm", "activation_function", "attention", "mlp"
-"""Parts of a block that can be computed again: all of it, the norms, what stands between an MLP's linears, and the
+"""Parts of a block that can be computed again: all of it, the norms, the operators between an MLP's linears, and the
 attention, or the MLP or MoE, as a whole."""
 LOSS = "the loss"
-"""In place of a layer's name; its options are numbers of tokens of a chunk (``chunk_choice``)."""
+"""The loss's name among layers; its options are numbers of tokens of a chunk (``chunk_choice``)."""
 GIB, MIB = 2**30, 2**20
 KEY = "ds_npu.recompute.budget_gib"
 LARGE_SHARE = 0.1
-"""Of what a step needs, from which buckets of gradients are called large."""
+"""Part of a step's memory from which buckets of gradients are called large."""
 
 Modules = Mapping[str, Mapping[str, Sequence[str]]]
-"""By layer and part, the modules that are it."""
+"""The modules of each part of each layer."""
 Section = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The plan of the ranks of one pipeline stage, and what it was made from."""
+    """The plan of the ranks of one pipeline stage, and its inputs."""
 
     stage: int
     layers: tuple[PlannedLayer, ...]
@@ -59,7 +59,7 @@ class PlannedKeys:
 
 
 def planned_keys(stages: Sequence[StagePlan]) -> PlannedKeys:
-    """The keys of the section that ask for what ``stages`` have planned."""
+    """The keys of the section that ask for the plans of ``stages``."""
     found: dict[str, list[str]] = {}
     tokens: int | None = None
     for stage in stages:
@@ -75,13 +75,13 @@ def planned_keys(stages: Sequence[StagePlan]) -> PlannedKeys:
     recompute = RecomputeSection(
         modules=chosen["modules"], norm=chosen[NORM] or False, activation_function=chosen[ACTIVATION] or False
     )
-    swapped = [stage.layers[place].name for stage in stages for place in stage.plan.pattern.places]
+    swapped = [stage.layers[index].name for stage in stages for index in stage.plan.pattern.layers]
     swap = SwapSection(activations=globs(swapped), depth=1) if swapped else SwapSection()
     return PlannedKeys(recompute, swap, tokens)
 
 
 def section_of(stages: Sequence[StagePlan]) -> Section:
-    """What ``stages`` have planned, as the section of a config."""
+    """The section of a config that asks for the plans of ``stages``."""
     keys = planned_keys(stages)
     parts = {"recompute": keys.recompute, "swap": keys.swap}
     found = {key: dict(sorted(part.model_dump(exclude_defaults=True).items())) for key, part in parts.items()}
@@ -98,7 +98,7 @@ def globs(modules: Sequence[str]) -> list[str]:
 
 
 def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int, machine: str) -> Iterator[str]:
-    """Lines for people; ``buffer_bytes``: of communicators, and a margin; ``machine``: whose speeds are assumed."""
+    """Yield lines for people; ``buffer_bytes``: communicators and a margin; ``machine`` has the assumed speeds."""
     yield f"Recomputation for a budget of {budget_gib:g} GiB a rank (times: estimates for {machine})"
     for stage in stages:
         of = f", pipeline rank {stage.stage}" if len(stages) > 1 else ""
@@ -113,7 +113,7 @@ def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int
             f" ({size_text(buffer_bytes)} of it HCCL's buffers and a margin); extra time of a micro-batch: "
             f"{1e3 * stage.plan.seconds:.3g} ms"
         )
-        if stage.plan.pattern.places:
+        if stage.plan.pattern.layers:
             yield (
                 f"  on the host: {size_text(stage.plan.host_bytes(stage.moments))}; copies make a micro-batch wait "
                 f"{1e3 * stage.plan.wait_seconds:.3g} ms of these"
@@ -127,8 +127,8 @@ def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int
 
 def _rows(stage: StagePlan) -> Iterator[tuple[str, str, str, str]]:
     groups: dict[tuple[Option, bool], list[str]] = {}
-    for place, (layer, option) in enumerate(zip(stage.layers, stage.plan.options, strict=True)):
-        groups.setdefault((option, place in stage.plan.pattern.on_host), []).append(layer.name)
+    for index, (layer, option) in enumerate(zip(stage.layers, stage.plan.options, strict=True)):
+        groups.setdefault((option, index in stage.plan.pattern.on_host), []).append(layer.name)
     for (option, is_swapped), layers in groups.items():
         if layers == [LOSS]:
             chunk = f"{option.kept_bytes / MIB:.3g} at a time"
@@ -143,7 +143,7 @@ class Buckets:
     """The buffers in which ZeRO collects gradients."""
 
     elements: int
-    """Of each, as the config says."""
+    """Elements of each, as the config says."""
     size: int
     """Bytes of all of them."""
     largest_weight: int
@@ -153,7 +153,7 @@ class Buckets:
 def budget_refusal(
     errors: Mapping[int, BudgetError], budget_gib: float, buffer_bytes: int, buckets: Buckets | None
 ) -> str:
-    """Why ``budget_gib`` is impossible; ``errors``: by pipeline rank; ``buckets``: of the rank that says so."""
+    """Why ``budget_gib`` is impossible; ``errors``: by pipeline rank; ``buckets``: of the rank that raises it."""
     stage, error = max(errors.items(), key=lambda pair: pair[1].least.peak_bytes)
     needed = error.least.peak_bytes + buffer_bytes
     where = f" of pipeline rank {stage}" if len(errors) > 1 or stage else ""
@@ -177,7 +177,7 @@ def budget_refusal(
 
 
 def too_early(errors: Mapping[int, BudgetError], budget_gib: float, buffer_bytes: int) -> str:
-    """What is known of an impossible budget before the first optimizer step, which may need more."""
+    """The error of a budget that is too small before the first optimizer step, which may need more."""
     needed = max(each.least.peak_bytes for each in errors.values()) + buffer_bytes
     return (
         f"{KEY}: found {budget_gib:g}; forward and backward alone need {up_to_gib(needed)}. The first optimizer step "
@@ -186,7 +186,7 @@ def too_early(errors: Mapping[int, BudgetError], budget_gib: float, buffer_bytes
 
 
 def up_to_gib(size: int) -> float:
-    """``size`` bytes in GiB, rounded up to six places."""
+    """``size`` bytes in GiB, rounded up to six layers."""
     return math.ceil(1e6 * size / GIB) / 1e6
 
 

@@ -24,7 +24,7 @@ LARGEST_SIZE = 2**20
 def attention_of(path: str) -> AttentionShape:
     """The attention of the language model at ``path``, a config.json or a folder with one.
 
-    Raises ConfigError for a file that cannot be read or that lacks its heads.
+    Raises ConfigError for a file that cannot be read or that has no heads.
     """
     file, found = _language_model(path)
     heads = found.count("num_attention_heads")
@@ -99,8 +99,8 @@ def _read(file: Path) -> dict[str, Any]:
         problems = [Problem("--model", each.found, each.accepted) for each in error.problems]
         raise ConfigError(problems, str(file)) from None
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError([Problem(place, error.msg, accepted)], str(file)) from None
+        position = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError([Problem(position, error.msg, accepted)], str(file)) from None
     except RecursionError:
         raise ConfigError([Problem("--model", "objects or lists without end", accepted)], str(file)) from None
     if not isinstance(config, dict):

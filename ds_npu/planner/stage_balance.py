@@ -1,9 +1,9 @@
-"""How many blocks each pipeline stage has, so that the slowest rank is as fast as it can be."""
+"""Divides blocks over pipeline stages so that the slowest rank is as fast as it can be."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import accumulate, permutations
+from itertools import accumulate, islice, permutations
 
 ROUNDING, HALVINGS = 1e-9, 60
 
@@ -13,10 +13,10 @@ def counts_by_rank(
 ) -> list[int]:
     """The number of consecutive blocks of each stage: work is divided evenly over ranks.
 
-    ``rank_of``, ``work``: of each stage, its rank, and what its costs are multiplied by (more where it runs a forward
-    again); ``costs``, ``behind``: as in ``balanced_counts``, which is the answer where each rank has one stage and all
-    work alike. Elsewhere the slowest rank is as fast as moves of single blocks make it, and then stages are alike
-    (their squares add up to the least). Raises ValueError where there are fewer blocks than stages.
+    ``rank_of``: the rank of each stage; ``work``: the factor of its costs (more where it runs a forward again);
+    ``costs``, ``behind``: as in ``balanced_counts``, which is the answer where each rank has one stage and all work
+    alike. Elsewhere single blocks are moved until the slowest rank gets no faster, and then until the squares of the
+    stages' loads add up to the least. Raises ValueError where there are fewer blocks than stages.
     """
     stages = len(rank_of)
     counts = balanced_counts(costs, stages, behind)
@@ -35,8 +35,7 @@ def counts_by_rank(
 
     best = score(counts)
     while True:
-        moved = [(score(each), each) for each in _moves(counts)]
-        found, candidate = min(moved, default=(best, counts))
+        found, candidate = min(((score(each), each) for each in _moves(counts)), default=(best, counts))
         if not _is_less(found, best):
             return counts
         best, counts = found, candidate
@@ -51,7 +50,7 @@ def _is_less(found: tuple[float, float], best: tuple[float, float]) -> bool:
 
 
 def _moves(counts: list[int]) -> list[list[int]]:
-    """One block from a stage to another; those between keep their number. All but the last stage keep one."""
+    """Move one block from a stage to another, in every way; all but the last stage keep one."""
     found = []
     for source, target in permutations(range(len(counts)), 2):
         if counts[source] > (source < len(counts) - 1):
@@ -63,11 +62,11 @@ def _moves(counts: list[int]) -> list[list[int]]:
 
 
 def balanced_counts(costs: Sequence[float], stages: int, behind: float = 0.0) -> list[int]:
-    """The number of consecutive blocks of each stage whose largest sum of ``costs`` is the least.
+    """The number of consecutive blocks of each stage, so that the largest sum of ``costs`` is the least.
 
-    ``costs``: of each block, in any unit; ``behind``: of what the last stage computes behind its blocks (the head).
-    Each stage has a block, but for the last one where what stands behind the blocks outweighs them. Of equally good
-    numbers the earlier stages have the more. Raises ValueError where there are fewer blocks than stages.
+    ``costs``: of each block, in any unit; ``behind``: the cost of the head, which the last stage computes after its
+    blocks. Each stage has a block, except the last one where the head outweighs the blocks. Of equally good numbers,
+    earlier stages have the larger. Raises ValueError where there are fewer blocks than stages.
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"{len(costs)} blocks for {stages} stages, of which each needs a block")
@@ -105,16 +104,14 @@ def _filled(costs: Sequence[float], stages: int, behind: float, most: float, few
 
 
 def _load(costs: Sequence[float], counts: Sequence[int], behind: float) -> float:
-    """Of the slowest stage."""
-    loads, at = [], 0
-    for count in counts:
-        loads.append(sum(costs[at : at + count]))
-        at += count
+    """The load of the slowest stage."""
+    blocks = iter(costs)
+    loads = [sum(islice(blocks, count)) for count in counts]
     return max([*loads[:-1], loads[-1] + behind])
 
 
 def even_counts(blocks: int, stages: int, idle: Collection[int]) -> list[int]:
-    """The blocks of each of ``stages`` equally long runs of positions, at some of which, ``idle``, nothing stands.
+    """The blocks in each of ``stages`` equally long runs of positions; positions in ``idle`` have no block.
 
     Raises ValueError where the positions do not divide evenly, or an idle one is not there.
     """

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.memory import swapped_activations
 from ds_npu.memory.copy_streams import CopyStreams
-from ds_npu.memory.host_place import HostPlaces, StorageCopy
+from ds_npu.memory.host_storage import HostAllocator, StorageCopy
 from ds_npu.ops import exponent_code
 from ds_npu.parallel.tensor.shard_access import local_shard
 
@@ -205,7 +205,7 @@ def copies_in_order() -> None:
     """Numbers that were just computed come back, over two swaps whose overflows are in the same memory."""
     begin()
     exponent_code.CODE_RATIO = dict.fromkeys(exponent_code.CODE_RATIO, 0.3)
-    swaps = [(CopyStreams("npu", True), HostPlaces("npu", True)) for _ in range(2)]
+    swaps = [(CopyStreams("npu", True), HostAllocator("npu", True)) for _ in range(2)]
     numbers = torch.randint(-(2**14), 2**14, (2**16,), dtype=torch.int16)
     step = numbers.npu()
     found, expected = [], []
@@ -220,11 +220,11 @@ def copies_in_order() -> None:
             data = x.view(torch.bfloat16)
             taken.append(StorageCopy(x.view(torch.uint8), places.take(data)))
         streams.wait(streams.copy_out(taken))
-        back = [StorageCopy(torch.empty_like(each.data), each.place) for each in taken]
+        back = [StorageCopy(torch.empty_like(each.data), each.host) for each in taken]
         streams.wait(streams.copy_back(back))
         found += [each.data.view(torch.int16) for each in back]
         for each in taken:
-            places.give(each.place)
+            places.give(each.host)
     assert all(torch.equal(mine.cpu(), right) for mine, right in zip(found, expected, strict=True))
 
 

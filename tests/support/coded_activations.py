@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_npu.memory import host_place
+from ds_npu.memory import host_storage
 from ds_npu.ops import exponent_code
 
 
@@ -21,4 +21,4 @@ def code_everything(patch: pytest.MonkeyPatch, room: float) -> None:
 
 def overflow_bytes(device: torch.device | str = "cpu") -> int:
     """Of all that was ever coded at a time."""
-    return host_place.overflow_pool(torch.device(device)).size
+    return host_storage.overflow_pool(torch.device(device)).size

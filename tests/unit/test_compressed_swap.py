@@ -20,8 +20,8 @@ from ds_npu.config.swap import SwapSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.features.swap.swapped_modules import SWAP
-from ds_npu.memory import host_place, swapped_activations
-from ds_npu.memory.host_place import HostPlaces
+from ds_npu.memory import host_storage, swapped_activations
+from ds_npu.memory.host_storage import HostAllocator
 from ds_npu.ops import exponent_code
 
 ONE_RANK = SimpleNamespace(size=lambda *axes: 1, rank=lambda *axes: 0)
@@ -35,21 +35,21 @@ SHAPE = 4, 16
 def swaps_and_codes_everything(monkeypatch):
     monkeypatch.setattr(swapped_activations, "LEAST_BYTES", 1)
     code_everything(monkeypatch, ROOM)
-    host_place.overflow_pool.cache_clear()
+    host_storage.overflow_pool.cache_clear()
 
 
 @pytest.fixture
 def places(monkeypatch) -> list[tuple[torch.dtype, int, int, bool]]:
     """Of each storage that is copied out its dtype, its bytes, those that are copied, and whether it is coded."""
     found = []
-    take = HostPlaces.take
+    take = HostAllocator.take
 
     def taken(self, tensor):
         place = take(self, tensor)
         found.append((tensor.dtype, tensor.untyped_storage().nbytes(), place.size, place.code is not None))
         return place
 
-    monkeypatch.setattr(HostPlaces, "take", taken)
+    monkeypatch.setattr(HostAllocator, "take", taken)
     return found
 
 
@@ -103,8 +103,8 @@ def test_two_micro_batches_and_a_graph_that_is_kept():
 
 def test_host_memory_is_used_again_also_by_the_next_model(monkeypatch):
     """Overflows have one pool in the process: torch_npu frees them at once, whatever still runs, or never."""
-    made, begin = [], HostPlaces.__init__
-    monkeypatch.setattr(HostPlaces, "__init__", lambda self, *args: (made.append(self), begin(self, *args))[1])
+    made, begin = [], HostAllocator.__init__
+    monkeypatch.setattr(HostAllocator, "__init__", lambda self, *args: (made.append(self), begin(self, *args))[1])
     sizes = set()
     for _ in range(2):
         model = swapping(tiny_models.tiny("llama", torch.float32, num_hidden_layers=3))
@@ -116,7 +116,7 @@ def test_host_memory_is_used_again_also_by_the_next_model(monkeypatch):
 
 
 def test_memory_of_the_host_that_is_used_up_gives_the_buffer_back(monkeypatch):
-    places = HostPlaces("cpu", True)
+    places = HostAllocator("cpu", True)
 
     def fails(nbytes: int, device: torch.device) -> torch.Tensor:
         raise MemoryError(f"out of memory of the host: {nbytes}")

@@ -65,7 +65,7 @@ def held_in_time(
         if place in before:
             held[before[place]] = options[before[place]].kept_bytes
         held[place] = known[place] = 0
-        now(options[place].beside_bytes)
+        now(options[place].backward_bytes)
     return needs
 
 
@@ -115,21 +115,21 @@ def every_pattern(layers: list[PlannedLayer], bandwidth: float) -> list[SwapPatt
 def test_what_is_on_the_device_at_each_moment(seed):
     layers, moments = layers_of(seed), moments_of(seed)
     found = every_pattern(layers, 1e6)
-    assert [each.places for each in found] == [(0, 4), (0, 3), (0, 2, 4), tuple(range(6))]
+    assert [each.layers for each in found] == [(0, 4), (0, 3), (0, 2, 4), tuple(range(6))]
     for pattern in (*found, NOTHING_SWAPPED, SwapPattern((1, 3, 5))):
         for chosen in range(3):
             options = tuple(layer.options[(chosen + place) % 3] for place, layer in enumerate(layers))
-            needs = held_in_time(layers, moments, options, pattern.places)
+            needs = held_in_time(layers, moments, options, pattern.layers)
             assert [measured(layers, [each], options, pattern).peak_bytes for each in moments] == needs, pattern
             assert measured(layers, moments, options, pattern).peak_bytes == max(needs)
 
 
 def test_each_stage_of_a_rank_has_a_layer_that_stays():
     found = list(patterns([1.0] * 7, 1e9, [4]))
-    assert [each.places for each in found] == [(0, 3), (0, 2, 4, 6), tuple(range(7))]
+    assert [each.layers for each in found] == [(0, 3), (0, 2, 4, 6), tuple(range(7))]
     assert [each.on_host for each in found] == [(0,), (0, 4), (0, 1, 2, 4, 5)]
     # A stage of one layer, whose activations are the first that its backward needs.
-    assert [each.places for each in patterns([1.0] * 3, 1e9, [2])] == [(0, 1)]
+    assert [each.layers for each in patterns([1.0] * 3, 1e9, [2])] == [(0, 1)]
 
 
 def test_waiting_for_copies():
@@ -165,7 +165,7 @@ def test_a_plan_is_the_best_of_all_patterns(seed, bandwidth):
         best = best_of_all(layers, moments, budget, [NOTHING_SWAPPED, *swapped])
         assert plan.peak_bytes <= budget and best is not None
         assert best - 1e-12 <= plan.seconds <= 1.03 * best + 1e-12, (share, plan.seconds, best)
-        swaps.append(bool(plan.pattern.places))
+        swaps.append(bool(plan.pattern.layers))
     assert swaps[0] and not swaps[-1]
     with pytest.raises(BudgetError) as raised:
         best_plan(layers, moments, least - 1, swapped)

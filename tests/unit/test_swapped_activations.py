@@ -73,7 +73,7 @@ def test_every_family_to_the_bit(family, swaps):
             # It has experts only, and no MLP.
             recompute = recompute | {"activation_function": False}
         assert same(step(swapping(model(), recompute=recompute)), expected), recompute
-        assert swaps.pop().places.pool.size > 0
+        assert swaps.pop().host.pool.size > 0
     blocks = "transformer.h.*" if family == "gpt2" else "**.layers.*"
     assert same(step(swapping(model(), [f"{blocks}.mlp", f"{blocks}.*attn*"])), expected)
 
@@ -100,7 +100,7 @@ def test_the_models_own_checkpointing_is_honoured(reentrant, swaps):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         found.append(step(swapping(model) if swapped else model))
     hidden = 4 * 3 * 13 * 32
-    assert same(*found) and 3 * hidden <= swaps[0].places.pool.size <= 1.125 * 3 * hidden
+    assert same(*found) and 3 * hidden <= swaps[0].host.pool.size <= 1.125 * 3 * hidden
 
 
 # ---- bytes ----
@@ -128,7 +128,7 @@ def kept_and_swapped(
     gc.collect()
     assert loss.requires_grad
     # On the CPU the pool is of the same memory.
-    size = swaps.pop().places.pool.size
+    size = swaps.pop().host.pool.size
     return memory.alive - size, size
 
 
@@ -192,7 +192,7 @@ def test_tensors_of_one_storage_are_copied_once():
     expected, x.grad = x.grad, None
     swap, loss = in_forward(call)
     # y, and its exponentials, their slice, and the product of y with itself.
-    assert swap.places.pool.size == 4 * (48 + 48 + 64)
+    assert swap.host.pool.size == 4 * (48 + 48 + 64)
     loss.backward()
     assert torch.equal(x.grad, expected)
 
@@ -213,7 +213,7 @@ def test_only_what_is_hidden_is_copied_the_largest_first(swaps):
     assert same(step(whole), expected)
     partly = swapping(model())
     swaps[2].budget = 12_000
-    assert same(step(partly), expected) and 0 < swaps[2].places.pool.size < 0.6 * swaps[1].places.pool.size
+    assert same(step(partly), expected) and 0 < swaps[2].host.pool.size < 0.6 * swaps[1].host.pool.size
 
 
 @pytest.mark.parametrize("waiting", [(4, 3, 2, 1), (8, 8), (11, 9, 7, 5)], ids=str)
@@ -240,10 +240,10 @@ def test_buffers_are_used_again_and_weights_stay():
         with hooks, forward.call(0, [weight]):
             y = (x * 1) @ weight.t() @ weight.detach()
         forward.close()
-        assert swap.places.pool.size == 4 * 4 * 8, "what enters the first product"
+        assert swap.host.pool.size == 4 * 4 * 8, "what enters the first product"
         y.sum().backward()
         del y, forward
-    assert sum(map(len, swap.places.pool._free.values())) == 1
+    assert sum(map(len, swap.host.pool._free.values())) == 1
 
 
 def test_what_backward_needs_must_not_be_modified():
@@ -295,15 +295,15 @@ def test_the_last_ones_and_what_lives_anyway_stay():
             y = (y * 2).exp().sum()
         y = (y * 3).exp()
     forward.close()
-    assert swap.places.pool.size == 0
+    assert swap.host.pool.size == 0
     y.backward()
 
 
 def test_the_last_ones_of_each_stage_stay():
     swap = ActivationSwap("cpu", [3, 5], depth=1)
-    assert [place for place in range(5) if swap.stays(place)] == [2, 4]
+    assert [place for place in range(5) if swap.remains(place)] == [2, 4]
     deep = ActivationSwap("cpu", [3, 4], depth=4)
-    assert deep.depth == 2 and [place for place in range(4) if deep.stays(place)] == [1, 2, 3]
+    assert deep.depth == 2 and [place for place in range(4) if deep.remains(place)] == [1, 2, 3]
     names = [f"model.layers.{place}.{part}" for place in (0, 1, 6, 7) for part in ("self_attn", "mlp")]
     blocks = [["model.layers.0", "model.layers.1"], ["model.layers.6", "model.layers.7"]]
     assert stage_ends(names, blocks) == [4, 8] and stage_ends(names, ()) == [8]
@@ -318,8 +318,8 @@ def test_a_forward_that_fails_keeps_nothing(swaps):
         model(input_ids=ids, labels=ids)
     handle.remove()
     gc.collect()
-    pool = swaps[0].places.pool
-    assert not [each for each in gc.get_objects() if type(each) is SwappedStorage and each._places.pool is pool]
+    pool = swaps[0].host.pool
+    assert not [each for each in gc.get_objects() if type(each) is SwappedStorage and each._host.pool is pool]
     assert sum(size * len(free) for size, free in pool._free.items()) == pool.size > 0
     assert same(step(model), step(tiny_models.tiny("llama", torch.float32)))
 

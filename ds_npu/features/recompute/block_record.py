@@ -102,7 +102,7 @@ class BlockRecord:
         kinds = {kind for part in self._parts for kind, _ in part.path}
         whole = self._option((WHOLE,), self.hidden)
         # It was measured so.
-        found = [replace(whole, beside_bytes=0)]
+        found = [replace(whole, backward_bytes=0)]
         for attention, mlp, norm in itertools.product(((), (ATTENTION,)), ((), (ACTIVATION,), (MLP,)), ((), (NORM,))):
             parts = (*attention, *mlp, *norm)
             if kinds.issuperset(parts):

@@ -219,7 +219,7 @@ def _joined(layers: Sequence[PlannedLayer]) -> PlannedLayer:
                 max(each[parts].kept_bytes for each in options),
                 max(each[parts].seconds for each in options),
                 max(each[parts].rest_bytes for each in options),
-                max(each[parts].beside_bytes for each in options),
+                max(each[parts].backward_bytes for each in options),
             )
             for parts in shared
         ),

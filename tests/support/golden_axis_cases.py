@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from golden_cases import CSV, EIGHT, EP2, FUSED, MIXED, PP2, SP2, TP2, Case, Keys, context, parallel
+from golden_cases import CSV, EIGHT, EP2, FUSED, LORA, MIXED, PP2, SP2, TP2, Case, Keys, context, parallel
 
 FAMILIES = ("qwen2", "qwen3", "mistral", "gemma", "gpt2", "phi3", "mixtral", "qwen3_moe", "deepseek_v3", "qwen2_5_vl")
 
@@ -31,6 +31,8 @@ def dense() -> Iterator[Case]:
     yield Case("llama double ring", "llama", context(4, "ring", window=2), world=4)
     yield Case("qwen3 tp2 cp2", "qwen3", context(2, "ulysses", tensor=2), 3, world=4)
     yield Case("llama tp2 cp2 ring fused", "llama", context(2, "ring", tensor=2) | {"fused_ops": FUSED}, 2, world=4)
+    yield Case("llama lora", "llama", SP2, 2, adapters=LORA)
+    yield Case("llama plan", "llama", TP2 | {"plan": {"**.layers.0.mlp.*": "replicated"}})
     yield Case("llama deterministic", "llama", SP2 | {"deterministic": True}, adam=True)
 
 
@@ -136,6 +138,8 @@ def stages() -> Iterator[Case]:
     yield _staged("tied", {"schedule": "zb_v"}, changes={"tie_word_embeddings": True}, stage=2)
     yield _staged("chunked", {"schedule": "zb_h1"}, keys={"chunked_loss": 4})
     yield _staged("train_batch", {"schedule": "zb_v", "micro_batches": 2}, life="train_batch", batch="plain")
+    yield Case("stages PipelineModule", "PipelineModule", PP2, life="train_batch")
+    yield _staged("lora", {"schedule": "zb_v"}, adapters=LORA)
     yield _staged("evaluated", {"schedule": "zb_v"}, life="evaluated")
     yield _staged("not synchronised", {}, life="not synchronised")
     yield _staged("zero3", {}, stage=3)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
 import ds_npu
 
-PACKAGE = str(Path(ds_npu.__file__).parent)
+PACKAGE = Path(ds_npu.__file__).parent
+SITE = "site-packages/"
 
 
 class Calls:
@@ -19,9 +21,7 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self.own = self.total = 0
-        """Calls of functions of ds_npu, and of all functions that are written in Python."""
-        self._is_own: dict[CodeType, bool] = {}
+        self._of: Counter[CodeType] = Counter()
 
     def __enter__(self) -> Calls:
         threading.setprofile(self._see)
@@ -33,11 +33,20 @@ class Calls:
         threading.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
-        if event != "call":
-            return
-        code = frame.f_code
-        is_own = self._is_own.get(code)
-        if is_own is None:
-            is_own = self._is_own[code] = code.co_filename.startswith(PACKAGE)
-        self.total += 1
-        self.own += is_own
+        if event == "call":
+            self._of[frame.f_code] += 1
+
+    def counts(self) -> dict[str, object]:
+        """How often functions of ds_npu were called, and all; and those of each file of ds_npu or other package."""
+        found: Counter[str] = Counter()
+        for code, count in self._of.items():
+            found[_source(code.co_filename)] += count
+        own = sum(count for source, count in found.items() if source.endswith(".py"))
+        return {"ds_npu": own, "total": sum(found.values()), "sources": dict(sorted(found.items()))}
+
+
+def _source(path: str) -> str:
+    """The path of a file of ds_npu within it, or the package of another file."""
+    if path.startswith(f"{PACKAGE}/"):
+        return path.removeprefix(f"{PACKAGE}/")
+    return path.partition(SITE)[2].partition("/")[0].removesuffix(".py") or "Python"

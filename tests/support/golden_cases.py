@@ -16,12 +16,16 @@ BF16: Keys = {"bf16": {"enabled": True}}
 FP16: Keys = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 2}}
 
 
+LORA: Keys = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+
+
 @dataclass(frozen=True)
 class Case:
     """One run: a tiny model, its engine's config, and what happens to the engine."""
 
     name: str
     family: str
+    """A name in ``tiny_models.ALL``, or ``PipelineModule``."""
     section: Keys = field(default_factory=dict)
     """The ``"ds_npu"`` section."""
     stage: int = 1
@@ -41,6 +45,8 @@ class Case:
     """Tokens of a sample; neither 4 ranks nor 3 divide 10."""
     checkpointing: bool = False
     """Whether transformers computes each block again in backward."""
+    adapters: Keys = field(default_factory=dict)
+    """Of PEFT's LoraConfig; empty: no adapters."""
     life: str = "steps"
     """What happens to the engine: a name in ``golden_runs.LIVES``."""
     room: int | None = None
@@ -49,6 +55,8 @@ class Case:
     """The engine that loads the checkpoint, where it is another one."""
     checkpoints: str = ""
     """A folder in which checkpoints are kept; empty: a temporary one."""
+    chaos: bool = False
+    """Whether simulated NPUs run it in odd orders, too."""
     reads: bool = False
     """Load the checkpoint that an earlier record has left in ``checkpoints``."""
 

@@ -7,6 +7,8 @@ from collections import Counter
 FIGURES = ("calls",)
 """What is compared as figures: a change that must change nothing else may change it."""
 WIDTH = 300
+MOST = 10
+"""Lines of a list."""
 
 
 def differences(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
@@ -39,10 +41,15 @@ def calls_of_steps(before: dict[str, dict], after: dict[str, dict]) -> str:
     """How many Python calls the counted steps of all cases take in both records, and where that changed most."""
     names = [name for name in before if before[name].get("calls") and after.get(name, {}).get("calls")]
     changed = [name for name in names if before[name]["calls"] != after[name]["calls"]]
-    parts = [f"Python calls of the steps of {len(names)} ranks, {len(changed)} of them changed"]
+    lines = [f"Python calls of the steps of {len(names)} ranks, of which {len(changed)} changed:"]
     for kind in ("ds_npu", "total"):
         one, other = (sum(each[name]["calls"][kind] for name in names) for each in (before, after))
-        parts.append(f"{kind} {one:,} became {other:,}")
-    most = sorted(changed, key=lambda name: -abs(before[name]["calls"]["ds_npu"] - after[name]["calls"]["ds_npu"]))
-    parts += [f"{name}: {before[name]['calls']} became {after[name]['calls']}" for name in most[:5]]
-    return "\n  ".join(parts)
+        lines.append(f"{kind}: {one:,} became {other:,}")
+    change: Counter[str] = Counter()
+    for name in changed:
+        change.update(after[name]["calls"]["sources"])
+        change.subtract(before[name]["calls"]["sources"])
+    most = sorted((source for source in change if change[source]), key=lambda source: -abs(change[source]))
+    lines += [f"{source}: {change[source]:+,}" for source in most[:MOST]]
+    lines += changed[:MOST]
+    return "\n  ".join(lines)

@@ -15,8 +15,9 @@ def _memory(name: str, section: Keys, family: str = "llama", **more: object) -> 
     return Case(f"memory {name}", family, section, **more)  # type: ignore[arg-type]
 
 
-BUCKETS: Keys = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000}
-BUDGET: Keys = {"zero": BUCKETS, "length": 48}
+WORDS: Keys = {"vocab_size": 2048}
+WATCHED: Keys = {"config": CSV}
+BUDGET: Keys = {"length": 48}
 """Activations that are more than the buffers of gradients."""
 DROPS: Keys = {"attention_dropout": 0.3}
 STATE: Keys = {"dtype": "bfloat16", "adam": True}
@@ -35,9 +36,7 @@ def memory() -> Iterator[Case]:
     yield _memory("attention_core", context(2, "ring") | {"recompute": {"attention_core": True}})
     yield _memory("experts again", EP2 | {"recompute": {"layers": "all"}}, "qwen3_moe", stage=2)
     yield _memory("budget", {}, room=ROOM, **BUDGET)
-    yield _memory(
-        "budget planned chunks", {"chunked_loss": "planned"}, room=ROOM, **BUDGET, changes={"vocab_size": 2048}
-    )
+    yield _memory("budget planned chunks", {"chunked_loss": "planned"}, room=ROOM, changes=WORDS, **BUDGET)
     yield _memory("budget stages", PP2, room=ROOM, **BUDGET, changes={"num_hidden_layers": 4}, batch="padded")
     yield _memory("budget too small", {}, room=1, **BUDGET)
     yield _memory("swap", {"swap": {"activations": True}}, changes=DROPS)
@@ -59,8 +58,7 @@ def memory() -> Iterator[Case]:
         {"memory_report": "FOLDER/use.svg", "watch": {"stall_factor": 0}},
         stage=2,
         adam=True,
-        config=CSV,
-        zero=BUCKETS,
+        **WATCHED,
     )
     yield _memory("report experts", EP2 | {"memory_report": True}, "qwen3_moe", adam=True)
 
@@ -69,14 +67,14 @@ def subscribers() -> Iterator[Case]:
     """Every subscriber of an optimizer step at once, accumulation, and steps that are skipped."""
     load: Keys = {"load_report": "FOLDER/load.svg", "placement_interval": 1}
     every: Keys = EP2 | {"moe": load, "watch": {"finite": True}, "memory_report": True}
-    more: Keys = {"config": CSV, "zero": BUCKETS, "changes": EIGHT, "batch": "few", "adam": True}
+    more: Keys = WATCHED | {"changes": EIGHT, "batch": "few", "adam": True}
     for stage in (1, 3):
         yield Case(f"every subscriber zero{stage}", "mixtral", every, stage, **more)  # type: ignore[arg-type]
     state: Keys = {"optimizer_memory": {"swap": True, "share_fp32": True}}
     yield Case("every subscriber and state", "mixtral", every | state, 2, **more | {"dtype": "bfloat16"})  # type: ignore[arg-type]
     biased: Keys = EP2 | {"moe": {"bias_update_rate": 0.02, "load_report": "FOLDER/load.svg"}, "memory_report": True}
     biased |= state | {"swap": {"activations": True}, "watch": {"finite": True}}
-    yield Case("biases and state", "deepseek_v3", biased, 2, dtype="bfloat16", adam=True, config=CSV, zero=BUCKETS)
+    yield Case("biases and state", "deepseek_v3", biased, 2, dtype="bfloat16", adam=True, **WATCHED)
     for stage in (0, 1, 3):
         yield Case(f"not finite zero{stage}", "llama", {}, stage, adam=True, life="infinite")
     yield Case("not finite bf16", "llama", TP2, 1, dtype="bfloat16", adam=True, life="infinite")
@@ -87,7 +85,6 @@ def subscribers() -> Iterator[Case]:
         "watched not finite stages",
         "llama",
         PP2 | {"watch": {"finite": True}},
-        1,
         adam=True,
         life="infinite",
         changes={"num_hidden_layers": 4},

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import gradient_rule
+import peft
 import tiny_models
 import torch
+from deepspeed.pipe import PipelineModule
 from golden_cases import Case
 from gradient_rule import ACCUMULATION, MICRO
 from torch import nn
@@ -16,7 +21,12 @@ OWN_SCHEDULE = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 def model_of(case: Case) -> nn.Module:
+    if case.family == "PipelineModule":
+        return PipelineModule(gradient_rule.layers(), num_stages=2, loss_fn=gradient_rule.token_loss)
     model = tiny_models.tiny(case.family, torch.float32, **case.changes)
+    if case.adapters:
+        torch.manual_seed(7)
+        model = peft.get_peft_model(model, peft.LoraConfig(**case.adapters))
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -24,11 +34,15 @@ def model_of(case: Case) -> nn.Module:
 
 
 def samples(case: Case) -> int:
-    return STAGED if "pipeline" in case.section.get("parallel", {}) else MICRO
+    is_cut = "pipeline" in case.section.get("parallel", {}) and case.family != "PipelineModule"
+    return STAGED if is_cut else MICRO
 
 
-def batches(case: Case, step: int, dp: int, rank: int) -> list[dict[str, torch.Tensor]]:
-    """The micro-batches of data rank ``rank`` in a step."""
+def batches(case: Case, step: int, topology: Any) -> list[Any]:
+    """This rank's micro-batches of a step."""
+    if case.family == "PipelineModule":
+        return gradient_rule.my_batches(topology)
+    dp, rank = topology.size("dp"), topology.rank("dp")
     if case.batch == "few":
         ids = few_tokens(case, step, dp)[:, rank]
     else:

@@ -35,6 +35,8 @@ COUNTED = 2
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 CHUNK = 4096
 """Elements of a piece of the optimizer's state, so that a tiny model has several."""
+BUCKETS = {"reduce_bucket_size": 8000, "allgather_bucket_size": 8000}
+"""Elements, so that the gradients of a tiny model are several."""
 GIB = 1 << 30
 
 Record = dict[str, Any]
@@ -57,7 +59,7 @@ def config_of(case: Case, folder: str) -> dict[str, Any]:
     dtype = getattr(torch, case.dtype)
     config = gradient_rule.config(case.stage, dtype, {}, stage3_param_persistence_threshold=0)
     # Overlapped reductions are in the order in which they end.
-    config["zero_optimization"] |= {"overlap_comm": False} | case.zero
+    config["zero_optimization"] |= {"overlap_comm": False, **BUCKETS} | case.zero
     config |= {"ds_npu": case.section}
     config |= {"optimizer": ADAM} if case.adam else {"optimizer": {"type": "SGD", "params": {"lr": LR}}}
     config |= {"gradient_clipping": CLIP, "train_micro_batch_size_per_gpu": golden_models.samples(case)} | case.config
@@ -126,9 +128,8 @@ class Life:
         with wide:
             return self.engine(**{name: each.to(self.engine.device) for name, each in batch.items()}).loss
 
-    def micro_batches(self) -> list[dict[str, torch.Tensor]]:
-        topology = self.engine.topology
-        return golden_models.batches(self.case, self.step, topology.size("dp"), topology.rank("dp"))
+    def micro_batches(self) -> list[Any]:
+        return golden_models.batches(self.case, self.step, self.engine.topology)
 
     def take_step(self, factor: float = 1.0) -> None:
         """One optimizer step; ``factor`` multiplies the last loss."""
@@ -242,7 +243,7 @@ def counted_calls(found: Record) -> Iterator[None]:
     """Add the Python calls within the block."""
     with without_garbage(), Calls() as calls:
         yield
-    found["calls"] = {"ds_npu": calls.own, "total": calls.total}
+    found["calls"] = calls.counts()
 
 
 LIVES: dict[str, Callable[[Life], None]] = {
@@ -310,8 +311,5 @@ def record(cases: list[Case], folder: str, on_npus: bool) -> None:
         gc.collect()
         if rank == 0:
             took = f"{time.monotonic() - began:.1f} s, {time.process_time() - used:.1f} s of rank 0"
-            print(
-                f"{case.name}: {took} {found[case.name].get('calls')} {found[case.name].get('refused', '')[:500]}",
-                flush=True,
-            )
+            print(f"{case.name}: {took}{' (refused)' if 'refused' in found[case.name] else ''}", flush=True)
         Path(folder, f"{world}-{rank}.json").write_text(json.dumps(found))

@@ -42,7 +42,7 @@ def record(cases: list[Case], backend: str) -> Records:
         mine = [each for each in cases if each.world == world]
         with tempfile.TemporaryDirectory() as folder:
             asked = (mine, folder, str(package()), backend != "gloo")
-            run_on_ranks(world, rank, *asked, deadline_s=DEADLINE_S, backend=backend, sets_device=backend == "gloo")
+            run_on_ranks(world, rank, *asked, deadline_s=DEADLINE_S, backend=backend)
             for each in range(world):
                 part = json.loads(Path(folder, f"{world}-{each}.json").read_text())
                 found |= {f"{name}, rank {each} of {world}": run for name, run in part.items()}

@@ -32,7 +32,7 @@ def dense() -> Iterator[Case]:
     yield Case("qwen3 tp2 cp2", "qwen3", context(2, "ulysses", tensor=2), 3, world=4)
     yield Case("llama tp2 cp2 ring fused", "llama", context(2, "ring", tensor=2) | {"fused_ops": FUSED}, 2, world=4)
     yield Case("llama lora", "llama", SP2, 2, adapters=LORA)
-    yield Case("llama plan", "llama", TP2 | {"plan": {"**.layers.0.mlp.*": "replicated"}})
+    yield Case("llama plan", "llama", TP2 | {"plan": {"**.mlp.*": "replicated"}})
     yield Case("llama deterministic", "llama", SP2 | {"deterministic": True}, adam=True)
 
 

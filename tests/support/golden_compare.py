@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 FIGURES = ("calls",)
-"""What is compared as figures: a change that must change nothing else may change it."""
+"""Keys that are compared as figures: a change that must change nothing else may change them."""
 WIDTH = 300
 MOST = 10
 """Lines of a list."""

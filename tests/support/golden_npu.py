@@ -23,7 +23,7 @@ DEVICES, SOC = 4, "910_9391"
 CHAOS = "DS_NPU_SIM_CHAOS"
 """The variable in which `ds_npu sim --chaos` gives its seed."""
 NUMBERS = ("losses", "norms", "weights", "optimizer", "loaded", "skipped", "refused")
-"""What no order of the devices' work may change."""
+"""Keys that no order of the devices' work may change."""
 DEADLINE_S = 3000.0
 
 

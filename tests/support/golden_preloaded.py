@@ -1,4 +1,4 @@
-"""What the ranks of goldens import, imported once in the forkserver; of ds_npu nothing by the names of its modules."""
+"""The modules that ranks of goldens import, imported once in the forkserver; none of ds_npu by its name."""
 
 from __future__ import annotations
 

@@ -69,13 +69,21 @@ def config_of(case: Case, folder: str) -> dict[str, Any]:
 
 
 def _held() -> int:
-    """Bytes of all storages of this process's tensors; the most of all ranks, as they give one budget."""
+    """Bytes of all storages of this process's tensors, on the device if there is one; the most of all ranks.
+
+    All ranks give one budget.
+    """
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     every = [0] * dist.get_world_size()
-    dist.all_gather_object(every, sum(storages.values()))
+    dist.all_gather_object(every, _held_here())
     return max(every)
+
+
+def _held_here() -> int:
+    if dist.get_backend() == "hccl":
+        return torch.npu.memory_allocated()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
 
 
 def engine_of(case: Case, folder: str) -> Any:
@@ -312,4 +320,7 @@ def record(cases: list[Case], folder: str, on_npus: bool) -> None:
         if rank == 0:
             took = f"{time.monotonic() - began:.1f} s, {time.process_time() - used:.1f} s of rank 0"
             print(f"{case.name}: {took}{' (refused)' if 'refused' in found[case.name] else ''}", flush=True)
-        Path(folder, f"{world}-{rank}.json").write_text(json.dumps(found))
+        # A rank may end at any time: the file is whole at all times.
+        part = Path(folder, f"{rank}.part")
+        part.write_text(json.dumps(found))
+        part.rename(Path(folder, f"{world}-{rank}.json"))

@@ -23,7 +23,10 @@ import torch.multiprocessing as mp
 
 DEADLINE_S = 180.0
 
-multiprocessing.set_forkserver_preload(["ds_npu", "hypothesis", "pytest", "deepspeed", "ranks", "preloaded"])
+PRELOADED = os.environ.get("RANKS_PRELOAD", "preloaded")
+"""The module of this folder that imports what ranks need."""
+
+multiprocessing.set_forkserver_preload(["ds_npu", "hypothesis", "pytest", "deepspeed", "ranks", PRELOADED])
 
 
 @functools.cache
@@ -50,7 +53,7 @@ class World:
 
 
 def _rank_main(rank: int, world: World, body: Callable[..., None], args: tuple[object, ...]) -> None:
-    assert "preloaded" in sys.modules, "the forkserver could not import it, and says nothing"
+    assert PRELOADED in sys.modules, "the forkserver could not import it, and says nothing"
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # DeepSpeed reads these; its own communication extension would cost a minute of compilation.

@@ -16,7 +16,8 @@ import itertools
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from ds_npu.engine.failures.failed_ranks import failure_of, is_of_transport
@@ -32,6 +33,10 @@ PEERS_SECONDS = 10.0
 ONE_FAILURE = 1 << 32
 """A failed rank adds this to the number of ranks that have come."""
 NONE = "none"
+NO_MORE = "no more batches"
+"""The outcome where the data of every rank that loads is at its end."""
+LOADING = "loading"
+"""The action that failed where a rank could not load its micro-batches."""
 SHOWN_LINES = 30
 """Lines of a traceback that are shown."""
 _numbers = itertools.count()
@@ -77,6 +82,15 @@ class BatchFailures:
         self.broken: str | None = None
         """Why this engine runs no further batch."""
 
+    @contextmanager
+    def or_broken(self) -> Iterator[None]:
+        """A context whose exceptions leave the ranks out of step, so that this engine runs no further batch."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
+
     def begin(self, schedule: Schedule, trains: bool) -> BatchInStages:
         """Begin a batch. Raises PipelineError where an earlier one has left the ranks out of step."""
         if self.broken is not None:
@@ -120,27 +134,41 @@ class BatchInStages:
     ) -> None:
         self._failures, self._schedule, self._ranks = failures, schedule, ranks
         self._name, self._number = name, number
+        self._loaders = 2 * len(ranks) // failures.topology.size("pp")
+        """The number of ranks in first and last stages."""
         self._store, self._rank = failures.record.store, failures.record.rank
         self._random = generator_states(failures.device_type)
         self._error: Exception | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure of this rank was noted."""
+        return self._error is not None
+
     def note(self, action: Action, error: Exception) -> None:
         """Note that ``action`` of this rank has failed by ``error``; raises where not all ranks can end the batch."""
+        start = timeline(self._schedule, Costs()).start[action]
+        self._note((f"{action}", action.stage, action.micro_batch, start), error)
+
+    def note_loading(self, stage: int, micro_batch: int, error: Exception) -> None:
+        """Note the same of the loading of ``micro_batch`` for ``stage``, before any action."""
+        self._note((LOADING, stage, micro_batch, -1.0), error)
+
+    def _note(self, position: tuple[str, int, int, float], error: Exception) -> None:
         if is_of_transport(error):
             raise error
         self._error = error
         found = failure_of(error, error.__traceback__)
         lines = "".join(traceback.format_exception(error)).splitlines()[-SHOWN_LINES:]
-        start = timeline(self._schedule, Costs()).start[action]
-        position = (self._rank, f"{action}", action.stage, action.micro_batch, start)
-        mine = BatchFailure(*position, found.kind, found.summary, found.where, "\n".join(lines))
+        mine = BatchFailure(self._rank, *position, found.kind, found.summary, found.where, "\n".join(lines))
         self._store.set(self.key_of(self._rank), json.dumps(asdict(mine)))
         self._failures.check_peers(self, mine)
 
     def end(self) -> None:
         """Meet the other ranks; where one of them has failed, raise PipelineError on all, with one cause.
 
-        Then the random generators are as they were before the batch.
+        Then the random generators are as they were before the batch. Raises StopIteration on all ranks where the data
+        of all that load is at its end.
         """
         come = self._store.add(self._key(self._number), 1 + (0 if self._error is None else ONE_FAILURE))
         if come % ONE_FAILURE == len(self._ranks):
@@ -150,6 +178,8 @@ class BatchInStages:
         if outcome == NONE:
             return
         restore_generators(self._failures.device_type, self._random)
+        if outcome == NO_MORE:
+            raise self._error or StopIteration
         failure = BatchFailure(**json.loads(outcome))
         cause = (
             self._error
@@ -170,9 +200,11 @@ class BatchInStages:
         return BatchFailure(**json.loads(self._store.get(self.key_of(rank))))
 
     def _first(self) -> str:
-        """The failure that no other one has caused."""
-        failed = [rank for rank in self._ranks if self._store.check([self.key_of(rank)])]
-        first = min(map(self.failure_of, failed), key=lambda each: (each.start, each.rank))
+        """The failure that no other one has caused; NO_MORE where every rank that loads has met the end of its data."""
+        failures = [self.failure_of(rank) for rank in self._ranks if self._store.check([self.key_of(rank)])]
+        if sum(each.action == LOADING and each.kind.startswith("StopIteration") for each in failures) == self._loaders:
+            return NO_MORE
+        first = min(failures, key=lambda each: (each.start, each.rank))
         return json.dumps(asdict(first))
 
     def _forget(self, number: int) -> None:

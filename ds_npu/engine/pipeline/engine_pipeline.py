@@ -305,11 +305,8 @@ class EnginePipeline:
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
         running = self.failures.begin(schedule, batch.trains)
         run = PipelineRun(schedule, self.rank, stages, self.links, running.note)
-        try:
+        with self.failures.or_broken():
             run.run([shape_of(part) for part in batch.parts])
-        except BaseException as error:
-            self.failures.broken = f"{type(error).__name__}: {error}"
-            raise
         if run.has_failed:
             batch.outputs.clear()
             batch.losses.clear()

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER, TRAIN_BATCH_TIMER
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from ds_npu.config.pipeline import PipelineSection
+from ds_npu.engine.failures.batch_failures import BatchFailures, BatchInStages
 from ds_npu.engine.pipeline.engine_pipeline import check_scales_losses, loss_scaled, pipeline_links
 from ds_npu.features.pipeline.layout import PipelineLayout, layout_of
 from ds_npu.memory.call_state import CallState
 from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.transfers import Tensors
 from ds_npu.zero_ext.held_reduction import HeldReduction
+from ds_npu.zero_ext.pending_gradients import PendingGradients, gradient_slots
 
 INPUTS, LABELS = "inputs", "labels"
 """DeepSpeed's names of what it loads, by micro-batch."""
@@ -88,34 +91,78 @@ class ScheduledModule:
             )
         self.engine, self.layout = engine, layout
         self.links = pipeline_links(engine.topology, engine.device)
+        self.failures = BatchFailures(engine.topology, get_accelerator().device_name())
         self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
         self.shapes = 0
         """Another number for other shapes of the tensors between stages."""
 
     def train(self) -> None:
-        """One optimizer step on the next batches of the engine's data; ``total_loss`` is the sum of their losses."""
-        engine, count = self.engine, self.engine.micro_batches
-        if engine.inside_no_sync_ctxt:
-            raise RuntimeError(
-                "engine.train_batch inside of engine.no_sync(): it ends in a step of the optimizer. What to do: call "
-                "it outside, with more micro-batches (gradient_accumulation_steps)"
-            )
-        engine.tput_timer.start()
-        if engine.is_first_stage() or engine.is_last_stage():
+        """One optimizer step on the next batches of the engine's data; ``total_loss`` is the sum of their losses.
+
+        Raises PipelineError on all ranks where one of them has failed, and StopIteration at the end of the data; then
+        the engine is as it was before, but for the data that was read.
+        """
+        engine = self.engine
+        try:
+            if engine.inside_no_sync_ctxt:
+                raise RuntimeError(
+                    "engine.train_batch inside of engine.no_sync(): it ends in a step of the optimizer. What to do: "
+                    "call it outside, with more micro-batches (gradient_accumulation_steps)"
+                )
+            engine.tput_timer.start()
+            losses = self._run(engine.micro_batches)
+            if engine.is_last_stage():
+                engine.total_loss = torch.stack([losses[index] for index in range(engine.micro_batches)]).sum()
+            engine._exec_reduce_tied_grads()
+            engine._exec_reduce_grads()
+            engine._exec_optimizer_step()
+        except BaseException:
+            _stop_timers(engine)
+            raise
+
+    def _run(self, count: int) -> dict[int, torch.Tensor]:
+        """Run ``count`` micro-batches, whose gradients are reduced then; the losses by micro-batch in the last stage.
+
+        Where it raises there are no gradients.
+        """
+        engine, schedule = self.engine, self.layout.make(count)
+        stage = _StageOfModule(engine, self.held)
+        batch = self.failures.begin(schedule, trains=True)
+        try:
+            with self.held:
+                with self.failures.or_broken():
+                    self._load(batch, count)
+                    stages = {engine.stage_id: stage}
+                    run = PipelineRun(schedule, engine.stage_id, stages, self.links, batch.note)
+                    run.has_failed = batch.has_failed
+                    run.run([self.shapes] * count)
+                batch.end()
+        except BaseException:
+            PendingGradients(gradient_slots(engine)).drop()
+            raise
+        finally:
+            for loaded in (engine.pipe_buffers[INPUTS], engine.pipe_buffers[LABELS]):
+                loaded[:] = [None] * len(loaded)
+        return stage.losses
+
+    def _load(self, batch: BatchInStages, count: int) -> None:
+        """Load ``count`` micro-batches, in the first stage and in the last one; a failure is noted."""
+        engine, index = self.engine, 0
+        if not (engine.is_first_stage() or engine.is_last_stage()):
+            return
+        try:
             engine._reserve_pipe_buffers(count)
             for index in range(count):
                 engine._exec_load_micro_batch(index)
-        stage = _StageOfModule(engine, self.held)
-        with self.held:
-            run = PipelineRun(self.layout.make(count), engine.stage_id, {engine.stage_id: stage}, self.links)
-            run.run([self.shapes] * count)
-        for loaded in (engine.pipe_buffers[INPUTS], engine.pipe_buffers[LABELS]):
-            loaded[:] = [None] * len(loaded)
-        if engine.is_last_stage():
-            engine.total_loss = torch.stack([stage.losses[index] for index in range(count)]).sum()
-        engine._exec_reduce_tied_grads()
-        engine._exec_reduce_grads()
-        engine._exec_optimizer_step()
+        except Exception as error:
+            batch.note_loading(engine.stage_id, index, error)
+
+
+def _stop_timers(engine: Any) -> None:
+    """Stop what DeepSpeed has started for a batch that has failed; its time is not counted."""
+    for name in (TRAIN_BATCH_TIMER, BATCH_INPUT_TIMER):
+        engine.timers(name).started_ = False
+    engine.tput_timer.started = False
 
 
 def scheduled_module(engine: Any, section: PipelineSection) -> ScheduledModule | None:

@@ -2,7 +2,7 @@
 
     python benchmarks/expert_balance.py
 
-No ranks are there: the plans are those that every rank would make (ds_npu.parallel.expert.places and .sharing), for
+No ranks are there: the plans are those that every rank would make (ds_npu.parallel.expert.expert_map and .sharing), for
 routers that choose experts unevenly: the n-th most popular expert of a layer n^-s times as often as the first. The
 popularity of the first half of the tokens is measured, experts move, and the second half is computed; in it popularity
 has drifted: each expert's has changed by a factor of e^(0.2 g), g normal. Load is that of the heaviest rank over the
@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from ds_npu.parallel.expert.places import heaviest, moves_between, places_by_load, plain_places
+from ds_npu.parallel.expert.expert_map import heaviest, map_by_load, moves_between, plain_map
 from ds_npu.parallel.expert.sharing import shared_rows
 
 EXPERTS, CHOICES, TOKENS = 128, 8, 8192
@@ -52,8 +52,8 @@ def figures(exponent: float, ranks: int) -> list[str]:
     replicated: dict[int, list[tuple[float, float]]] = {least: [] for least in LEASTS}
     for seed in range(LAYERS):
         measured, later = (rows_of(each, ranks) for each in popularity(exponent, seed))
-        before = plain_places(EXPERTS, ranks)
-        after, mean = places_by_load(measured, before), sum(later) / ranks
+        before = plain_map(EXPERTS, ranks)
+        after, mean = map_by_load(measured, before), sum(later) / ranks
         plain.append(heaviest(later, before) / mean)
         moved.append(heaviest(later, after) / mean)
         count.append(len(list(moves_between(before, after))))

@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
-from ds_npu.features.experts.expert_ranks import PLACED
+from ds_npu.features.experts.expert_ranks import EXPERTS_INSTALLED
 from ds_npu.features.tensor_parallel.sharded_model import SHARDED_ATTRIBUTE
 from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute
@@ -39,7 +39,7 @@ def protect_shards(model: nn.Module, topology: Topology) -> bool:
     weight; experts are not gathered. Layers that a user put into a model know their own shards, which are not
     protected, and PEFT computes with experts that it adapts.
     """
-    if has_attribute(model, PLACED):
+    if has_attribute(model, EXPERTS_INSTALLED):
         _protect_experts(model)
     if has_attribute(model, SHARDED_ATTRIBUTE):
         for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ from expert_cases import LAYOUTS, ROUTINGS, ExpertOptions, LayerCase, Numbers, c
 
 from ds_npu.features.experts.presized import PresizedForward
 from ds_npu.parallel.expert.dispatch import Plan
-from ds_npu.parallel.expert.presized import PresizedPlan, Room, need
+from ds_npu.parallel.expert.presized import BufferSizes, PresizedPlan, need
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -26,7 +26,7 @@ def with_room(margin: float, more: int):
     def presize(plans: Sequence[Plan]) -> list[Plan]:
         needs = [need(plan).wait().cpu() for plan in plans]
         return [
-            PresizedPlan(plan, Room((each * margin).ceil().long() + more))
+            PresizedPlan(plan, BufferSizes((each * margin).ceil().long() + more))
             for plan, each in zip(plans, needs, strict=True)
         ]
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from gradient_rule import ACCUMULATION, CLIP, MICRO
 from wire import Wire
 
-from ds_npu.features.experts.relocation import Relocation, modules_with_places
-from ds_npu.parallel.expert.places import Places
+from ds_npu.features.experts.relocation import Relocation, modules_with_map
+from ds_npu.parallel.expert.expert_map import ExpertMap
 
 EXPERTS, STEPS = 8, 6
 COUNTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}
@@ -29,13 +29,13 @@ class Run:
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]
-    places: list[dict[str, Places]]
+    maps: list[dict[str, ExpertMap]]
     """After each step."""
 
     @property
     def relocations(self) -> int:
         """How often some layer's experts moved."""
-        return sum(before != after for before, after in zip(self.places, self.places[1:], strict=False))
+        return sum(before != after for before, after in zip(self.maps, self.maps[1:], strict=False))
 
 
 def model_of(family: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -61,7 +61,7 @@ def engine_of(family: str, stage: int, dtype: torch.dtype, parallel: dict, moe: 
 
 def train(engine, steps: range, dtype: torch.dtype = torch.float64) -> Run:
     topology = engine.topology
-    losses, norms, places = [], [], [_places(engine)]
+    losses, norms, maps = [], [], [_maps(engine)]
     for step in steps:
         share = 0.0
         for micro in tokens(step, topology.size("dp"))[:, topology.rank("dp")]:
@@ -71,13 +71,13 @@ def train(engine, steps: range, dtype: torch.dtype = torch.float64) -> Run:
             engine.step()
         losses.append(rule.mean_loss(share / topology.size("cp"), topology))
         norms.append(float(engine.get_global_grad_norm()))
-        places.append(_places(engine))
+        maps.append(_maps(engine))
     weights = {name: each.double() for name, each in dense.shared(engine.whole_state_dict()).items()}
-    return Run(losses, norms, weights, places)
+    return Run(losses, norms, weights, maps)
 
 
-def _places(engine) -> dict[str, Places]:
-    return {name: placed.places for name, (_, placed) in modules_with_places(engine.module).items()}
+def _maps(engine) -> dict[str, ExpertMap]:
+    return {name: mapped.expert_map for name, (_, mapped) in modules_with_map(engine.module).items()}
 
 
 def one_process(family: str, dp: int, steps: int) -> Run:
@@ -131,10 +131,10 @@ def resume(family: str, parallel: dict, stages: tuple[int, ...], folder: str) ->
         assert written.relocations and uninterrupted.relocations, (family, parallel, stage)
         second = engine_of(family, stage, torch.float32, parallel, moe)
         # Its experts have moved elsewhere by then.
-        assert train(second, range(10, 15), torch.float32).places[-1] != written.places[-1]
+        assert train(second, range(10, 15), torch.float32).maps[-1] != written.maps[-1]
         second.load_checkpoint(f"{folder}/{stage}")
         resumed = train(second, range(3, 8), torch.float32)
-        assert resumed.places == uninterrupted.places, (family, parallel, stage)
+        assert resumed.maps == uninterrupted.maps, (family, parallel, stage)
         assert (resumed.losses, resumed.norms) == (uninterrupted.losses, uninterrupted.norms), (family, parallel, stage)
         assert all(torch.equal(each, resumed.weights[name]) for name, each in uninterrupted.weights.items())
 
@@ -159,8 +159,8 @@ def count_bytes(parallel: dict, stages: tuple[int, ...]) -> None:
     for stage in stages:
         engine = engine_of("mixtral", stage, torch.float32, parallel, {"placement_interval": 100})
         train(engine, range(1), torch.float32)
-        topology, layers = engine.topology, modules_with_places(engine.module)
-        before = {name: placed.places for name, (_, placed) in layers.items()}
+        topology, layers = engine.topology, modules_with_map(engine.module)
+        before = {name: mapped.expert_map for name, (_, mapped) in layers.items()}
         with Wire() as wire:
             Relocation(engine, 100).relocate()
         leaving = sum(size for (kind, _), size in wire.leaving.items() if kind == "exchange")
@@ -168,8 +168,8 @@ def count_bytes(parallel: dict, stages: tuple[int, ...]) -> None:
         dist.all_gather_object(of_all, leaving)
         moved = sum(
             len(set(was) - set(now))
-            for name, (_, placed) in layers.items()
-            for was, now in zip(before[name], placed.places, strict=True)
+            for name, (_, mapped) in layers.items()
+            for was, now in zip(before[name], mapped.expert_map, strict=True)
         )
         assert moved
         one = 3 * 32 * 48 * 4

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_npu.parallel.expert.sharing import placed, shared_rows
+from ds_npu.parallel.expert.sharing import shared_rows, slots_of_rows
 
 
 @st.composite
@@ -39,7 +39,7 @@ def test_every_row_goes_to_a_rank_that_holds_its_expert(case, least):
         assert all(parts == ((e // local, sum(each[e] for each in counts)),) for e, parts in enumerate(plan.rows))
         return
     where = {plan.slot(expert, rank): expert for expert, parts in enumerate(plan.rows) for rank, _ in parts}
-    found = [placed(each, plan.map_of(counts, rank)) for rank, each in enumerate(ids)]
+    found = [slots_of_rows(each, plan.map_of(counts, rank)) for rank, each in enumerate(ids)]
     for sent, slots in zip(ids, found, strict=True):
         assert [where.get(slot, -1) for slot in slots.flatten().tolist()] == sent.flatten().tolist()
     done = Counter(slot for slots in found for slot in slots.flatten().tolist() if slot >= 0)

@@ -29,7 +29,7 @@ from ds_npu.engine.checkpoints.own_files import check_files
 from ds_npu.engine.checkpoints.reassembly import GivenState, Reassembly, State
 from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
 from ds_npu.engine.checkpoints.written_files import CLASSES, manifest_of, plain_weights
-from ds_npu.features.experts.relocation import restore_places, state_of_places
+from ds_npu.features.experts.relocation import restore_maps, state_of_maps
 from ds_npu.log import logger
 from ds_npu.parallel.runtime.placement import has_experts
 from ds_npu.topology.topology import Topology
@@ -145,12 +145,12 @@ class AnyLayoutCheckpoints:
         if not has_experts(self.module):
             return _made_on_all(lambda: Reassembly(self, written, partitions_alone).state())
         # Wherever the experts of the former run were, those of this one begin in the plain order.
-        positions = state_of_places(self.module, self.topology)
-        restore_places(self.module, None, self.topology)
+        expert_maps = state_of_maps(self.module, self.topology)
+        restore_maps(self.module, None, self.topology)
         try:
             return _made_on_all(lambda: Reassembly(self, written, partitions_alone).state())
         except CheckpointError:
-            restore_places(self.module, positions, self.topology)
+            restore_maps(self.module, expert_maps, self.topology)
             raise
 
     def _check_fit(self, written: WrittenCheckpoint, asked: Asked) -> None:

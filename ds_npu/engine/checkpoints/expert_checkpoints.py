@@ -19,7 +19,7 @@ from torch import nn
 from ds_npu.engine.checkpoints.expert_states import State, joined, part_of
 from ds_npu.engine.checkpoints.reassembly import REASSEMBLED
 from ds_npu.engine.failures.joint_calls import JointCalls, joint
-from ds_npu.features.experts.relocation import PLACES, restore_places, state_of_places
+from ds_npu.features.experts.relocation import EXPERT_MAP, restore_maps, state_of_maps
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.placement import has_experts, placement_of
 from ds_npu.topology.topology import Topology
@@ -38,8 +38,8 @@ class ExpertCheckpoints:
     has_moe_layers: bool
     checkpoint_engine: Any
     joint_calls: JointCalls
-    places: State
-    """Where experts are, as a checkpoint that is being written says."""
+    expert_maps: State
+    """The expert maps in the checkpoint that is being written."""
     zero_optimization_partition_weights: Callable[[], bool]
     load_universal_checkpoint: Callable[[], bool]
 
@@ -52,7 +52,7 @@ class ExpertCheckpoints:
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, and the files of experts."""
         upstream: Any = super()
-        self.places = state_of_places(self.module, self.topology)
+        self.expert_maps = state_of_maps(self.module, self.topology)
         with self._without_moe_of_deepspeed():
             return bool(upstream.save_checkpoint(*args, **kwargs))
 
@@ -92,7 +92,7 @@ class ExpertCheckpoints:
             state[LAYOUT] = self.layout
         if self.has_experts:
             state[LAYOUT] = self.layout
-            state[PLACES] = self.places
+            state[EXPERT_MAP] = self.expert_maps
             if not self.zero_optimization_partition_weights():
                 names = self._names_of_experts()
                 state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
@@ -130,7 +130,7 @@ class ExpertCheckpoints:
                 "to do: the same sizes, or weights only: engine.save_pretrained in the former run, from_pretrained in "
                 "this one"
             )
-        restore_places(self.module, dense.get(PLACES), self.topology)
+        restore_maps(self.module, dense.get(EXPERT_MAP), self.topology)
         if self.zero_optimization_partition_weights():
             return dense
         experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")

@@ -15,7 +15,7 @@ from ds_npu.checkpoint.manifest import MODULE
 from ds_npu.checkpoint.written import WrittenCheckpoint
 from ds_npu.engine.checkpoints.weights_only import PARTITIONS
 from ds_npu.engine.checkpoints.written_files import OF_RANKS, layout_description, numel_of, partition_start
-from ds_npu.features.experts.relocation import PLACES
+from ds_npu.features.experts.relocation import EXPERT_MAP
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.zero_ext.optimizer_layout import PLAIN, ZERO, OptimizerLayout
 
@@ -63,7 +63,7 @@ class Reassembly:
         found |= {
             REASSEMBLED: True,
             MODULE: self._module(),
-            PLACES: None,
+            EXPERT_MAP: None,
             PLAIN: None,
             FROZEN_PARAM_FRAGMENTS: None,
             "dp_world_size": self.engine.seq_dp_world_size,

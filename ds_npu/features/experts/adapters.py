@@ -1,10 +1,10 @@
-"""PEFT's adapters of experts (``target_parameters``): each rank keeps of the factors what its experts need.
+"""PEFT's adapters of experts (``target_parameters``): each rank keeps the parts of the factors that its experts need.
 
 PEFT 0.21 wraps the module once for each parameter that is adapted and, within its forward, adds the product of the
 factors to the parameter (peft.tuners.lora.layer.ParamWrapper.get_delta_factors): A [E * r, in], expert by expert, and
-B [out, r * E], one row of all experts after the other. Over ``ep`` both are sharded by experts. Where ``etp`` ranks
-share each expert, the factor along whose dim the weight is sharded is sharded so, too. The product needs all of the
-other one: each rank keeps an even shard of it and gathers it in forward; its gradients are summed and sharded.
+B [out, r * E], one number of the adapter's rank after the other. Over ``ep`` both are sharded by experts. Where ``etp``
+ranks share each expert, the factor that has the weight's sharded dim is sharded likewise. The product needs the whole
+other factor: each rank keeps an even shard of it and gathers it in forward; its gradients are summed and sharded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPUTED = "get_delta_factors, get_delta_weight"
 def adapter_changes(model: nn.Module, experts: str, layout: Layout, topology: Topology) -> Iterator[Change]:
     """Shard the factors of the adapters around the module ``experts``.
 
-    Raises ValueError for adapters that are not known, and factors that the ``etp`` ranks do not divide.
+    Raises ValueError for unknown adapters, and for factors that the ``etp`` ranks do not divide.
     """
     modules: Mapping[str, nn.Module] = dict(model.named_modules())
     outer = experts
@@ -70,20 +70,20 @@ class _Factors:
 
     @cached_property
     def of_weight(self) -> Sharding | None:
-        """How the parameter is sharded over etp."""
+        """The sharding of the parameter over etp."""
         name = attribute(self.wrapper, PARAMETER, str)
         assert name is not None
         return self.layout.shardings(name, self.topology.size("ep"), self.topology.size("etp")).get("etp")
 
     @cached_property
     def gathered(self) -> str | None:
-        """The factor that etp ranks gather: A, along inputs, where the outputs of the weight are sharded, or B."""
+        """The factor that etp ranks gather: A, along inputs, where the weight's outputs are sharded; else B."""
         if self.of_weight is None:
             return None
         return FIRST if (self.of_weight.dim == 1) == self.is_out_in else SECOND
 
     def shardings(self, name: str, factor: nn.Parameter, leaf: str) -> dict[Axis, Sharding]:
-        """Of the ``factor`` A [E * r, in] or B [out, r * E]."""
+        """The shardings of the ``factor`` A [E * r, in] or B [out, r * E]."""
         shape, etp = factor.shape, self.topology.size("etp")
         by_experts, dim = (_rows(shape[0], self), 1) if leaf == FIRST else (_columns(shape[1], self), 0)
         found: dict[Axis, Sharding] = {"ep": by_experts}
@@ -99,13 +99,13 @@ class _Factors:
         return found | {"etp": shard_sections(dim, [shape[dim]], etp)}
 
     def install(self) -> None:
-        """Make the wrapper compute the product of this rank's experts and columns."""
+        """Make the wrapper compute the product for this rank's experts and columns."""
         set_attribute(self.wrapper, COUNT, self.layout.count // self.topology.size("ep"))
         set_attribute(self.wrapper, "get_delta_factors", self.factors)
         set_attribute(self.wrapper, "get_delta_weight", self.weight)
 
     def factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """(left [E, n, r], right [E, r, m], factor) of this rank, by whose product the parameter changes."""
+        """(left [E, n, r], right [E, r, m], scaling) of this rank; their product is added to the parameter."""
         a, b = (self._whole(leaf, getattr(self.wrapper, leaf)[adapter].weight) for leaf in (FIRST, SECOND))
         count, dtype = self.layout.count // self.topology.size("ep"), self.wrapper.get_param().dtype
         a_ErK = a.reshape(count, -1, a.shape[1]).to(dtype)
@@ -114,7 +114,7 @@ class _Factors:
         return (b_ENr, a_ErK, scaling) if self.is_out_in else (a_ErK.mT, b_ENr.mT, scaling)
 
     def weight(self, adapter: str) -> torch.Tensor:
-        """What is added to the parameter."""
+        """The product that is added to the parameter."""
         left, right, scaling = self.factors(adapter)
         return left @ right * scaling
 
@@ -125,12 +125,12 @@ class _Factors:
 
 
 def _rows(rows: int, of: _Factors) -> Sharding:
-    """Of A, over ep."""
+    """The sharding of A over ep."""
     return shard_sections(0, [rows], of.topology.size("ep"), unit=rows // of.layout.count)
 
 
 def _columns(columns: int, of: _Factors) -> Sharding:
-    """Of B, over ep: some columns of each number of the adapter's rank."""
+    """The sharding of B over ep: the columns of the same experts in each number of the adapter's rank."""
     count = of.layout.count
     parts = near_even(count, of.topology.size("ep"))
     ranges = tuple(

@@ -1,6 +1,6 @@
 """``ds_npu.moe.aux_loss`` and ``z_loss``: added to the loss that a model returns in training.
 
-So they have every factor that the loss has until backward: the loss scale, accumulation, the client's own.
+So every factor applies to them that applies to the loss until backward: loss scale, accumulation, the client's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def token_ranks(build: Build) -> TokenRanks:
 
 
 def balance_changes(section: MoeSection, build: Build, layouts: Iterable[str]) -> Iterator[Change]:
-    """What adds the losses to that of the model; raises ValueError where a router is not known."""
+    """Add the losses to that of the model; raises ValueError where a router is not known."""
     if not section.has_losses:
         return
     model, names = build.model, list(layouts)
@@ -49,8 +49,8 @@ def balance_changes(section: MoeSection, build: Build, layouts: Iterable[str]) -
         yield Change("wraps", router.name, "its logits are collected", make, Level.OPERATOR)
     scores = {name: router.scores for name, router in routers.items()}
     forward = _BalancedForward(model, BalanceLosses(aux, over, z), scores, token_ranks(build))
-    said = ", ".join([*([f"aux loss {aux:g} over {over}"] if aux else []), *([f"z-loss {z:g}"] if z else [])])
-    yield Change("wraps", "", said, partial(wrap_forward, model, forward, Level.MODEL), Level.MODEL)
+    text = ", ".join([*([f"aux loss {aux:g} over {over}"] if aux else []), *([f"z-loss {z:g}"] if z else [])])
+    yield Change("wraps", "", text, partial(wrap_forward, model, forward, Level.MODEL), Level.MODEL)
 
 
 def _router(model: nn.Module, experts: str, needs_scores: bool) -> Router:
@@ -66,7 +66,7 @@ def _router(model: nn.Module, experts: str, needs_scores: bool) -> Router:
 
 @dataclass(frozen=True)
 class _BalancedForward:
-    """Wraps the forward of a model: adds the losses to the loss that it returns in training."""
+    """Wraps the forward of a model to add the losses to the loss that it returns in training."""
 
     model: nn.Module
     losses: BalanceLosses
@@ -99,7 +99,7 @@ class _BalancedForward:
 
     def _added(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
         loss, items = self._loss(collected, given), given.get("num_items_in_batch")
-        # The model divides by the labels of several micro-batches, whose losses are then added: so are these, by share.
+        # The model divides by the labels of several micro-batches and sums their losses: scale this loss by its share.
         added = loss if items is None else loss * (_labels(given) / items)
         _refuse_other_losses(added, [each for layer in collected.logits.values() for each in layer], self.model)
         return added
@@ -113,9 +113,9 @@ class _BalancedForward:
 
 
 def _refuse_other_losses(added: torch.Tensor, logits: Iterable[torch.Tensor], model: nn.Module) -> None:
-    """Make a backward that reaches a router's ``logits``, and not the ``added`` loss made of them, raise ValueError.
+    """Make a backward that reaches a router's ``logits``, but not the ``added`` loss made of them, raise ValueError.
 
-    It would train routers without what balances them. A gradient reaches ``logits`` behind that of all made of them.
+    It would train routers without balance. A gradient reaches ``logits`` after everything computed from them.
     """
     reached: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""``ds_npu.moe.capacity_factor``: what one layer drops of the choices of a rank's tokens, and how it fills up the rest.
+"""``ds_npu.moe.capacity_factor``: the choices of a rank's tokens that one layer drops, and how it pads to capacity.
 
 Capacity is counted on the tokens that a rank holds of one micro-batch when they reach the experts: tensor ranks with
 equal tokens count all of them, before they take their shares; ranks of a sequence (sequence parallel, context) count
@@ -31,26 +31,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _MOST: Fact[dict[str, int]] = Fact()
-"""By a layer's name without its number, the most tokens that a rank has there."""
+"""The most tokens of any rank, by a layer's name without its number."""
 
 
 @dataclass(frozen=True)
 class CapacityLimit:
-    """What the experts of one layer take."""
+    """The capacity of the experts of one layer."""
 
     factor: float
     policy: CapacityPolicy
     pads: bool
     pieces: int
-    """In which a layer's tokens are computed, one behind the other."""
+    """The number of pieces of a layer's tokens, which are computed one after the other."""
     experts: int
-    """Of all ranks."""
+    """The number of experts of all ranks."""
     kind: str
     """The layer's name without its number: layers of one kind have equally many tokens."""
 
     @staticmethod
     def of(section: MoeSection, experts: int, name: str) -> CapacityLimit | None:
-        """That of the module ``name``; None without one."""
+        """The limit of the module ``name``; None without one."""
         if section.capacity_factor is None:
             return None
         policy, pads, pieces = section.capacity_policy, section.pad_to_capacity, 2 if section.overlap else 1
@@ -67,7 +67,7 @@ class CapacityLimit:
     def compute(
         self, compute: Compute, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, axis: ExpertAxis
     ) -> torch.Tensor:
-        """``compute`` of the choices ``within`` capacity."""
+        """Call ``compute`` with choices ``within`` capacity, padded if ``pads``."""
         if not self.pads:
             return compute(x_TH, ids_TK, weights_TK)
         most = _most_tokens(ids_TK, self.kind, axis)
@@ -79,7 +79,7 @@ class CapacityLimit:
 
 
 def _most_tokens(ids_TK: torch.Tensor, kind: str, axis: ExpertAxis) -> int:
-    """The most tokens of any rank; the host waits for it in the first layer of a kind in each forward."""
+    """The most tokens of any rank; the host waits for them in the first layer of a kind in each forward."""
     if axis.size == 1:
         return len(ids_TK)
     known = _MOST.of(running())
@@ -97,7 +97,7 @@ def _most_tokens(ids_TK: torch.Tensor, kind: str, axis: ExpertAxis) -> int:
 
 
 def agrees_on_tokens(model: nn.Module) -> Change:
-    """Lets layers of one forward know what the first of them has learned of the other ranks' tokens."""
+    """Share the most tokens of any rank, which the first layer of a forward learns, with its other layers."""
     return Change("wraps", "", "ranks agree on their tokens", partial(_begin, model), Level.MODEL)
 
 

@@ -1,4 +1,4 @@
-"""``ds_npu.moe``: puts the experts of a build's model onto the ranks of the expert view, and computes them there."""
+"""``ds_npu.moe``: shards the experts of a build's model over the ranks of the expert view, and computes them there."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
 from ds_npu.features.experts.balance import balance_changes
 from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
-from ds_npu.features.experts.generation import GENERATE, generate_together
+from ds_npu.features.experts.generation import GENERATE, generate_synced
 from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
 from ds_npu.features.experts.layout import ExpertLayout, Layout, expert_layouts
 from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.presized import PresizedForward, presized_changes
-from ds_npu.features.experts.relocation import KEY, PLACES, install_relocation
+from ds_npu.features.experts.relocation import EXPERT_MAP, KEY, install_relocation
 from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chosen
 from ds_npu.features.experts.shards import expert_shard
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
@@ -36,16 +36,16 @@ from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.models.hugging_face_model import hugging_face_model, setting
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions
+from ds_npu.parallel.expert.expert_map import plain_map
 from ds_npu.parallel.expert.experts import DISPATCHERS
-from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_beside, compute_experts_in_halves
-from ds_npu.parallel.expert.places import plain_places
-from ds_npu.parallel.expert.relocation import PlacedExperts
+from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_in_halves, compute_experts_with_shared
+from ds_npu.parallel.expert.relocation import MappedExperts
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.placement import has_experts
 from ds_npu.topology.topology import Topology
 
-PLACED = "ds_npu_experts"
-"""The attribute of a model whose experts are placed."""
+EXPERTS_INSTALLED = "ds_npu_experts"
+"""The attribute of a model whose experts ds_npu computes."""
 
 
 def _applies(section: MoeSection, build: Build) -> bool:
@@ -60,12 +60,12 @@ def _asked(section: MoeSection, build: Build) -> str:
 
 
 def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
-    computes = _applies(section, build) and not _is_placed(build.model)
+    computes = _applies(section, build) and not _has_experts_installed(build.model)
     if not computes and not section.has_losses:
         return []
     check_not_compiled(build.model, "expert")
     layouts = expert_layouts(build.model, build.partial_plan)
-    # Of several stages, some may have none: the whole model was asked before it was cut.
+    # Some of several stages may have no experts: the whole model was checked before it was cut.
     if not layouts and not stages_in(build.model):
         raise ValueError(_nowhere(build.model))
     balance = list(balance_changes(section, build, layouts))
@@ -73,14 +73,14 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
         return balance
     _check(layouts, build.topology)
     _check_choices(build.model, layouts)
-    build.said += traffic(section, build, layouts)
+    build.said.extend(traffic(section, build, layouts))
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
     return [*_changes(section, build, layouts, axis), *balance]
 
 
-def _is_placed(model: nn.Module) -> bool:
-    """Whether the experts of ``model`` are on their ranks already; layers of a user's own may be."""
-    return has_experts(model) or any(has_attribute(module, PLACED) for module in model.modules())
+def _has_experts_installed(model: nn.Module) -> bool:
+    """Whether ds_npu computes the experts of ``model`` already, as it may in a user's own layers."""
+    return has_experts(model) or any(has_attribute(module, EXPERTS_INSTALLED) for module in model.modules())
 
 
 def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis: ExpertAxis) -> Iterator[Change]:
@@ -92,9 +92,9 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
         yield from presized_changes(build.model, list(layouts), presized)
     for name, layout in layouts.items():
         module = build.model.get_submodule(name)
-        places = PlacedExperts(plain_places(layout.count, axis.ep)) if section.placement_interval else None
-        if isinstance(layout, ListedLayout) and (places is not None or section.replica_rows):
-            key = KEY if places is not None else "ds_npu.moe.replica_rows"
+        mapped = MappedExperts(plain_map(layout.count, axis.ep)) if section.placement_interval else None
+        if isinstance(layout, ListedLayout) and (mapped is not None or section.replica_rows):
+            key = KEY if mapped is not None else "ds_npu.moe.replica_rows"
             raise ValueError(
                 f"{key}: {name} holds its experts in a list, whose weights do not move. What to do: {key} 0"
             )
@@ -103,11 +103,11 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
                 shardings = layout.shardings(leaf, build.topology.size("ep"), build.topology.size("etp"))
                 yield expert_shard(f"{name}.{leaf}".lstrip("."), module.get_parameter(leaf), shardings, build.topology)
             adapters = list(adapter_changes(build.model, name, layout, build.topology))
-            if adapters and places is not None:
+            if adapters and mapped is not None:
                 raise ValueError(f"{KEY}: {name} has an adapter, whose factors do not move. What to do: {KEY} 0")
             yield from adapters
-        if places is not None:
-            yield Change("sets", name, PLACES, partial(set_attribute, module, PLACES, places))
+        if mapped is not None:
+            yield Change("sets", name, EXPERT_MAP, partial(set_attribute, module, EXPERT_MAP, mapped))
         run, how, changes = _run(section, build, name)
         yield from changes
         presize = None if presized is None else partial(presized.plans, name)
@@ -117,31 +117,31 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
             yield Change("computes", names.owner(name), "gives experts the tokens that chose them", make)
             run = partial(compute_scaled, run)
         capacity = CapacityLimit.of(section, layout.count, name)
-        said = _described(axis, options) + how + ("" if capacity is None else f", {capacity}")
-        layer = ExpertLayer(layout, axis, run, places, capacity)
-        yield Change("computes", name, said, partial(layer.compute_in, module))
+        text = _described(axis, options) + how + ("" if capacity is None else f", {capacity}")
+        layer = ExpertLayer(layout, axis, run, mapped, capacity)
+        yield Change("computes", name, text, partial(layer.compute_in, module))
     if section.pad_to_capacity and axis.size > 1:
         yield agrees_on_tokens(build.model)
-    sets = ", ".join([PLACED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
+    sets = ", ".join([EXPERTS_INSTALLED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
     yield Change("sets", "", sets, partial(_finish, build.model, axis))
 
 
 def _run(section: MoeSection, build: Build, name: str) -> tuple[Callable[..., torch.Tensor], str, Iterable[Change]]:
-    """What the experts ``name`` run with an axis and options, in words, and what else that changes."""
+    """The function that the experts ``name`` run, given axis and options; its description; further changes."""
     if not section.overlap:
         return compute_experts_at_once, "", ()
     call = shared_call(build.model, name)
     if call is None:
         return compute_experts_in_halves, ", in two halves", ()
-    beside = SharedExperts(call.shared, call.of_block_input, partial(build.model.get_submodule, call.shared))
-    run = partial(compute_experts_beside, beside=beside)
-    return run, f", beside {call.shared.rpartition('.')[2]}", shared_changes(build.model, call, beside)
+    shared = SharedExperts(call.shared, call.of_block_input, partial(build.model.get_submodule, call.shared))
+    run = partial(compute_experts_with_shared, shared=shared)
+    return run, f", beside {call.shared.rpartition('.')[2]}", shared_changes(build.model, call, shared)
 
 
 def _finish(model: nn.Module, axis: ExpertAxis) -> None:
-    set_attribute(model, PLACED, True)
+    set_attribute(model, EXPERTS_INSTALLED, True)
     if axis.size > 1:
-        generate_together(model)
+        generate_synced(model)
     refuse_compiling(model, "expert")
     refuse_saving_shards(model)
 
@@ -154,7 +154,7 @@ def _described(axis: ExpertAxis, options: ExpertOptions) -> str:
 
 
 def _check(layouts: dict[str, Layout], topology: Topology) -> None:
-    """Raise ConfigError that names every module whose experts cannot be placed so."""
+    """Raise ConfigError that names every module whose experts cannot be sharded over these ranks."""
     ep, etp = topology.size("ep"), topology.size("etp")
     problems = []
     for name, layout in layouts.items():
@@ -195,7 +195,7 @@ def _nowhere(model: nn.Module) -> str:
 
 
 def _parts(section: MoeSection, build: Build) -> Iterable[Change]:
-    is_whole = not stages_in(build.model) and not _is_placed(build.model)
+    is_whole = not stages_in(build.model) and not _has_experts_installed(build.model)
     if _asked(section, build) and is_whole and not expert_layouts(build.model, build.partial_plan):
         raise ValueError(_nowhere(build.model))
     if interval := section.placement_interval:

@@ -1,4 +1,4 @@
-"""The forward of one module of experts, from the tokens it is given to the sums of their experts' outputs."""
+"""The forward of one module of experts, from its tokens to the sums of their experts' outputs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import nn
 
 from ds_npu.features.experts.capacity import CapacityLimit
 from ds_npu.features.experts.layout import Layout
-from ds_npu.features.experts.listed import PLACED_LIST, ListedLayout
+from ds_npu.features.experts.listed import LISTED_LAYOUT, ListedLayout
 from ds_npu.models.attributes import set_attribute
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
 from ds_npu.parallel.expert.experts import compute_experts
-from ds_npu.parallel.expert.relocation import PlacedExperts
+from ds_npu.parallel.expert.relocation import MappedExperts
 from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.runtime.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.tensor.direct_layers import PRODUCT, USES_SINK
 
 Run = Callable[[Piece, ExpertWeights], torch.Tensor]
-"""From tokens, their experts and routing weights to the sums of their experts' outputs."""
+"""The function from tokens, their experts and routing weights to the sums of their experts' outputs."""
 
 
 def compute_experts_at_once(
@@ -40,8 +40,8 @@ class ExpertLayer:
     layout: Layout
     axis: ExpertAxis
     run: Run
-    places: PlacedExperts | None = None
-    """Where experts are that move."""
+    mapped: MappedExperts | None = None
+    """The expert map, where experts move."""
     capacity: CapacityLimit | None = None
 
     def compute_in(self, module: nn.Module) -> None:
@@ -59,14 +59,14 @@ class ExpertLayer:
 
         replace_innermost_forward(module, forward)
         if isinstance(self.layout, ListedLayout):
-            set_attribute(module, PLACED_LIST, self.layout)
+            set_attribute(module, LISTED_LAYOUT, self.layout)
         for leaf in self.layout.sinks:
             USES_SINK.set(module.get_parameter(leaf), True)
 
     def _computed(self, piece: Piece, experts: ExpertWeights, is_training: bool) -> torch.Tensor:
         def compute(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-            if self.places is not None:
-                ids_TK = self.places.slots(ids_TK)
+            if self.mapped is not None:
+                ids_TK = self.mapped.slots(ids_TK)
             return self.run((x_TH, ids_TK, weights_TK), experts)
 
         def compute_all(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -77,8 +77,8 @@ class ExpertLayer:
         x_TH, ids_TK, weights_TK = piece
         if self.capacity is not None:
             ids_TK = self.capacity.within(ids_TK, weights_TK)
-        if self.places is not None and is_training:
-            self.places.count(ids_TK)
+        if self.mapped is not None and is_training:
+            self.mapped.count(ids_TK)
         if self.capacity is None:
             return compute_all(x_TH, ids_TK, weights_TK)
         return self.capacity.compute(compute_all, x_TH, ids_TK, weights_TK, self.axis)

@@ -1,4 +1,4 @@
-"""Which modules of a model hold experts, and how: transformers' own description of its experts, or the plan's role.
+"""The modules of a model that hold experts, and their layout: by transformers' description, or by the plan's role.
 
 transformers 5 gives every module of experts, whose forward takes (tokens [T, H], experts [T, K], weights [T, K]), the
 attributes that say how its weights are stored (``integrations.moe.use_experts_implementation``).
@@ -43,10 +43,10 @@ class ExpertLayout:
     has_bias: bool = False
     is_transposed: bool = False
     """Whether weights are [E, in, out]; else they are [E, out, in]."""
-    by_turns: bool = False
-    """Whether gates and ups stand by turns along the outputs; else all gates, then all ups."""
+    interleaved: bool = False
+    """Whether gates and ups alternate along the outputs; else all gates, then all ups."""
     scales_inputs: bool = False
-    """Whether routing weights multiply what experts take (``scaled_inputs``), and not what they give."""
+    """Whether routing weights multiply the inputs of experts (``scaled_inputs``), and not their outputs."""
 
     @property
     def up(self) -> str:
@@ -54,7 +54,7 @@ class ExpertLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters."""
+        """The names of the parameters."""
         found = (self.up, "down_proj")
         return (*found, *(f"{each}_bias" for each in found)) if self.has_bias else found
 
@@ -70,17 +70,17 @@ class ExpertLayout:
 
     def _column_sharding(self, name: str, ranks: int) -> Sharding:
         if name == DOWN_BIAS:
-            # It is added once: each rank adds its part.
+            # The ranks' sums add it once: each rank adds its shard.
             return shard_sections(1, [self.hidden], ranks)
         if name == "down_proj":
             return shard_sections(1 if self.is_transposed else 2, [self.width], ranks)
         dim = 1 if name.endswith("_bias") or not self.is_transposed else 2
-        if self.has_gate and self.by_turns:
+        if self.has_gate and self.interleaved:
             return shard_sections(dim, [2 * self.width], ranks, unit=2)
         return shard_sections(dim, [self.width] * (2 if self.has_gate else 1), ranks)
 
     def weights(self, module: nn.Module, axis: ExpertAxis) -> ExpertWeights:
-        """The experts that ``module`` holds on this rank, as its attributes read now (PEFT may add to them)."""
+        """The experts that ``module`` holds on this rank, by its current attributes (PEFT may add to them)."""
         up, down, *biases = (_tensor(module, name) for name in self.names)
         if biases and axis.etp > 1:
             start, stop = near_even(self.hidden, axis.etp)[axis.etp_rank]
@@ -88,7 +88,7 @@ class ExpertLayout:
         return ExpertWeights(up, down, self.activation(module), self.is_transposed, *biases)
 
     def activation(self, module: nn.Module) -> Activation:
-        """What ``module`` computes between its two products."""
+        """The function that ``module`` computes between its two products."""
         function: Activation = getattr(module, GATE_METHOD, None) or partial(gated, getattr(module, ACTIVATION))
         return function if self.has_gate else getattr(module, ACTIVATION)
 
@@ -107,21 +107,21 @@ Layout = ExpertLayout | ListedLayout
 
 
 def expert_layouts(model: nn.Module, plan: ModelPlan) -> dict[str, Layout]:
-    """By name, how each module of experts in ``model`` holds them; ``plan`` may be a partial one.
+    """The layout of each module of experts in ``model``, by name; ``plan`` may be a partial one.
 
-    Raises ValueError for one that has a norm behind its experts, or a list of experts that are not known.
+    Raises ValueError for a module with a norm after its experts, or with a list of unknown experts.
     """
-    said = set(plan.named(Role.EXPERTS))
+    planned = set(plan.named(Role.EXPERTS))
     found: dict[str, Layout] = {}
     examined: dict[Hashable, Mlp | str] = {}
     blocks: dict[Hashable, bool] = {}
     for name, module in model.named_modules():
-        if name in said and not kinds.own_shapes(module):
+        if name in planned and not kinds.own_shapes(module):
             found[name] = listed_layout(name, module, examined)
         elif takes_scaled_inputs(model, name, blocks):
             count, width, hidden = kinds.own_shapes(module)["down_proj"]
             found[name] = ExpertLayout(count, width, hidden, is_transposed=True, scales_inputs=True)
-        elif is_of_transformers(module) or name in said:
+        elif is_of_transformers(module) or name in planned:
             found[name] = _layout(name, module)
     return found
 
@@ -135,7 +135,7 @@ def _layout(name: str, module: nn.Module) -> ExpertLayout:
     has_gate = attribute(module, "has_gate", bool) is not False
     is_transposed = bool(attribute(module, "is_transposed", bool))
     down = kinds.own_shapes(module)["down_proj"]
-    by_turns = attribute(module, "is_concatenated", bool) is False
+    interleaved = attribute(module, "is_concatenated", bool) is False
     has_bias = bool(attribute(module, "has_bias", bool))
     width, hidden = down[1:] if is_transposed else down[:0:-1]
-    return ExpertLayout(down[0], width, hidden, has_gate, has_bias, is_transposed, by_turns)
+    return ExpertLayout(down[0], width, hidden, has_gate, has_bias, is_transposed, interleaved)

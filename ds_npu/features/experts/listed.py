@@ -1,9 +1,9 @@
 """Experts that are modules of their own in a list, as older models and users' layers hold them: proved, not guessed.
 
 A module with the role ``experts`` holds one ``nn.ModuleList`` (or is one) of equal MLPs and its forward takes (tokens
-[T, H], experts [T, K], weights [T, K]). What it computes, which of an MLP's linears is the gate, and its activation are
-found by running copies with small random weights (``equivalence``): names prove nothing. Parameters stay those of the
-list, under their names; of an expert that is on another rank they have no elements.
+[T, H], experts [T, K], weights [T, K]). Runs of copies with small random weights (``equivalence``) find what it
+computes, which of an MLP's linears is the gate, and its activation: names prove nothing. Parameters keep their names in
+the list; those of an expert on another rank have no elements.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.degrees import Axis
 
 TOKENS, CHOSEN, K, N = 7, 2, 6, 10
-"""Tokens, experts of each, inputs and columns of the copies that are compared."""
+"""Tokens, experts of each token, inputs and columns of the copies that are compared."""
 FORWARD = "whose forward takes tokens [T, H], their experts [T, K] and their routing weights [T, K]"
-PLACED_LIST = "ds_npu_listed_experts"
-"""The attribute of a module that is the layout by which it computes the experts in its list."""
+LISTED_LAYOUT = "ds_npu_listed_experts"
+"""The attribute that holds the layout by which a module computes the experts in its list."""
 KNOWN: tuple[Activation, ...] = (
     functional.silu,
     functional.gelu,
@@ -50,13 +50,13 @@ KNOWN: tuple[Activation, ...] = (
 
 @dataclass(frozen=True)
 class Mlp:
-    """The linears of one expert by their names, and what is between them."""
+    """The names of one expert's linears, and the activation between them."""
 
     ups: tuple[str, ...]
-    """What takes tokens: the gate and the up projection, one for both, or one without a gate."""
+    """The linears that take tokens: gate and up projection, one for both, or one without a gate."""
     down: str
     activation: Activation
-    """From the outputs of all ``ups``, one behind the other."""
+    """The function of the concatenated outputs of all ``ups``."""
     has_gate: bool
 
 
@@ -69,15 +69,15 @@ class ListedLayout:
     """I, the columns of each expert."""
     hidden: int
     prefix: str
-    """Of the names of experts in the module."""
+    """The prefix of the experts' names in the module."""
     mlp: Mlp
     has_bias: bool
     sinks: tuple[str, ...] = ()
-    """Parameters whose products the optimizer's buffers may take: none, as stacked ones are no parameters."""
+    """Parameters whose products the optimizer's buffers may take: none, as stacked weights are no parameters."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters."""
+        """The names of the parameters."""
         leaves = ("weight", "bias") if self.has_bias else ("weight",)
         linears = (*self.mlp.ups, self.mlp.down)
         return tuple(
@@ -86,10 +86,10 @@ class ListedLayout:
         )
 
     def shardings(self, name: str, ep: int, etp: int) -> dict[Axis, Sharding]:
-        """How the parameter ``name`` is sharded: over ep one rank has it; over etp each its columns."""
+        """The shardings of the parameter ``name``: one rank along ep holds it; each rank along etp has its columns."""
         index, _, linear = name.removeprefix(self.prefix).rpartition(".")[0].partition(".")
         is_down = linear == self.mlp.down
-        # The dim that is not sharded over etp, of which other ranks have nothing.
+        # The dim that etp does not shard; other ranks along ep hold none of it.
         dim, size = (0, self.hidden) if is_down else (1, self.hidden)
         if name.endswith(".bias"):
             dim, size = 0, self.hidden if is_down else self.outputs
@@ -104,7 +104,7 @@ class ListedLayout:
 
     @property
     def outputs(self) -> int:
-        """Of each linear that takes tokens."""
+        """The number of outputs of each linear that takes tokens."""
         return 2 * self.width if self.mlp.has_gate and len(self.mlp.ups) == 1 else self.width
 
     def weights(self, module: nn.Module, axis: ExpertAxis) -> ExpertWeights:
@@ -122,8 +122,8 @@ class ListedLayout:
 
 
 def gathered_whole(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` whose forward uses the weights of the experts in their list."""
-    return [each for each in model.modules() if attribute(each, PLACED_LIST, ListedLayout) is not None]
+    """The modules of ``model`` whose forward reads the weights of the experts in their list."""
+    return [each for each in model.modules() if attribute(each, LISTED_LAYOUT, ListedLayout) is not None]
 
 
 def list_in(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -137,7 +137,7 @@ def list_in(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def looped_over(model: nn.Module) -> Iterator[str]:
-    """Lists of equal MLPs over which the module around them loops itself: what they are, as messages name them."""
+    """Descriptions, for messages, of lists of equal MLPs over which the module around them loops itself."""
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) > 1 and all(map(_linears, child)):
@@ -146,13 +146,13 @@ def looped_over(model: nn.Module) -> Iterator[str]:
 
 
 def listed_layout(name: str, module: nn.Module, known: dict[Hashable, Mlp | str]) -> ListedLayout:
-    """How the list in ``module`` holds its experts; raises ValueError with the reason where that is not known.
+    """The layout of the list in ``module``; raises ValueError with the reason where that is not known.
 
-    ``known``: what was found of modules before, by their likeness.
+    ``known``: findings about earlier modules, by their likeness.
     """
-    placed = attribute(module, PLACED_LIST, ListedLayout)
-    if placed is not None:
-        return placed
+    installed = attribute(module, LISTED_LAYOUT, ListedLayout)
+    if installed is not None:
+        return installed
     found = list_in(module)
     if found is None or len(found[1]) == 0:
         raise _unknown(name, module, "it holds no parameter of three dims, and not one list of modules with them all")
@@ -189,7 +189,7 @@ def _why_not_alike(experts: nn.ModuleList) -> str | None:
 
 
 def _examined(module: nn.Module, prefix: str, experts: nn.ModuleList) -> Mlp | str:
-    """What the experts compute, or why that is not known."""
+    """The MLP that the experts compute, or the reason why it is not known."""
     with isolated_on_cpu() as generator:
         found = next(_fitting(experts[0], generator), None)
         if found is None:
@@ -201,7 +201,7 @@ def _examined(module: nn.Module, prefix: str, experts: nn.ModuleList) -> Mlp | s
 
 
 class _StandIn(nn.Module):
-    """Stands for an expert in a copy of the module around it."""
+    """A stand-in for an expert in a copy of the module around it."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _StandIn(nn.Module):
 
 
 def _routes(module: nn.Module, prefix: str, count: int, hidden: int, generator: torch.Generator) -> bool:
-    """Whether ``module`` sums over each token's experts, whatever they compute."""
+    """Whether ``module`` computes the weighted sum over each token's experts, whatever these compute."""
     experts = nn.ModuleList([_StandIn(index + 1.0) for index in range(count)])
     chosen = min(CHOSEN, count)
     ids = torch.rand(TOKENS, count, generator=generator).argsort(1)[:, :chosen]
@@ -239,7 +239,7 @@ def _has_bias(linear: nn.Module) -> bool:
 
 
 def _fitting(expert: nn.Module, generator: torch.Generator) -> Iterator[Mlp]:
-    """The descriptions by which ``expert`` computes what it computes."""
+    """The descriptions that reproduce what ``expert`` computes."""
     sizes = _linears(expert)
     has_bias = {_has_bias(expert.get_submodule(name)) for name in sizes}
     if len(sizes) not in (2, 3) or len(has_bias) != 1:
@@ -256,7 +256,7 @@ def _fitting(expert: nn.Module, generator: torch.Generator) -> Iterator[Mlp]:
 
 
 def _between(expert: nn.Module, with_gate: bool) -> Iterator[Activation]:
-    """What may be between the linears of ``expert``: what it holds, and what it may call without holding it."""
+    """Candidates for the activation of ``expert``: those that it holds, and those that it may call."""
     linears = _linears(expert)
     held: list[Activation] = [child for name, child in expert.named_children() if name not in linears]
     called = [each for each in attributes(expert, object).values() if _is_function(each)]
@@ -298,4 +298,4 @@ def _is(expert: nn.Module, mlp: Mlp, bias: bool, generator: torch.Generator) -> 
     try:
         return computes_the_same(forward_of_copy(expert, {}, small), ours, random_input(generator, TOKENS, K))
     except (RuntimeError, TypeError, ValueError):
-        return False  # What was held is no activation.
+        return False  # The candidate is no activation.

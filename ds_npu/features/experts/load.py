@@ -1,6 +1,6 @@
-"""How many tokens each expert gets: for the router's bias, DeepSpeed's monitor and ``ds_npu.moe.load_report``.
+"""Counts of tokens by expert, for the router's bias, DeepSpeed's monitor and ``ds_npu.moe.load_report``.
 
-Counts stay on the device; the host reads them once in each of DeepSpeed's logging intervals (``steps_per_print``).
+Counts are kept on the device; the host reads them once per DeepSpeed logging interval (``steps_per_print``).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 INTERVAL = 10
-"""Steps, where DeepSpeed has no logging interval."""
+"""The interval in steps, where DeepSpeed has no logging interval."""
 MAX_LOAD, DROPPED = "Train/Experts/{}/max_over_mean_load", "Train/Experts/{}/dropped_fraction"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one layer, in one interval."""
+    """The counts of one layer in one interval."""
 
     chosen: list[int]
     """How often each expert was chosen, before any choice was dropped."""
@@ -54,14 +54,14 @@ class Counts:
 
 
 Layers = dict[str, Counts]
-"""By name."""
+"""The counts of each layer, by name."""
 
 
 class ExpertLoad:
-    """The choices of a model's layers in training, since they were last taken."""
+    """Counts of the choices of a model's layers in training, since the last ``take``."""
 
     def __init__(self, experts: Mapping[str, int], factor: float | None, groups: tuple[dist.ProcessGroup, ...]) -> None:
-        """``experts``: of all ranks, by the name of a layer's; ``factor``: of their capacity; ``groups``: of tokens."""
+        """``experts`` of all ranks by layer name; their capacity ``factor``; ``groups`` of ranks with other tokens."""
         self.experts, self._factor, self._groups = dict(experts), factor, groups
         self._counts: torch.Tensor | None = None
 
@@ -71,7 +71,7 @@ class ExpertLoad:
         return self._factor is not None
 
     def parts(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        """By layer, of ``counts`` of all layers, how often each expert was chosen, and choices dropped [E + 1]."""
+        """The part [E + 1] of ``counts`` of each layer: how often each expert was chosen, then dropped choices."""
         parts = torch.split(counts, [each + 1 for each in self.experts.values()])
         return dict(zip(self.experts, parts, strict=True))
 
@@ -94,7 +94,7 @@ class ExpertLoad:
             mine[experts] += (chosen_E - capacity).clamp(min=0).sum()
 
     def take(self) -> torch.Tensor | None:
-        """The counts of all ranks, which begin again at 0; None where no forward was trained."""
+        """Return the counts of all ranks and reset them; None where no forward was trained."""
         whole, self._counts = self._counts, None
         if whole is not None:
             for group in self._groups:
@@ -103,7 +103,7 @@ class ExpertLoad:
 
 
 def load_parts(section: MoeSection, build: Build, computes: bool) -> Iterator[Change]:
-    """What counts the load; raises ValueError where ``bias_update_rate`` finds no bias."""
+    """Count the load; raises ValueError where ``bias_update_rate`` finds no bias."""
     if build.is_pipeline:
         if section.bias_update_rate is not None or section.load_report:
             raise ValueError("ds_npu.moe.bias_update_rate and load_report do not work with a deepspeed.PipelineModule")
@@ -117,7 +117,7 @@ def load_parts(section: MoeSection, build: Build, computes: bool) -> Iterator[Ch
 
 
 def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
-    """By the name of a layer's experts, the name and a copy, in float32 at least, of the bias of its router."""
+    """(name of a layer's experts, (name, copy) of its router's bias); the copy is float32 or wider."""
     layouts = expert_layouts(build.model, build.partial_plan)
     for name, layout in layouts.items():
         found = correction_of(build.model, name, layout.count * _shards(build, name))
@@ -134,7 +134,7 @@ def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, to
 
 
 def _shards(build: Build, name: str) -> int:
-    """Over how many ranks the experts of the module ``name`` are distributed already."""
+    """The number of ranks over which the experts of the module ``name`` are sharded already."""
     weight = dict(build.model.get_submodule(name).named_parameters(recurse=False)).get("down_proj")
     # The layout of experts in a list counts all of them.
     sharding = None if weight is None else placement_of(weight).sharded.get("ep")
@@ -156,9 +156,9 @@ def _install(
     for name in layouts:
         collect_ids(name, model.get_submodule(name))
     wrap_forward(model, partial(_counted, model, load), Level.MODEL)
-    # Of the layers of this stage; corrections may have been found in the whole model.
+    # Only layers of this stage; corrections may have been found in the whole model.
     biases = {name: _kept_wide(model, *each) for name, each in corrections.items() if name in layouts}
-    # One rank of each stage says what its layers had.
+    # One rank of each stage reports its layers.
     is_first = not any(build.topology.rank(axis) for axis in ("dp", "cp", "tp"))
     report = _Report(load, section.load_report, build.topology.group("pp")) if writes and is_first else None
     after = _AfterSteps(engine, load, biases, section.bias_update_rate or 0.0, writes, report)
@@ -177,9 +177,9 @@ def _counted(model: nn.Module, load: ExpertLoad, forward: Forward, *args: Any, *
 
 
 def _kept_wide(model: nn.Module, name: str, values: torch.Tensor) -> torch.Tensor:
-    """The buffer ``name`` with the ``values`` and the dtype that it had before DeepSpeed made all of a model narrow.
+    """The buffer ``name``, with its ``values`` and dtype from before DeepSpeed cast the model to a narrow dtype.
 
-    A narrow one would not change by steps that are small beside it.
+    A narrow buffer would round away small steps.
     """
     buffer = model.get_buffer(name)
     buffer.data = values.to(buffer.device)
@@ -187,7 +187,7 @@ def _kept_wide(model: nn.Module, name: str, values: torch.Tensor) -> torch.Tenso
 
 
 class _AfterSteps:
-    """What follows an optimizer step: biases, and once in an interval what is written."""
+    """Updates biases after each optimizer step, and writes the report once in an interval."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _AfterSteps:
         self.engine, self.load, self.biases, self.rate = engine, load, biases, rate
         self.writes, self.report = writes, report
         self._skipped = 0
-        """Steps that DeepSpeed had skipped before this one."""
+        """The number of steps that DeepSpeed had skipped before this one."""
         self._since: torch.Tensor | None = None
         """Counts since the last report."""
 
@@ -234,7 +234,7 @@ def update_bias_(bias_E: torch.Tensor, chosen_E: torch.Tensor, rate: float) -> N
 
 
 class _Report:
-    """Writes counts of all ranks, on rank 0; made on one rank of each stage, which call it together."""
+    """Writes counts of all ranks, on rank 0; one rank of each stage makes it, and these call it at the same time."""
 
     def __init__(self, load: ExpertLoad, path: str | None, stages: dist.ProcessGroup) -> None:
         self.load, self.path, self._stages = load, None if path is None else Path(path), stages
@@ -243,7 +243,7 @@ class _Report:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, engine: TrainingEngine, counts: torch.Tensor | None) -> None:
-        """``counts`` of this stage's layers; None where it has none, or no forward was trained."""
+        """Write ``counts`` of this stage's layers; None where it has none, or no forward was trained."""
         layers = self._of_stages({} if counts is None else self._layers(counts))
         if dist.get_rank() != 0 or not layers:
             return
@@ -259,14 +259,14 @@ class _Report:
 
     def _layers(self, counts: torch.Tensor) -> Layers:
         found = {}
-        # Waits for the device, once in an interval.
+        # The host waits for the device, once in an interval.
         for name, each in self.load.parts(counts.cpu()).items():
             *chosen, dropped = each.tolist()
             found[name.removesuffix(".experts")] = Counts(chosen, dropped)
         return found
 
     def _of_stages(self, mine: Layers) -> Layers:
-        """Of the layers of all stages, by their numbers."""
+        """The counts of the layers of all stages, sorted by their numbers."""
         if dist.get_world_size(self._stages) == 1:
             return mine
         found: list[Layers] = [{} for _ in range(dist.get_world_size(self._stages))]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ds_npu.svg import drawing, element, rect, text
 
 MOST_COLUMNS = 256
-"""The most columns of a map; where there are more, neighbours become one."""
+"""The most columns of a map; beyond that, neighbours are merged."""
 MOST_TIMES = 4.0
 """The load, relative to the mean, that has the last colour."""
 COLUMNS, WIDTH, LABEL, TITLE, GAP, MARGIN = 2, 480, 34, 22, 34, 24
@@ -24,12 +24,12 @@ BLUE, WHITE, RED, DARK = (33, 102, 172), (247, 247, 247), (214, 69, 60), (90, 0,
 
 @dataclass
 class LoadHistory:
-    """Counts of intervals, of which the oldest become longer where there are many."""
+    """Counts of intervals; pairs of intervals are merged where there are many."""
 
     steps: list[int] = field(default_factory=list)
     """The last step of each interval."""
     layers: dict[str, list[list[int]]] = field(default_factory=dict)
-    """By layer, for each interval, the tokens of each expert."""
+    """The tokens of each expert in each interval, by layer."""
 
     def add(self, step: int, chosen: Mapping[str, Sequence[int]]) -> None:
         """Add the interval that ends with ``step``: by layer the tokens of each expert."""
@@ -55,8 +55,8 @@ def load_svg(history: LoadHistory) -> str:
     lines = [text(MARGIN, MARGIN, heading, font_size=15, font_weight="bold"), *_legend(MARGIN, MARGIN + 10)]
     for number, (name, columns) in enumerate(history.layers.items()):
         row, column = divmod(number, COLUMNS)
-        place = (MARGIN + column * (LABEL + WIDTH + GAP), 3 * MARGIN + TITLE + row * (TITLE + height + GAP))
-        lines += _map(name, columns, history.steps, place)
+        corner = (MARGIN + column * (LABEL + WIDTH + GAP), 3 * MARGIN + TITLE + row * (TITLE + height + GAP))
+        lines += _map(name, columns, history.steps, corner)
     return drawing(*whole, lines)
 
 
@@ -64,14 +64,14 @@ def _height(experts: int) -> int:
     return max(LEAST_HEIGHT, ROW_HEIGHT * min(experts, 64))
 
 
-def _map(name: str, columns: list[list[int]], steps: list[int], place: tuple[int, int]) -> Iterator[str]:
-    x, y = place
+def _map(name: str, columns: list[list[int]], steps: list[int], corner: tuple[int, int]) -> Iterator[str]:
+    x, y = corner
     experts, height = len(columns[0]), _height(len(columns[0]))
     whole = [sum(each) for each in zip(*columns, strict=True)]
     title, small = {"font_size": "12"}, {"font_size": "10", "fill": "#444444"}
     worst = max(whole) * experts / max(1, sum(whole))
     yield text(x + LABEL, y - 6, f"{name}: the most loaded expert has {worst:.2f} x the mean of all steps", **title)
-    cells = [[_place_in_palette(column, expert) for column in columns] for expert in range(experts)]
+    cells = [[_palette_index(column, expert) for column in columns] for expert in range(experts)]
     # Cells of several pixels: viewers blur what they enlarge.
     wide, high = -(-WIDTH // len(columns)), -(-height // experts)
     pixels = [[cell for cell in row for _ in range(wide)] for row in cells for _ in range(high)]
@@ -83,7 +83,7 @@ def _map(name: str, columns: list[list[int]], steps: list[int], place: tuple[int
     yield text(x + LABEL + WIDTH, y + height + 13, f"step {steps[-1]}", **small, text_anchor="end")
 
 
-def _place_in_palette(column: Sequence[int], expert: int) -> int:
+def _palette_index(column: Sequence[int], expert: int) -> int:
     times = column[expert] * len(column) / max(1, sum(column))
     return round(255 * min(times, MOST_TIMES) / MOST_TIMES)
 
@@ -96,26 +96,26 @@ def _legend(x: int, y: int) -> Iterator[str]:
 
 
 def _image(corner: tuple[int, int], size: tuple[int, int], pixels: Sequence[Sequence[int]], **style: str) -> str:
-    """``pixels``, places in the palette, stretched to ``size``."""
+    """``pixels``, indices into the palette, stretched to ``size``."""
     box = {"x": corner[0], "y": corner[1], "width": size[0], "height": size[1]}
     href = f"data:image/png;base64,{base64.b64encode(_png(pixels)).decode()}"
     return element("image", **box, preserveAspectRatio="none", **style, href=href)
 
 
 def _palette() -> bytes:
-    """256 colours: from BLUE over WHITE, at the mean, and RED to DARK."""
+    """The 256 colours: from BLUE over WHITE, at the mean, and RED to DARK."""
     mean = round(255 / MOST_TIMES)
     stops = [(0, BLUE), (mean, WHITE), (2 * mean, RED), (255, DARK)]
     colours = []
-    for place in range(256):
-        (low, first), (high, last) = next(pair for pair in itertools.pairwise(stops) if place <= pair[1][0])
-        part = (place - low) / (high - low)
+    for index in range(256):
+        (low, first), (high, last) = next(pair for pair in itertools.pairwise(stops) if index <= pair[1][0])
+        part = (index - low) / (high - low)
         colours += [round(a + part * (b - a)) for a, b in zip(first, last, strict=True)]
     return bytes(colours)
 
 
 def _png(rows: Sequence[Sequence[int]]) -> bytes:
-    """A PNG file of one pixel for each number, a place in the palette (W3C PNG, colour type 3)."""
+    """A PNG file of one pixel for each number, an index into the palette (W3C PNG, colour type 3)."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

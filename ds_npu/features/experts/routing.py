@@ -1,4 +1,4 @@
-"""What the routers of a model say in one forward: found where transformers says they are, and collected."""
+"""Collection of router outputs in one forward; routers are found by transformers' declarations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 CORRECTION = "e_score_correction_bias"
-"""The buffer that a router adds to scores for the choice alone."""
+"""The buffer that a router adds to scores only to choose experts."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Router:
     name: str
     module: nn.Module
     index: int
-    """Of the logits [T, E], among what it returns."""
+    """The index of the logits [T, E] among the router's results."""
 
     @property
     def scores(self) -> Scores | None:
-        """What it makes of its logits; None where its code does not tell."""
+        """The function that makes scores of logits; None where the router's code does not tell."""
         names_in_code = inspect.unwrap(type(self.module).forward).__code__.co_names
         if ("softmax" in names_in_code) == ("sigmoid" in names_in_code):
             return None
@@ -42,7 +42,7 @@ class Router:
 
 
 def router_of(model: nn.Module, experts: str) -> Router | None:
-    """The router beside the module ``experts``, if transformers says which it is."""
+    """The router of the block around the module ``experts``, if transformers declares one."""
     around, block = _block(model, experts)
     recorders = [each for module in model.modules() for each in logits_recorders(module)]
     found = {
@@ -58,7 +58,7 @@ def router_of(model: nn.Module, experts: str) -> Router | None:
 
 
 def correction_of(model: nn.Module, experts: str, count: int) -> tuple[str, torch.Tensor] | None:
-    """Name and buffer [E] of the bias beside the module ``experts`` that corrects which are chosen, if it has one."""
+    """Name and buffer [E] of the bias that corrects choices in the block around ``experts``; None without one."""
     around, block = _block(model, experts)
     found = [(name, each) for name, each in block.named_buffers() if name.rpartition(".")[2] == CORRECTION]
     if len(found) != 1 or found[0][1].shape != (count,):
@@ -76,7 +76,7 @@ def _block(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
 
 @dataclass
 class Collected:
-    """By the name of a layer's experts, what its router said in the forward that runs."""
+    """Router outputs in the running forward, by the name of a layer's experts."""
 
     logits: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     ids: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -87,21 +87,21 @@ class Collected:
         return not any(self.ids.values())
 
     def routings(self, scores: Mapping[str, Scores | None]) -> Iterator[Routing]:
-        """Of all layers, in the order in which they ran."""
+        """The routings of all layers, in the order in which they ran."""
         for name, each in self.ids.items():
             for logits, ids in zip(self.logits[name], each, strict=True):
                 yield Routing(logits, ids, scores[name])
 
 
 _COLLECTED: Fact[Collected] = Fact(while_running=True)
-"""Known in a forward of which anything is to be collected, and not where a part of it is computed again."""
+"""Set in a forward that collects, and unset where a part of it is computed again."""
 COLLECTS = "ds_npu_collects_ids"
 """The attribute of a module of experts whose choices are collected."""
 
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect what routers say in the forward that runs within the block."""
+    """Collect the router outputs of the forward within the block."""
     with new_forward() as micro_batch:
         collected = _COLLECTED.of(micro_batch) or Collected()
         _COLLECTED.set(micro_batch, collected)
@@ -109,14 +109,14 @@ def collecting() -> Iterator[Collected]:
 
 
 def forget_collected() -> None:
-    """Forget what was collected in the forward that runs: it is computed again."""
+    """Clear what the running forward has collected, because it is computed again."""
     if collected := _COLLECTED.of(running()):
         collected.logits.clear()
         collected.ids.clear()
 
 
 def collect_ids(experts: str, module: nn.Module) -> None:
-    """Collect, by the name ``experts``, which experts [T, K] ``module`` is called with."""
+    """Collect, under the name ``experts``, the expert ids [T, K] that ``module`` is called with."""
     names_of = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(names_of) == 1 and not has_attribute(module, SCALED):
         raise ValueError(
@@ -136,7 +136,7 @@ def collect_ids(experts: str, module: nn.Module) -> None:
 
 
 def collect_logits(experts: str, router: Router) -> None:
-    """Collect, by the name ``experts``, the logits of ``router``, with their graph."""
+    """Collect, under the name ``experts``, the logits of ``router``, with their graph."""
 
     def routed(forward: Any, *args: Any, **kwargs: Any) -> Any:
         out, collected = forward(*args, **kwargs), _COLLECTED.of(running())
@@ -151,5 +151,5 @@ def collect_logits(experts: str, router: Router) -> None:
         collected.logits.setdefault(experts, []).append(out[router.index])
         return out
 
-    # Innermost: sequence parallelism gives the model the logits of all ranks' tokens, and these are this rank's.
+    # Innermost, for this rank's logits: sequence parallelism gives the model those of all ranks' tokens.
     wrap_forward(router.module, routed, Level.OPERATOR)

@@ -1,8 +1,8 @@
-"""Blocks that give their experts every token once for each expert, times its score, as Llama-4's do.
+"""Blocks that pass every token to every expert, times its score for that expert, as Llama-4's do.
 
-Such experts take no choices: a token that did not choose an expert reaches it as zeros, of which it makes zeros. Where
-experts are on several ranks the block gives them its tokens, choices and scores in place of that, and each token goes
-to the experts that it chose only. That this is the same is found by running copies with small random weights.
+Such experts take no choices: a token that did not choose an expert reaches it as zeros, which give zeros. Where ds_npu
+computes the experts, the block passes tokens, choices and scores instead, and each token goes only to the experts that
+it chose. Runs of copies with small random weights check that both compute the same.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ds_npu.parallel.expert.weights import ExpertWeights, is_experts
 from ds_npu.parallel.runtime.forward_wraps import innermost_forward, replace_innermost_forward
 
 EXPERTS, ROUTER, SHARED, CHOICES, ACTIVATION = "experts", "router", "shared_expert", "top_k", "act_fn"
-"""What Llama-4's block calls its parts, and how many experts a token chooses."""
+"""The names in Llama-4's block of its parts, and of the number of experts a token chooses."""
 TOKENS, N = 5, 6
-"""Tokens, and columns of each expert, of the copies that are compared."""
+"""Tokens, and columns of each expert, in the copies that are compared."""
 SCALED = "ds_npu_scaled_inputs"
-"""The attribute of a module of experts that says that it is in such a block."""
+"""The attribute of a module of experts in such a block."""
 
 Run = Callable[[Piece, ExpertWeights], torch.Tensor]
-"""As of ``layer``."""
+"""The same type as in ``layer``."""
 
 
 def takes_scaled_inputs(model: nn.Module, name: str, known: dict[Hashable, bool]) -> bool:
-    """Whether the module ``name`` holds experts that take every token once for each of them, times its score.
+    """Whether the module ``name`` holds experts that each take every token, times its score.
 
-    ``known``: what was found of blocks before, by their likeness.
+    ``known``: findings about earlier blocks, by their likeness.
     """
     module = model.get_submodule(name)
     if attribute(module, SCALED, bool):
@@ -62,14 +62,14 @@ def takes_scaled_inputs(model: nn.Module, name: str, known: dict[Hashable, bool]
 
 
 def route_to_chosen(model: nn.Module, name: str) -> None:
-    """Make the block around the experts ``name`` give them tokens [T, H], choices [T, K] and their scores [T, K]."""
+    """Make the block around the experts ``name`` pass them tokens [T, H], choices [T, K] and their scores [T, K]."""
     block = model.get_submodule(names.owner(name))
     parts: Any = block
 
     def forward(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores_TE, logits_TE = parts.router(x_TH)
-        # Not by topk, which the router has called: a record of the routing holds each choice once.
+        # Not topk, which the router has called: a record of the routing holds each choice once.
         ids_TK = scores_TE.argsort(dim=1, descending=True)[:, : parts.top_k]
         routed_TH = parts.experts(x_TH, ids_TK, scores_TE.gather(1, ids_TK))
         # As sequences: with sequence parallelism its linears need to know where these end.
@@ -80,10 +80,10 @@ def route_to_chosen(model: nn.Module, name: str) -> None:
 
 
 def compute_scaled(run: Run, piece: Piece, experts: ExpertWeights) -> torch.Tensor:
-    """``run`` of a row for each choice, which is the token times its score; returns each token's sum [T, H]."""
+    """Call ``run`` with one row for each choice: the token times its score; return each token's sum [T, H]."""
     x_TH, ids_TK, scores_TK = piece
     rows_TKH = (x_TH.unsqueeze(1) * scores_TK.unsqueeze(2)).to(x_TH.dtype)
-    # The rows of one choice each, with the weight 1.
+    # Each row has one choice, with the weight 1.
     ids = ids_TK.reshape(-1, 1)
     out = run((rows_TKH.flatten(0, 1), ids, torch.ones_like(ids, dtype=scores_TK.dtype)), experts)
     return out.view_as(rows_TKH).sum(1)
@@ -98,7 +98,7 @@ def _looks_so(block: nn.Module, experts: nn.Module) -> bool:
 
 
 def _computes_mlps(experts: nn.Module, hidden: int, generator: torch.Generator) -> bool:
-    """Whether ``experts`` are MLPs of weights [E, H, 2 I], gates first, and [E, I, H], in equal parts of all rows."""
+    """Whether ``experts`` are MLPs of weights [E, H, 2 I], gates first, and [E, I, H], with equal parts of all rows."""
     up = random_input(generator, 2, hidden, 2 * N) / hidden
     down = random_input(generator, 2, N, hidden)
     activation: Any = dict(experts.named_children())[ACTIVATION]
@@ -113,7 +113,7 @@ def _computes_mlps(experts: nn.Module, hidden: int, generator: torch.Generator) 
 
 
 class _Router(nn.Module):
-    """Stands for a router: scores of 3 experts, of which a token has chosen 1 or 2."""
+    """A stand-in for a router: scores of 3 experts, of which a token has chosen 1 or 2."""
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_TE = x_TH[:, :3]
@@ -121,7 +121,7 @@ class _Router(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Stands for experts: makes zeros of zeros."""
+    """A stand-in for experts: zeros give zeros."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         factor = torch.arange(1.0, 4.0, dtype=rows.dtype).view(3, 1, 1)
@@ -129,7 +129,7 @@ class _Experts(nn.Module):
 
 
 def _sums(block: nn.Module, hidden: int, generator: torch.Generator) -> bool:
-    """Whether ``block`` adds to its shared expert the sum of its experts' outputs, of tokens times their scores."""
+    """Whether ``block`` adds, to its shared expert's output, the sum of its experts' outputs of tokens times scores."""
     shared = functional.logsigmoid
 
     class Shared(nn.Module):

@@ -15,9 +15,9 @@ from ds_npu.topology.topology import Topology
 
 
 def expert_shard(name: str, parameter: nn.Parameter, shardings: Mapping[Axis, Sharding], topology: Topology) -> Change:
-    """Reduce ``parameter`` to this rank's experts, and of these to its columns."""
+    """Reduce ``parameter`` to this rank's columns of this rank's experts."""
     ranks = {axis: topology.rank(axis) for axis in shardings}
-    said = [
+    parts = [
         f"dim {each.dim} over {axis}: {each.length(ranks[axis]):,} of {each.size:,}" for axis, each in shardings.items()
     ]
-    return Change("shards", name, "; ".join(said), partial(keep_expert_shard, parameter, shardings, ranks))
+    return Change("shards", name, "; ".join(parts), partial(keep_expert_shard, parameter, shardings, ranks))

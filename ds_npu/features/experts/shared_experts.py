@@ -1,13 +1,13 @@
-"""Which module of a block computes shared experts after its routed ones, read from the source of the block's forward.
+"""The module of a block that computes shared experts after its routed ones, read from the source of its forward.
 
 Most blocks of transformers are written so:
 
     hidden_states = self.experts(hidden_states, topk_indices, topk_weights)
     hidden_states = hidden_states + self.shared_experts(residuals)
 
-where ``residuals`` is what the block was given, or what its experts were. Nothing is concluded from names but that; a
-block that computes shared experts first (Qwen2-MoE), or of another tensor, has none. What the source says is checked
-again in every forward, where only the same tensor takes the result (``ds_npu.parallel.expert.overlap``).
+where ``residuals`` is the input of the block, or of its routed experts. Only this pattern counts; a block that computes
+shared experts first (Qwen2-MoE), or from another tensor, has none. Every forward checks again that the shared experts
+are called with that tensor (``ds_npu.parallel.expert.overlap``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ds_npu.parallel.expert.overlap import SharedExperts
 from ds_npu.parallel.runtime.forward_wraps import Level, Wrapper, innermost_forward, wrap_forward
 
 LAST = "down_proj"
-"""What shared experts compute last, in all models of transformers."""
+"""The last layer of shared experts, in all models of transformers."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class SharedCall:
     shared: str
     last: str | None
     of_block_input: bool
-    """Whether shared experts take what the block is given; else what its routed experts are."""
+    """Whether shared experts take the block's input; else that of its routed experts."""
 
 
 def shared_call(model: nn.Module, experts: str) -> SharedCall | None:
-    """The call in the block that holds the module ``experts``, as PEFT may have wrapped it; None if there is none."""
+    """The call in the block around ``experts``, which PEFT may have wrapped; None if there is none."""
     block_name = names.owner(experts)
     block = model.get_submodule(block_name)
     leaf = names.plain(experts).rpartition(".")[2]
@@ -53,7 +53,7 @@ def shared_call(model: nn.Module, experts: str) -> SharedCall | None:
         return None
     for name, of_block_input in _calls_after(ast.parse(textwrap.dedent(source)), leaf):
         child = dict(block.named_children()).get(name)
-        # A gate is a layer, and not experts. ZeRO 3 gathers parameters of the module itself by its hooks only.
+        # A module without children is a gate. ZeRO 3 gathers a module's own parameters only by its hooks.
         if child is None or not list(child.children()) or list(child.parameters(recurse=False)):
             continue
         prefix = f"{block_name}." if block_name else ""
@@ -63,29 +63,29 @@ def shared_call(model: nn.Module, experts: str) -> SharedCall | None:
     return None
 
 
-def shared_changes(model: nn.Module, call: SharedCall, beside: SharedExperts) -> Iterator[Change]:
-    """Wrap the forwards that ``beside`` has to see."""
+def shared_changes(model: nn.Module, call: SharedCall, shared: SharedExperts) -> Iterator[Change]:
+    """Wrap the forwards that ``shared`` has to see."""
 
     def wrap(name: str, wrapper: Wrapper, level: Level) -> None:
-        # Looked up when it is made: other features replace layers.
+        # Looked up when the change is made, because other features replace layers.
         wrap_forward(model.get_submodule(name), wrapper, level)
 
     leaf = names.plain(call.shared).rpartition(".")[2]
     wraps: list[tuple[str, Wrapper, Level, str]] = [
-        (call.block, beside.in_block, Level.OPERATOR, f"{leaf} run while tokens travel"),
-        (call.experts, beside.in_experts, Level.OVERLAP, f"call {leaf} while tokens travel"),
-        (call.shared, beside.in_shared, Level.OVERLAP, "called by the routed experts, whose block takes the result"),
+        (call.block, shared.in_block, Level.OPERATOR, f"{leaf} run while tokens travel"),
+        (call.experts, shared.in_experts, Level.OVERLAP, f"call {leaf} while tokens travel"),
+        (call.shared, shared.in_shared, Level.OVERLAP, "called by the routed experts, whose block takes the result"),
     ]
     if call.last is not None:
-        wraps.append((call.last, beside.in_last, Level.OVERLAP, "runs while sums travel"))
+        wraps.append((call.last, shared.in_last, Level.OVERLAP, "runs while sums travel"))
     for name, wrapper, level, what in wraps:
         yield Change("wraps", name, what, partial(wrap, name, wrapper, level), level)
 
 
 def _calls_after(tree: ast.Module, experts: str) -> Iterator[tuple[str, bool]]:
-    """The attributes of self that are called after ``experts``, with one tensor: what the block or experts were given.
+    """The attributes of self that are called after ``experts`` with one tensor: the block's or the experts' input.
 
-    With each, whether it is what the block was given.
+    Yields with each whether it takes the block's input.
     """
     function = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     given = object()
@@ -103,7 +103,7 @@ def _calls_after(tree: ast.Module, experts: str) -> Iterator[tuple[str, bool]]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt | ast.expr]:
-    """All statements in the order of the source, of those with a body their heads."""
+    """All statements in the order of the source; the heads of those with a body."""
     for statement in body:
         if isinstance(statement, ast.If):
             yield statement.test
@@ -127,7 +127,7 @@ def _calls_of_self(node: ast.AST) -> list[tuple[str, ast.Call]]:
 
 
 def _assign(node: ast.AST, values: dict[str, object]) -> None:
-    """Keep in ``values`` what each name stands for after the statement ``node``."""
+    """Update ``values``, the value of each name, by the statement ``node``."""
     stored = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
     of: Mapping[str, object] = dict(values)
     values.update({name: object() for name in stored})

@@ -1,4 +1,4 @@
-"""What a layer of experts sends for each token, where all experts are chosen equally often: said before training."""
+"""The rows that a layer of experts sends for each token if all experts are chosen equally often, as lines of text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BFLOAT16_BYTES = 2
 
 
 def rows_away(experts: int, choices: int, ep: int, etp: int = 1) -> float:
-    """To how many other ranks a token goes, once to each, on average over all its choices; tokens come from any."""
+    """The mean number of other ranks that a token goes to, once to each, over all choices and ranks."""
     not_there = math.comb(experts - experts // ep, choices) / math.comb(experts, choices)
     return (ep * etp - 1) * (1 - not_there)
 
 
 def traffic(section: MoeSection, build: Build, layouts: dict[str, Layout]) -> list[str]:
-    """Lines for people, one for each kind of layer; none where nothing is sent, or a model's choices are not known."""
+    """Lines for people, one for each kind of layer; none where nothing is sent, or the choices are not known."""
     ep, etp = build.topology.size("ep"), build.topology.size("etp")
     config = config_of(build.model)
     choices = None if config is None else setting(config.get_text_config(), "num_experts_per_tok", int)
@@ -51,7 +51,7 @@ def traffic(section: MoeSection, build: Build, layouts: dict[str, Layout]) -> li
 
 
 def _hidden(module: nn.Module, layout: Layout) -> int:
-    """H, of the tokens that the experts of ``module`` take."""
+    """H, the hidden size of the tokens that the experts of ``module`` take."""
     if isinstance(layout, ListedLayout):
         return layout.hidden
     return own_shapes(module)["down_proj"][2 if layout.is_transposed else 1]

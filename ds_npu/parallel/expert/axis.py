@@ -1,4 +1,4 @@
-"""Where the experts of a layer are, and which ranks hold the same tokens."""
+"""The ranks that hold the experts of a layer, and those that hold the same tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ds_npu.topology.topology import Topology
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The ranks that hold a layer's experts together: ``ep`` x ``etp`` of them, etp the fastest.
+    """The ``ep`` x ``etp`` ranks that hold all experts of a layer; etp varies fastest.
 
-    Rank p along ep holds consecutive experts, whole where etp is 1 and else a shard of each expert's columns.
+    Rank p along ep holds consecutive experts: whole ones where etp is 1, else a shard of each expert's columns.
     """
 
     group: dist.ProcessGroup
     rank: int
-    """In ``group``."""
+    """This rank's index in ``group``."""
     ep: int
     etp: int
     same_tokens: dist.ProcessGroup | None = None
@@ -38,7 +38,7 @@ class ExpertAxis:
 
     @staticmethod
     def of(topology: Topology, tokens_are_sharded: bool) -> ExpertAxis:
-        """The axis of this rank; ``tokens_are_sharded``: by sequence parallelism, over the tensor ranks."""
+        """The axis of this rank; ``tokens_are_sharded``: over the tensor ranks, by sequence parallelism."""
         group, ep, etp = topology.group("ep", "etp"), topology.size("ep"), topology.size("etp")
         alike = topology.size("tp") > 1 and not tokens_are_sharded
         return ExpertAxis(group, topology.rank("ep", "etp"), ep, etp, topology.group("tp") if alike else None)

@@ -1,11 +1,11 @@
-"""Losses that balance the load of experts and keep a router's logits small. Over ranks: sums of tokens, nothing else.
+"""Losses that balance the load of experts and keep a router's logits small. Ranks exchange sums over tokens only.
 
 Every layer adds a loss of its own:
 
     aux loss   E * sum over experts of f * P; 1 where all experts have equally many tokens (and equal scores)
     z-loss     the mean over tokens of logsumexp(logits) ** 2
 
-f is the fraction of all choices that are the expert's, P the mean over tokens of its score; gradients go through P.
+f is the expert's fraction of all choices, P the mean over tokens of its score; gradients go through P.
 Sources: Fedus et al. 2021 (Switch Transformers, arXiv 2101.03961); DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores,
 which are divided by their sum, and for losses of each sequence; Qiu et al. 2025 (arXiv 2501.11873) for counts of the
 global batch; Zoph et al. 2022 (ST-MoE, arXiv 2202.08906) for the z-loss.
@@ -31,21 +31,21 @@ Over = Literal["micro_batch", "sequence", "global_batch"]
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router of one layer said of this rank's tokens."""
+    """The output of one layer's router for this rank's tokens."""
 
     logits: torch.Tensor
     """[T, E]."""
     ids: torch.Tensor
     """[T, K] int64: the experts of each token, before any is dropped."""
     scores: Scores | None
-    """What the router makes of its logits; None where no loss needs it."""
+    """The function that makes scores of logits; None where no loss needs it."""
 
     @property
     def wide_logits(self) -> torch.Tensor:
         return self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
 
     def score_sums(self, pieces: int) -> torch.Tensor:
-        """[B, E]: the sums over the tokens of each piece of their scores, which add up to 1 over experts."""
+        """[B, E]: sums of scores over the tokens of each piece; the scores of a token add up to 1."""
         logits_TE = self.wide_logits
         if self.scores == "sigmoid":
             scores_TE = logits_TE.sigmoid()
@@ -65,30 +65,30 @@ class Routing:
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """The ranks that hold other tokens."""
+    """The ranks that hold other tokens than this rank."""
 
     peers: tuple[dist.ProcessGroup, ...]
-    """Of the same sequences: sums over each group in turn are sums over all of their tokens."""
+    """Ranks with other tokens of the same sequences; a sum over one group after the other covers all of them."""
     everyone: tuple[dist.ProcessGroup, ...]
-    """Of the same sequences, or of others."""
+    """Ranks with tokens of the same or other sequences."""
     data: int
-    """How many micro-batches ``everyone`` has at the same time, of which DeepSpeed averages the gradients."""
+    """The micro-batches that ``everyone`` has at the same time; DeepSpeed averages their gradients."""
 
 
 @dataclass(frozen=True)
 class BalanceLosses:
-    """Which losses, and how much of each."""
+    """The balancing losses and their coefficients."""
 
     aux: float = 0.0
     over: Over = "micro_batch"
-    """On which tokens f and P are taken; of the global batch, f on the micro-batches that all ranks have at a time."""
+    """The tokens over which f and P are taken; "global_batch": f over the micro-batches of all ranks at a time."""
     z: float = 0.0
 
     def of(self, layers: Sequence[Routing], samples: int, ranks: TokenRanks) -> torch.Tensor:
         """The loss [] of a micro-batch of ``samples`` sequences, the same on all ``ranks.peers``.
 
-        In backward each rank gets the gradients of its own tokens. With "global_batch" the mean over the data ranks of
-        what this returns is the loss of all.
+        In backward each rank gets the gradients of its own tokens. With "global_batch" the mean of the results over the
+        data ranks is the loss of the global batch.
         """
         pieces = samples if self.over == "sequence" else 1
         counts = [each.counts(pieces) for each in layers] if self.aux else []
@@ -112,7 +112,7 @@ class BalanceLosses:
 
 
 def _balance(counts_BE: torch.Tensor, sums_BE: torch.Tensor, choices: float) -> torch.Tensor:
-    """The aux loss [] of one layer, the mean over pieces, whose tokens are its counts / ``choices``."""
+    """The aux loss [] of one layer: the mean over pieces, which have sum(counts) / ``choices`` tokens each."""
     counts_BE = counts_BE.to(sums_BE.dtype)
     all_B1 = counts_BE.sum(1, keepdim=True)
     fractions_BE, means_BE = counts_BE / all_B1, sums_BE * choices / all_B1
@@ -120,7 +120,7 @@ def _balance(counts_BE: torch.Tensor, sums_BE: torch.Tensor, choices: float) -> 
 
 
 def _summed(parts: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """All of ``parts``, flat, summed over each of ``groups``."""
+    """All of ``parts``, flattened, summed over each of ``groups``."""
     whole = torch.cat([each.flatten() for each in parts]) if parts else torch.zeros(0)
     for group in groups if parts else ():
         whole = all_reduce(whole, group).wait()

@@ -1,10 +1,10 @@
-"""Tokens to the ranks of their experts and back: what each dispatcher sends, as two adjoint linear maps.
+"""Dispatch of tokens to the ranks of their experts, and combine: two adjoint linear maps for each dispatcher.
 
 ``send`` copies tokens [T, ...] to rows [N, ...] on other ranks, ``combine`` sums rows back into tokens. Each is the
 gradient of the other. A token goes once to a rank, however many of its experts are there.
 
-The sizes of messages are known when the counts of all ranks have reached the host. All that does not need them, the
-``Plan`` of a dispatch, is computed while they are on their way.
+The sizes of messages are known when the counts of all ranks have reached the host. The ``Plan`` of a dispatch, which
+does not need them, is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ ZeroMemory = Literal["none", "level0", "level1"]
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """How tokens reach their experts, and what backward computes again."""
+    """The choice of dispatcher, and what backward computes again."""
 
     dispatcher: str = "alltoall"
     zero_memory: ZeroMemory = "none"
     replica_rows: int = 0
-    """The rows for which an expert is computed on another rank, too (``sharing``); 0: never."""
+    """The fewest rows for which an expert gets a replica on another rank (``sharing``); 0: no replicas."""
     presize: Callable[[Sequence[Any]], Sequence[Plan]] | None = None
-    """Makes plans whose sizes are known (``presized``) of the dispatcher's, of all pieces; None: sizes are exact."""
+    """Turns the dispatcher's plans of all pieces into plans of known sizes (``presized``); None: sizes are exact."""
 
 
 class Routed:
-    """Tokens on their way to their experts and back; here they are back, and their sums [T, H] known.
+    """Tokens that are dispatched and combined; in this base class the sums [T, H] are known already.
 
-    What is computed between two calls runs beside their messages, and its backward beside those of backward. Every rank
-    of the axis calls each method once, in the same order.
+    Computation between two calls overlaps with their messages, in forward and in backward. Every rank of the axis calls
+    each method once, in the same order.
     """
 
     def __init__(self, sums: torch.Tensor) -> None:
@@ -62,72 +62,72 @@ class Routed:
 
 
 class Dispatcher(Protocol):
-    """A way of tokens to their experts and back, as ``register_dispatcher`` takes it."""
+    """An implementation of dispatch, expert computation and combine, as ``register_dispatcher`` takes it."""
 
     @property
     def can(self) -> Dispatching:
         """Its abilities."""
 
     def unavailable(self) -> object:
-        """The reason why this machine cannot do it; None where it can."""
+        """The reason why it does not run on this machine; None where it does."""
 
     def send(
         self, pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
     ) -> Sequence[Routed]:
-        """Send the tokens of each piece to their experts; as many pieces on each rank."""
+        """Send the tokens of each piece to their experts; all ranks have the same number of pieces."""
 
 
 class Dispatch(Protocol):
-    """The ways of one micro-batch's tokens through one layer."""
+    """The dispatch of one micro-batch's tokens in one layer."""
 
     @property
     def pairs_of_experts(self) -> tuple[int, ...]:
-        """How many rows each expert of this rank gets."""
+        """The number of rows that each expert of this rank gets."""
 
     @property
     def fills_up(self) -> bool:
-        """Whether there may be more rows than experts get: rows of no expert, of which the sum alone is known."""
+        """Whether rows include padding of no expert, so that only the total of ``pairs_of_experts`` is known."""
 
     def send(self, x: torch.Tensor) -> Pending[torch.Tensor]:
         """Rows [N, ...] of this rank's experts from tokens [T, ...] of all ranks."""
 
     def send_copies(self, copies: torch.Tensor) -> Pending[torch.Tensor]:
-        """As ``send``, of the ``Plan.copies`` of the tokens."""
+        """As ``send``, given the ``Plan.copies`` of the tokens."""
 
     def combine(self, rows: torch.Tensor) -> Pending[torch.Tensor]:
-        """The sum over ranks [T, ...] of the rows [N, ...] that each token was sent as."""
+        """For each token the sum [T, ...], over ranks, of the rows [N, ...] that are its copies."""
 
 
 class Plan(Protocol):
-    """What a rank knows of its dispatch before it knows the counts of the others."""
+    """The part of a dispatch that a rank knows before it has the counts of other ranks."""
 
     @property
     def counts(self) -> torch.Tensor | None:
-        """[C] int64: what the others need to know; of as many numbers on each. None where all sizes are known."""
+        """[C] int64, the same C on each rank: numbers that other ranks need. None where all sizes are known."""
 
     def prepare(self) -> None:
-        """Compute what is needed beside the counts of all ranks."""
+        """Compute what ``dispatch`` needs besides the counts of all ranks."""
 
     def copies(self, x: torch.Tensor) -> torch.Tensor:
-        """The tokens [T, ...] as they are sent, and perhaps more behind them."""
+        """The copies of tokens [T, ...] in the order of sending; more rows may follow them."""
 
     def labels(self, routing: torch.Tensor) -> torch.Tensor:
-        """As ``copies``, of numbers [T, L] that are 0 in rows which only fill up."""
+        """As ``copies``, for numbers [T, L]; they are 0 in padding rows."""
 
     def dispatch(self, counts_RC: list[list[int]]) -> Dispatch:
-        """The dispatch, by the counts of all ranks."""
+        """The dispatch, given the counts of all ranks."""
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Each token to the ranks of its experts, in messages of uneven sizes."""
+    """Sends each token to the ranks of its experts, in messages of uneven sizes."""
 
     group: dist.ProcessGroup
     order: Order
-    """Of the rows that are sent, by rank."""
+    """The order of sent rows, by rank."""
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    """Rows to and from each rank."""
+    """The numbers of rows sent to each rank, and received from it."""
     pairs_of_experts: tuple[int, ...]
     fills_up: bool = False
 
@@ -139,7 +139,7 @@ class AllToAll:
 
     def combine(self, rows: torch.Tensor) -> Pending[torch.Tensor]:
         back = exchange_rows(rows, self.received, self.sent, self.group)
-        return Pending(rows, back, lambda _: token_unpermute(back.wait(), self.order.places))
+        return Pending(rows, back, lambda _: token_unpermute(back.wait(), self.order.positions))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class AllToAllPlan:
     to_ranks: torch.Tensor
     """[T, D] int64: the ranks that each token goes to."""
     counts: torch.Tensor
-    """Rows to each rank, then pairs of each expert."""
+    """The rows to each rank, then the pairs of each expert."""
 
     @staticmethod
     def of(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllToAllPlan:
@@ -160,7 +160,7 @@ class AllToAllPlan:
 
     @cached_property
     def order(self) -> Order:
-        """The rows by rank, those for no rank behind all others."""
+        """The order of rows by rank; rows for no rank come last."""
         return order_by(self.to_ranks, self.to_ranks.numel())
 
     def prepare(self) -> None:
@@ -176,7 +176,7 @@ class AllToAllPlan:
         sent = counts_RC[rank][:size]
         return AllToAll(
             self.axis.group,
-            Order(self.order.rows[: sum(sent)], self.order.places),
+            Order(self.order.rows[: sum(sent)], self.order.positions),
             tuple(sent),
             tuple(each[rank] for each in counts_RC),
             _of_this_rank([each[size:] for each in counts_RC], self.axis),
@@ -185,13 +185,13 @@ class AllToAllPlan:
 
 @dataclass(frozen=True)
 class AllGather:
-    """All tokens of all ranks to every rank; each computes what its experts are to."""
+    """Gathers the tokens of all ranks on every rank, which computes those of its experts."""
 
     group: dist.ProcessGroup
     tokens: int
-    """Of this rank."""
+    """The tokens of this rank."""
     most_tokens: int
-    """Of any rank: the others' are followed by zeros."""
+    """The most tokens of any rank; ranks with fewer pad with zeros."""
     pairs_of_experts: tuple[int, ...]
     fills_up: bool = False
 
@@ -199,7 +199,7 @@ class AllGather:
         missing = self.most_tokens - self.tokens
         padded = torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
         gathered = all_gather(padded, 0, self.group)
-        # Autograd adds to a gradient in place when nobody else holds it: it is held until it has been sent.
+        # Autograd adds to a gradient in place unless another reference exists; hold one until it has been sent.
         return Pending(padded, gathered, lambda _: gathered.wait())
 
     send_copies = send
@@ -211,12 +211,12 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllGatherPlan:
-    """The plan of ``AllGather``: every token goes everywhere."""
+    """The plan of ``AllGather``: every token goes to every rank."""
 
     axis: ExpertAxis
     tokens: int
     counts: torch.Tensor
-    """The tokens, then pairs of each expert."""
+    """The number of tokens, then the pairs of each expert."""
 
     @staticmethod
     def of(ids_TK: torch.Tensor, experts: int, axis: ExpertAxis) -> AllGatherPlan:
@@ -279,10 +279,10 @@ class EvenPlan:
 
 
 class Agreement:
-    """The dispatches by ``plans``, on which the ranks of ``axis`` agree: one message of counts, one wait of the host.
+    """The dispatches of ``plans``, after one message of counts between the ranks of ``axis`` and one wait of the host.
 
-    Where sizes are known there is neither. Every rank of the axis makes it at the same time, of as many plans. The host
-    waits at the first ``dispatch``, or at ``counts``.
+    Where sizes are known there is neither. Every rank of the axis makes it at the same time, with as many plans. The
+    host waits at the first ``dispatch``, or at ``counts``.
     """
 
     def __init__(self, plans: Sequence[Plan], axis: ExpertAxis) -> None:
@@ -297,15 +297,15 @@ class Agreement:
 
     @cached_property
     def counts(self) -> list[list[list[int]]]:
-        """By plan and rank, its counts; empty where sizes are known."""
+        """The counts of each plan and rank; empty where sizes are known."""
         if self._copy is None:
             return [[] for _ in self.plans]
-        # The host needs them: they are the sizes of messages and tensors.
+        # The host needs the counts: they are the sizes of messages and tensors.
         counts_PRC: list[list[list[int]]] = self._copy.read().transpose(0, 1).tolist()
         return counts_PRC
 
     def dispatch(self, index: int) -> Dispatch:
-        """The dispatch by ``plans[index]``."""
+        """The dispatch of ``plans[index]``."""
         return self._dispatches[index]
 
     @cached_property

@@ -1,15 +1,15 @@
 """The experts of a mixture-of-experts layer over the ranks of an expert axis: dispatch, compute, combine.
 
-Three autograd nodes, of which the one in the middle computes and the others send or wait. What is computed between
-them runs beside the messages, in forward and backward. In backward the gradients of tokens and routing weights leave
-this rank before weight gradients are computed. What is kept for backward is the ``zero_memory`` level's:
+Three autograd nodes, of which the one in the middle computes and the others send or wait. Computation between them
+overlaps with the messages, in forward and backward. In backward the gradients of tokens and routing weights are sent
+before weight gradients are computed. The ``zero_memory`` level says what is kept for backward:
 
-    none     the received tokens, and what the first product gives
-    level0   what the first product gives; tokens are sent again
-    level1   nothing but the layer's input; the first product is computed again, too
+    none     the received tokens, and the output of the first product
+    level0   the output of the first product; tokens are sent again
+    level1   only the layer's input; the first product is computed again, too
 
-The activation is computed again in each, and routing weights are applied to it: for their gradient the outputs of the
-experts need not be kept. Sources: Megatron-LM's grouped MoE (probabilities applied before the second product); for
+Each level computes the activation again and applies routing weights to it, so that their gradient does not need the
+outputs of the experts. Sources: Megatron-LM's grouped MoE (probabilities applied before the second product); for
 zero-memory MindSpeed (docs/zh/features/megatron_moe/megatron-moe-zero-memory.md), whose names the levels have.
 
 Shape letters as in ``routing``; H hidden, F outputs of the first product, I inputs of the second.
@@ -42,7 +42,7 @@ from ds_npu.parallel.expert.dispatch import (
     ZeroMemory,
 )
 from ds_npu.parallel.expert.fused import FusedDispatcher
-from ds_npu.parallel.expert.presized import in_room
+from ds_npu.parallel.expert.presized import filled_up
 from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
 from ds_npu.parallel.expert.weights import ExpertWeights
@@ -58,11 +58,11 @@ def compute_experts(
     axis: ExpertAxis,
     options: ExpertOptions,
 ) -> torch.Tensor:
-    """The sum [T, H] over each token's experts of their outputs, times the token's weight for each.
+    """The sum [T, H] over each token's experts of their outputs, times the token's routing weights.
 
     x: [T, H], this rank's tokens (with ``axis.same_tokens``: its share of them); ids: [T, K] int64, experts of all
-    ranks, -1 for none; weights: [T, K] floating. Every rank of the axis calls it at the same time, with any T. Has no
-    gradients of gradients.
+    ranks, -1 for none; weights: [T, K] floating. Every rank of the axis calls it at the same time, with any T. It is
+    not differentiable twice.
     """
     (routed,) = DISPATCHERS[options.dispatcher].send([(x_TH, ids_TK, weights_TK)], experts, axis, options)
     routed.compute()
@@ -70,28 +70,28 @@ def compute_experts(
 
 
 class RoutedTokens(Routed):
-    """Tokens on their way by three autograd nodes, of which autograd runs the youngest that is ready."""
+    """Tokens dispatched by three autograd nodes, of which autograd runs the youngest that is ready."""
 
     def __init__(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, call: _Call) -> None:
         self._call, self._x = call, x_TH.detach()
         self._link = _send(x_TH, weights_TK, call)
 
     def compute(self) -> None:
-        hand_over(self._call.turns, Turn.FORWARD)
+        hand_over(self._call.pair, Turn.FORWARD)
         self._link = _compute(self._link, self._call, *self._call.parameters)
 
     def finish(self) -> torch.Tensor:
-        hand_over(self._call.turns, Turn.FORWARD)
+        hand_over(self._call.pair, Turn.FORWARD)
         return _finish(self._link, None if self._call.zero_memory == "none" else self._x, self._call)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A dispatcher whose plans say what it sends: experts compute between its messages, and others beside them."""
+    """A dispatcher that sends by plans; experts compute between its messages, other layers during them."""
 
     can: Dispatching
     plan: Callable[[torch.Tensor, int, ExpertAxis], Plan]
-    """From the experts [T, K] of each token (-1 for none) and how many there are."""
+    """Makes the plan for the experts [T, K] of each token (-1 for none), given their number and axis."""
 
     def unavailable(self) -> None:
         return None
@@ -99,7 +99,7 @@ class Planned:
     def send(
         self, pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
     ) -> list[RoutedTokens]:
-        """The host waits once for all pieces."""
+        """Send all pieces; the host waits once."""
         all_ids, count = [ids for _, ids, _ in pieces], len(experts)
         replicas: Sequence[Replicas | None] = [None] * len(pieces)
         if options.replica_rows:
@@ -115,7 +115,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer: what the nodes of its forward and its backward share."""
+    """The state of one call of a layer, which the nodes of its forward and backward share."""
 
     agreement: Agreement
     index: int
@@ -124,27 +124,27 @@ class _Call:
     axis: ExpertAxis
     zero_memory: ZeroMemory
     replicas: Replicas | None
-    """Of other ranks' experts."""
+    """Replicas of other ranks' experts."""
     tokens: InFlight[torch.Tensor] = field(default_factory=InFlight)
-    """On their way to their experts; in backward the gradients of their sums."""
-    beside: InFlight[torch.Tensor] = field(default_factory=InFlight)
-    """With them: routing; in backward the tokens again, if they were not kept."""
+    """The tokens sent to their experts; in backward the gradients of their sums."""
+    extra: InFlight[torch.Tensor] = field(default_factory=InFlight)
+    """The routing sent with the tokens; in backward the tokens again, if they were not kept."""
     sums: InFlight[torch.Tensor] = field(default_factory=InFlight)
-    """On their way back; in backward the gradients of the tokens."""
+    """The sums sent back; in backward the gradients of the tokens."""
     weights: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The gradients of routing weights."""
     fetched: InFlight[Parameters] = field(default_factory=InFlight)
-    """The weights of replicas, behind those of this rank's experts."""
-    turns: Turns | None = field(default_factory=turns_of_running)
+    """The weights of this rank's experts, followed by those of its replicas."""
+    pair: Turns | None = field(default_factory=turns_of_running)
 
     @property
     def count(self) -> int:
-        """The experts of this rank, with places for replicas."""
+        """The experts of this rank and its slots for replicas."""
         return len(self.experts) if self.replicas is None else self.replicas.plan.slots
 
     @property
     def parameters(self) -> Parameters:
-        """Of this rank's experts: up, down and their biases."""
+        """The parameters of this rank's experts: up, down and their biases."""
         of = self.experts
         return of.up, of.down, of.up_bias, of.down_bias
 
@@ -154,7 +154,7 @@ class _Call:
             self.fetched.post(self.replicas.fetch(self.parameters))
 
     def with_replicas(self, parameters: Parameters) -> Parameters:
-        """``parameters``, of this rank's experts, or what was fetched."""
+        """``parameters`` of this rank's experts, or the fetched ones where there are replicas."""
         return parameters if self.replicas is None else self.fetched.wait()
 
     @property
@@ -166,18 +166,18 @@ class _Call:
         return self.agreement.dispatch(self.index)
 
     def routing(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        """[T, 2 K]: weights and experts as one message; 0 is no expert, as in rows that only fill up."""
-        # The numbers of experts are exact in float32.
+        """[T, 2 K]: weights, then experts + 1, as one message; 0 is no expert, as in padding rows."""
+        # Expert ids are exact in float32.
         wide = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
         return torch.cat([wide, (self.ids + 1).to(wide.dtype)], 1)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows that this rank has received, in the order of its experts."""
+    """The rows received by this rank, in the order of its experts."""
 
     counts: torch.Tensor
-    """[E] int64: of each expert."""
+    """[E] int64: the rows of each expert."""
     order: Order
     weights: torch.Tensor
     """[P]: the routing weight of each pair."""
@@ -195,24 +195,26 @@ class _Rows:
         out_PF.add_(bias_EF.index_select(0, self.experts))
 
     def products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The inner product [P] of each row of x and y [P, ...], in the dtype of the weights, which are not lower."""
+        """The inner product [P] of each row of x and y [P, ...], in the dtype of the weights, which is no narrower."""
         wide = torch.promote_types(x.dtype, self.weights.dtype)
         return (x.to(wide) * y).sum(1).to(self.weights.dtype)
 
 
 def _received(rows_NH: torch.Tensor, routing_N2K: torch.Tensor, call: _Call) -> tuple[torch.Tensor, _Rows]:
-    """The rows [P, H] of every expert, one behind the other, and what they are."""
+    """The received rows [P, H], sorted by expert, and their description."""
     weights_NK, numbers_NK = routing_N2K.chunk(2, dim=1)
     count = call.count
     local_NK = local_ids(numbers_NK.to(torch.int64) - 1, call.axis.ep_rank * count, count)
-    permuted_PH, places = token_permute(rows_NH, local_NK, min(sum(call.dispatch.pairs_of_experts), local_NK.numel()))
-    pairs = inverse(places)[: len(permuted_PH)].long()
-    places_NK, counts = places.view_as(local_NK), histogram(local_NK, count)
+    permuted_PH, positions = token_permute(
+        rows_NH, local_NK, min(sum(call.dispatch.pairs_of_experts), local_NK.numel())
+    )
+    pairs = inverse(positions)[: len(permuted_PH)].long()
+    positions_NK, counts = positions.view_as(local_NK), histogram(local_NK, count)
     weights = weights_NK.flatten().index_select(0, pairs)
     if call.dispatch.fills_up:
-        counts, places_NK, has_expert = in_room(counts, places_NK, local_NK, len(permuted_PH))
+        counts, positions_NK, has_expert = filled_up(counts, positions_NK, local_NK, len(permuted_PH))
         weights = weights * has_expert
-    return permuted_PH, _Rows(counts, Order(pairs // local_NK.shape[1], places_NK), weights)
+    return permuted_PH, _Rows(counts, Order(pairs // local_NK.shape[1], positions_NK), weights)
 
 
 class _CallContext(Context):
@@ -225,15 +227,15 @@ class _Send(torch.autograd.Function):
         ctx.call = call
         copies, routing = call.plan.copies(x_TH), call.plan.labels(call.routing(weights_TK))
         call.tokens.post(call.dispatch.send_copies(copies))
-        call.beside.post(call.dispatch.send_copies(routing))
+        call.extra.post(call.dispatch.send_copies(routing))
         call.fetch()
         return x_TH.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _CallContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
-        hand_over(ctx.call.turns, Turn.BACKWARD)
-        # Autograd casts the latter to the dtype of the weights.
+        hand_over(ctx.call.pair, Turn.BACKWARD)
+        # Autograd casts the gradient of the weights to their dtype.
         return ctx.call.sums.wait(), ctx.call.weights.wait(), None
 
 
@@ -244,7 +246,7 @@ class _ComputeContext(_CallContext):
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _ComputeContext, link: torch.Tensor, call: _Call, *parameters: Optional) -> torch.Tensor:
-        routing_N2K = call.beside.wait()
+        routing_N2K = call.extra.wait()
         rows_NH = call.tokens.wait()
         permuted_PH, rows = _received(rows_NH, routing_N2K, call)
         up, down, up_bias, down_bias = call.with_replicas(parameters)
@@ -258,7 +260,7 @@ class _Compute(torch.autograd.Function):
         if down_bias is not None:
             y_PH.add_(rows.weighted(down_bias.index_select(0, rows.experts)))
         del weighted_PI
-        call.sums.post(call.dispatch.combine(token_unpermute(y_PH, rows.order.places)))
+        call.sums.post(call.dispatch.combine(token_unpermute(y_PH, rows.order.positions)))
         ctx.call, ctx.rows = call, rows
         level = call.zero_memory
         kept = rows_NH if level == "none" else None
@@ -269,13 +271,13 @@ class _Compute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _ComputeContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
         call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
-        hand_over(call.turns, Turn.BACKWARD)
+        hand_over(call.pair, Turn.BACKWARD)
         rows_NH, first_PF, *parameters = ctx.saved_tensors
-        # While the gradients of the sums travel, what does not need them:
+        # Computed while the gradients of the sums travel, which it does not need:
         up, down, up_bias, down_bias = call.with_replicas(parameters)
         assert up is not None and down is not None
         if first_PF is None:
-            rows_NH = call.beside.wait()
+            rows_NH = call.extra.wait()
             first_PF = experts.forward(rows.order.permuted(rows_NH), up, rows.counts)
             if up_bias is not None:
                 rows.add_bias_(first_PF, up_bias)
@@ -288,15 +290,15 @@ class _Compute(torch.autograd.Function):
         activated_PI = activated_PI.detach()
         if ctx.needs_input_grad[0]:
             dpermuted_PH = experts.input_gradient(dfirst_PF, up, rows.counts)
-            call.sums.post(call.dispatch.combine(token_unpermute(dpermuted_PH, rows.order.places)))
+            call.sums.post(call.dispatch.combine(token_unpermute(dpermuted_PH, rows.order.positions)))
             del dpermuted_PH  # The tokens take its memory.
             dweights_P = rows.products(activated_PI, dweighted_PI)
             if down_bias is not None:
                 dweights_P += rows.products(down_bias.index_select(0, rows.experts), dy_PH)
-            call.weights.post(call.dispatch.combine(rows.order.placed(dweights_P)))
-        # While the gradients of tokens and routing weights travel:
+            call.weights.post(call.dispatch.combine(rows.order.unpermuted(dweights_P)))
+        # Computed while the gradients of tokens and routing weights travel:
         dup = ddown = None
-        rows_NH = call.beside.wait() if rows_NH is None else rows_NH
+        rows_NH = call.extra.wait() if rows_NH is None else rows_NH
         if ctx.needs_input_grad[2]:
             permuted_PH = rows.order.permuted(rows_NH)
             product = experts.weight_gradient(permuted_PH, dfirst_PF, rows.counts)
@@ -322,10 +324,10 @@ class _Finish(torch.autograd.Function):
         call, (again_TH,) = ctx.call, ctx.saved_tensors
         # Level 1 computes the first product again while the gradients travel; level 0 needs the tokens last.
         if call.zero_memory == "level1":
-            call.beside.post(call.dispatch.send(again_TH))
+            call.extra.post(call.dispatch.send(again_TH))
         call.tokens.post(call.dispatch.send(dout_TH))
         if call.zero_memory == "level0":
-            call.beside.post(call.dispatch.send(again_TH))
+            call.extra.post(call.dispatch.send(again_TH))
         call.fetch()
         return dout_TH.new_empty(0), None, None
 
@@ -346,10 +348,10 @@ DISPATCHERS: dict[str, Dispatcher] = {
     "evenly": Planned(ABILITIES["alltoall"], EvenPlan.of),
     "fused": FusedDispatcher(ALL_TO_ALL),
 }
-"""The values of ``ds_npu.moe.dispatcher``, and the one that ``alltoall`` names for ``pad_to_capacity``."""
+"""The values of ``ds_npu.moe.dispatcher``, and the one that replaces ``alltoall`` under ``pad_to_capacity``."""
 
 
 def register_dispatcher(name: str, dispatcher: Dispatcher) -> None:
-    """Make ``dispatcher`` a value of ``ds_npu.moe.dispatcher``; one of that name is replaced."""
+    """Make ``dispatcher`` a value of ``ds_npu.moe.dispatcher``; it replaces one of the same name."""
     ABILITIES[name] = dispatcher.can
     DISPATCHERS[name] = dispatcher

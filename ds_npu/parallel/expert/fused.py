@@ -1,8 +1,8 @@
-"""Experts whose products are fused with the all-to-alls of their rows: multiplied as they come, sent as they are done.
+"""Experts whose products are fused with the all-to-alls of their rows, in one kernel each.
 
-A token is sent once for each of its experts, and not once to a rank as by the other dispatchers: the kernels know rows
-of experts only. Kernels that do not take a layer, or a micro-batch, leave it to another dispatcher, and a warning says
-why. Source: MindSpeed (moe-alltoall-mc2).
+A token is sent once for each of its experts, and not once to each rank as by other dispatchers: the kernels know rows
+of experts only. Where the kernels do not take a layer or a micro-batch, another dispatcher computes it, and a warning
+says why. Source: MindSpeed (moe-alltoall-mc2).
 
 Shape letters as in ``routing`` and in ``ops.npu.expert_exchange``; S rows sent, one for each choice of a token.
 """
@@ -50,14 +50,14 @@ class Kernels(Protocol):
 
 @functools.cache
 def exchange_kernels() -> Kernels:
-    """torch_npu's."""
+    """The kernels of torch_npu."""
     kernels: Kernels = npu_kernels("ds_npu.ops.npu.expert_exchange")
     return kernels
 
 
 @functools.cache
 def communicator(group: dist.ProcessGroup) -> str:
-    """HCCL's name of the group's communicator, which this opens if nothing has."""
+    """HCCL's name of the group's communicator, which is opened if it is not yet open."""
     backend: Any = group._get_backend(torch.device("npu"))  # torch_npu's
     name: str = backend.get_hccl_comm_name(dist.get_rank())
     return name
@@ -65,7 +65,7 @@ def communicator(group: dist.ProcessGroup) -> str:
 
 @dataclass(frozen=True)
 class FusedDispatcher:
-    """Products in one kernel with the messages, where the kernels take them; else the ``fallback``, and a warning."""
+    """Products in one kernel with their messages; the ``fallback``, with a warning, where the kernels do not apply."""
 
     fallback: Dispatcher
     can: ClassVar[Dispatching] = ABILITIES["fused"]
@@ -76,7 +76,7 @@ class FusedDispatcher:
     def send(
         self, pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
     ) -> Sequence[Routed]:
-        """All is computed at once, of one piece."""
+        """Compute the one piece completely."""
         ((x_TH, ids_TK, weights_TK),) = pieces
         reason = _unmet(x_TH, experts, axis)
         if reason is None:
@@ -101,7 +101,7 @@ def _unmet(x: torch.Tensor, experts: ExpertWeights, axis: ExpertAxis) -> str | N
 
 
 def _bytes(pairs_RE: list[list[int]], axis: ExpertAxis, x_TH: torch.Tensor) -> list[int]:
-    """What each rank sends, and what each gets."""
+    """The bytes that each rank sends, then the bytes that each rank along ep gets."""
     local, size = len(pairs_RE[0]) // axis.ep, x_TH.shape[1] * x_TH.element_size()
     columns = [sum(each) for each in zip(*pairs_RE, strict=True)]
     received = [sum(columns[rank * local : (rank + 1) * local]) for rank in range(axis.ep)]
@@ -110,31 +110,31 @@ def _bytes(pairs_RE: list[list[int]], axis: ExpertAxis, x_TH: torch.Tensor) -> l
 
 @dataclass(frozen=True)
 class _Exchange:
-    """The ways of one micro-batch's rows through one layer."""
+    """The exchange of one micro-batch's rows in one layer."""
 
     experts: ExpertWeights
     axis: ExpertAxis
     order: Order
-    """Of the rows that are sent."""
+    """The order of sent rows."""
     choices: torch.Tensor
-    """[S] int64: which choice, of all T * K, each of them is."""
+    """[S] int64: the index of each sent row's choice among all T * K."""
     sent: tuple[int, ...]
     received: tuple[int, ...]
     by_expert: Order
-    """Of the rows that come, which come by rank and then by expert."""
+    """The order of received rows by expert; they arrive by rank, then expert."""
     counts: torch.Tensor
-    """[E] int64: of each expert of this rank."""
+    """[E] int64: the rows of each expert of this rank."""
 
     @staticmethod
     def of(pairs_RE: list[list[int]], ids_TK: torch.Tensor, experts: ExpertWeights, axis: ExpertAxis) -> _Exchange:
-        """By the counts of all ranks, which are on the host; nothing waits for the device."""
+        """The exchange for the counts of all ranks, which are on the host; nothing waits for the device."""
         local, device = len(experts), ids_TK.device
         mine = slice(axis.ep_rank * local, (axis.ep_rank + 1) * local)
         sent, received_RE = pairs_RE[axis.rank], torch.tensor([each[mine] for each in pairs_RE])
         count = local * axis.ep
         keys_TK = torch.where((ids_TK >= 0) & (ids_TK < count), ids_TK, count)
         choices = order_by(keys_TK.view(-1, 1), sum(sent))
-        order = Order(choices.rows // ids_TK.shape[1], choices.places.view_as(ids_TK))
+        order = Order(choices.rows // ids_TK.shape[1], choices.positions.view_as(ids_TK))
         numbers = torch.arange(local).repeat(axis.ep).repeat_interleave(received_RE.flatten())
         by_expert = order_by(copy_to_device(numbers, device).unsqueeze(1), len(numbers))
         counts = copy_to_device(received_RE.sum(0), device)
@@ -142,28 +142,28 @@ class _Exchange:
         return _Exchange(experts, axis, order, choices.rows, tuple(sent), received, by_expert, counts)
 
     def multiplied(self, x_SK: torch.Tensor, weight_EKN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The products [P, N] of the rows that come, and these [P, K]."""
+        """The products [P, N] of the received rows, and the received rows [P, K]."""
         return exchange_kernels().alltoall_matmul(x_SK, weight_EKN, self._communicator, self.sent, self.received)
 
     def returned(self, x_PK: torch.Tensor, weight_EKN: torch.Tensor) -> torch.Tensor:
-        """The products [S, N] of this rank's rows, which the others' experts computed."""
+        """The products [S, N] of this rank's rows, which other ranks' experts computed."""
         return exchange_kernels().matmul_alltoall(x_PK, weight_EKN, self._communicator, self.sent, self.received)
 
     def exchanged(self, values_S: torch.Tensor) -> torch.Tensor:
-        """A number of each row at its expert, [P]."""
+        """Send one number [S] of each row to the rank of its expert: [P]."""
         of_ranks = self._of_ranks
         arrived = exchange_rows(values_S, of_ranks[0], of_ranks[1], self.axis.group).wait()
         return self.by_expert.permuted(arrived)
 
     def exchanged_back(self, values_P: torch.Tensor) -> torch.Tensor:
-        """A number of each row at its token's choice, [T, K]; 0 for those without an expert."""
+        """Send one number [P] of each row back to its token's choice: [T, K]; 0 for choices of no expert."""
         of_ranks = self._of_ranks
-        leaving = self.by_expert.placed(values_P).flatten()
-        return self.order.placed(exchange_rows(leaving, of_ranks[1], of_ranks[0], self.axis.group).wait())
+        leaving = self.by_expert.unpermuted(values_P).flatten()
+        return self.order.unpermuted(exchange_rows(leaving, of_ranks[1], of_ranks[0], self.axis.group).wait())
 
     @property
     def _of_ranks(self) -> list[list[int]]:
-        """Rows to each rank, and from each."""
+        """The rows sent to each rank, and received from each."""
         local = len(self.experts)
         return [
             [sum(counts[begin : begin + local]) for begin in range(0, len(counts), local)]
@@ -199,7 +199,7 @@ class _Fused(torch.autograd.Function):
         y_SH = exchange.returned(weighted_PI, down if experts.is_transposed else down.transpose(1, 2))
         ctx.exchange = exchange
         ctx.save_for_backward(rows_PH, first_PF, weights_P, up, down)
-        return token_unpermute(y_SH, exchange.order.places)
+        return token_unpermute(y_SH, exchange.order.positions)
 
     @staticmethod
     @once_differentiable
@@ -215,7 +215,7 @@ class _Fused(torch.autograd.Function):
         (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, _weighted(dweighted_PI, weights_P))
         activated_PI = activated_PI.detach()
         dx_SH = exchange.returned(dfirst_PF, up.transpose(1, 2) if experts.is_transposed else up)
-        dx_TH = token_unpermute(dx_SH, exchange.order.places)
+        dx_TH = token_unpermute(dx_SH, exchange.order.positions)
         dweights_P = (activated_PI.to(weights_P.dtype) * dweighted_PI).sum(1)
         dweights_TK = exchange.exchanged_back(dweights_P)
         dup = ddown = None

@@ -1,11 +1,11 @@
-"""What runs while a layer's tokens travel: its shared experts, or the other half of the tokens.
+"""Computation while a layer's tokens travel: its shared experts, or the other half of the tokens.
 
-A block that computes shared experts after the routed ones, of an input that is known when those are called:
+The order in a block that computes shared experts after the routed ones, from an input known when those are called:
 
     tokens sent -> shared up -> tokens received, experts compute, sums sent -> shared down -> sums received
 
-The shared experts' module is called by the routed experts; when the block calls it, its result is there. Autograd runs
-the youngest of the nodes that are ready, so that backward has the same order from the other end. Sources: MindSpeed
+The routed experts call the shared experts' module; when the block calls it, its result is ready. Autograd runs the
+youngest of the nodes that are ready, so that backward runs in the reverse order. Sources: MindSpeed
 (moe-alltoall-overlap-comm), Megatron-LM (moe-shared-expert-overlap); for two halves DeepSeek-V3 (arXiv:2412.19437).
 """
 
@@ -28,22 +28,22 @@ from ds_npu.parallel.runtime.saving_context import SavingContext
 Compute = Callable[[], None]
 
 
-def compute_experts_beside(
-    piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions, beside: SharedExperts
+def compute_experts_with_shared(
+    piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions, shared: SharedExperts
 ) -> torch.Tensor:
-    """``compute_experts`` of x, ids and weights, while ``beside`` computes."""
+    """``compute_experts`` of x, ids and weights, overlapped with the ``shared`` experts."""
     (routed,) = DISPATCHERS[options.dispatcher].send([piece], experts, axis, options)
-    beside.run(routed.compute)
+    shared.run(routed.compute)
     return routed.finish()
 
 
 def compute_experts_in_halves(
     piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
 ) -> torch.Tensor:
-    """``compute_experts`` of x, ids and weights, half the tokens after the other.
+    """``compute_experts`` of x, ids and weights, one half of the tokens after the other.
 
     The second half's tokens travel while the first half's experts compute, and the sums of the first half while the
-    second half's do; in backward likewise. Weight gradients are sums of two, and so differ by rounding.
+    second half's experts compute; likewise in backward. Weight gradients are sums of two, and so differ by rounding.
     """
     halves = zip(*(each.tensor_split(2) for each in piece), strict=True)
     first, second = DISPATCHERS[options.dispatcher].send(list(halves), experts, axis, options)
@@ -57,12 +57,12 @@ class _Block:
     """One forward of a block."""
 
     x: torch.Tensor | None = None
-    """What the shared experts are to compute of."""
+    """The input of the shared experts."""
     state: tuple[object, ...] = ()
-    """What their result depends on."""
+    """The state that their result depends on (``_state_of``)."""
     result: object = None
     compute: Compute | None = None
-    """Of the routed experts, until it is called."""
+    """The computation of the routed experts, until it is called."""
     graph_task: int = field(default_factory=torch._C._current_graph_task_id)
     """The backward that computes the block again; -1 in its forward."""
 
@@ -76,7 +76,7 @@ class _Block:
 
 
 def _state_of(x: torch.Tensor) -> tuple[object, ...]:
-    """What a result of ``x`` depends on. Hooks of ZeRO 3 hand a module an alias of what it was called with."""
+    """The state that a result of ``x`` depends on, without its identity: hooks of ZeRO 3 pass modules an alias."""
     kind = x.device.type
     memory = x.data_ptr(), x.shape, x.stride(), x.dtype, None if x.is_inference() else x._version
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -86,12 +86,12 @@ def _state_of(x: torch.Tensor) -> tuple[object, ...]:
 class SharedExperts:
     """The shared experts of one block, computed while tokens travel.
 
-    Its methods named ``in_...`` wrap forwards: of the block, inside of all other wraps; of the module that the block
-    calls for its routed experts, of its shared experts, and of what these compute last, outside of all other wraps.
+    ``in_block`` wraps the forward of the block, inside all other wraps. ``in_experts``, ``in_shared`` and ``in_last``
+    wrap those of its routed experts, its shared experts and the last layer of these, outside all other wraps.
     """
 
     def __init__(self, name: str, of_block_input: bool, find: Callable[[], nn.Module]) -> None:
-        """``find`` the module; ``of_block_input``: whether it takes what the block is given, else what experts are."""
+        """``find`` returns the module; its input is the block's if ``of_block_input``, else the routed experts'."""
         self._name, self._of_block_input, self._find = name, of_block_input, find
         self._block: _Block | None = None
 
@@ -122,13 +122,13 @@ class SharedExperts:
 
     def in_last(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         block = self._block
-        # Shared experts that a backward computes again by themselves are no part of a forward that waits meanwhile.
+        # A backward that recomputes the shared experts alone must not run a forward's routed experts.
         if block is not None and block.graph_task == torch._C._current_graph_task_id():
             block.compute_now()
         return forward(*args, **kwargs)
 
     def run(self, compute: Compute) -> None:
-        """Compute shared experts, and call ``compute`` within, before what they compute last."""
+        """Compute the shared experts; call ``compute`` before their last layer."""
         block = self._block
         if block is None or block.x is None:
             compute()
@@ -136,12 +136,12 @@ class SharedExperts:
         around = SavingContext()
 
         def compute_outside() -> None:
-            # What computes the shared experts again in backward must not record the routed ones.
+            # Recomputation of the shared experts in backward must not record the routed ones.
             with around.entered():
                 compute()
 
         block.state, block.compute = _state_of(block.x), compute_outside
-        # Not by a call of the module: its hooks are for the block's own call, which comes.
+        # Not a call of the module: its hooks run in the block's own call, which follows.
         block.result = self._find().forward(block.x)
         block.compute_now()
 

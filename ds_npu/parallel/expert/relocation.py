@@ -1,4 +1,4 @@
-"""Experts that move between ranks: the map from experts to places, their loads, and the exchange of what moves."""
+"""Experts that move between ranks: the expert map, the load of each expert, and the exchange of weights and states."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import torch.distributed as dist
 
 from ds_npu.comm.collectives import exchange_rows
 from ds_npu.parallel.expert.dispatch import pairs_of
-from ds_npu.parallel.expert.places import Elements, Move, Places, slots_of
+from ds_npu.parallel.expert.expert_map import Elements, ExpertMap, Move, slots_of
 
 
-class PlacedExperts:
-    """Where the experts of one layer are, and how often each was chosen by this rank's tokens since they moved last.
+class MappedExperts:
+    """The expert map of one layer, and how often this rank's tokens chose each expert since experts last moved.
 
-    A router numbers experts as the plain model does; ranks hold them by place, in the order of ``places``.
+    A router numbers experts as the plain model does; ranks hold them by slot, in the order of ``expert_map``.
     """
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, expert_map: ExpertMap) -> None:
+        self._map = expert_map
         self._slots: torch.Tensor | None = None
         self._loads: torch.Tensor | None = None
 
     @property
     def experts(self) -> int:
-        return sum(map(len, self._places))
+        return sum(map(len, self._map))
 
     @property
-    def places(self) -> Places:
-        return self._places
+    def expert_map(self) -> ExpertMap:
+        return self._map
 
-    def start_again(self, places: Places, loads: Sequence[int] = ()) -> None:
-        """From here on experts are at ``places``, and were chosen as often as ``loads`` says; left out: never."""
-        self._places, self._slots = places, None
+    def start_again(self, expert_map: ExpertMap, loads: Sequence[int] = ()) -> None:
+        """Set the expert map, and how often each expert was chosen: ``loads``, or 0 where it is left out."""
+        self._map, self._slots = expert_map, None
         self._loads = torch.tensor(loads, dtype=torch.int64) if loads else None
 
     def slots(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """The place of each expert of ``ids`` [T, K] int64 in the row of all ranks' experts; -1 for no expert."""
+        """The slot of each expert of ``ids`` [T, K] int64 in the list of all ranks' experts; -1 for no expert."""
         if self._slots is None or self._slots.device != ids_TK.device:
-            # Made once after each relocation. What is no expert is -1 or the number of experts, and stays none.
-            self._slots = torch.tensor([-1, *slots_of(self._places), -1], device=ids_TK.device)
+            # Made once after each relocation. The ids -1 and E are no expert and map to -1.
+            self._slots = torch.tensor([-1, *slots_of(self._map), -1], device=ids_TK.device)
         known = (ids_TK + 1).clamp(0, self.experts + 1)
         return self._slots.index_select(0, known.flatten()).view_as(ids_TK)
 
     def count(self, ids_TK: torch.Tensor) -> None:
-        """Add the experts ``ids`` of this rank's tokens, on their device: the host waits for nothing."""
+        """Count the experts ``ids`` of this rank's tokens, on their device; the host does not wait."""
         mine = pairs_of(ids_TK, self.experts)
         self._loads = mine if self._loads is None else self._loads.to(mine.device).add_(mine)
 
@@ -59,16 +59,16 @@ class PlacedExperts:
 
 @dataclass(frozen=True)
 class HeldElements:
-    """What this rank holds of one tensor of its experts: the weight, its float32 copy, or a moment."""
+    """The elements this rank holds of one tensor of its experts: the weight, its float32 copy, or a moment."""
 
     values: torch.Tensor
-    """Flat, in the order of the tensor [experts of the rank, ...]; they are replaced in place."""
+    """Flat, in the order of the tensor [experts of the rank, ...]; overwritten in place."""
     of_ranks: Sequence[Elements | None]
-    """What each rank of the exchange has of it, or gives and takes of it; None for ranks that have nothing to do."""
+    """The elements that each rank of the exchange sends and receives; None for a rank that takes no part."""
 
 
 def exchange_experts(held: HeldElements, size: int, moves: Sequence[Move], group: dist.ProcessGroup) -> int:
-    """Bring each of ``moves`` to its place: one exchange, of what moves and nothing else.
+    """Carry out ``moves`` in one exchange, which sends only the elements of experts that move.
 
     ``size``: the elements of one expert. Every rank of ``group`` calls it with the same moves. Returns the bytes that
     this rank sent to others.
@@ -81,7 +81,7 @@ def exchange_experts(held: HeldElements, size: int, moves: Sequence[Move], group
         between.setdefault((move.source[0], move.target[0]), []).append(move)
     sent = [_pieces(between, size, mine, other) for other in held.of_ranks]
     received = [_pieces(between, size, other, mine) for other in held.of_ranks]
-    # Copies: what is sent is overwritten.
+    # Copies, because received elements overwrite the ones that are sent.
     parts = [values.narrow(0, source, length) for pieces in sent for source, _, length in pieces]
     outgoing = torch.cat(parts) if parts else values.new_empty(0)
     counts, expected = ([sum(length for *_, length in each) for each in pieces] for pieces in (sent, received))

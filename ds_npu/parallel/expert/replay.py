@@ -1,9 +1,9 @@
 """Records which experts a forward chose, and makes another forward choose the same.
 
-Rounding may flip a choice between two experts whose scores are close, and what follows then differs by far more than
-rounding: between a model that generates and one that trains (RL), two precisions, or two layouts of ranks. A record
-holds, of every layer of experts, the indices of each top-k that its block computes, in order; the replay looks the
-values up in its own scores, so that gradients reach the router.
+Rounding may flip a choice between two experts whose scores are close; results then differ by far more than rounding:
+between a model that generates and one that trains (RL), two precisions, or two layouts of ranks. For every layer of
+experts a record holds the indices of each top-k that its block computes, in order. The replay looks up the values in
+its own scores, so that gradients reach the router.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Result = torch.return_types.topk
 
 @dataclass
 class RoutingRecord:
-    """By the name of a layer's block, the indices [..., k] of each of its top-k, forward after forward."""
+    """The indices [..., k] of each top-k, forward after forward, by the name of a layer's block."""
 
     choices: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class _TopK(TorchFunctionMode):
-    """Hands each ``topk`` of ``scores`` to ``choose``, while a block runs."""
+    """Passes the result of each ``topk`` through ``choose`` while a block runs."""
 
     def __init__(self, choose: Callable[[torch.Tensor, Result], Result]) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class _TopK(TorchFunctionMode):
 
 @contextmanager
 def record_routing(model: nn.Module, blocks: Collection[str] = ()) -> Iterator[RoutingRecord]:
-    """Record the choices of every forward of ``model`` within the block, in order; on each rank those of its tokens.
+    """Record the choices of every forward of ``model`` within the block, in order, for this rank's tokens.
 
-    Choices are made in the modules that hold experts in parameters of three dims, and in those of the names ``blocks``,
-    as models whose experts are in lists need. Raises ValueError where there are none.
+    Watches the blocks of modules that hold experts in parameters of three dims, and those named in ``blocks``, which
+    models with experts in lists need. Raises ValueError where there are none.
     """
     record = RoutingRecord()
 
@@ -71,8 +71,8 @@ def record_routing(model: nn.Module, blocks: Collection[str] = ()) -> Iterator[R
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     """Make the forwards of ``model`` within the block choose what ``record`` holds, for as many forwards as it has.
 
-    Raises RuntimeError where a forward has other tokens, another k, or nothing is left. Do not recompute activations
-    within the block: what is computed again would take the choices of the next forward.
+    Raises RuntimeError where a forward has other tokens, another k, or no record is left. Do not recompute activations
+    within the block: the recomputation would take the choices of the next forward.
     """
     left = {name: list(each) for name, each in record.choices.items()}
 
@@ -95,7 +95,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 def _each_block(
     model: nn.Module, blocks: Collection[str], chosen: Callable[[str, torch.Tensor, Result], Result]
 ) -> Iterator[None]:
-    """Call ``chosen`` for every top-k along the last dim within the ``blocks`` of ``model``, and those with experts."""
+    """Call ``chosen`` for every top-k within the ``blocks`` of ``model`` and the blocks that hold experts."""
     running: list[ExitStack] = []
     handles = []
 

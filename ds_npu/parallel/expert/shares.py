@@ -17,9 +17,9 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def compute_in_shares(
     compute: Compute, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """``compute`` of tokens that all ranks of ``group`` hold, a share on each; all of them have the whole result.
+    """Call ``compute`` with this rank's share of tokens that all ranks of ``group`` hold; gather the whole result.
 
-    Where the ranks do not divide T, the last shares are filled up with rows of no expert (id -1).
+    Where the ranks do not divide T, the last shares are padded with rows of no expert (id -1).
     """
     size, tokens = dist.get_world_size(group), len(x_TH)
     missing = -tokens % size

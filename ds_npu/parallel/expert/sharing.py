@@ -1,8 +1,8 @@
-"""Which rank computes which rows of an expert, where ranks with few rows share the experts of ranks with many.
+"""Assignment of an expert's rows to ranks, where ranks with few rows share the experts of ranks with many.
 
-Every rank knows how many rows each expert gets from each rank, and so each makes the same plan. Sources: exact balance
+Every rank knows how many rows each expert gets from each rank, and so makes the same plan. Sources: exact balance
 by replicas (MoonEP), longest first with a threshold and plain expert parallelism where it does not pay (least-loaded
-expert parallelism, arXiv:2601.17111). Pure data, no tensors but the map that a rank looks its rows up in.
+expert parallelism, arXiv:2601.17111). Pure data; the only tensor is the table in which a rank looks up its rows.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 from ds_npu.parallel.expert.routing import order_by
 
 Pairs = Sequence[Sequence[int]]
-"""By rank that sends and by expert, the rows for that expert."""
+"""The rows for each expert, by sending rank: ``pairs[rank][expert]``."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The rows of each expert, by the rank along ep that computes them; ranks of other experts have replicas."""
+    """The rows of each expert by the rank along ep that computes them, on the expert itself or on a replica."""
 
     local: int
-    """The experts of each rank."""
+    """The number of experts of each rank."""
     rows: tuple[tuple[tuple[int, int], ...], ...]
-    """By expert: (rank, rows), the expert's own rank first; in the order of the ranks that send them."""
+    """(rank, rows) of each expert, its own rank first; each takes the next rows in the order of sending ranks."""
     spare: int
-    """The places for replicas on each rank."""
+    """The number of slots for replicas on each rank."""
 
     @cached_property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the experts of other ranks that it computes some rows of, ascending."""
+        """The experts of which each rank holds replicas, ascending."""
         ranks = len(self.rows) // self.local
         found: list[list[int]] = [[] for _ in range(ranks)]
         for expert, ((_, _), *others) in enumerate(self.rows):
@@ -44,21 +44,22 @@ class SharedRows:
 
     @property
     def slots(self) -> int:
-        """The places of a rank: its experts, then its replicas; the same number on each."""
+        """The number of slots of each rank: its experts, then its replicas."""
         return self.local + self.spare
 
     def slot(self, expert: int, rank: int) -> int:
-        """The place in the row of all ranks' places at which ``rank`` holds ``expert``."""
+        """The slot, counted over all ranks, in which ``rank`` holds ``expert``."""
         home, index = divmod(expert, self.local)
         if rank != home:
             index = self.local + self.replicas[rank].index(expert)
         return rank * self.slots + index
 
     def map_of(self, pairs_RE: Pairs, sender: int) -> torch.Tensor:
-        """What ``placed`` looks the rows of the rank ``sender`` up in: [E + 1, 1 + 2 J] int64, J ranks of an expert.
+        """The table in which ``slots_of_rows`` looks up rows of the rank ``sender``: [E + 1, 1 + 2 J] int64.
 
-        By expert: what to add to a row's place among all rows of this rank, sorted by expert, for its place among all
-        rows of the expert; where the rows of each rank that computes it end; and its slot there. Behind them no expert.
+        J: the most ranks of an expert. The columns of an expert: the offset from a row's position among this rank's
+        rows, sorted by expert, to its position among the expert's rows; the ends of the rows of each of its ranks; its
+        slot on each of them. The last line is that of no expert.
         """
         most = max(map(len, self.rows))
         before = itertools.accumulate(pairs_RE[sender], initial=0)
@@ -72,26 +73,26 @@ class SharedRows:
         return torch.tensor([*table, [0] * (1 + most) + [-1] * most])
 
 
-def placed(ids_TK: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def slots_of_rows(ids_TK: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """The slot of each row of ``ids`` [T, K], experts of this rank's tokens, by the ``table`` of ``map_of``.
 
-    -1 for no expert. Rows of an expert are given to its ranks in the order of tokens.
+    -1 for no expert. The rows of an expert go to its ranks in the order of tokens.
     """
     experts, most = len(table) - 1, table.shape[1] // 2
     keys = torch.where((ids_TK < 0) | (ids_TK > experts), experts, ids_TK)
     of_row = table.index_select(0, keys.flatten()).view(*keys.shape, table.shape[1])
-    place = order_by(keys, 0).places + of_row[..., 0]
-    part = (place.unsqueeze(-1) >= of_row[..., 1 : 1 + most]).sum(-1).clamp(max=most - 1)
+    position = order_by(keys, 0).positions + of_row[..., 0]
+    part = (position.unsqueeze(-1) >= of_row[..., 1 : 1 + most]).sum(-1).clamp(max=most - 1)
     return of_row[..., 1 + most :].gather(-1, part.unsqueeze(-1)).squeeze(-1)
 
 
 def shared_rows(pairs_RE: Pairs, ranks: int, least: int) -> SharedRows:
-    """Which of the ``ranks`` along ep computes how many rows of each expert; where replicas do not pay, its own.
+    """Assign the rows of each expert to ``ranks`` along ep; each expert's to its own where replicas do not pay.
 
-    The rank with the most rows gives some of its heaviest expert to the rank with the fewest, until it has no more than
-    the mean, and then the next one. A replica is made for ``least`` rows or more; a rank has at most as many replicas
-    as experts. They pay where the heaviest rank's rows fall by ``least`` for each expert that the rank that sends or
-    gets the most of them sends or gets: the time to compute ``least`` rows is taken for that of sending one.
+    The rank with the most rows gives rows of its heaviest expert to the rank with the fewest, until it has no more than
+    the mean; then the next rank does. A replica takes ``least`` rows or more; a rank has at most as many replicas as
+    experts. Sending one expert is taken to last as long as computing ``least`` rows: replicas pay where the heaviest
+    rank's rows fall by ``least`` times the most experts that one rank sends and gets.
     """
     total = [sum(each) for each in zip(*pairs_RE, strict=True)]
     local = len(total) // ranks
@@ -116,7 +117,7 @@ def shared_rows(pairs_RE: Pairs, ranks: int, least: int) -> SharedRows:
 
 
 def _given(total: Sequence[int], loads: Sequence[int], target: int, least: int) -> dict[tuple[int, int], int]:
-    """By expert and rank, the rows that the rank gets of another's expert."""
+    """The rows that a rank computes of another rank's expert, by (expert, rank)."""
     local = len(total) // len(loads)
     given: dict[tuple[int, int], int] = {}
     light = [(load, rank) for rank, load in enumerate(loads) if load < target]
@@ -132,7 +133,7 @@ def _given(total: Sequence[int], loads: Sequence[int], target: int, least: int) 
             count = min(surplus, target - load, -rows)
             if count < least:
                 return given
-            # Once for each pair of them: one of the three that limit the count is used up.
+            # Each (expert, rank) comes once: surplus, light rank or expert is used up by ``count``.
             given[expert, rank] = count
             replicas[rank] += 1
             surplus -= count

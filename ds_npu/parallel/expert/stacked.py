@@ -1,6 +1,6 @@
-"""The weights of modules in a list as one tensor [E, ...]: a view where they stand evenly in one memory, else a copy.
+"""The weights of modules in a list as one tensor [E, ...]: a view where they are evenly spaced in memory, else a copy.
 
-ZeRO 1 and 2 lay the weights of a group one behind the other in one buffer, in the order of the model; then nothing is
+ZeRO 1 and 2 store the weights of a group contiguously in one buffer, in the order of the model; then nothing is
 copied. Elsewhere (without ZeRO, under ZeRO 3) the copy lives until backward.
 """
 
@@ -19,13 +19,13 @@ from ds_npu.ops.autograd import Context, applied
 def stacked(pieces: Sequence[torch.Tensor], experts: int) -> torch.Tensor:
     """[E, n, ...] of E experts, each of which has the same number of ``pieces`` [n_i, ...], one expert's after another.
 
-    Differentiable; gradients of the pieces are views of that of the result. Has no gradients of gradients.
+    Differentiable once; the gradients of the pieces are views of the result's gradient.
     """
     return _stack(experts, *pieces)
 
 
 def _as_view(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor | None:
-    """``pieces`` as one tensor without a copy; None where they do not stand so in memory."""
+    """``pieces`` as one tensor without a copy; None where their layout in memory does not allow it."""
     first, each = pieces[0], len(pieces) // shape[0]
     storage = first.untyped_storage()
     same = all(piece.untyped_storage().data_ptr() == storage.data_ptr() for piece in pieces)
@@ -42,7 +42,7 @@ def _as_view(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Te
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Of a contiguous tensor of ``shape``."""
+    """The strides of a contiguous tensor of ``shape``."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 

@@ -15,14 +15,14 @@ from ds_npu.parallel.tensor.product import Product
 from ds_npu.parallel.tensor.weight_product import WIDE, WeightProduct
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-"""From what ``up`` gives [P, F] to what ``down`` takes [P, I], row by row."""
+"""The function from outputs of ``up`` [P, F] to inputs of ``down`` [P, I], row by row."""
 
 _WHOLE_SHAPE = TensorAttribute[torch.Size]("ds_shape")
-"""Of a parameter that ZeRO-3 has partitioned."""
+"""The whole shape of a parameter that ZeRO-3 has partitioned."""
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether ``module`` holds several experts in parameters of three dims, none of which is called weight."""
+    """Whether ``module`` holds experts in parameters of three dims, and none that is called weight."""
     own = dict(module.named_parameters(recurse=False))
     return "weight" not in own and any(len(_WHOLE_SHAPE.get(each) or each.shape) == 3 for each in own.values())
 
@@ -40,12 +40,12 @@ class ExpertWeights:
     up_bias: torch.Tensor | None = None
     """[E, F]."""
     down_bias: torch.Tensor | None = None
-    """[E, H]; ranks that share an expert add theirs up."""
+    """[E, H]; the biases of the ranks that share an expert are summed."""
     product: Product | None = field(default=None, kw_only=True)
     """The kind of product; None: the grouped kernels."""
 
     def forward(self, x_PK: torch.Tensor, weight: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """[P, N]: the rows of each expert times its matrix of ``weight``, one of these or fetched ones."""
+        """[P, N]: the rows of each expert times its matrix in ``weight``, which is own or fetched."""
         multiply = grouped_matmul if self.product is None else self.product.forward
         return multiply(x_PK, weight if self.is_transposed else weight.transpose(1, 2), counts_E)
 
@@ -76,7 +76,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """aᵀ b of each group of rows [P, M] and [P, N], for a weight [E, M, N]: of the linear layers of all experts."""
+    """aᵀ b of each group of rows [P, M] and [P, N]: the gradient of a weight [E, M, N] of all experts."""
 
     a: torch.Tensor
     b: torch.Tensor

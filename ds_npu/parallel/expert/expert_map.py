@@ -1,4 +1,4 @@
-"""Which rank along ep holds which experts, and where they should be by their load. Pure data, no tensors."""
+"""The map from ranks along ep to the experts they hold, and the one that balances load. Pure data, no tensors."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from dataclasses import dataclass
 
 from ds_npu.parallel.tensor.sharding import Ranges, Sharding
 
-Places = tuple[tuple[int, ...], ...]
+ExpertMap = tuple[tuple[int, ...], ...]
 """The experts of each rank, equally many, in the order in which the rank holds them."""
 Loads = Sequence[int]
 """How often each expert was chosen."""
 
 PAYS = 0.05
-"""Experts move only if the load of the heaviest rank, for which all others wait, falls by this share of it."""
+"""Experts move only if the load of the heaviest rank, for which all others wait, falls by at least this fraction."""
 EVEN = 0.01
-"""How far over the mean the heaviest rank may remain."""
+"""The fraction by which the heaviest rank may be above the mean."""
 
 
-def plain_places(experts: int, ranks: int) -> Places:
+def plain_map(experts: int, ranks: int) -> ExpertMap:
     """Consecutive experts on each rank."""
     local = experts // ranks
     return tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ranks))
 
 
-def slots_of(places: Places) -> list[int]:
-    """By expert, its place in the row of all ranks' experts."""
-    slots = [0] * sum(map(len, places))
-    for slot, expert in enumerate(itertools.chain(*places)):
+def slots_of(expert_map: ExpertMap) -> list[int]:
+    """The slot of each expert: its index in the list of all ranks' experts."""
+    slots = [0] * sum(map(len, expert_map))
+    for slot, expert in enumerate(itertools.chain(*expert_map)):
         slots[expert] = slot
     return slots
 
 
-def sharding_of_places(places: Places) -> Sharding:
-    """How dim 0 of a weight of all experts is sharded over the ranks that hold them so."""
+def sharding_of_map(expert_map: ExpertMap) -> Sharding:
+    """The sharding of dim 0 of a weight of all experts over the ranks of ``expert_map``."""
     ranges: list[Ranges] = []
-    for held in places:
+    for held in expert_map:
         mine: list[tuple[int, int]] = []
         for expert in held:
             if mine and mine[-1][1] == expert:
@@ -45,21 +45,21 @@ def sharding_of_places(places: Places) -> Sharding:
             else:
                 mine.append((expert, expert + 1))
         ranges.append(tuple(mine))
-    return Sharding(0, sum(map(len, places)), tuple(ranges))
+    return Sharding(0, sum(map(len, expert_map)), tuple(ranges))
 
 
-def heaviest(loads: Loads, places: Places) -> int:
+def heaviest(loads: Loads, expert_map: ExpertMap) -> int:
     """The load of the rank that has the most."""
-    return max(sum(loads[expert] for expert in held) for held in places)
+    return max(sum(loads[expert] for expert in held) for held in expert_map)
 
 
-def places_by_load(loads: Loads, before: Places) -> Places:
-    """Where the experts should be: ``before`` itself unless the heaviest rank's load falls by ``PAYS`` of it.
+def map_by_load(loads: Loads, before: ExpertMap) -> ExpertMap:
+    """The expert map that balances ``loads``; ``before`` itself unless the heaviest rank's load falls by ``PAYS``.
 
     The heaviest rank swaps an expert with the lightest one, such that the heavier of both becomes as light as
-    possible, or with the next lightest where that makes it no lighter; and again, until the heaviest rank is within
-    ``EVEN`` of the mean or no swap helps. Of equals the first rank and expert are taken. Experts that stay on their
-    rank keep their places on it.
+    possible, or with the next lightest where that makes it no lighter. This repeats until the heaviest rank is within
+    ``EVEN`` of the mean or no swap helps. Among equals the first rank and expert are taken. An expert that remains on
+    its rank keeps its index there.
     """
     held = [set(each) for each in before]
     enough = (1 + EVEN) * sum(loads) / len(before)
@@ -76,10 +76,10 @@ def places_by_load(loads: Loads, before: Places) -> Places:
 
 
 def _swap(loads: Loads, held: list[set[int]], totals: list[int]) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The heaviest rank and the expert it gives, another and the one it gives; None where that makes none lighter.
+    """(heaviest rank, the expert it gives) and (other rank, the expert it gives); None where no swap helps.
 
-    With experts whose loads differ by d, of ranks whose ``totals`` differ by g, the heavier of both ranks becomes
-    lighter by min(d, g - d).
+    Where the experts' loads differ by d and the ranks' ``totals`` by g, the heavier rank becomes lighter by
+    min(d, g - d).
     """
     source = totals.index(max(totals))
     for target in sorted(range(len(held)), key=totals.__getitem__):
@@ -87,7 +87,7 @@ def _swap(loads: Loads, held: list[set[int]], totals: list[int]) -> tuple[tuple[
         ordered = sorted((loads[expert], expert) for expert in held[target])
         best, pair = 0, None
         for given in sorted(held[source]):
-            # min(d, g - d) is largest for the two whose loads are around this one.
+            # min(d, g - d) is largest for one of the two experts whose loads enclose this value.
             index = bisect.bisect(ordered, (loads[given] - gap / 2, -1))
             for load, taken in ordered[max(index - 1, 0) : index + 1]:
                 difference = loads[given] - load
@@ -105,7 +105,7 @@ def _kept_order(was: tuple[int, ...], now: set[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Elements:
-    """What a rank holds of the weight [E / ep, ...] of its rank along ep: flat, its elements [start, stop)."""
+    """The elements [start, stop) that a rank holds of the flattened weight [E / ep, ...] of its rank along ep."""
 
     ep_rank: int
     start: int
@@ -114,20 +114,20 @@ class Elements:
 
 @dataclass(frozen=True)
 class Move:
-    """One expert that leaves its place: from and to (rank along ep, index on that rank)."""
+    """One expert that moves; source and target are (rank along ep, index on that rank)."""
 
     source: tuple[int, int]
     target: tuple[int, int]
 
     def pieces(self, size: int, sender: Elements, receiver: Elements) -> tuple[int, int, int] | None:
-        """What ``sender`` has of this expert and ``receiver`` is to have: first elements of each's own, and a length.
+        """The elements that ``sender`` sends to ``receiver``: the first one's offset in each, and the length.
 
-        ``size``: the elements of one expert. None where it is nothing.
+        ``size``: the elements of one expert. None where there are none.
         """
         (source, here), (target, there) = self.source, self.target
         if (sender.ep_rank, receiver.ep_rank) != (source, target):
             return None
-        # Counted from the expert's first element.
+        # Offsets from the expert's first element.
         first = max(sender.start - here * size, receiver.start - there * size, 0)
         stop = min(sender.stop - here * size, receiver.stop - there * size, size)
         if stop <= first:
@@ -135,8 +135,8 @@ class Move:
         return here * size + first - sender.start, there * size + first - receiver.start, stop - first
 
 
-def moves_between(before: Places, after: Places) -> Iterator[Move]:
-    """The experts that leave their places, in the order of their new ones."""
+def moves_between(before: ExpertMap, after: ExpertMap) -> Iterator[Move]:
+    """The experts whose slots change, in the order of their new slots."""
     found = {expert: (rank, index) for rank, held in enumerate(before) for index, expert in enumerate(held)}
     for rank, held in enumerate(after):
         for index, expert in enumerate(held):

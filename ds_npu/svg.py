@@ -9,14 +9,14 @@ Style = str | int | float
 
 
 def drawing(width: int, height: int, body: Iterable[str], **style: Style) -> str:
-    """An SVG file of ``width`` x ``height`` pixels: ``body`` on white. ``style``: attributes of all elements."""
+    """An SVG file of ``width`` x ``height`` pixels with ``body`` on white; all elements inherit ``style``."""
     lines = "\n".join(["", element("rect", width=width, height=height, fill="white"), *body, ""])
     style = {"viewBox": f"0 0 {width} {height}", "font_family": "sans-serif", **style}
     return element("svg", lines, xmlns="http://www.w3.org/2000/svg", width=width, height=height, **style) + "\n"
 
 
 def element(tag: str, inside: str = "", /, **attributes: Style) -> str:
-    """An element around ``inside``, which is SVG already; a _ in the name of an attribute stands for -.
+    """The element ``tag`` around ``inside``, which is SVG text; a _ in the name of an attribute becomes a -.
 
     Floats are written with one digit behind the point.
     """
@@ -34,10 +34,10 @@ def rect(x: float, y: float, width: float, height: float, **style: Style) -> str
 
 
 def text(x: float, y: float, words: str, **style: Style) -> str:
-    """Text that begins at ``x`` on the line ``y``, or ends or is centred there, as ``text_anchor`` says."""
+    """Text on the line ``y`` that begins at ``x``; with ``text_anchor`` end or middle it ends or is centred there."""
     return element("text", escape(words), x=x, y=y, **style)
 
 
 def title(words: str) -> str:
-    """The text that a viewer shows for the element around it."""
+    """The tooltip that a viewer shows for the enclosing element."""
     return element("title", escape(words))

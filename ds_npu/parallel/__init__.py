@@ -1,6 +1,6 @@
-"""What a model of one's own is built from: the grid of ranks, tensor-parallel layers and losses, context attention.
+"""Parts for a model of one's own: the grid of ranks, tensor-parallel layers and losses, context attention.
 
-``docs/own_model.md`` shows a model made of these. They are imported when they are asked for, since they need torch.
+``docs/own_model.md`` shows a model made of these. Each is imported at its first use, since they need torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ HOMES = {
     "vocab_parallel_cross_entropy": "ds_npu.parallel.tensor.cross_entropy",
     "whole_weight": "ds_npu.parallel.tensor.whole_weight",
 }
-"""By name, the module that defines it."""
+"""The module that defines each name."""
 
 __all__ = [
     "ColumnParallelLinear",

@@ -17,7 +17,7 @@ from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.parallel.runtime.micro_batch import new_forward
-from ds_npu.parallel.runtime.turns import TURNS, Together, Turns
+from ds_npu.parallel.runtime.paired_passes import PAIRED_PASS, PairedPass, PairRunner
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
@@ -27,22 +27,22 @@ def body(is_paired: bool) -> None:
     section = DsNpuConfig.model_validate({"parallel": {"expert": 2}})
     apply_features(values_in(section), Build(Topology(Degrees(dp=2, ep=2)), model))
     blocks = [layer.mlp.to("npu") for layer in model.model.layers]
-    found: dict[Turns, torch.Tensor] = {}
+    found: dict[PairedPass, torch.Tensor] = {}
 
-    def forward(turns: Turns) -> None:
+    def forward(turns: PairedPass) -> None:
         with new_forward() as micro_batch:
-            TURNS.set(micro_batch, turns)
+            PAIRED_PASS.set(micro_batch, turns)
             x = torch.randn(2, 64, 32, device="npu", requires_grad=True)
             for block in blocks:
                 x = x + block(x)
             found[turns] = x.sum()
 
-    first, *others = (Turns() for _ in range(3))
+    first, *others = (PairedPass() for _ in range(3))
     forward(first)
-    with Together(torch.device("npu")) as together:
+    with PairRunner(torch.device("npu")) as runner:
         for turns in others:
             if is_paired:
-                together.run(lambda turns=turns: forward(turns), found.pop(first).backward, (turns, first))
+                runner.run(lambda turns=turns: forward(turns), found.pop(first).backward, (turns, first))
             else:
                 forward(turns)
                 found.pop(first).backward()

@@ -12,7 +12,7 @@ import torch
 from ranks import run_on_ranks
 
 from ds_npu.parallel.runtime.micro_batch import new_forward
-from ds_npu.parallel.runtime.turns import TURNS, Together, Turn, Turns, finish_backward
+from ds_npu.parallel.runtime.paired_passes import PAIRED_PASS, PairedPass, PairRunner, Pass, finish_backward
 
 RECOMPUTED = {"recompute": {"layers": "all"}}
 CASES = [("qwen3_moe", "1f1b", {}), ("deepseek_v3", "1f1b", RECOMPUTED), ("qwen3_moe", "dualpipe_v", RECOMPUTED)]
@@ -34,31 +34,31 @@ class Waits(torch.autograd.Function):
     """``x``, whose backward lets the other run."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, turns: Turns) -> torch.Tensor:
-        ctx.turns = turns
+    def forward(ctx, x: torch.Tensor, turns: PairedPass) -> torch.Tensor:
+        ctx.paired_pass = turns
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        ctx.turns.hand_over(Turn.BACKWARD)
+        ctx.paired_pass.hand_over(Pass.BACKWARD)
         return gradient * 2, None
 
 
 def test_autograd_in_a_forward_does_not_wait_for_a_backward_that_waits():
     """Autograd has one thread for a device."""
-    pair, found = (Turns(), Turns()), []
+    pair, found = (PairedPass(), PairedPass()), []
     x = torch.ones(3, device="npu", requires_grad=True)
     out = Waits.apply(Waits.apply(x, pair[1]), pair[1]).sum()
 
     def forward() -> None:
         with new_forward() as micro_batch:
-            TURNS.set(micro_batch, pair[0])
-            pair[0].hand_over(Turn.FORWARD)
+            PAIRED_PASS.set(micro_batch, pair[0])
+            pair[0].hand_over(Pass.FORWARD)
             finish_backward()
             y = torch.full((3,), 2.0, device="npu", requires_grad=True)
             found.extend(torch.autograd.grad(y.square().sum(), y))
 
-    with Together(torch.device("npu")) as together:
-        together.run(forward, out.backward, pair)
+    with PairRunner(torch.device("npu")) as runner:
+        runner.run(forward, out.backward, pair)
     assert found[0].tolist() == [4.0] * 3
     assert x.grad.tolist() == [4.0] * 3

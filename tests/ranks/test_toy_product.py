@@ -21,7 +21,7 @@ from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords
 from ds_npu.parallel.tensor.direct_layers import use_product
-from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, project_together
+from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, group_projections
 from ds_npu.parallel.tensor.overlapped_matmul import Pipelined
 from ds_npu.parallel.tensor.region import RegionInput
 from ds_npu.parallel.tensor.weight_gradient import GradientQueue, GradientSink
@@ -71,7 +71,7 @@ class Toy(nn.Module):
             collectives = Pipelined(topology.group("tp"), pieces, latency_bytes=1)
             for layer in (self.gate, self.up, self.down):
                 layer.axis = dataclasses.replace(layer.axis, collectives=collectives)
-        project_together([self.gate, self.up])
+        group_projections([self.gate, self.up])
         rank, half = topology.rank("tp"), N // topology.size("tp")
         mine, of = slice(rank * half, (rank + 1) * half), weights()
         with torch.no_grad():

@@ -20,7 +20,7 @@ from torch import nn
 from ds_npu.features.pipeline import layout
 from ds_npu.parallel.expert import dispatch
 from ds_npu.parallel.pipeline.schedule import Schedule
-from ds_npu.parallel.runtime import turns
+from ds_npu.parallel.runtime import paired_passes
 
 MIXED = {"output_router_logits": False}
 
@@ -37,7 +37,7 @@ def watched(log: list[tuple[str, tuple[int, ...]]], covered: list[str]) -> Itera
     ``covered``: an item for each time that one of two lets the other run while messages of its own travel.
     """
     sent: dict[str, int] = {}
-    hand_over = turns._Pair.hand_over
+    hand_over = paired_passes._Pair.hand_over
 
     def logged(send):
         def begun(x, *args):
@@ -58,7 +58,7 @@ def watched(log: list[tuple[str, tuple[int, ...]]], covered: list[str]) -> Itera
     with ExitStack() as stack:
         for name in ("exchange_rows", "all_gather", "reduce_scatter"):
             stack.enter_context(mock.patch.object(dispatch, name, logged(getattr(dispatch, name))))
-        stack.enter_context(mock.patch.object(turns._Pair, "hand_over", handed))
+        stack.enter_context(mock.patch.object(paired_passes._Pair, "hand_over", handed))
         yield
 
 
@@ -125,7 +125,7 @@ def hold(family: str, stages: tuple[int, ...], section: dict, changes: dict, is_
 
 def dying(victim: int, hand_overs: int) -> None:
     """One rank dies between two turns, while messages travel; all others end with an error, and so do their threads."""
-    hand_over, count = turns._Pair.hand_over, itertools.count(1)
+    hand_over, count = paired_passes._Pair.hand_over, itertools.count(1)
 
     def die(pair, part):
         if dist.get_rank() == victim and next(count) == hand_overs:
@@ -135,9 +135,9 @@ def dying(victim: int, hand_overs: int) -> None:
     section = {"parallel": {"pipeline": 2, "expert": 2}, "pipeline": {"overlap_experts": True}}
     engine = rule.engine_of(rule.model_of("qwen3_moe", torch.float64, **MIXED), 1, torch.float64, section)
     began = time.monotonic()
-    with mock.patch.object(turns._Pair, "hand_over", die), pytest.raises(RuntimeError) as caught:
+    with mock.patch.object(paired_passes._Pair, "hand_over", die), pytest.raises(RuntimeError) as caught:
         rule.step_of(engine, torch.float64)
-    assert not isinstance(caught.value, turns.AbandonedError), caught.value
+    assert not isinstance(caught.value, paired_passes.AbandonedError), caught.value
     assert not [each for each in threading.enumerate() if each.name.startswith("ds_npu backward")]
     assert time.monotonic() - began < 60
     # There is nobody left to meet at the harness's barrier.

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from ds_npu.parallel.runtime.micro_batch import new_forward
-from ds_npu.parallel.runtime.turns import (
-    TURNS,
+from ds_npu.parallel.runtime.paired_passes import (
+    PAIRED_PASS,
     AbandonedError,
-    Together,
-    Turn,
-    Turns,
+    PairedPass,
+    PairRunner,
+    Pass,
     finish_backward,
     hand_over,
-    turns_of_running,
+    running_pass,
 )
 
 CPU = torch.device("cpu")
-FIRST, SECOND = Turn.FORWARD, Turn.BACKWARD
+FIRST, SECOND = Pass.FORWARD, Pass.BACKWARD
 KNOWN: ContextVar[str] = ContextVar("KNOWN")
 
 
-def steps(log: list[str], turns: Turns, part: Turn, count: int):
+def steps(log: list[str], turns: PairedPass, part: Pass, count: int):
     def run() -> None:
         for index in range(count):
             log.append(f"{part.value[0]}{index}")
@@ -45,11 +45,11 @@ def steps(log: list[str], turns: Turns, part: Turn, count: int):
     ],
 )
 def test_the_order_depends_on_the_places_alone(forward, backward, expected):
-    with Together(CPU) as together:
+    with PairRunner(CPU) as runner:
         for _ in range(3):
             log: list[str] = []
-            pair = Turns(), Turns()
-            together.run(steps(log, pair[0], FIRST, forward), steps(log, pair[1], SECOND, backward), pair)
+            pair = PairedPass(), PairedPass()
+            runner.run(steps(log, pair[0], FIRST, forward), steps(log, pair[1], SECOND, backward), pair)
             assert " ".join(log) == expected
             # Behind it nobody waits for anybody.
             pair[0].hand_over(FIRST)
@@ -57,32 +57,32 @@ def test_the_order_depends_on_the_places_alone(forward, backward, expected):
 
 
 def test_a_backward_that_computes_again_keeps_its_turn():
-    log, pair = [], (Turns(), Turns())
+    log, pair = [], (PairedPass(), PairedPass())
 
     def backward() -> None:
         pair[1].hand_over(FIRST)
         pair[1].finish_backward()
         log.append("again")
 
-    with Together(CPU) as together:
-        together.run(lambda: log.append("forward"), backward, pair)
+    with PairRunner(CPU) as runner:
+        runner.run(lambda: log.append("forward"), backward, pair)
     assert log == ["forward", "again"]
 
 
 def test_a_forward_that_runs_autograd_lets_the_backward_end():
-    log, pair = [], (Turns(), Turns())
+    log, pair = [], (PairedPass(), PairedPass())
 
     def forward() -> None:
         with new_forward() as micro_batch:
-            TURNS.set(micro_batch, pair[0])
+            PAIRED_PASS.set(micro_batch, pair[0])
             pair[0].hand_over(FIRST)
             for _ in range(2):
                 finish_backward()
                 log.append("autograd")
             pair[0].hand_over(FIRST)
 
-    with Together(CPU) as together:
-        together.run(forward, steps(log, pair[1], SECOND, 3), pair)
+    with PairRunner(CPU) as runner:
+        runner.run(forward, steps(log, pair[1], SECOND, 3), pair)
     assert log == ["b0", "b1", "b2", "b ends", "autograd", "autograd"]
 
 
@@ -94,13 +94,13 @@ def test_the_other_thread_knows_what_this_one_does():
         found["known"], found["name"] = KNOWN.get(), threading.current_thread().name
 
     KNOWN.set("here")
-    with Together(CPU) as together, torch.autocast("cpu", torch.float16):
-        together.run(lambda: None, backward, (Turns(), Turns()))
+    with PairRunner(CPU) as runner, torch.autocast("cpu", torch.float16):
+        runner.run(lambda: None, backward, (PairedPass(), PairedPass()))
     assert found == {"autocast": (True, torch.float16), "known": "here", "name": "ds_npu backward_0"}
     assert not [each for each in threading.enumerate() if each.name.startswith("ds_npu")]
 
 
-def failing(turns: Turns, part: Turn, at: int):
+def failing(turns: PairedPass, part: Pass, at: int):
     def run() -> None:
         for index in range(3):
             if index == at:
@@ -113,17 +113,17 @@ def failing(turns: Turns, part: Turn, at: int):
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("part", [FIRST, SECOND])
 def test_where_one_fails_the_other_ends_and_the_error_is_its(part, at):
-    pair, log = (Turns(), Turns()), []
+    pair, log = (PairedPass(), PairedPass()), []
     calls = [steps(log, turns, each, 5) for turns, each in zip(pair, (FIRST, SECOND), strict=True)]
     index = 0 if part is FIRST else 1
     calls[index] = failing(pair[index], part, at)
-    with Together(CPU) as together, pytest.raises(ValueError, match=f"{part.value} {at}"):
-        together.run(*calls, pair)
+    with PairRunner(CPU) as runner, pytest.raises(ValueError, match=f"{part.value} {at}"):
+        runner.run(*calls, pair)
     assert not any("ends" in each for each in log)
 
 
 def test_an_interrupt_ends_both():
-    pair, seen = (Turns(), Turns()), []
+    pair, seen = (PairedPass(), PairedPass()), []
 
     def backward() -> None:
         try:
@@ -136,8 +136,8 @@ def test_an_interrupt_ends_both():
         pair[0].hand_over(FIRST)
         raise KeyboardInterrupt
 
-    with Together(CPU) as together, pytest.raises(KeyboardInterrupt):
-        together.run(forward, backward, pair)
+    with PairRunner(CPU) as runner, pytest.raises(KeyboardInterrupt):
+        runner.run(forward, backward, pair)
     assert len(seen) == 1
 
 
@@ -148,21 +148,21 @@ def test_gradients_find_their_turns_by_the_graph():
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-            ctx.turns = turns_of_running()
+            ctx.paired_pass = running_pass()
             return x * 2
 
         @staticmethod
         def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
             log.append("node")
-            hand_over(ctx.turns, SECOND)
+            hand_over(ctx.paired_pass, SECOND)
             return gradient * 2
 
-    pair = Turns(), Turns()
+    pair = PairedPass(), PairedPass()
     x = torch.ones(2, requires_grad=True)
     with new_forward() as micro_batch:
-        TURNS.set(micro_batch, pair[1])
+        PAIRED_PASS.set(micro_batch, pair[1])
         out = Node.apply(Node.apply(x)).sum()
-    with Together(CPU) as together:
-        together.run(steps(log, pair[0], FIRST, 3), out.backward, pair)
+    with PairRunner(CPU) as runner:
+        runner.run(steps(log, pair[0], FIRST, 3), out.backward, pair)
     assert log == ["f0", "node", "f1", "node", "f2", "f ends"]
     assert x.grad.tolist() == [4.0, 4.0]

@@ -30,11 +30,11 @@ def _crossing(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
     states = BORDER_STATES.of(running())
     if states is None:
         return args, kwargs
-    if states.arrived_beside:
-        mask, *features = states.arrived_beside
+    if states.arrived_extra:
+        mask, *features = states.arrived_extra
         # The blocks before this stage have theirs.
         kwargs = kwargs | {MASK: mask, FEATURES: [torch.zeros_like(features[0])] * states.stage.before + features}
     later = (kwargs.get(FEATURES) or [])[states.stage.before + states.stage.blocks :]
     if later and states.stage.index < states.stage.count - 1:
-        states.leaving_beside = (kwargs[MASK], *later)
+        states.leaving_extra = (kwargs[MASK], *later)
     return args, kwargs

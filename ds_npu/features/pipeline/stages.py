@@ -295,7 +295,7 @@ def run_stage(
         return out
     if states.leaving is None:
         raise RuntimeError(f"{type(model).__name__}: {stage} has returned before its blocks were behind it")
-    return (states.leaving, *states.leaving_beside)
+    return (states.leaving, *states.leaving_extra)
 
 
 def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:

@@ -235,8 +235,8 @@ class BlockRecord:
         first = mlp.get_submodule(columns[0])
         if isinstance(first, ColumnLinear) and len(columns) > 1:
             # Their outputs are computed into one tensor, without their forwards.
-            set_attribute(first.together, "stacked", partial(stacked, first.together.stacked))
-            stack.callback(remove_attributes, first.together, "stacked".__eq__)
+            set_attribute(first.projections, "stacked", partial(stacked, first.projections.stacked))
+            stack.callback(remove_attributes, first.projections, "stacked".__eq__)
 
 
 def _hook(stack: ExitStack, module: nn.Module, enter: Any, leave: Any) -> None:

@@ -109,7 +109,7 @@ class RecomputedActivation:
         first = children[self.columns[0]]
         if isinstance(first, ColumnLinear) and len(self.columns) > 1:
             # Parallel linears whose outputs are computed into one tensor, without their forwards.
-            set_attribute(first.together, "stacked", partial(self._stacked, first.together.stacked))
+            set_attribute(first.projections, "stacked", partial(self._stacked, first.projections.stacked))
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not is_recomputed(self.mlp):

@@ -21,7 +21,7 @@ from ds_npu.models.plan import ModelPlan
 from ds_npu.models.routers import logits_index
 from ds_npu.parallel.runtime.forward_wraps import Level
 from ds_npu.parallel.tensor.axis import TensorAxis
-from ds_npu.parallel.tensor.linear import ColumnLinear, project_together
+from ds_npu.parallel.tensor.linear import ColumnLinear, group_projections
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import (
     RandomNumbers,
@@ -98,7 +98,7 @@ class Regions:
             mine = [self.modules[each] for each in found if not names.is_copy(each)]
             layers = [each for each in mine if isinstance(each, ColumnLinear)]
             if layers:
-                project_together(layers)
+                group_projections(layers)
         make_region(self.modules[name], self.axis, self.sequences, **numbers)
 
     def _shard_run(self, run: Sequence[str], sequences: SequenceParallel) -> Iterator[Change]:

@@ -25,8 +25,8 @@ from ds_npu.parallel.context.ulysses_heads import share_heads
 class UlyssesPlan(NamedTuple):
     """The all-to-alls of one attention: of the query (and of out, with its gradient), and of key and value.
 
-    ``query_heads`` are those that this rank computes; ``key_head_indices`` says, for each of them, which of the key
-    heads that this rank receives it uses, None where consecutive query heads share one evenly.
+    This rank computes ``query_heads``. ``key_head_indices`` has, for each of them, the index of its key head among the
+    key heads that this rank receives; None where consecutive query heads share one evenly.
     """
 
     query: UlyssesAllToAll
@@ -38,9 +38,9 @@ class UlyssesPlan(NamedTuple):
 def ulysses_plan(axis: ContextAxis, heads: int, key_heads: int, tokens: Tokens) -> UlyssesPlan:
     """The all-to-alls of this rank's Ulysses group for ``heads`` query heads and ``key_heads`` key and value heads.
 
-    For layers that overlap them with their projections: ``post_to_heads(q_proj(x), plan.query)`` right behind each
-    projection, and ``context_attention`` of what it returns. Raises ValueError, with the key, for fewer query heads
-    than ranks.
+    A layer that overlaps them with its projections calls ``post_to_heads(q_proj(x), plan.query)`` right after each
+    projection, and ``context_attention`` of the results. Raises ValueError, with the key, for fewer query heads than
+    ranks.
     """
     shared, rank = share_heads(heads, key_heads, axis.algorithm.ulysses), axis.ulysses_rank
     first = axis.ring_rank * axis.algorithm.ulysses
@@ -59,12 +59,12 @@ def context_attention(
 ) -> torch.Tensor:
     """This rank's rows of attention over the whole sequence, laid out as ``q``, with the values' width.
 
-    q [B, S / cp, N, D] (by ``options.layout``), k and v alike with fewer heads, v with a width of its own: those of
-    ``tokens`` that this rank has, each a tensor or what ``post_to_heads`` returned for it. Without ``tokens`` every
-    rank has as many, by ``shard_evenly`` (contiguous with Ulysses, zigzag with a ring), in layout TND by
-    ``shard_documents`` of the mask's documents. ``options.mask`` is of the whole sequence: its bounds, or a ``dense``
-    one [..., S, S]; attention never crosses ``tokens.documents``. Accumulates in float32 (float64 for float64). Raises
-    ValueError where sizes, mask and tokens do not go together.
+    q [B, S / cp, N, D] (by ``options.layout``), k and v of the same shape except that they may have fewer heads and v
+    another width, hold this rank's part of ``tokens``; each is a tensor, or the result of ``post_to_heads``. Without
+    ``tokens`` the ranks have equal numbers, by ``shard_evenly`` (contiguous with Ulysses, zigzag with a ring), in
+    layout TND by ``shard_documents`` of the mask's documents. ``options.mask`` is of the whole sequence: its bounds, or
+    a ``dense`` one [..., S, S]; attention never crosses ``tokens.documents``. Accumulates in float32 (float64 for
+    float64). Raises ValueError where sizes, mask and tokens do not match.
     """
     options = options or Options()
     given = [x.sent if isinstance(x, PostedTensor) else x for x in (q, k, v)]
@@ -92,7 +92,7 @@ def context_attention(
 
 
 def _heads(given: Sequence[torch.Tensor], options: Options) -> tuple[int, int, int]:
-    """The numbers of heads of query, key and value, which only layout SBH does not show."""
+    """The numbers of heads of query, key and value in layout SBH; zeros in layouts whose shape shows them."""
     if options.layout != "SBH":
         return 0, 0, 0
     q, k, _ = given
@@ -108,7 +108,7 @@ def _default_tokens(tokens: int, axis: ContextAxis, mask: Mask) -> Tokens:
 
 
 def _check(views: Sequence[torch.Tensor], axis: ContextAxis, options: Options, tokens: Tokens) -> None:
-    """Raises ValueError for what does not go together."""
+    """Raise ValueError where sizes, mask and tokens do not match."""
     q, k, v = views
     sizes_of(q, k, v, Options("BSND"))
     wanted = tokens.count(axis.rank)

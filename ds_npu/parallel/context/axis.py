@@ -1,4 +1,4 @@
-"""The context axis as attention sees it: this rank's place in its Ulysses group and ring, and their communicators."""
+"""The context axis as attention sees it: this rank's indices in its Ulysses group and ring, and their communicators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Links = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 class Ring:
     """The communicators of a rank's ring (or double ring): two of each, so that sending and receiving overlap.
 
-    The link from place i to place i + 1 uses communicator i % 2, so that a rank receives through one and sends through
+    The link from rank i to rank i + 1 uses communicator i % 2, so that a rank receives through one and sends through
     the other. In an odd ring both are the same: with two, its first rank would send and receive through number 0 alone,
     and the other ranks could not open number 1, which needs all of them. torch_npu has a communicator for each pair of
     ranks as well (unless P2P_HCCL_BUFFSIZE is 0), of which a ring of three or more ranks needs no second. ``ranks`` are
@@ -37,7 +37,7 @@ class Ring:
 
 @dataclass(frozen=True, eq=False)
 class ContextAxis:
-    """This rank's place among the context ranks, and the process groups that attention uses."""
+    """This rank's position among the context ranks, and the process groups that attention uses."""
 
     topology: Topology
     algorithm: ContextAlgorithm
@@ -45,7 +45,7 @@ class ContextAxis:
     ring_rank: int
     ulysses_rank: int
     ulysses_group: dist.ProcessGroup | None
-    """None where this rank is alone in it."""
+    """None in a group of one rank."""
     ring_group: dist.ProcessGroup
     ring: Ring | None
     """None with one ring rank, and where keys and values are gathered."""
@@ -65,14 +65,14 @@ def context_axis(topology: Topology, algorithm: ContextAlgorithm) -> ContextAxis
         raise ValueError(f"{algorithm} is for {algorithm.size} context ranks; ds_npu.parallel.context is {size}")
     u, n = algorithm.ulysses, algorithm.ring
     ring_rank, ulysses_rank = algorithm.place(rank)
-    rings = [[place * u + inside for place in range(n)] for inside in range(u)]
+    rings = [[index * u + inside for index in range(n)] for inside in range(u)]
     ulysses_group = topology.within(
-        "cp", [[place * u + inside for inside in range(u)] for place in range(n)], "ulysses"
+        "cp", [[index * u + inside for inside in range(u)] for index in range(n)], "ulysses"
     )
     ring_group = topology.within("cp", rings, "ring")
     ring = None
     if n > 1 and not algorithm.gather:
-        ranks = [topology.ranks("cp")[place] for place in rings[ulysses_rank]]
+        ranks = [topology.ranks("cp")[each] for each in rings[ulysses_rank]]
         ring = Ring(ranks, ring_rank, algorithm.inner, ring_group, *_links(topology, algorithm, rings))
     return ContextAxis(
         topology, algorithm, rank, ring_rank, ulysses_rank, ulysses_group if u > 1 else None, ring_group, ring
@@ -82,12 +82,12 @@ def context_axis(topology: Topology, algorithm: ContextAlgorithm) -> ContextAxis
 def _links(topology: Topology, algorithm: ContextAlgorithm, rings: Parts) -> tuple[Links, Links]:
     window = algorithm.inner
     inner = [ring[first : first + window] for ring in rings for first in range(0, len(ring), window)]
-    outer = [ring[place::window] for ring in rings for place in range(window)]
+    outer = [ring[inside::window] for ring in rings for inside in range(window)]
     return _two_communicators(topology, inner, "inner ring"), _two_communicators(topology, outer, "outer ring")
 
 
 def _two_communicators(topology: Topology, parts: Parts, name: str) -> Links:
-    """The communicators of rings that all have as many ranks; none where that is one."""
+    """The two communicators of rings of one size; None for rings of one rank."""
     size = len(parts[0])
     if size == 1:
         return None, None

@@ -1,4 +1,4 @@
-"""Blockwise attention in autograd: this rank's rows to one block of keys and values after the other.
+"""Blockwise attention in autograd: this rank's rows attend to one block of keys and values after the other.
 
 Ulysses, ring and gathered keys are all this function, with other blocks (``transfer.Route``). Forward merges the
 results of the blocks by online softmax; backward computes every block's weights again from the merged log-sum-exp, as
@@ -23,7 +23,7 @@ from ds_npu.parallel.context.local_attention import LocalAttention
 from ds_npu.parallel.context.online_softmax import LSE_DIM, Block, CallGradients, GradientSum, OnlineSoftmax
 
 Receive = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-"""Post the all-to-all of what was sent again; what it returns waits for the result."""
+"""Post the all-to-all of a tensor from forward again; the returned function waits for the result."""
 
 
 class KeyValueSource(NamedTuple):
@@ -38,8 +38,7 @@ def blockwise_attention(
 ) -> torch.Tensor:
     """Out [B, S, N, D] of the rows q [B, S, N, D] of ``local``, whose own keys and values are ``kv``.
 
-    What ``local`` does not keep of keys and values is received again in backward: from other ring ranks, or from their
-    ``source`` where there is one.
+    Backward receives the keys and values again that ``local`` does not keep: from other ring ranks, or from ``source``.
     """
     receive = None if source is None else source.receive
     return _apply(local, receive, q, *kv, *(() if source is None else source.sent))
@@ -64,7 +63,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.local, ctx.receive, ctx.dropouts, kept = local, receive, [], []
         softmax = OnlineSoftmax(q.shape[1])
-        # What is computed in float32 stays so, also under autocast.
+        # Autocast must not round float32 computations.
         with torch.autocast(q.device.type, enabled=False):
             for step, block in local.route().blocks((k, v)):
                 kept += local.kept(step, block)
@@ -111,7 +110,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """This rank's rows in backward: what is known of them, and the sum of the query's gradients."""
+    """This rank's rows in backward: their tensors from forward, and the sum of the query's gradients."""
 
     local: LocalAttention
     dout: torch.Tensor
@@ -123,7 +122,7 @@ class _Rows:
     def gradients(
         self, block: Block, calls: Sequence[KernelCall], dropouts: Sequence[Dropout | None]
     ) -> Iterator[CallGradients]:
-        """The gradients of a block, call by call, computed as they are taken."""
+        """Yield the gradients of a block, kernel call by kernel call, computing each when it is asked for."""
         return (self._gradients(block, call, dropout) for call, dropout in zip(calls, dropouts, strict=True))
 
     def _gradients(self, block: Block, call: KernelCall, dropout: Dropout | None) -> CallGradients:
@@ -150,6 +149,6 @@ def _backward(rows: _Rows, own: Block, kept: list[torch.Tensor], dropouts: list[
     for step, received in route.blocks(own[local.cached :]):
         block = own if local.is_own(step) else (*itertools.islice(still_kept, local.cached), *received)
         calls = rows.gradients(block, local.calls(step, rows.q.shape[0] == 1), next(of_steps))
-        del block, received  # they go when the last call has ended, before anything further is received
+        del block, received  # so that they are freed after the last call, before anything further is received
         gradients.add(step, calls)
     return gradients.total()

@@ -1,4 +1,4 @@
-"""The attention kernel calls of one rank, as data: which of its rows see which keys of a block, under which mask.
+"""The attention kernel calls of one rank as data: each names rows, the keys of a block that they see, and a mask.
 
 A block of ring attention (Liu 2023, arXiv:2310.01889) is one call in a zigzag ring and a few where documents are packed
 (``mask_tiles``).
@@ -27,7 +27,7 @@ Bounds = tuple[int | None, int | None]
 
 
 class RangeSelection:
-    """Some indices along a dim (by default the tokens of [B, S, N, D]): ``ranges``, in the order of selection."""
+    """A selection of indices along a dim (by default the tokens of [B, S, N, D]): ``ranges``, in this order."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
         joined: list[range] = []
@@ -73,7 +73,7 @@ class KernelCall:
     keys: RangeSelection
     mask: Mask
     pairs: int
-    """Pairs of a row and a key that it sees: the scores of each head."""
+    """The number of pairs of a row and a key that it sees: the scores of each head."""
 
     @property
     def layout(self) -> Layout:
@@ -111,7 +111,7 @@ def block_calls(tokens: Tokens, rank: int, source: int | None, bounds: Bounds, p
 def pairs(tokens: Tokens, rank: int, mask: Mask) -> int:
     """The scores of each head that ring rank ``rank`` computes under the bounds of ``mask``: its load.
 
-    Where one sample of ``tokens`` stands for all of a batch, they are those of one sample.
+    Where one sample of ``tokens`` describes the whole batch, this counts the scores of one sample.
     """
     found = tiles(tokens.ring[rank], (range(tokens.total),), mask, tokens.documents)
     return sum(tile.pairs for tile in found)

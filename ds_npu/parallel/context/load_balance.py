@@ -1,4 +1,4 @@
-"""Zigzag load balance: which tokens of a batch each context rank has, as data that every rank knows of every other.
+"""Zigzag load balance: the tokens of a batch that each context rank has, as data that all ranks know.
 
 A causal mask gives the last tokens more work than the first ones. So each document is divided into 2 * ring chunks, and
 ring rank r has chunks r and 2 * ring - 1 - r (zigzag); the Ulysses ranks of a group share the tokens of a ring rank in
@@ -26,9 +26,9 @@ class Tokens:
     """How ``samples`` sequences of ``length`` tokens are sharded over the context ranks; token s of sample b is number
     b * length + s.
 
-    ``ring[r]`` are the tokens of ring rank r, as many of each sample. Attention crosses no document; a token in none of
-    the ``documents`` (padding) sees nothing. Where all samples of a batch are sharded alike and each is one document,
-    one sample describes the batch (``samples`` 1, ``documents`` one).
+    ``ring[r]`` are the tokens of ring rank r, the same number of each sample. Attention crosses no document; a token in
+    none of the ``documents`` (padding) sees nothing. Where all samples of a batch are sharded alike and each is one
+    document, one sample describes the batch (``samples`` 1, ``documents`` one).
     """
 
     samples: int
@@ -92,15 +92,15 @@ def shard_evenly(length: int, algorithm: ContextAlgorithm, zigzag: bool = True) 
 def _zigzag(documents: Pieces, ranks: int) -> tuple[Pieces, ...]:
     """The ring ranks' tokens of one sample, whose every token is in one of the ``documents``."""
     found: list[list[range]] = [[] for _ in range(ranks)]
-    turn = 0
+    next_rank = 0
     for number, document in enumerate(documents):
         share, rest = divmod(len(document), 2 * ranks)
         sizes = [share] * (2 * ranks)
-        # Tokens that are left over go round, so that every rank has as many of a sample, whatever its documents.
+        # Deal left-over tokens to the ranks round robin: ranks get equal numbers of a sample, whatever its documents.
         for extra in range(rest):
-            rank, second = (turn + extra) % ranks, extra >= ranks
+            rank, second = (next_rank + extra) % ranks, extra >= ranks
             sizes[2 * ranks - 1 - rank if second ^ (number % 2 == 1) else rank] += 1
-        turn += rest
+        next_rank += rest
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=document.start))
         for chunk, (begin, end) in enumerate(bounds):
             mine = found[min(chunk, 2 * ranks - 1 - chunk)]
@@ -114,8 +114,8 @@ def _zigzag(documents: Pieces, ranks: int) -> tuple[Pieces, ...]:
 def shard_documents(samples: int, length: int, documents: Sequence[range], algorithm: ContextAlgorithm) -> Tokens:
     """Shard packed or padded sequences, each document over all ring ranks (zigzag).
 
-    ``documents`` ascend and lie within one sample each (token s of sample b is number b * length + s); what is in none
-    of them is padding. Raises ValueError for a sequence that is too short, or documents that are not so.
+    ``documents`` ascend and lie within one sample each (token s of sample b is number b * length + s); tokens outside
+    of them are padding. Raises ValueError for a sequence that is too short, or documents of another form.
     """
     _must_suffice(length, algorithm)
     ring: list[list[range]] = [[] for _ in range(algorithm.ring)]
@@ -150,7 +150,7 @@ def _must_suffice(length: int, algorithm: ContextAlgorithm) -> None:
 
 
 def _selected(pieces: Pieces, wanted: Sequence[range]) -> Iterator[range]:
-    """Of the tokens of ``pieces``, counted through from 0, those that are ``wanted`` (ascending)."""
+    """Yield the ranges of tokens whose indices among the tokens of ``pieces`` are ``wanted`` (ascending)."""
     offset, targets = 0, list(wanted)
     for piece in pieces:
         for target in targets:

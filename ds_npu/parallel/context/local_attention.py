@@ -1,4 +1,4 @@
-"""One rank's share of an attention: which blocks of keys and values it gets, and what it computes with each."""
+"""One rank's share of an attention: the blocks of keys and values it gets, and its computation with each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ds_npu.parallel.context.ring_schedule import Step
 from ds_npu.parallel.context.transfer import GatherRoute, LocalRoute, RingRoute, Route
 
 HEAD_DIM = 2
-"""Of [B, S, N, D]."""
+"""The dim of the heads in [B, S, N, D]."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalAttention:
     """This rank's share of one attention over the context axis; its tensors are [B, S, N, D].
 
-    ``key_head_indices`` are, for each query head, the index of its key head; None where consecutive query heads, as
-    many for each, share one.
+    ``key_head_indices`` has, for each query head, the index of its key head; None where consecutive query heads share
+    one evenly.
     """
 
     axis: ContextAxis
@@ -48,7 +48,7 @@ class LocalAttention:
         return x if self.key_head_indices is None else x.index_select(HEAD_DIM, self._head_index(x.device))
 
     def sum_repeated_heads(self, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The gradient of what ``repeat_key_heads`` was given, whose heads are those of ``like``."""
+        """The gradient of the input of ``repeat_key_heads``, which has the heads of ``like``."""
         if self.key_head_indices is None:
             return gradient
         shape = (*gradient.shape[:HEAD_DIM], like.shape[HEAD_DIM], gradient.shape[-1])
@@ -61,7 +61,7 @@ class LocalAttention:
 
     @property
     def counts(self) -> list[int]:
-        """Tokens of each ring rank, of all samples that are one sequence."""
+        """The number of tokens of each ring rank, over all samples that are one sequence."""
         return [count * self.tokens.samples for count in self.tokens.ring_token_counts]
 
     def route(self) -> Route:
@@ -91,21 +91,21 @@ class LocalAttention:
 
     @property
     def cached(self) -> int:
-        """How many of keys and values are kept of a block that was received: 0, the keys (1), or both (2)."""
+        """How many tensors of a received block are kept: none (0), the keys (1), or keys and values (2)."""
         return {"none": 0, "half": 1, "full": 2}[self.axis.algorithm.kv_cache]
 
     @property
     def repeats_all_to_all(self) -> bool:
-        """Whether backward receives from its Ulysses ranks again what it needs of keys and values."""
+        """Whether backward receives keys or values from its Ulysses ranks again."""
         return self.axis.algorithm.ring == 1 < self.axis.size and self.cached < 2
 
     def is_own(self, step: Step) -> bool:
-        """Whether the block of ``step`` is this rank's, which is kept anyway."""
+        """Whether the block of ``step`` is this rank's own, which is kept anyway."""
         algorithm = self.axis.algorithm
         return algorithm.ring == 1 or (not algorithm.gather and step.source == self.axis.ring_rank)
 
     def kept(self, step: Step, block: Block) -> list[torch.Tensor]:
-        """What is kept for backward of a block that was received; keys alone are copied out of their message."""
+        """The tensors of a received block that are kept for backward; keys alone are copied out of their message."""
         if self.is_own(step):
             return []
         return [x.clone() if self.cached == 1 else x for x in block[: self.cached]]
@@ -116,5 +116,5 @@ class LocalAttention:
 
 @functools.lru_cache(maxsize=64)
 def _heads(indices: tuple[int, ...]) -> RangeSelection:
-    """Cached, so that its index is on the device once."""
+    """The selection of ``indices``, cached so that its index is copied to the device once."""
     return RangeSelection([range(index, index + 1) for index in indices])

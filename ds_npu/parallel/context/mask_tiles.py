@@ -1,4 +1,4 @@
-"""Mask tiles: which keys of one rank the rows of another see, as rectangles with a causal or band mask.
+"""Mask tiles: the keys of one rank that rows of another see, as rectangles with a causal or band mask.
 
 Rows and keys are some tokens of one sequence, in order. The keys that a row sees are then adjacent among the rank's
 keys, and from one row to the next the first and the last of them remain or advance by one, but for a few jumps. So a
@@ -51,7 +51,7 @@ class _Edge:
         return _Edge(self.at(rows), self.slope)
 
     def joined(self, other: _Edge, rows: int) -> _Edge | None:
-        """This edge of ``rows`` rows and ``other`` behind it as one; None where they do not continue each other."""
+        """This edge of ``rows`` rows and the following ``other`` as one; None where ``other`` does not continue it."""
         step = other.start - self.at(rows - 1)
         slope = step if self.slope is None else self.slope
         fits = slope in (0, 1) and step == slope and other.slope in (None, slope)
@@ -67,7 +67,7 @@ class _Run(NamedTuple):
     document: int
 
     def trimmed(self) -> _Run | None:
-        """Without the rows at either end that see no key."""
+        """This run without the rows at either end that see no key; None where no row is left."""
         count = len(self.rows)
         seen = [self.high.at(row) - self.low.at(row) for row in (0, count - 1)]
         if max(seen) <= 0:
@@ -111,7 +111,7 @@ def tiles(rows: Pieces, keys: Pieces, mask: Mask, documents: Pieces) -> list[Til
 
 
 class _TokenIndex:
-    """From a token of the sequence to its index among the tokens of ``pieces``."""
+    """A map from tokens of the sequence to their indices among the tokens of ``pieces``."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -140,9 +140,9 @@ def _runs(rows: Pieces, keys: _TokenIndex, mask: Mask, documents: Pieces) -> Ite
         while at < len(documents) and documents[at].start < piece.stop:
             document = documents[at]
             some = range(max(piece.start, document.start), min(piece.stop, document.stop))
-            place = offset + some.start - piece.start
+            first = offset + some.start - piece.start
             for part in _straight(some, keys.bends(document), mask, document):
-                here = range(place + part.start - some.start, place + part.stop - some.start)
+                here = range(first + part.start - some.start, first + part.stop - some.start)
                 low, high = (_edge(part, keys, bound) for bound in _bounds(mask, document))
                 yield _Run(here, low, high, at)
             at += 1
@@ -150,7 +150,7 @@ def _runs(rows: Pieces, keys: _TokenIndex, mask: Mask, documents: Pieces) -> Ite
 
 
 def _bounds(mask: Mask, document: range) -> Iterator[tuple[int | None, int, int, int]]:
-    """Of the first key and the one past the last: how far from the row (None: unbounded), what then, and its limits."""
+    """(distance from the row or None, key where unbounded, least, most) of the first key and the one past the last."""
     yield (None if mask.before is None else -mask.before), document.start, document.start, document.stop
     yield (None if mask.after is None else mask.after + 1), document.stop, document.start, document.stop
 

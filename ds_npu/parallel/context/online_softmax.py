@@ -20,7 +20,7 @@ LSE_DIM = 2
 
 
 class OnlineSoftmax:
-    """Out [B, S, N, D] and lse [B, N, S] of rows over all keys so far; a row that has seen none has 0 and -inf.
+    """Out [B, S, N, D] and lse [B, N, S] of rows over all keys so far; 0 and -inf for a row that has seen no key.
 
     Log-sum-exp merge of two results over different keys: with w = sigmoid(lse_2 - lse_1), out is
     out_1 + w (out_2 - out_1) and lse is log(exp lse_1 + exp lse_2), in float32 (float64 for float64).
@@ -42,18 +42,18 @@ class OnlineSoftmax:
             assert self.out is not None and self.lse is not None
         self.out = for_accumulation(self.out)
         before = rows.take(self.lse, LSE_DIM)
-        # Of two rows without a key the difference is nan.
+        # The difference is nan where neither result has seen a key.
         weight = torch.sigmoid(lse - before).nan_to_num(nan=0.0)
         weight = weight.transpose(1, 2).unsqueeze(-1)
-        together = torch.logaddexp(before, lse)
+        merged = torch.logaddexp(before, lse)
         if rows.single is not None:
             rows.take(self.out).lerp_(out.to(self.out.dtype), weight)
-            before.copy_(together)
+            before.copy_(merged)
         else:
             index = rows.index(out.device)
             mixed = rows.take(self.out).lerp_(out.to(self.out.dtype), weight)
             self.out.index_copy_(1, index, mixed)
-            self.lse.index_copy_(LSE_DIM, index, together)
+            self.lse.index_copy_(LSE_DIM, index, merged)
 
     def _start(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.out = out.new_zeros(out.shape[0], self.rows, *out.shape[2:])
@@ -69,20 +69,22 @@ class OnlineSoftmax:
 
 
 class GradientSum:
-    """The sum of gradients of [B, ``tokens``, N, D], each of some of the tokens: in the accumulation dtype, unless one
-    gradient is all of it."""
+    """The sum [B, ``tokens``, N, D] of gradients that each cover some of the tokens.
+
+    It is in the accumulation dtype, unless one gradient covers all tokens.
+    """
 
     def __init__(self, like: torch.Tensor, tokens: int) -> None:
         self.like, self.tokens = like, tokens
         self.sum: torch.Tensor | None = None
 
-    def add(self, places: RangeSelection, x: torch.Tensor) -> None:
-        """Add ``x`` at ``places``; it may be overwritten."""
-        if self.sum is None and places.single is not None and len(places.single) == self.tokens:
+    def add(self, rows: RangeSelection, x: torch.Tensor) -> None:
+        """Add ``x`` to the tokens ``rows``; ``x`` may be overwritten."""
+        if self.sum is None and rows.single is not None and len(rows.single) == self.tokens:
             self.sum = x
             return
         self.sum = for_accumulation(self.total())
-        places.add(self.sum, x)
+        rows.add(self.sum, x)
 
     def total(self) -> torch.Tensor:
         if self.sum is None:
@@ -98,7 +100,7 @@ class CallGradients(NamedTuple):
     gradients: Block
 
     def add_to(self, totals: Sequence[GradientSum]) -> None:
-        """Add them to the sums of the block's tensors; they may be overwritten."""
+        """Add the gradients to the sums of the block's tensors; the gradients may be overwritten."""
         for total, gradient in zip(totals, self.gradients, strict=True):
             total.add(self.keys, gradient)
 

@@ -1,8 +1,8 @@
-"""The schedule of ring attention and of the double ring: which block a rank holds at which step, as a table.
+"""The schedule of ring attention and of the double ring: a table of the block that a rank holds at each step.
 
-Ring rank r = O * w + I has place I in inner ring O, of w ranks. In round a it computes with the keys and values of
-inner ring O - a, which go around its own ring one step at a time; the block that begins the next round comes from the
-same place of inner ring O - 1, during the whole of this round. The gradients of a block are summed from rank to rank
+Ring rank r = O * w + I has index I in inner ring O, of w ranks. In round a it computes with the keys and values of
+inner ring O - a, which go around its own ring one step at a time; the block that begins the next round comes from
+index I of inner ring O - 1, during the whole of this round. The gradients of a block are summed from rank to rank
 of an inner ring, and the sum is sent to the owner of the block (the link "home"). Sources: Liu, Zaharia and Abbeel
 2023, arXiv:2310.01889 (ring attention); Gu et al. 2024, LoongTrain, arXiv:2406.18485, 4.2 (double ring).
 """
@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Link = Literal["inner", "outer", "home"]
-"""To the next place of the inner ring; to the same place of the next inner ring; to the owner of the block."""
+"""Link to the next index of the inner ring; to the same index of the next inner ring; to the owner of the block."""
 
 
 class Hop(NamedTuple):
-    """Send a message to ring rank ``to`` and receive one from ``origin``: of the block of ring rank ``received``."""
+    """Send a message to ring rank ``to``; receive one, of the block of ring rank ``received``, from ``origin``."""
 
     link: Link
     to: int
@@ -29,11 +29,11 @@ class Step(NamedTuple):
 
     source: int
     hops: tuple[Hop, ...]
-    """Of this block, while it is computed with."""
+    """The messages that travel while this block is computed with."""
     gradient: Hop | None
-    """Of the sum of the block's gradients, after the step; None: this rank is the owner."""
+    """The message of the block's gradients, summed so far, after the step; None: this rank owns the block."""
     adds: bool
-    """Whether the sum that the step before received is added first."""
+    """Whether the gradients are added to the sum that the step before received."""
 
 
 def ring_steps(rank: int, size: int, window: int, last: int | None = None) -> list[Step]:
@@ -45,8 +45,8 @@ def ring_steps(rank: int, size: int, window: int, last: int | None = None) -> li
     outer, inner = divmod(rank, window)
     rings, final = size // window, window - 1 if last is None else last
 
-    def at(ring: int, place: int) -> int:
-        return ring % rings * window + place % window
+    def at(ring: int, index: int) -> int:
+        return ring % rings * window + index % window
 
     steps = []
     for a in range(rings):

@@ -1,4 +1,4 @@
-"""How keys and values reach the ranks that compute with them, and their gradients return: by ring, gathering or not.
+"""Routes of keys and values to the ranks that compute with them, and of their gradients back.
 
 RingRoute      send and receive from rank to rank (ring attention, double ring: see ``ring_schedule``)
 GatherRoute    one all-gather before attention, one reduce-scatter of the gradients after it (Llama 3,
@@ -32,15 +32,15 @@ class Route(Protocol):
     def steps(self) -> Sequence[Step]: ...
 
     def blocks(self, own: Block) -> Iterator[tuple[Step, Block]]:
-        """From this rank's block the ones it needs; a next one travels while the caller computes.
+        """Yield the blocks that this rank, with block ``own``, needs; the next one travels while the caller computes.
 
-        Without tensors in ``own`` there are none in the others, and nothing is sent. A block that the caller lets go
-        before it asks for the next one makes room for another.
+        Without tensors in ``own`` the others have none either, and nothing is sent. The caller should drop a block
+        before it asks for the next one, which frees its memory.
         """
         ...
 
     def gradients(self, own: Block) -> BlockGradients:
-        """What takes the gradients of those blocks, in the same order."""
+        """The sum to which the gradients of those blocks are added, in the same order."""
         ...
 
 
@@ -48,7 +48,7 @@ class BlockGradients(Protocol):
     """The sum, over the ranks, of the gradients of each rank's block."""
 
     def add(self, step: Step, calls: Iterator[CallGradients]) -> None:
-        """Add the gradients of the block of ``step``, which are computed as they are taken."""
+        """Add the gradients of the block of ``step``; iterating over ``calls`` computes them."""
         ...
 
     def total(self) -> Block:
@@ -57,7 +57,7 @@ class BlockGradients(Protocol):
 
 
 def flatten_block(block: Block) -> torch.Tensor:
-    """All tensors of a block in one, one behind the other: a message."""
+    """All tensors of a block, flattened and concatenated: a message."""
     return torch.cat([x.reshape(-1) for x in block])
 
 
@@ -90,7 +90,7 @@ class RingRoute:
         yield from ((step, self._block(step, held, own)) for step in self.steps)
 
     def _block(self, step: Step, held: dict[int, Pending[torch.Tensor]], own: Block) -> Block:
-        """Wait for the block of ``step``, and post the messages of the step: their blocks are added to ``held``."""
+        """Wait for the block of ``step``, and post the messages of the step; their blocks enter ``held``."""
         flat = held.pop(step.source).wait()
         for hop in step.hops:
             empty = flat.new_empty(block_numel(own, self.counts[hop.received]))
@@ -104,7 +104,7 @@ class RingRoute:
 class RingGradients:
     """Sums that go around the ring one step behind the keys and values, in the accumulation dtype.
 
-    A rank holds two of them, one that it sends and one that it receives, and the gradients of its own block.
+    A rank holds two of these sums, one that it sends and one that it receives, and the gradients of its own block.
     """
 
     def __init__(self, route: RingRoute, own: Block) -> None:
@@ -132,7 +132,7 @@ class RingGradients:
             self.incoming = pending
 
     def _sum(self, step: Step, tokens: int, computed: list[CallGradients]) -> torch.Tensor:
-        """The block's sum so far, which is waited for only now that ``computed`` is there, plus ``computed``."""
+        """The block's sum so far plus ``computed``; this waits for the sum only after ``computed`` was computed."""
         if step.adds and self.incoming is not None:
             flat, self.incoming = self.incoming.wait(), None
         else:
@@ -159,11 +159,11 @@ class RingGradients:
 
 
 KEYS_AND_VALUES, GRADIENTS = 1, 2
-"""Tags: both kinds of message go from a rank to the next in one step."""
+"""Tags of messages: both kinds go from a rank to the next in one step."""
 
 
 class SendReceive:
-    """A message that is sent (and must not be changed until it is) and one that is received."""
+    """A send, whose tensor must not change until it has ended, and a receive."""
 
     def __init__(self, works: Sequence[dist.Work | None], sent: torch.Tensor) -> None:
         self.works, self.sent = works, sent
@@ -178,12 +178,12 @@ def send_receive(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor, 
     """Send ``flat`` and receive into ``empty`` as ``hop`` says."""
     to, origin = ring.ranks[hop.to], ring.ranks[hop.origin]
     if hop.link == "home":
-        # Between any two ranks. One batch: in a circle of ranks that all send first, none would receive.
-        together = [
+        # One batch: in a circle of ranks that all send first, none would receive.
+        batch = [
             dist.P2POp(dist.isend, flat, to, group=ring.group, tag=tag),
             dist.P2POp(dist.irecv, empty, origin, group=ring.group, tag=tag),
         ]
-        return Pending(empty, SendReceive(dist.batch_isend_irecv(together), flat))
+        return Pending(empty, SendReceive(dist.batch_isend_irecv(batch), flat))
     groups = ring.inner if hop.link == "inner" else ring.outer
     at, of_origin = (
         (rank % ring.window if hop.link == "inner" else rank // ring.window) % 2 for rank in (ring.rank, hop.origin)

@@ -1,7 +1,7 @@
-"""The Ulysses all-to-all: between a rank's tokens with all heads and all tokens with a rank's heads.
+"""The Ulysses all-to-all: it exchanges a rank's tokens with all heads for all tokens with a rank's heads.
 
     to heads     [B, s, N, D] -> [B, S, n, D]    of query, key and value
-    to tokens    [B, S, n, D] -> [B, s, N, D]    of the result; what several ranks have of one head is summed
+    to tokens    [B, S, n, D] -> [B, s, N, D]    of the result; a head that several ranks have is summed
 
 Each is the other's gradient. Shape letters: B batch, s tokens of a rank, S tokens of its Ulysses group (the sum of s
 over its ranks), N all heads, n heads of a rank, D width. Neither tokens nor heads need divide by the ranks. Source:
@@ -38,11 +38,11 @@ from ds_npu.ops.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class UlyssesAllToAll:
-    """What the ranks of a Ulysses group hold of one tensor, and the all-to-alls of it, without gradients.
+    """The tokens and heads of one tensor that each rank of a Ulysses group has, and its all-to-alls without gradients.
 
     Rank r has ``counts[r]`` tokens, behind those of rank r - 1, and computes ``heads[r]``. These ranges begin with 0,
-    ascend and leave no head out; they overlap where ranks need the same heads. ``rank`` is this rank's place in
-    ``group``. In a group of one rank nothing is copied or sent: the result is the tensor that was given.
+    ascend and leave no head out; they overlap where ranks need the same heads. ``rank`` is this rank's in
+    ``group``. In a group of one rank nothing is copied or sent: the result is the input itself.
     """
 
     group: dist.ProcessGroup | None
@@ -73,9 +73,9 @@ class UlyssesAllToAll:
     def to_tokens(self, x_BSnD: torch.Tensor) -> Pending[torch.Tensor]:
         """Post this rank's heads of all tokens; receive all heads of this rank's tokens, [B, s, N, D].
 
-        Nobody may write to ``x`` before the result was waited for. What several ranks have of one head is summed in the
-        order of the ranks, in float32 for 16-bit types. Copies what is received once; once more where ``x`` does not
-        lie as [S, B, n, D], and once to round 16-bit sums. Raises ValueError for another shape.
+        Nobody may write to ``x`` before the result was waited for. A head that several ranks have is summed in the
+        order of the ranks, in float32 for 16-bit types. Copies received data once; copies ``x`` where it does not lie
+        as [S, B, n, D], and once more to round 16-bit sums. Raises ValueError for another shape.
         """
         batch, width = self._checked(x_BSnD, sum(self.counts), len(self.heads[self.rank]))
         if len(self.counts) == 1:
@@ -96,12 +96,12 @@ class UlyssesAllToAll:
         return x.shape[0], x.shape[3]
 
     def _sizes(self, elements: int) -> tuple[list[int], list[int]]:
-        """Of this rank's tokens each rank's heads, and of each rank's tokens this rank's heads, in elements."""
+        """Elements exchanged with each rank: this rank's tokens of its heads, and its tokens of this rank's heads."""
         mine = [elements * self.counts[self.rank] * len(heads) for heads in self.heads]
         return mine, [elements * count * len(self.heads[self.rank]) for count in self.counts]
 
     def _joined(self, parts: Sequence[torch.Tensor], like_SBnD: torch.Tensor) -> torch.Tensor:
-        """Each rank's heads of this rank's tokens, side by side."""
+        """All heads of this rank's tokens [B, s, N, D], from each rank's heads; overlapping ones are summed."""
         _, batch, _, width = like_SBnD.shape
         tokens, all_heads = self.counts[self.rank], self.heads[-1].stop
         overlap = sum(map(len, self.heads)) > all_heads
@@ -156,7 +156,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _WaitContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # A gradient that is None is zeros here: other ranks may have one, and all must take part in the all-to-all.
+        # Autograd gives zeros for a missing gradient: other ranks may have one, and all must join the all-to-all.
         ctx.buffer.post(ctx.gradient_collective(grads[0]))
         return grads[0].new_empty(0), None, None
 
@@ -167,10 +167,10 @@ _wait = applied(_Wait, _Wait.forward)
 
 @dataclass(frozen=True)
 class PostedTensor:
-    """A tensor whose all-to-all was posted; nobody can read the result before ``wait``."""
+    """A tensor whose all-to-all was posted; ``wait`` returns the result."""
 
     sent: torch.Tensor
-    """What was posted, without gradients: its shape is known, and it can be sent again."""
+    """The tensor that was posted, without gradients; it can be sent again."""
     _posted: torch.Tensor
     """The tensor itself where nothing is sent, else an empty one that connects the two autograd nodes."""
     _gradient_collective: Collective

@@ -1,4 +1,4 @@
-"""DualPipeV: a forward of one micro-batch beside the backward of another, on the two stages of each rank.
+"""DualPipeV: a forward of one micro-batch paired with the backward of another, on the two stages of each rank.
 
 Its eight phases, as DeepSeek's description of it counts them; rank r of P has stages r (0) and 2P-1-r (1):
 
@@ -7,7 +7,7 @@ Its eight phases, as DeepSeek's description of it counts them; rank r of P has s
     3  I1 W F1        P-1-r
     4  F0 B1 F1 B0    M-2P+r+1
     5  B1 F1 B0       P-1-r
-    6  B1 B0          r+1; of the second half of these backwards the weight parts wait
+    6  B1 B0          r+1; the weight parts of the second half of these backwards wait
     7  W I0           P-1-r
     8  W              r+1
 
@@ -22,7 +22,7 @@ from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
-    """At least 2P micro-batches; keeps 2P+1 halves of a rank's activations."""
+    """Make the schedule of at least 2P micro-batches; a rank keeps 2P+1 halves of its activations."""
     return Schedule.of([_row(ranks, rank, micro_batches) for rank in range(ranks)])
 
 
@@ -47,7 +47,7 @@ def _row(ranks: int, rank: int, micro_batches: int) -> list[Action]:
             row.append(weights.popleft())
             continue
         kind, stage = Kind(word[0]), (rank, 2 * ranks - 1 - rank)[int(word[1])]
-        # A stage's backwards are counted together, whole or not.
+        # One count for all backwards of a stage, whole (B) or not (I).
         counted = f"{stage}{kind is Kind.FORWARD}"
         row.append(Action(stage, kind, counts[counted]))
         counts[counted] += 1

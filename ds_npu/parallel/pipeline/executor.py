@@ -1,4 +1,4 @@
-"""Runs the actions of one rank of a pipeline schedule: whatever the schedule, one loop over its row."""
+"""Execution of one rank's row of a pipeline schedule, in one loop for every schedule."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ import torch
 from ds_npu.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors, differentiable
 from ds_npu.parallel.runtime.micro_batch import new_forward
-from ds_npu.parallel.runtime.turns import TURNS, Together, Turns
+from ds_npu.parallel.runtime.paired_passes import PAIRED_PASS, PairedPass, PairRunner
 
 
 class WeightPart(Protocol):
-    """The weight gradients that a backward has left for later."""
+    """The weight gradients that a backward has postponed."""
 
     def compute(self) -> None:
-        """Compute them and add them to the others."""
+        """Compute the weight gradients and accumulate them."""
 
 
 class _NoWeights:
     """The weight part of a backward without trained weights."""
 
     def compute(self) -> None:
-        """There are none."""
+        """Do nothing."""
 
 
 class StageWork(Protocol):
     """One stage of a model on this rank."""
 
     def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
-        """Compute what the next stage is given (last: the loss) from what the stage before has sent (first: None).
+        """Compute the next stage's inputs (last stage: the loss) from this stage's, ``arrived`` (first stage: None).
 
-        It may be called twice for a micro-batch, without a graph and then with one.
+        May be called twice for a micro-batch, first without a graph and then with one.
         """
 
     def state(self) -> AbstractContextManager[object]:
-        """A context in which a forward draws the random numbers that one would draw now."""
+        """Save the random state; a forward in the returned context draws the numbers that it would draw now."""
 
     def backward(self, outputs: Tensors, gradients: Tensors | None) -> WeightPart:
-        """The backward of one forward's ``outputs`` (without ``gradients``: of the loss), weight gradients apart."""
+        """Run the backward of ``outputs`` (None as ``gradients``: of the loss); return the part of weight gradients."""
 
 
 @dataclass
@@ -52,25 +52,25 @@ class _Kept:
 
     arrived: Tensors | None
     outputs: Tensors
-    """None of them until the recomputation, where there is one."""
+    """The outputs with their graph; empty until the recomputation, where there is one."""
     state: AbstractContextManager[object] | None = None
-    """For the recomputation."""
-    turns: Turns = field(default_factory=Turns)
+    """The random state for the recomputation."""
+    paired_pass: PairedPass = field(default_factory=PairedPass)
 
 
 class PipelineError(RuntimeError):
-    """A pipeline that stopped; the text names the rank, the cell and what it waited for."""
+    """A pipeline that stopped; the text names the rank, its cell and the action that it waited for."""
 
 
 OnFailure = Callable[[Action, Exception], None]
-"""A function that is told of the action of this rank that has failed; raises where the others cannot end the batch."""
+"""A callback for this rank's failed action; raises where the other ranks cannot end the batch."""
 
 
 class PipelineRun:
     """One run of ``schedule`` on one rank: every micro-batch forwards once, and backwards if the schedule has them.
 
     After an exception in a stage (and ``on_failure``) the rank computes nothing more, but goes on through its row: it
-    receives what the others send, and sends zeros. So they come to the end of the batch, and no message is left over.
+    receives all messages, and sends zeros. So the other ranks end the batch, and no message is left over.
     """
 
     def __init__(
@@ -81,33 +81,33 @@ class PipelineRun:
         links: PipelineLinks,
         on_failure: OnFailure | None = None,
     ) -> None:
-        """``stages``: by number, those of this rank. Without ``on_failure`` an exception ends the run at once."""
+        """``stages``: this rank's, by number. Without ``on_failure`` an exception ends the run at once."""
         self._on_failure = on_failure
         self.has_failed = False
-        """Whether this rank computes no more, since it has failed or was sent nothing that it could compute with."""
+        """Whether this rank computes no more, since it, or a rank that it receives from, has failed."""
         self._schedule, self._rank, self._stages, self._links = schedule, rank, stages, links
         self._goes_back = any(each.kind is not Kind.FORWARD for each in schedule.rows[rank])
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._results: dict[Action, Tensors] = {}
-        """By action, results that a stage of this rank takes, or that are sent next."""
+        """Results by action, until a stage of this rank uses them or they are sent."""
         self._weights: dict[tuple[int, int], WeightPart] = {}
         self.losses: dict[int, torch.Tensor] = {}
-        """By micro-batch, on the rank of the last stage, without graphs."""
+        """The losses by micro-batch, on the rank of the last stage, without graphs."""
 
     def run(self, shapes: Sequence[Hashable]) -> None:
         """Run all actions of the rank. Raises PipelineError where another rank has failed or does not answer.
 
-        ``shapes``: by micro-batch, what its tensors' shapes and number depend on, equal on all ranks.
+        ``shapes``: for each micro-batch a key of the shapes and number of its tensors, equal on all ranks.
         """
         self._links.begin(self._schedule.messages[self._rank], shapes)
-        with Together(self._links.device) if self._schedule.paired else nullcontext() as together:
+        with PairRunner(self._links.device) if self._schedule.paired else nullcontext() as runner:
             for step in self._schedule.with_transfers.steps(self._rank):
                 if step[0].kind in RECEIVES:
                     self._receive(step[0])
                 elif step[0].kind in SENDS:
                     self._send(step[0])
                 else:
-                    self._attempt(step[0], partial(self._run, step, together))
+                    self._attempt(step[0], partial(self._run, step, runner))
         self._links.finish()
 
     def _attempt(self, action: Action, compute: Callable[[], None]) -> bool:
@@ -126,17 +126,17 @@ class PipelineRun:
             self._on_failure(action, error)
             return False
 
-    def _run(self, step: tuple[Action, ...], together: Together | None) -> None:
+    def _run(self, step: tuple[Action, ...], runner: PairRunner | None) -> None:
         """Run the one or two actions of ``step``, and keep their results."""
         first, *second = map(self._prepared, step)
-        if together is None or not second:
+        if runner is None or not second:
             first()
             return
-        forward, backward = (self._kept[action.stage, action.micro_batch].turns for action in step)
-        together.run(first, second[0], (forward, backward))
+        forward, backward = (self._kept[action.stage, action.micro_batch].paired_pass for action in step)
+        runner.run(first, second[0], (forward, backward))
 
     def _prepared(self, action: Action) -> Callable[[], None]:
-        """Return a function that computes ``action`` from what has arrived for it."""
+        """Return a function that computes ``action`` from its inputs, which have arrived."""
         source = self._schedule.source(action)
         arrived = None if source is None else self._results.pop(source)
         if action.kind is Kind.FORWARD:
@@ -156,7 +156,7 @@ class PipelineRun:
 
         def compute() -> None:
             with new_forward() as micro_batch:
-                TURNS.set(micro_batch, kept.turns)
+                PAIRED_PASS.set(micro_batch, kept.paired_pass)
                 if action._replace(kind=Kind.RECOMPUTE) in self._schedule.cells:
                     kept.state = stage.state()
                     with torch.no_grad():
@@ -172,17 +172,17 @@ class PipelineRun:
         return compute
 
     def _recompute(self, action: Action) -> None:
-        """Run the forward again, as it ran, and keep its graph."""
+        """Run the forward again with the same random numbers, and keep its graph."""
         kept = self._kept[action.stage, action.micro_batch]
         assert kept.state is not None, "a forward that is recomputed has left a state"
         with kept.state:
             kept.outputs = self._stages[action.stage].forward(action.micro_batch, kept.arrived)
 
     def _backward(self, action: Action, gradients: Tensors | None) -> Callable[[], None]:
-        place = action.stage, action.micro_batch
+        key = action.stage, action.micro_batch
 
         def compute() -> None:
-            kept, given = self._kept.pop(place), gradients
+            kept, given = self._kept.pop(key), gradients
             outputs = differentiable(kept.outputs)
             if given is not None:
                 outputs, given = _with_graph(outputs, given)
@@ -195,7 +195,7 @@ class PipelineRun:
             if action.kind is Kind.BACKWARD:
                 weights.compute()
             else:
-                self._weights[place] = weights
+                self._weights[key] = weights
 
         return compute
 
@@ -224,11 +224,11 @@ class PipelineRun:
 
 
 def _with_graph(outputs: Tensors, gradients: Tensors) -> tuple[Tensors, Tensors]:
-    """Leave out the ``outputs`` that nothing trained has made: in a first stage of frozen weights, all of them."""
+    """Leave out ``outputs`` without a graph: all of them in a first stage of frozen weights."""
     kept = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     return tuple(output for output, _ in kept), tuple(gradient for _, gradient in kept)
 
 
 def _gradient(arrived: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``arrived``; zeros where the stage has used it for nothing."""
+    """The gradient of ``arrived``; zeros where the stage has not used it."""
     return torch.zeros_like(arrived) if arrived.grad is None else arrived.grad

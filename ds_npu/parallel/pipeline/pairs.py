@@ -1,8 +1,8 @@
-"""Schedules in which a forward of one micro-batch and a backward of another run together on a rank.
+"""Schedules in which a forward of one micro-batch and a backward of another overlap on a rank.
 
-The tokens of one travel between the ranks of experts while the other computes (``ds_npu.parallel.runtime.turns``). A
-pair begins when both can, and its results leave when both have ended: a schedule has to have time for that. DualPipeV
-has it; 1F1B has it where a rank keeps two micro-batches more than the next one, and not one more. Sources: DualPipe
+The tokens of one travel between the ranks of experts while the other computes (``parallel.runtime.paired_passes``). A
+pair begins when both can, and its results leave when both have ended: a schedule needs slack for that. DualPipeV has
+it; 1F1B has it where a rank keeps two micro-batches more than the next one, and not one more. Sources: DualPipe
 (deepseek-ai, arXiv 2412.19437); Megatron-LM (combined 1F1B); torch.distributed.pipelining (OVERLAP_F_B).
 """
 
@@ -16,9 +16,9 @@ from ds_npu.parallel.pipeline.schedules import interleaved
 
 
 def paired(schedule: Schedule, forward_first: bool) -> Schedule:
-    """``schedule``, in which each forward runs together with the whole backward behind it, of another micro-batch.
+    """Pair each forward of ``schedule`` with the whole backward that follows it, of another micro-batch.
 
-    Without ``forward_first`` each backward with the forward behind it, which then stands before it.
+    Without ``forward_first`` pair each backward with the forward that follows it, and put the forward before it.
     """
     rows, pairs = [], []
     for row in schedule.rows:
@@ -42,4 +42,4 @@ PAIRED: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": lambda ranks, micro_batches, chunks: paired(interleaved(ranks, micro_batches, chunks), False),
     "dualpipe_v": lambda ranks, micro_batches, chunks: paired(dualpipe_v(ranks, micro_batches), forward_first=True),
 }
-"""By the values of ``ds_npu.pipeline.schedule``, from ranks, micro-batches and chunks of each rank."""
+"""Makers of schedules from (ranks, micro-batches, chunks of each rank), by value of ``ds_npu.pipeline.schedule``."""

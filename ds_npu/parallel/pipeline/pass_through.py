@@ -1,8 +1,8 @@
-"""What stands in one stage of a model at the names of modules that other stages hold.
+"""Stand-ins for the modules of a model that other stages hold.
 
 A stage is the same module tree: each absent module is replaced by one without parameters that passes hidden states on.
 Hidden states [B, S, H] that arrive from the stage before enter the first block of this stage, whatever the model
-computes before its blocks; those that leave are the ones that the first absent module behind the blocks is given. Both
+computes before its blocks; the input of the first absent module behind the blocks leaves for the next stage. Both
 belong to one forward, and are facts of its MicroBatch.
 """
 
@@ -25,7 +25,7 @@ from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 
 
 class Side(Enum):
-    """Where an absent module stands."""
+    """The position of an absent module in the model."""
 
     EMBEDDING = "before all blocks"
     BEFORE = "before the blocks of this stage"
@@ -35,14 +35,14 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """Which stage of how many a model is."""
+    """The stage ``index`` of the ``count`` stages of a model."""
 
     index: int
     count: int
     blocks: int
-    """How many it has."""
+    """The number of its blocks."""
     before: int = 0
-    """Blocks of all stages before."""
+    """The number of blocks of all stages before it."""
 
     def __str__(self) -> str:
         return f"stage {self.index} of 0..{self.count - 1}"
@@ -50,23 +50,23 @@ class Stage:
 
 @dataclass
 class BorderStates:
-    """The hidden states [B, S, H] that cross the borders of ``stage`` in one forward, and what crosses beside them."""
+    """The hidden states [B, S, H] and other tensors that cross the borders of ``stage`` in one forward."""
 
     stage: Stage
     arrived: torch.Tensor | None
-    """From the stage before; None in the first stage."""
-    arrived_beside: Tensors = ()
+    """Hidden states from the stage before; None in the first stage."""
+    arrived_extra: Tensors = ()
     """Other tensors that blocks of this or of a later stage take (deep-stacked visual features)."""
     leaving: torch.Tensor | None = None
-    """For the stage behind; None in the last stage."""
-    leaving_beside: Tensors = ()
+    """Hidden states for the next stage; None in the last stage."""
+    leaving_extra: Tensors = ()
     losses: list[torch.Tensor] = field(default_factory=list)
     """Scalars that the layers of this stage add to the loss of the batch (routers' auxiliary losses)."""
     blocks_run: int = 0
     _unknown: torch.Tensor | None = None
 
     def unknown(self) -> torch.Tensor:
-        """What stands for embeddings [B, S, H], which no block of this stage may use: NaN; a backward to it raises."""
+        """A stand-in for embeddings [B, S, H], which no block of this stage may use: NaN; a backward to it raises."""
         assert self.arrived is not None
         if self._unknown is None:
             self._unknown = self.arrived.new_full((), torch.nan)
@@ -84,12 +84,12 @@ def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
 
 
 TIED_APART = TensorAttribute[bool]("ds_npu_tied_apart")
-"""A weight that embedding and head share, and of which this rank has one of both only."""
+"""Marks a weight that embedding and head share, where this rank has only one of the two."""
 BORDER_STATES: Fact[BorderStates] = Fact(while_running=True)
 
 
 class AbsentWeight(nn.Module):
-    """Stands for a weight of another stage, which models ask for the device to put their tokens on; it has no more."""
+    """Stand-in for a weight of another stage that has its ``device`` only, to which models move their tokens."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -97,22 +97,22 @@ class AbsentWeight(nn.Module):
 
 
 class PassThrough(nn.Module):
-    """Stands for ``absent``, the module ``name`` of other stages, of which it keeps names and shapes only.
+    """Stand-in for ``absent``, the module ``name`` of other stages, of which it keeps names and shapes only.
 
-    In the place of a block before those of the stage that runs it returns the hidden states that have arrived, behind
-    them those that it is given; the embeddings are unknown. Raises RuntimeError where it is called outside of a forward
-    of a stage (``crossing``), or stands for a module whose results the stage has no use for.
+    Before the blocks of the running stage it returns the hidden states that have arrived, after them its input; as an
+    embedding it returns ``unknown``. Raises RuntimeError where it is called outside of a forward of a stage
+    (``crossing``), or stands for a module whose results the stage cannot use.
     """
 
     whose = ""
     """Name and class of the absent module."""
     weights: Mapping[str, torch.Size] = MappingProxyType({})
-    """By name in the absent module, the shapes of its parameters and persistent buffers."""
+    """The shapes of the absent module's parameters and persistent buffers, by name in it."""
     absent_names: tuple[str, ...] = ()
-    """Names in the whole model: of the absent module, and of those in it."""
+    """The names in the whole model of the absent module and its submodules."""
 
     def __init__(self, absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnStages) -> None:
-        """``sides``: where it stands in each of the stages ``held``, by the stage's index."""
+        """``sides``: its position in each of the stages ``held``, by the stage's index."""
         super().__init__()
         self.sides, self.held = dict(sides), held
         self.whose = f"{name} ({type(absent).__name__})"
@@ -173,7 +173,7 @@ class PassThrough(nn.Module):
 
 
 def follow_block(block: nn.Module, name: str) -> None:
-    """Count the forwards of a ``block`` of this stage; one that returns more than hidden states raises TypeError."""
+    """Count the forwards of a ``block`` of this stage; raise TypeError if it returns more than hidden states."""
 
     def follow(module: nn.Module, args: object, out: object) -> None:
         if not isinstance(out, torch.Tensor):
@@ -190,7 +190,7 @@ def follow_block(block: nn.Module, name: str) -> None:
 
 @contextmanager
 def crossing(stage: Stage, arrived: Tensors | None) -> Iterator[BorderStates]:
-    """Make the calls within one forward of ``stage``, to which the tensors ``arrived`` (None in the first)."""
+    """A context of one forward of ``stage``, whose inputs are the tensors ``arrived`` (None in the first stage)."""
     states = BorderStates(stage, None) if arrived is None else BorderStates(stage, arrived[0], arrived[1:])
     with new_forward() as micro_batch:
         BORDER_STATES.set(micro_batch, states)
@@ -198,24 +198,24 @@ def crossing(stage: Stage, arrived: Tensors | None) -> Iterator[BorderStates]:
 
 
 class OwnStages:
-    """The stages of one model that this rank has; where they are several, which of their modules stand in which."""
+    """The stages of one model that this rank has, and the stand-ins of each stage for modules of the others."""
 
     def __init__(self, stages: Sequence[Stage], tied: tuple[str, str] | None = None) -> None:
-        """``tied``: names of the weight of the embedding and of the head, where they are one in the whole model."""
+        """``tied``: the names of the embedding's and the head's weight, where the whole model has one for both."""
         self.stages, self.tied = tuple(stages), tied
-        self._places: list[tuple[nn.Module, str, PassThrough]] = []
+        self._pass_throughs: list[tuple[nn.Module, str, PassThrough]] = []
 
     def add(self, parent: nn.Module, name: str, passing: PassThrough) -> None:
-        """``passing`` stands for the child ``name`` of ``parent`` in the stages that it has sides of."""
-        self._places.append((parent, name, passing))
+        """Let ``passing`` stand for the child ``name`` of ``parent`` in the stages of its ``sides``."""
+        self._pass_throughs.append((parent, name, passing))
 
     @contextmanager
     def only(self, stage: Stage) -> Iterator[None]:
-        """Make the model, within, the one ``stage``: modules of this rank's other stages are passed through.
+        """A context in which the model is the one ``stage``: modules of this rank's other stages are replaced.
 
-        A checkpointed block that is computed again in backward is called itself, wherever it stands.
+        The recomputation of a checkpointed block in backward calls the block itself, so it needs no context.
         """
-        absent = [(parent, name, each) for parent, name, each in self._places if stage.index in each.sides]
+        absent = [(parent, name, each) for parent, name, each in self._pass_throughs if stage.index in each.sides]
         present = [parent._modules[name] for parent, name, _ in absent]
         try:
             for parent, name, passing in absent:
@@ -227,21 +227,21 @@ class OwnStages:
 
 
 def pass_throughs(model: nn.Module) -> dict[str, PassThrough]:
-    """By name, the modules of ``model`` that stand for those of other ranks; none in a model that is not cut."""
+    """The stand-ins in ``model`` for modules of other ranks, by name; empty if the model is not cut into stages."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PassThrough)}
 
 
 def stages_in(model: nn.Module) -> tuple[Stage, ...]:
-    """The stages that ``model``, as this rank has it, consists of; none where it is not cut into stages."""
+    """The stages of ``model`` that this rank has; empty if the model is not cut into stages."""
     return next((each.held.stages for each in pass_throughs(model).values()), ())
 
 
 def tied_in(model: nn.Module) -> tuple[str, str] | None:
-    """Names of the weight of embedding and head of ``model``, in stages, where they are one in the whole model."""
+    """The names of the embedding's and head's weight, where the whole of the cut ``model`` has one for both."""
     return next((each.held.tied for each in pass_throughs(model).values()), None)
 
 
 def absent_weights(model: nn.Module) -> dict[str, torch.Size]:
-    """By name in ``model``, the shapes of the weights that other ranks hold."""
+    """The shapes of the weights that other ranks hold, by name in ``model``."""
     found = pass_throughs(model).items()
     return {f"{name}.{inner}": shape for name, each in found for inner, shape in each.weights.items()}

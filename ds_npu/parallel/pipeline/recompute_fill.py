@@ -12,9 +12,9 @@ from ds_npu.parallel.pipeline.timeline import Clock, Costs
 def recomputed(schedule: Schedule, most_ahead: int = 0) -> Schedule:
     """Insert an R for every backward of ``schedule``, whose other actions keep their order.
 
-    It stands directly before its backward, so that it runs while the gradient is on its way; or earlier, where the rank
-    would wait, as long as the rank then keeps activations of at most ``most_ahead`` (stage, micro-batch) more than it
-    does without moving. A backward that stands right behind its forward has none: nothing would be freed.
+    The R runs directly before its backward, while the gradient is on its way; or earlier, where the rank would wait, as
+    long as the rank then keeps activations of at most ``most_ahead`` (stage, micro-batch) more than with every R
+    directly before its backward. A backward right after its forward gets no R: it would free nothing.
     Source: MindSpeed's recompute-in-advance and recompute-in-bubble (ripipe_schedules.py), here for every schedule.
     """
     inline = Schedule.of([list(_with_inline(row)) for row in schedule.rows])
@@ -39,13 +39,13 @@ def _with_inline(row: Sequence[Action]) -> Iterator[Action]:
 
 
 class _Rank:
-    """One rank while its row is made."""
+    """One rank whose row is being made."""
 
     def __init__(self, clock: Clock, main: Sequence[Action], inline: Sequence[Action], most_live: int) -> None:
-        """``main``: without recomputation; ``inline``: with it."""
+        """``main``: its row without recomputation; ``inline``: with it."""
         self.clock, self.main, self.most_live = clock, list(main), most_live
         self.waiting = [each for each in inline if each.kind is Kind.RECOMPUTE]
-        """R that have not run, in the order of their backwards."""
+        """The R that have not run, in the order of their backwards."""
         self.recomputes = set(self.waiting)
         self.live = 0
 
@@ -59,7 +59,7 @@ class _Rank:
         return (action,)
 
     def _change(self, action: Action) -> int:
-        """The number of micro-batches whose activations are kept after ``action`` and not before it."""
+        """The change by ``action`` of the number of micro-batches whose activations are kept."""
         keeps = action.kind is Kind.FORWARD and _again(action) not in self.recomputes
         return (keeps or action.kind is Kind.RECOMPUTE) - (action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
 

@@ -1,7 +1,7 @@
 """A pipeline schedule as data: for each rank, the list of its actions in the order in which it runs them.
 
-An action is written as torch.distributed.pipelining writes it: ``2F0`` is the forward of stage 2 on micro-batch 0. Its
-files of schedules (CSV, a row for each rank) can be read here.
+An action is written as torch.distributed.pipelining writes it: ``2F0`` is the forward of stage 2 on micro-batch 0.
+``from_csv`` reads torch's files of schedules (CSV, a row for each rank).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 CELL = re.compile(r"(\d+)([FBIWR])(\d+)")
 PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
-"""Two cells in one, as torch.distributed.pipelining writes those that run together: ``(0F2;0B1)OVERLAP_F_B``."""
+"""Two overlapping actions in one cell, as torch.distributed.pipelining writes them: ``(0F2;0B1)OVERLAP_F_B``."""
 
 
 class Kind(Enum):
-    """What an action computes of one stage and one micro-batch, or sends or receives."""
+    """The kind of an action: a computation of one stage on one micro-batch, or a send or receive."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -29,13 +29,13 @@ class Kind(Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
     RECOMPUTE = "R"
-    """The forward again, of which only the inputs were kept."""
+    """The forward run again, after one that kept only its inputs."""
     SEND_STATES = "SEND_F"
     """The result of a forward leaves its rank."""
     RECEIVE_STATES = "RECV_F"
     SEND_GRADIENTS = "SEND_B"
     RECEIVE_GRADIENTS = "RECV_B"
-    # Enum's own hash is a Python function, which every look-up of an action would call.
+    # Enum's own hash is a Python function, and too slow for every look-up of an action.
     __hash__ = object.__hash__
 
 
@@ -66,14 +66,14 @@ class Schedule:
 
     rows: tuple[tuple[Action, ...], ...]
     paired: frozenset[Action] = frozenset()
-    """Forwards that run together with the cell behind them, a backward of another micro-batch."""
+    """Forwards that overlap with the next action of their row, a backward of another micro-batch."""
 
     @staticmethod
     def of(rows: Rows, paired: Iterable[Action] = ()) -> Schedule:
         return Schedule(tuple(tuple(row) for row in rows), frozenset(paired))
 
     def steps(self, rank: int) -> Iterator[tuple[Action, ...]]:
-        """The steps of ``rank``, one after the other: an action, or two that run together."""
+        """The steps of ``rank``, one after the other: an action, or two that overlap."""
         row = self.rows[rank]
         for index, action in enumerate(row):
             if index == 0 or row[index - 1] not in self.paired:
@@ -102,7 +102,7 @@ class Schedule:
             yield from row
 
     def needs(self, action: Action) -> Iterator[Action]:
-        """The actions that have to be done before ``action``; those on other ranks send it what it computes with."""
+        """The actions that must end before ``action``; those on other ranks send it their results."""
         stage, kind, micro_batch = action
         if kind is Kind.BACKWARD_WEIGHT:
             yield Action(stage, Kind.BACKWARD_INPUT, micro_batch)
@@ -125,7 +125,7 @@ class Schedule:
 
     @cached_property
     def transfers(self) -> dict[Action, tuple[Action, Action]]:
-        """By action whose result another rank takes, the send on its rank and the receive on the other."""
+        """The send and the receive of each action whose result another rank uses."""
         found = {}
         for action, (rank, _) in self.cells.items():
             goes_back = action.kind in BACKWARDS
@@ -137,14 +137,14 @@ class Schedule:
 
     @cached_property
     def carried(self) -> dict[Action, Action]:
-        """By send and receive, the action whose result it carries."""
+        """The action whose result each send or receive carries."""
         return {transfer: action for action, both in self.transfers.items() for transfer in both}
 
     @cached_property
     def with_transfers(self) -> Schedule:
         """This schedule with every send and receive, in the order in which ranks run them.
 
-        A rank receives what a step computes with directly before the step, and sends its results directly after it.
+        A rank receives the inputs of a step directly before it, and sends its results directly after it.
         """
         rows: list[list[Action]] = [[] for _ in self.rows]
         for rank, row in enumerate(rows):
@@ -155,7 +155,7 @@ class Schedule:
 
     @cached_property
     def messages(self) -> tuple[Mapping[int, Sequence[Action]], ...]:
-        """By receiving rank: by sending rank, the actions whose results it sends, in the order in which it does."""
+        """For each receiving rank: by sending rank, the actions whose results it sends, in that order."""
         received: list[dict[int, list[Action]]] = [{} for _ in self.rows]
         for action, (_, receive) in self.transfers.items():
             received[self.rank_of[receive.stage]].setdefault(self.rank_of[action.stage], []).append(action)
@@ -176,14 +176,14 @@ class Schedule:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """By rank, the largest number of ``live_activations``."""
+        """The largest number of ``live_activations`` of each rank."""
         return tuple(max(self.live_activations(rank), default=0) for rank in range(len(self.rows)))
 
 
 def from_csv(text: str) -> Schedule:
-    """Read a row of cells for each rank; empty cells are left out. Raises ScheduleError for a cell that is no action.
+    """Read a row of cells for each rank, skipping empty ones. Raises ScheduleError for a cell that is no action.
 
-    ``check_schedule`` says whether it can run.
+    ``check_schedule`` checks that the schedule can run.
     """
     rows: list[list[Action]] = []
     paired: list[Action] = []
@@ -198,7 +198,7 @@ def from_csv(text: str) -> Schedule:
                     "micro-batch, as 2F0; two that run together are written (2F1;2B0)OVERLAP_F_B"
                 )
             actions = [Action(int(each[1]), Kind(each[2]), int(each[3])) for each in found if each is not None]
-            # The forward first, wherever it is written.
+            # The file may have the backward first.
             actions.sort(key=lambda each: each.kind is not Kind.FORWARD)
             rows[-1] += actions
             paired += actions[:1] if two else []
@@ -206,7 +206,7 @@ def from_csv(text: str) -> Schedule:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The text that ``from_csv`` reads; torch reads that of ``with_transfers``, too, with each send and receive."""
+    """The text that ``from_csv`` reads; torch also reads that of ``with_transfers``, with sends and receives."""
     out = io.StringIO()
     for rank in range(len(schedule.rows)):
         steps = (";".join(map(str, step)) for step in schedule.steps(rank))

@@ -31,22 +31,22 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zb_h2(ranks: int, micro_batches: int) -> Schedule:
-    """No bubble where F, I and W cost the same, for 2P-1 activations in place of P. Source: arXiv 2401.10241."""
+    """No bubble where F, I and W cost the same, but 2P-1 activations in place of P. Source: arXiv 2401.10241."""
     main = _alternating(micro_batches, [2 * (ranks - rank) - 1 for rank in range(ranks)], Kind.BACKWARD_INPUT)
     return with_weight_gradients(main, 2 * ranks - 1)
 
 
 def _alternating(micro_batches: int, warm_up: list[int], backward: Kind) -> Rows:
-    """By rank: as many forwards as ``warm_up`` says, then a backward and a forward by turns."""
+    """The row of each rank: ``warm_up`` forwards, then backwards and forwards alternately."""
     rows = []
     for rank, count in enumerate(warm_up):
         forwards = [Action(rank, Kind.FORWARD, index) for index in range(micro_batches)]
         backwards = [Action(rank, backward, index) for index in range(micro_batches)]
-        rows.append([*forwards[:count], *_by_turns(backwards, forwards[count:])])
+        rows.append([*forwards[:count], *_one_of_each(backwards, forwards[count:])])
     return rows
 
 
-def _by_turns(first: list[Action], second: list[Action]) -> Iterator[Action]:
+def _one_of_each(first: list[Action], second: list[Action]) -> Iterator[Action]:
     for index in range(max(len(first), len(second))):
         yield from first[index : index + 1]
         yield from second[index : index + 1]
@@ -69,18 +69,18 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
         forwards = [Action(stage, Kind.FORWARD, index) for stage, index in there]
         backwards = [Action(stage, Kind.BACKWARD, index) for stage, index in back]
         warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * max(map(len, groups)) + 1
-        rows.append([*forwards[:warm_up], *_by_turns(backwards, forwards[warm_up:])])
+        rows.append([*forwards[:warm_up], *_one_of_each(backwards, forwards[warm_up:])])
     return Schedule.of(rows)
 
 
 @dataclass(frozen=True)
 class Named:
-    """One schedule."""
+    """A schedule that a section can name."""
 
     make: Callable[[int, int, int], Schedule]
-    """From ranks, micro-batches and chunks of each rank."""
+    """Makes the schedule from (ranks, micro-batches, chunks of each rank)."""
     chunks: int | None = 1
-    """Stages that each rank has; None: as many as ``virtual_stages`` says."""
+    """The number of stages of each rank; None: ``virtual_stages``."""
     fewest_micro_batches: Callable[[int], int] = lambda ranks: 1
 
 
@@ -99,4 +99,4 @@ SCHEDULES = {
     "v_min": Named(_fixed(v_min), 2),
     "dualpipe_v": Named(_fixed(dualpipe_v), 2, lambda ranks: 2 * ranks),
 }
-"""By the values of ``ds_npu.pipeline.schedule``."""
+"""Schedules by the value of ``ds_npu.pipeline.schedule``."""

@@ -1,4 +1,4 @@
-"""The clock of schedules: when each action runs, given what actions cost; makespan, bubble, and who waits for ever."""
+"""The clock of schedules: when each action runs, given the costs of actions; makespan, bubble and deadlocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_npu.parallel.pipeline.schedule import SENDS, Action, Kind, Schedule, Sch
 
 @dataclass(frozen=True)
 class Costs:
-    """What a stage costs on one micro-batch, in any unit of time."""
+    """The costs of a stage on one micro-batch, in any unit of time."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -22,7 +22,7 @@ class Costs:
     transfer: float = 0.0
     """The time from one rank to another, during which both compute."""
     stages: Sequence[float] = ()
-    """By stage, what its costs are multiplied by; empty: stages are alike."""
+    """The factor of each stage's costs; empty: stages are alike."""
 
     def of(self, action: Action) -> float:
         cost = {
@@ -36,21 +36,21 @@ class Costs:
 
 
 class Clock:
-    """When actions run: each begins on a rank that is free, once all that it needs has arrived there."""
+    """A simulation of ranks: an action begins on a free rank, once all its inputs have arrived there."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        """``schedule`` says which rank has which stage, and what an action needs; in which order, its ranks choose."""
+        """``schedule`` has the rank of each stage and the needs of each action; the ranks choose the order."""
         self.schedule, self.costs = schedule, costs
         self.now = 0.0
         self.start: dict[Action, float] = {}
-        """The begin of all actions so far, and of the sends of their results, which run beside computation."""
+        """The begin of all actions so far, and of the sends of their results, which overlap with computation."""
         self.end: dict[Action, float] = {}
         """The end of all actions so far, and of the receives of their results."""
 
     def run(self, ranks: Sequence[Callable[[], Sequence[Action]]]) -> list[list[Action]]:
         """Ask each free rank for its next step, at its start, at a step's end and at an arrival; return the rows.
 
-        ``ranks``: by rank, a function that returns the action, or the two together, that begin now; nothing: it waits.
+        ``ranks``: for each rank a function that returns the step to begin now: nothing, an action, or two that overlap.
         """
         rows: list[list[Action]] = [[] for _ in ranks]
         free = [0.0 for _ in ranks]
@@ -67,7 +67,7 @@ class Clock:
         return rows
 
     def begin(self, step: Sequence[Action], at: float) -> float:
-        """Run ``step`` from ``at`` on, and return its end: two actions take the time of both, and end together."""
+        """Run ``step`` from ``at`` on, and return its end: two actions end at once, after the sum of their costs."""
         for action in step:
             self.start[action] = at
             at += self.costs.of(action)
@@ -77,7 +77,7 @@ class Clock:
         return at
 
     def arrival(self, action: Action) -> float:
-        """When the last of what ``action`` needs is on its rank; infinity where some of it has not begun."""
+        """The time when the last input of ``action`` is on its rank; infinity where one has not begun."""
         ends, transfers = [0.0], self.schedule.transfers
         for needed in self.schedule.needs(action):
             crosses = needed.stage != action.stage and needed in transfers
@@ -85,7 +85,7 @@ class Clock:
         return max(ends)
 
     def has_arrived(self, *actions: Action) -> bool:
-        """Whether all that ``actions`` need is on their rank now."""
+        """Whether all inputs of ``actions`` are on their rank now."""
         return all(self.arrival(each) <= self.now for each in actions)
 
 
@@ -103,14 +103,14 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first action of any rank to the last one."""
+        """The time from the first action of any rank to the end of the last one."""
         return max((self.end(row[-1]) for row in self.schedule.rows if row), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """The most that a rank waits between its first and its last action; optimizers that step alone see only this.
+        """The longest time that a rank waits between its first and its last action.
 
-        Source: Qi et al. 2024 (arXiv 2401.10241), whose formulas count it so.
+        Optimizers that step alone see only this. Source: Qi et al. 2024 (arXiv 2401.10241), whose formulas count it so.
         """
         return max((self._waits(rank) for rank in range(len(self.schedule.rows))), default=0.0)
 
@@ -128,9 +128,9 @@ class Timeline:
 
 
 def timeline(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run ``schedule``: each action as soon as its rank is free and what it needs has arrived.
+    """Run ``schedule``: each action as soon as its rank is free and its inputs have arrived.
 
-    Two that run together begin when both can. Raises ScheduleError where ranks would wait for each other for ever.
+    Two that overlap begin when both can. Raises ScheduleError where ranks would wait for each other for ever.
     """
     clock = Clock(schedule, costs)
     steps = [deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]

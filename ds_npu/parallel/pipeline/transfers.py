@@ -1,12 +1,11 @@
 """Messages between the ranks of a pipeline: their form, and their way over the groups of ranks.
 
 All messages from one rank to another are sent in the order of the sender's row, and received in the same order: on NPUs
-messages have no names. Messages to higher and to lower ranks have groups of their own, so that no rank waits for a
-message behind one that waits for it. Of batches of a new shape, a header says before the first hidden states how large
-they are, and how many tensors.
+messages have no tags. Messages to higher and to lower ranks use different groups, so that ranks do not deadlock. For
+batches of a new shape, a header precedes the first hidden states with the number, shapes and dtypes of the tensors.
 
 A rank that has failed sends zeros in place of its results, so that every message of the batch is sent and received.
-Where their size is not known yet it sends a header that says so, and neither side sends anything behind it.
+Where their size is not known yet it sends a header that says so, and nothing after it.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from ds_npu.comm.pending import Pending
 from ds_npu.parallel.pipeline.schedule import Action, Kind
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.int32)
-"""The dtypes that a message may have; a header has the index."""
+"""The dtypes that a message may have; a header contains the index."""
 MOST_TENSORS, MOST_DIMS = 16, 6
 
 Tensors = tuple[torch.Tensor, ...]
-"""The tensors that cross a border in one micro-batch: hidden states first, then what else the blocks behind it take."""
+"""The tensors that cross a border in one micro-batch: hidden states first, then other inputs of later blocks."""
 
 
 def differentiable(values: Tensors) -> Tensors:
-    """Return the ``values`` whose gradients come back, all of floating point."""
+    """The ``values`` whose gradients come back: those of floating point."""
     return tuple(each for each in values if each.is_floating_point())
 
 
@@ -41,7 +40,7 @@ class MessageForm:
 
     @staticmethod
     def of(values: Tensors) -> MessageForm:
-        """Raises ValueError for tensors that no header describes."""
+        """Describe ``values``; raises ValueError for tensors that no header can describe."""
         wrong = [each for each in values if each.dtype not in DTYPES or each.dim() > MOST_DIMS]
         if wrong or len(values) > MOST_TENSORS:
             found = wrong[0] if wrong else values[MOST_TENSORS]
@@ -57,7 +56,7 @@ class MessageForm:
         return MessageForm(tuple(each for each in self.tensors if each[1].is_floating_point))
 
     def header(self, device: torch.device) -> torch.Tensor:
-        """int64 [1 + MOST_TENSORS * (2 + MOST_DIMS)]: how many; of each the index of the dtype, dims, sizes."""
+        """int64 [1 + MOST_TENSORS * (2 + MOST_DIMS)]: number of tensors; for each its dtype's index, dims, sizes."""
         rows = [[DTYPES.index(dtype), len(shape), *shape] for shape, dtype in self.tensors]
         padded = [number for row in rows for number in (*row, *[0] * (2 + MOST_DIMS - len(row)))]
         return torch.tensor([len(rows), *padded, *[0] * (HEADER - 1 - len(padded))], device=device)
@@ -78,27 +77,27 @@ FAILED = -1
 
 
 class PipelineLinks:
-    """Sends and receives what crosses the borders of this rank's stages, in one run of a schedule after the other."""
+    """Sends and receives of the tensors that cross the borders of this rank's stages, for many runs of schedules."""
 
     def __init__(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device) -> None:
         """``groups`` of the ranks along pp: for messages to higher and to lower ones."""
         self._groups, self.device = groups, device
         self._own = dist.get_rank(groups[0])
         self._known: dict[tuple[Hashable, int], MessageForm] = {}
-        """By shape of a batch and stage, the form of what has left the stage."""
+        """The form of the tensors that have left a stage, by shape of the batch and stage."""
         self._sending: list[Pending[torch.Tensor]] = []
 
     def begin(self, received: Mapping[int, Sequence[Action]], shapes: Sequence[Hashable]) -> None:
-        """Begin a run. ``received``: by rank, the actions whose results it sends to this one, in its order.
+        """Begin a run. ``received``: by sending rank, the actions whose results this rank receives, in that order.
 
-        ``shapes``: by micro-batch, what its tensors' shapes depend on, equal on all ranks.
+        ``shapes``: for each micro-batch a key of its tensors' shapes, equal on all ranks.
         """
         self._received, self._shapes = received, shapes
         self._posted: dict[Action, list[Pending[torch.Tensor]] | None] = {}
         self._next = dict.fromkeys(received, 0)
 
     def send(self, action: Action, target: int, values: Tensors) -> None:
-        """Send ``values``, the result of ``action``, to the rank ``target``; nobody waits.
+        """Send ``values``, the result of ``action``, to the rank ``target``, without waiting.
 
         Raises ValueError for values that cannot be sent; then nothing has been sent.
         """
@@ -126,22 +125,22 @@ class PipelineLinks:
             self._send(torch.full((HEADER,), FAILED, dtype=torch.int64, device=self.device), target)
 
     def receive(self, action: Action, source: int) -> Tensors | None:
-        """Wait for the result of ``action`` from the rank ``source``; behind it the next message from there may arrive.
+        """Wait for the result of ``action`` from the rank ``source``, and post the receive of the next one.
 
-        None where that rank has failed before anybody knew the size of the result.
+        None where that rank has failed before the size of the result was known.
         """
         queue = self._received[source]
         while action not in self._posted:
             self._post(source)
         posted = self._posted.pop(action)
         found = None if posted is None else tuple(each.wait() for each in posted)
-        # Of an unknown shape the host would have to wait for the header.
+        # For an unknown shape the host would have to wait for the header.
         if self._next[source] < len(queue) and self._forward_form(queue[self._next[source]]) is not None:
             self._post(source)
         return found
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have ended."""
         for each in self._sending:
             each.wait()
         self._sending.clear()
@@ -179,5 +178,5 @@ class PipelineLinks:
 
     @staticmethod
     def _of(action: Action, form: MessageForm) -> MessageForm:
-        """The form of the result of ``action``, where ``form`` is what crosses the border forwards."""
+        """The form of the result of ``action``, where ``form`` is that of the states at the border."""
         return form if action.kind is Kind.FORWARD else form.gradients

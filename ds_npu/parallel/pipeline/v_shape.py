@@ -1,8 +1,8 @@
-"""Schedules in which each rank has a stage of the model's first half and one of its second: rank r has r and 2P-1-r.
+"""Schedules in which rank r has stage r, of the model's first half, and stage 2P-1-r, of its second.
 
 Each is a building block, repeated for every micro-batch six units of time later (F, I, W of two stages), squeezed where
 the pipeline fills and drains, with weight gradients where ranks would wait. A block is given by the offsets between a
-stage and the next in forward (= in backward), for the first and the second half: the smaller, the less is kept.
+stage and the next in forward (= in backward), for the first and the second half: smaller ones keep fewer activations.
 Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362).
 """
 
@@ -34,14 +34,14 @@ class Block:
     def times(self, rank: int) -> tuple[tuple[int, int, Kind], ...]:
         """(time, stage, kind) of the four actions of ``rank`` on micro-batch 0."""
         there, back = self.first * rank, self.second * (self.ranks - 1 - rank)
-        turn = self.first * (self.ranks - 1) + 1
-        half = turn + self.second * (self.ranks - 1) + 1 + self.pauses[0]
+        middle = self.first * (self.ranks - 1) + 1
+        half = middle + self.second * (self.ranks - 1) + 1 + self.pauses[0]
         mirror = 2 * self.ranks - 1 - rank
         return (
             (there, rank, Kind.FORWARD),
-            (turn + back, mirror, Kind.FORWARD),
+            (middle + back, mirror, Kind.FORWARD),
             (half + there, mirror, Kind.BACKWARD_INPUT),
-            (half + turn + self.pauses[1] + back, rank, Kind.BACKWARD_INPUT),
+            (half + middle + self.pauses[1] + back, rank, Kind.BACKWARD_INPUT),
         )
 
 
@@ -56,7 +56,7 @@ def v_half(ranks: int, micro_batches: int) -> Schedule:
 
 
 def v_min(ranks: int, micro_batches: int) -> Schedule:
-    """About a third of 1F1B's activations, and a bubble like its."""
+    """About a third of 1F1B's activations, and about the same bubble."""
     return _repeated(Block(ranks, 1, 1, (2 * (ranks % 3 == 0), 0)), micro_batches)
 
 

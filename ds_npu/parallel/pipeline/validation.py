@@ -1,4 +1,4 @@
-"""Whether a schedule can run: every cell in its place, everything once, and no rank waits for ever."""
+"""Validation of schedules: every cell on its rank and in order, every action once, and no deadlock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_npu.parallel.pipeline.timeline import Costs, timeline
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise ScheduleError that names every cell at fault, or the ranks that would wait for each other."""
+    """Raise ScheduleError, with every cell at fault or the ranks that would wait for each other."""
     problems = [*_wrong_cells(schedule), *_wrong_pairs(schedule), *_missing(schedule)]
     if problems:
         raise ScheduleError("; ".join(problems))
@@ -29,9 +29,9 @@ def _wrong_cells(schedule: Schedule) -> Iterator[str]:
                 yield f"{where}: stands twice"
             seen.add(action)
             before = [each for each in schedule.needs(action) if each.stage == action.stage]
-            late = [each for each in before if each in schedule.cells and each not in seen]
-            if late:
-                yield f"{where}: stands before {late[0]}, which it needs"
+            missing = [each for each in before if each in schedule.cells and each not in seen]
+            if missing:
+                yield f"{where}: stands before {missing[0]}, which it needs"
 
 
 def _wrong_pairs(schedule: Schedule) -> Iterator[str]:

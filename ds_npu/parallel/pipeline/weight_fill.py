@@ -10,9 +10,9 @@ from ds_npu.parallel.pipeline.timeline import Clock, Costs
 
 
 def with_weight_gradients(main: Rows, most_live: int) -> Schedule:
-    """Insert a W for every I of ``main``, where its rank would wait, or where memory for the next forward is needed.
+    """Insert a W for every I of ``main`` where its rank would wait, or where the next forward needs the memory.
 
-    ``main``: for each rank its F and I, whose order stays. No rank keeps activations of more than ``most_live``
+    ``main``: for each rank its F and I, whose order is kept. No rank keeps activations of more than ``most_live``
     (stage, micro-batch) at a time. Every action takes one unit of time. Source: Qi et al. 2024 (arXiv 2401.10241).
     """
     clock = Clock(Schedule.of(main), Costs())
@@ -20,7 +20,7 @@ def with_weight_gradients(main: Rows, most_live: int) -> Schedule:
 
 
 class _Rank:
-    """One rank while its row is made."""
+    """One rank whose row is being made."""
 
     def __init__(self, clock: Clock, main: Sequence[Action], most_live: int) -> None:
         self.clock, self.main, self.most_live = clock, deque(main), most_live

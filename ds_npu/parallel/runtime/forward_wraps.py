@@ -1,4 +1,4 @@
-"""Wraps of the forward of single modules of a user's model; their classes do not change, and hooks stay outermost.
+"""Wraps of the forward of single modules of a user's model; their classes do not change, and hooks are outermost.
 
 Each wrap has a level, and wraps of an outer level are called first: features may wrap a module in any order.
 """
@@ -24,9 +24,9 @@ Wrapper = Callable[..., Any]
 
 
 def disable_tracing(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which torch.compile does not trace: it runs as it is where traced code calls it.
+    """``function`` without tracing by torch.compile: traced code calls it as it is.
 
-    torch 2.13 ends in internal errors when it traces collectives in autograd functions and forwards of single modules.
+    torch 2.13 raises internal errors when it traces collectives in autograd functions and forwards of single modules.
     """
 
     @functools.wraps(function)
@@ -39,15 +39,15 @@ def disable_tracing(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Level(IntEnum):
-    """What a wrap is for, outermost first."""
+    """The purpose of a wrap, outermost first."""
 
     MODEL = 0
-    """Holds for the whole forward of the model: how its weights may be read."""
+    """Rules for the whole forward of the model: how its weights may be read."""
     OVERLAP = 1
-    """Outside of all that a module computes: its result may be there already, or be computed later."""
+    """Outside of all computations of a module: its result may exist already, or be computed later."""
     SWAP = 2
     """Outside of RECOMPUTE: only the innermost hooks on saved tensors apply, and a swap within a recomputation would
-    keep all that the recomputation frees."""
+    keep the tensors that the recomputation frees."""
     RECOMPUTE = 3
     SEQUENCE = 4
     """Shards the sequences of a batch over context ranks."""
@@ -58,7 +58,7 @@ class Level(IntEnum):
 
 
 class Wrap:
-    """A function with ``wrapper`` around ``inner``; functions that are wrapped more than once form a chain."""
+    """``wrapper`` around the function ``inner``, which may be a Wrap itself: a chain."""
 
     def __init__(self, wrapper: Wrapper, inner: Forward, level: IntEnum) -> None:
         functools.update_wrapper(self, inner)
@@ -75,9 +75,9 @@ class WrappedForward(Wrap):
 
 
 def insert_wrap(owner: object, name: str, made: Callable[[Forward], Wrap]) -> None:
-    """Put the wrap that ``made`` makes of a function into the chain of the method ``name`` of this one ``owner``.
+    """Wrap the method ``name`` of this one ``owner`` with the Wrap that ``made`` returns for a function.
 
-    It stands inside of the wraps of outer (smaller) levels, and outside of all others.
+    The Wrap is inside of those of outer (smaller) levels, and outside of all others.
     """
     outer: Wrap | None = None
     inner: Forward = getattr(owner, name)
@@ -91,7 +91,7 @@ def insert_wrap(owner: object, name: str, made: Callable[[Forward], Wrap]) -> No
 
 
 def remove_wrap(owner: object, name: str, wrapper: Wrapper) -> None:
-    """Take the wrap that ``wrapper`` makes out of the chain of the method ``name`` of ``owner``."""
+    """Remove the Wrap of ``wrapper`` from the method ``name`` of ``owner``; ValueError where there is none."""
     outer: Wrap | None = None
     made: Forward = getattr(owner, name)
     while isinstance(made, Wrap) and made.wrapper is not wrapper:
@@ -109,13 +109,13 @@ def remove_wrap(owner: object, name: str, wrapper: Wrapper) -> None:
 def wrap_forward(module: nn.Module, wrapper: Wrapper, level: Level) -> None:
     """Put ``wrapper(forward, *args, **kwargs)`` around the forward of this one module.
 
-    It stands inside of the wraps of outer levels, and outside of all others.
+    It is inside of the wraps of outer levels, and outside of all others.
     """
     insert_wrap(module, "forward", lambda inner: WrappedForward(wrapper, inner, level))
 
 
 def unwrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
-    """Take away the wrap of the forward of ``module`` that ``wrapper`` makes."""
+    """Remove the wrap of ``wrapper`` from the forward of ``module``."""
     remove_wrap(module, "forward", wrapper)
 
 
@@ -160,7 +160,7 @@ def first_parameter_name(module: nn.Module) -> str:
 def replace_first_argument(
     name: str, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) whose first argument, given by position or by ``name``, is what ``change`` makes of it."""
+    """(args, kwargs) with ``change`` applied to the first argument, given by position or by ``name``."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, name: change(kwargs[name])}

@@ -1,12 +1,12 @@
-"""What one forward of a model knows of its batch: kept by what computes with the batch, never by a module.
+"""Facts about the batch of one forward of a model, kept outside of the modules.
 
 Several forwards may run before the first backward, backward may run on another thread, and parts of a model may be
-computed again in it (activation checkpointing). A part that is computed again finds the MicroBatch of its own forward
+computed again in backward (activation checkpointing). A recomputed part finds the MicroBatch of its own forward
 
-* in the call around it, on its own thread. The closure that a checkpoint calls again enters the MicroBatch that the
-  forward was in (``closing_over_micro_batch``), for Hugging Face's layers, whose submodules alone are called again;
+* in the enclosing call, on its own thread. The closure that a checkpoint calls again enters the MicroBatch of the
+  forward (``closing_over_micro_batch``), for Hugging Face's layers, whose submodules alone are called again;
 * else by the hidden states that enter a block or a region, by position or by name: ``torch.utils.checkpoint`` keeps
-  its inputs and passes them again. With ``use_reentrant`` it detaches them, which leaves them their storage.
+  its inputs and passes them again. With ``use_reentrant`` it detaches them; they keep their storage.
 
 Autograd functions keep what they need themselves, in their contexts.
 """
@@ -34,7 +34,7 @@ class MicroBatch:
         self.facts = dict(facts)
 
     def carry_by(self, x: object) -> None:
-        """Make ``x``, if it is a tensor, refer to this, and its storage where that is of ``x`` alone."""
+        """Make ``x``, if it is a tensor, refer to this MicroBatch, and so its storage where ``x`` is all of it."""
         if isinstance(x, torch.Tensor):
             _MICRO_BATCH.set(x, self)
             with torch._C.DisableTorchFunctionSubclass():
@@ -44,17 +44,17 @@ class MicroBatch:
 
 
 class Fact(Generic[T]):
-    """Something that each MicroBatch may know.
+    """A key of values that MicroBatches may know.
 
-    One that holds tensors of the graph is known only ``while_running``: the graph refers to the MicroBatch, and would
-    otherwise keep itself alive.
+    A fact that holds tensors of the graph is known only ``while_running``: the graph refers to the MicroBatch, and
+    would otherwise keep itself alive.
     """
 
     def __init__(self, while_running: bool = False) -> None:
         self.while_running = while_running
 
     def of(self, micro_batch: MicroBatch | None) -> T | None:
-        """Its value; None where it is not known."""
+        """The value that ``micro_batch`` knows; None where it knows none."""
         found: T | None = None if micro_batch is None else micro_batch.facts.get(self)
         return found
 
@@ -66,23 +66,23 @@ _MICRO_BATCH: TensorAttribute[MicroBatch] = TensorAttribute("ds_npu_micro_batch"
 
 
 class _Thread(threading.local):
-    """The MicroBatch of the innermost call of a model, or a part of one, on this thread."""
+    """The MicroBatch of the innermost call of a model, or of a part of one, on this thread."""
 
     micro_batch: MicroBatch | None = None
     graph_task = -1
-    """The backward in which the call was made; -1 outside of any."""
+    """The autograd task in which the call was made; -1 outside of a backward."""
 
 
 _thread = _Thread()
 
 
 def running() -> MicroBatch | None:
-    """The MicroBatch that the call around is part of, on this thread; None in a backward that the call runs."""
+    """The MicroBatch of the enclosing call on this thread; None in a backward that the call runs."""
     return _thread.micro_batch if _thread.graph_task == torch._C._current_graph_task_id() else None
 
 
 def carried_by(x: object) -> MicroBatch | None:
-    """The MicroBatch that ``carry_by`` was last called of with ``x``, or a tensor with its storage."""
+    """The MicroBatch whose ``carry_by`` was last called with ``x``, or with a tensor of its storage."""
     if not isinstance(x, torch.Tensor):
         return None
     with torch._C.DisableTorchFunctionSubclass():
@@ -91,7 +91,7 @@ def carried_by(x: object) -> MicroBatch | None:
 
 @contextmanager
 def within(micro_batch: MicroBatch | None) -> Iterator[MicroBatch]:
-    """Make the calls within part of ``micro_batch``; None: of a new one, which knows nothing."""
+    """A context whose calls are part of ``micro_batch``; None: of a new one, which knows nothing."""
     entered = micro_batch or MicroBatch({})
     if entered is running():
         yield entered
@@ -108,16 +108,16 @@ def within(micro_batch: MicroBatch | None) -> Iterator[MicroBatch]:
 
 @contextmanager
 def new_forward() -> Iterator[MicroBatch]:
-    """Make the calls within part of a new MicroBatch, which begins with what the call around knows."""
+    """A context whose calls are part of a new MicroBatch, with the facts of the enclosing call."""
     around = running()
     with within(MicroBatch({} if around is None else around.facts)) as begun:
         yield begun
 
 
 def closing_over_micro_batch(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` for a checkpoint that calls it now, in the MicroBatch that runs, and again in backward.
+    """``function`` for a checkpoint that calls it now, in the running MicroBatch, and again in backward.
 
-    Each later call is part of a copy of that MicroBatch as it is now.
+    Each call in backward is part of a copy of that MicroBatch as it is now.
     """
     micro_batch = running()
     if micro_batch is None:

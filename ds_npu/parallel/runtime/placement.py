@@ -1,9 +1,9 @@
-"""Where each weight of the plain model is: one record per parameter, from which all that DeepSpeed is told derives.
+"""The placement of each weight of the plain model: one record per parameter, from which DeepSpeed's settings derive.
 
 The words are DTensor's. Along each axis of the grid a parameter is *sharded* (every rank holds other ranges of the
 weight), *replicated* (the ranks hold the same values) or *absent* elsewhere (the other ranks do not hold it at all: the
-layers of another pipeline stage). Weights of experts are placed on the expert view of the grid, all others on the dense
-view (``ds_npu.topology.degrees``).
+layers of another pipeline stage). Weights of experts use the expert view of the grid, all others the dense view
+(``ds_npu.topology.degrees``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.degrees import DENSE, EXPERT, Axis
 
 Part = Sharding | Literal["replicated", "absent"]
-"""What a rank holds along one axis."""
+"""The part of a weight that a rank holds along one axis."""
 
 DATA_AXES: tuple[Axis, ...] = ("dp", "cp", "edp")
 """Axes whose ranks train the same weights on other tokens: gradients are reduced and ZeRO shards over them."""
@@ -28,19 +28,19 @@ DATA_AXES: tuple[Axis, ...] = ("dp", "cp", "edp")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter's weight is, and whose gradients add up to its gradient."""
+    """The ranks that hold one parameter's weight, and the axes over which its gradient is summed."""
 
     name: str = ""
-    """In the plain model; empty until an engine is made."""
+    """The name in the plain model; empty until an engine is made."""
     shape: tuple[int, ...] = ()
-    """In the plain model."""
+    """The shape in the plain model."""
     is_expert: bool = False
-    """Placed on the expert view."""
+    """Whether it is on the expert view."""
     sharded: Mapping[Axis, Sharding] = field(default_factory=dict)
     absent: frozenset[Axis] = frozenset()
-    """Axes along which the other ranks do not have it."""
+    """Axes along which the other ranks do not have the weight."""
     partial: frozenset[Axis] = frozenset()
-    """Axes, beside the data axes, over which gradients are summed as soon as they are computed (``sum_gradient``)."""
+    """Axes, other than data axes, over which gradients are summed as soon as they are computed (``sum_gradient``)."""
 
     @property
     def view(self) -> tuple[Axis, ...]:
@@ -52,7 +52,7 @@ class Placement:
         return tuple(axis for axis in self.view if axis in DATA_AXES)
 
     def part(self, axis: Axis) -> Part:
-        """What a rank holds along ``axis`` of the view; data axes replicate (before ZeRO)."""
+        """The part that a rank holds along ``axis`` of the view; data axes replicate (before ZeRO)."""
         if axis in self.sharded:
             return self.sharded[axis]
         return "absent" if axis in self.absent else "replicated"
@@ -62,16 +62,16 @@ class Placement:
         """The axes of the view, other than data axes, whose ranks hold the same values."""
         return tuple(axis for axis in self.view if axis not in DATA_AXES and self.part(axis) == "replicated")
 
-    def counts_at(self, place: Mapping[Axis, int], axes: tuple[Axis, ...]) -> bool:
-        """Whether, of the ranks along ``axes`` that hold the same values, the one at ``place`` is the first."""
-        return all(place[axis] == 0 for axis in self.copied if axis in axes)
+    def counts_at(self, ranks: Mapping[Axis, int], axes: tuple[Axis, ...]) -> bool:
+        """Whether the rank with these ``ranks`` is the first of those along ``axes`` that hold the same values."""
+        return all(ranks[axis] == 0 for axis in self.copied if axis in axes)
 
 
 _PLACEMENT = TensorAttribute[Placement]("ds_npu_placement")
 
 
 def placement_of(parameter: nn.Parameter) -> Placement:
-    """The record of ``parameter``; one that nobody has placed is whole on every rank."""
+    """The record of ``parameter``; without one the parameter is whole on every rank."""
     return _PLACEMENT.get(parameter) or Placement()
 
 
@@ -91,7 +91,7 @@ def sharding_of(parameter: nn.Parameter) -> Sharding | None:
 
 
 def mark_sharded(parameter: nn.Parameter, sharding: Sharding, axis: Axis = "tp") -> None:
-    """Record that ``parameter`` is this rank's shard of a weight along ``axis``; "ep" and "etp" make it an expert's."""
+    """Record that ``parameter`` is this rank's shard along ``axis``; "ep" and "etp" make it an expert's."""
     before = placement_of(parameter)
     sharded = {**before.sharded, axis: sharding}
     set_placement(parameter, dataclasses.replace(before, sharded=sharded, is_expert=axis not in DENSE))
@@ -104,7 +104,7 @@ def mark_partial(parameter: nn.Parameter, axis: Axis) -> None:
 
 
 def keep_shard(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
-    """Reduce ``parameter``, which holds the whole weight, to the shard of tensor rank ``rank``; it stays one object.
+    """Reduce ``parameter``, which holds the whole weight, to the shard of tensor rank ``rank``, in place.
 
     A parameter of two modules (a tied one) is sharded once. Raises ValueError where they want it sharded differently.
     """
@@ -120,7 +120,7 @@ def keep_shard(parameter: nn.Parameter, sharding: Sharding, rank: int) -> None:
 def keep_expert_shard(parameter: nn.Parameter, shardings: Mapping[Axis, Sharding], ranks: Mapping[Axis, int]) -> None:
     """Reduce ``parameter``, whole experts' weights, to this rank's shard along axes of the expert view, in place.
 
-    ``ranks``: this rank's place along each of these axes.
+    ``ranks``: this rank's rank along each of these axes.
     """
     for axis, sharding in shardings.items():
         parameter.data = sharding.take(parameter.data, ranks[axis])

@@ -1,7 +1,7 @@
-"""How saved tensors are kept at one place of a forward, for a computation that is started further inside.
+"""The treatment of saved tensors at one point of a forward, for a computation that starts further inside.
 
-A computation that runs inside of another module's forward, and is no part of it, must not be recorded by what
-computes that module again: neither by its hooks on saved tensors nor by its dispatch modes.
+A computation that runs inside of another module's forward, and is no part of it, must not be recorded by the
+recomputation of that module: neither by its hooks on saved tensors nor by its dispatch modes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _unchanged(value: Any) -> Any:
 
 
 class SavingContext:
-    """The hooks on saved tensors and the number of dispatch modes where it is made."""
+    """The hooks on saved tensors and the number of dispatch modes at the point where this object is made."""
 
     def __init__(self) -> None:
         hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -31,7 +31,7 @@ class SavingContext:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context, inside of the place where this was made, with the hooks and the modes of that place."""
+        """A context, inside of the point where this object was made, with the hooks and modes of that point."""
         inner = []
         while len(_get_current_dispatch_mode_stack()) > self._modes:
             inner.append(_pop_mode())

@@ -12,7 +12,7 @@ import torch
 T = TypeVar("T")
 Marked = torch.Tensor | torch.UntypedStorage
 _attributes: Callable[[Marked], dict[str, Any]] = vars
-# Not getattr and setattr, which subclasses of tensors overload.
+# Subclasses of tensors overload getattr and setattr.
 
 
 class TensorAttribute(Generic[T]):
@@ -22,7 +22,7 @@ class TensorAttribute(Generic[T]):
         self.name = name
 
     def get(self, tensor: Marked) -> T | None:
-        """Its value; None where ``tensor`` has no such attribute."""
+        """The value on ``tensor``; None where it does not have the attribute."""
         found: T | None = _attributes(tensor).get(self.name)
         return found
 
@@ -30,7 +30,7 @@ class TensorAttribute(Generic[T]):
         _attributes(tensor)[self.name] = value
 
     def remove(self, tensor: Marked) -> None:
-        """Nothing happens where ``tensor`` does not have it."""
+        """Remove the attribute from ``tensor``, if it has it."""
         _attributes(tensor).pop(self.name, None)
 
     def is_on(self, tensor: Marked) -> bool:
@@ -39,6 +39,6 @@ class TensorAttribute(Generic[T]):
 
 
 def tensor_property(name: str) -> GetSetDescriptorType:
-    """The descriptor of a property of tensors; its ``__get__`` is what ``__torch_function__`` is given for a read."""
+    """The descriptor of a property of tensors; for a read ``__torch_function__`` gets its ``__get__``."""
     found: GetSetDescriptorType = inspect.getattr_static(torch._C.TensorBase, name)
     return found

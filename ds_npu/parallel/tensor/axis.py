@@ -14,18 +14,18 @@ from ds_npu.comm.pending import Pending
 from ds_npu.topology.topology import Topology
 
 SEQUENCE_DIM = 1
-"""Of hidden states [B, S, H]."""
+"""The dim of the sequence in hidden states [B, S, H]."""
 
 
 class MatmulCollectives(Protocol):
-    """Products of matrices with the collectives of sequence parallelism. Matrices are [K, N]."""
+    """Matrix products combined with the collectives of sequence parallelism. Matrices are [K, N]."""
 
     def gather_matmul(
         self, x_BsK: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """All-gather [B, S / tp, K] along the sequence: returns [B, S, K] and its product with each matrix, [B, S, N].
 
-        Where ``gathered`` is false the first may be empty.
+        Where ``gathered`` is false the first result may be empty.
         """
         ...
 
@@ -54,7 +54,7 @@ def unflatten_rows(rows_MN: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SerialCollectives:
-    """One collective, then the products, or the other way round: nothing overlaps."""
+    """Collectives and products one after the other, without overlap."""
 
     group: dist.ProcessGroup | None
 
@@ -70,7 +70,7 @@ class SerialCollectives:
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """This rank's place among the tensor ranks, and how hidden states are held between regions."""
+    """This rank among the tensor ranks, and the layout of hidden states between regions."""
 
     group: dist.ProcessGroup | None
     size: int

@@ -1,7 +1,7 @@
 """The head of a language model, a chunk of tokens at a time: its products, and the gradients that chunks add up to.
 
 T tokens, C tokens of a chunk, H hidden, V this rank's words. Both the loss and the log-probabilities of tokens are
-computed so: of all logits no more than those of one chunk exist at a time.
+computed so: only the logits of one chunk exist at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.tensor.weight_layout import WeightLayout
 
 TOKENS = 1024
-"""Whose logits are held at a time: enough for matrix multiplications that are not bound by reading the weight.
+"""Tokens whose logits exist at a time: enough that reading the weight does not bound matrix multiplications.
 
 With bf16, a chunk of a loss multiplies 6 C H V FLOP and moves 12 H V bytes of the weight: 4 to read it twice, 8 to read
 and write the float32 sum of its gradient. An Ascend 910B does about 200 FLOP in the time of a byte, so C must be well
@@ -33,12 +33,12 @@ class HeadShard:
     start: int
     """Its first word."""
     words: int
-    """Of all ranks."""
+    """The number of words of all ranks."""
     group: dist.ProcessGroup | None
     """The tensor ranks; None: the head is whole."""
     dtype: torch.dtype
     layout: WeightLayout = field(default_factory=WeightLayout)
-    """Its products."""
+    """How its products are computed."""
 
     def product(self, hidden_CH: torch.Tensor, cast_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
         """[C, V] in ``dtype``, which ``cast_VH`` has."""
@@ -60,7 +60,7 @@ def chunks(tokens: int, size: int) -> Iterator[slice]:
 class HeadGradients:
     """The gradients of hidden states [T, H], weight [V, H] and bias [V], chunk by chunk; None where not ``wanted``.
 
-    Those of weight and bias are summed in float32, or float64.
+    The gradients of weight and bias are summed in float32, or float64.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class HeadGradients:
         self.bias = hidden_TH.new_zeros(bias_V.shape, dtype=wide) if of_bias and bias_V is not None else None
 
     def add(self, rows: slice, hidden_TH: torch.Tensor, cast_VH: torch.Tensor, rounded_CV: torch.Tensor) -> None:
-        """Add those of the chunk ``rows``, from the gradient of its products, in the dtype of ``cast_VH``."""
+        """Add the gradients of the chunk ``rows``, from that of its products in the dtype of ``cast_VH``."""
         if self.bias is not None:
             self.bias += rounded_CV.sum(0, dtype=self.bias.dtype)
         if self.hidden is not None:
@@ -90,6 +90,6 @@ class HeadGradients:
             self.layout.weight_gradient(cast_VH, x_CH, rounded_CV).add_to(self.weight)
 
     def sum_hidden(self, group: dist.ProcessGroup | None) -> None:
-        """Sum the gradient of hidden states over the tensor ranks, of which each has that from its words."""
+        """Sum the gradient of hidden states over the tensor ranks, each of which has the part of its words."""
         if self.hidden is not None and group is not None:
             all_reduce(self.hidden, group).wait()

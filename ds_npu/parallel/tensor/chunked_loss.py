@@ -4,9 +4,9 @@ T tokens, C tokens of a chunk, H hidden, V this rank's words. A chunk's logits g
 of its hidden states and of the head: 6 T H V FLOP, as many as without chunks. To compute the logits again in backward
 would take 8 T H V, a third more for the head: 7 % of a step where the head has a fifth of the weights (Llama 3.2 1B).
 
-From forward to backward there are the gradients of the sum of the losses: [T, H] in place of the hidden states, and
-[V, H] in float32. Backward multiplies them by the gradient that the sum gets. They are not divided by the number of
-tokens before, so that float16 does not lose more of them than it does of gradients with a loss scale.
+Forward keeps the gradients of the sum of the losses for backward: [T, H] in place of the hidden states, and [V, H] in
+float32. Backward multiplies them by the gradient of the sum. They are not divided by the number of tokens before, so
+that float16 underflows no more than for gradients with a loss scale.
 
 Source: Liger Kernel (Hsu et al. 2024, arXiv:2410.10989, section 3.2); over tensor ranks as Megatron-LM's cross-entropy
 (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ds_npu.comm.collectives import all_gather
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.precision import accumulation_dtype
-from ds_npu.parallel.runtime.turns import finish_backward
+from ds_npu.parallel.runtime.paired_passes import finish_backward
 from ds_npu.parallel.tensor.chunked_head import TOKENS, HeadGradients, HeadShard, chunks, product_dtype
 from ds_npu.parallel.tensor.cross_entropy import check_words
 from ds_npu.parallel.tensor.shard_access import local_shard
@@ -35,29 +35,29 @@ from ds_npu.parallel.tensor.weight_product import ScaledSum
 from ds_npu.topology.topology import Topology
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
-"""What a model makes of the product with its head, [C, V]: softcapping, a scale. Differentiated by autograd."""
+"""A model's change of the product with its head, [C, V]: softcapping, a scale. Autograd differentiates it."""
 
 
 @dataclass(frozen=True)
 class TargetWords:
-    """What the loss of tokens compares their logits with."""
+    """The targets of a loss of tokens."""
 
     words: torch.Tensor
-    """[...]: int64, of the words of all ranks."""
+    """The target of each token [...]: int64, among the words of all ranks."""
     ignore_index: int = -100
-    """In place of a word: the token has no loss."""
+    """A value in place of a word; such a token has no loss."""
     smoothing: float = 0.0
     """The part of the target that is spread evenly over all words, in [0, 1] (label smoothing)."""
 
 
 @dataclass(frozen=True)
 class _Chunking:
-    """How a loss is computed."""
+    """The settings of one loss."""
 
     head: HeadShard
     transform: Transform | None
     tokens: int
-    """Of a chunk."""
+    """The number of tokens of a chunk."""
     smoothing: float
     with_gradients: bool
 
@@ -67,18 +67,18 @@ class _Targets:
     """The targets of C tokens among this rank's words."""
 
     index: torch.Tensor
-    """[C, 1]: the target; 0 where it is none of this rank's words."""
+    """[C, 1]: the target's index among this rank's words; 0 where it is none of them."""
     elsewhere: torch.Tensor
-    """[C]: whether it is none of them."""
+    """[C]: whether the target is none of this rank's words."""
     ignored: torch.Tensor
-    """[C]."""
+    """[C]: whether the token has no loss."""
 
     def of(self, rows: slice) -> _Targets:
         return _Targets(self.index[rows], self.elsewhere[rows], self.ignored[rows])
 
     @staticmethod
     def among(targets_T: torch.Tensor, ignore_index: int, start: int, words: int) -> _Targets:
-        """``words`` from ``start`` on are this rank's."""
+        """The targets among this rank's words, ``words`` of them from ``start`` on."""
         ignored_T, local_T = targets_T == ignore_index, targets_T - start
         elsewhere_T = (local_T < 0) | (local_T >= words) | ignored_T
         return _Targets(local_T.masked_fill(elsewhere_T, 0).unsqueeze(1), elsewhere_T, ignored_T)
@@ -87,9 +87,9 @@ class _Targets:
 def _over_ranks(
     group: dist.ProcessGroup | None, top_C: torch.Tensor, z_C: torch.Tensor, *parts_C: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(largest logit, sum of exp(logit - largest), sums of ``parts_C``) over all ranks, from those of a rank's words.
+    """(largest logit, sum of exp(logit - largest), sums of ``parts_C``) over all ranks, from this rank's.
 
-    One message, an all-gather of C numbers each.
+    One message: an all-gather of C numbers each.
     """
     if group is None:
         return top_C, z_C, *parts_C
@@ -100,7 +100,7 @@ def _over_ranks(
 
 @dataclass(frozen=True)
 class _Weights:
-    """This rank's."""
+    """This rank's shard of the head's weight and bias."""
 
     cast: torch.Tensor
     """[V, H], in the dtype of the products."""
@@ -111,7 +111,7 @@ class _Weights:
 def _chunk(
     hidden_CH: torch.Tensor, weights: _Weights, targets: _Targets, chunking: _Chunking
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The losses [C] of a chunk; the gradient of the sum of those that count, with respect to the products [C, V]."""
+    """The losses [C] of a chunk; the gradient [C, V] of the products, from the sum of losses that count."""
     head, wide = chunking.head, accumulation_dtype(chunking.head.dtype)
     product_CV = head.product(hidden_CH, weights.cast, weights.bias)
     logits_CV: torch.Tensor | None = None
@@ -125,7 +125,7 @@ def _chunk(
         e_CV = logits_CV.detach().to(wide, copy=True)
     own_top_C = e_CV.amax(1)
     target_C = e_CV.gather(1, targets.index).squeeze(1).masked_fill_(targets.elsewhere, 0)
-    # The logit of the target, of which a part is the mean of all words.
+    # Label smoothing: part of the target is the mean of all words.
     kept, spread = 1 - chunking.smoothing, chunking.smoothing / head.words
     if chunking.smoothing:
         target_C = kept * target_C + spread * e_CV.sum(1)
@@ -134,7 +134,7 @@ def _chunk(
     losses_C = z_C.log() - (target_C - top_C)
     if not chunking.with_gradients:
         return losses_C, None
-    # softmax - target, rounded to the dtype of the products after the difference only.
+    # softmax - target: rounded to the dtype of the products only after the difference.
     factor_C = ((own_top_C - top_C).exp() / z_C).masked_fill_(targets.ignored, 0)
     e_CV.mul_(factor_C[:, None]).scatter_add_(1, targets.index, targets.elsewhere[:, None].to(wide).sub_(1).mul_(kept))
     if chunking.smoothing:
@@ -150,7 +150,7 @@ def _chunk(
 class _ChunkedContext(Context):
     sink: GradientSink | None
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of hidden states and weights."""
+    """The dtypes of hidden states and weights."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -199,13 +199,13 @@ _chunked_loss = applied(_ChunkedLoss, _ChunkedLoss.forward)
 class ChunkedLoss:
     """The loss of a causal language model from the hidden states before its head, which may be sharded by its words.
 
-    With ``vocabulary`` the head is sharded over the tensor ranks; None: it is whole.
+    With ``vocabulary`` the head is sharded over the tensor ranks; with None it is whole.
     """
 
     def __init__(
         self, words: int, vocabulary: Sharding | None, topology: Topology, layout: WeightLayout | None = None
     ) -> None:
-        """``words``: of all ranks; ``layout``: the head's, None for that of nn.Linear."""
+        """``words``: the number of all ranks' words; ``layout``: the head's, None for that of nn.Linear."""
         self.words, self.layout = words, layout or WeightLayout()
         self.group = None if vocabulary is None else topology.group("tp")
         ((self.start, self.stop),) = ((0, words),) if vocabulary is None else vocabulary.ranges[topology.rank("tp")]
@@ -221,16 +221,16 @@ class ChunkedLoss:
     ) -> torch.Tensor:
         """The sum of the losses of the tokens of ``hidden`` [..., H] that have a target: a scalar.
 
-        ``weight`` [V, H] and ``bias`` [V]: this rank's. ``tokens``: of a chunk. Over tensor ranks, hidden states,
-        targets, loss and the gradient of hidden states are the same on every rank. The products are in
+        ``weight`` [V, H] and ``bias`` [V] are this rank's; a chunk has ``tokens`` tokens. Hidden states, targets, loss
+        and the gradient of hidden states are the same on every tensor rank. The products are in
         autocast's dtype, or that of ``hidden``; the loss is in float32, or float64.
 
         Messages: for each chunk an all-gather of 3 numbers a token, and an all-reduce of the gradient of ``hidden``,
-        all in forward; none where there is one tensor rank. Memory, of C x V numbers: one in float32 and one in the
-        dtype of the products, and what ``transform`` keeps; until backward the gradients of ``hidden`` and, in float32,
-        ``weight``, each where it is trained.
-        Raises ValueError for a weight of another shard, and IndexError for targets outside of the vocabulary where
-        looking costs nothing: on the CPU.
+        all in forward; none where there is one tensor rank. Memory: C x V numbers once in float32 and once in the dtype
+        of the products, and the tensors that ``transform`` saves; until backward the gradients of ``hidden`` and, in
+        float32, ``weight``, each where it is trained.
+        Raises ValueError for a weight of another shard, and IndexError for targets outside of the vocabulary, which
+        are looked for on the CPU only: a device would have to be waited for.
         """
         if len(weight) != self.stop - self.start:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy: logits whose vocabulary is sharded over the tensor ranks, and never whole.
+"""Vocabulary-parallel cross-entropy of logits that are sharded over the tensor ranks, without gathering them.
 
 T tokens, V vocabulary; ``logits_TV`` holds this rank's shard of the vocabulary. After Megatron-LM's vocabulary-parallel
 cross-entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3), but keeping the logits instead of their softmax.
@@ -22,7 +22,7 @@ from ds_npu.parallel.tensor.whole_weight import gather_shards
 from ds_npu.topology.topology import Topology
 
 BLOCK_BYTES = {"cpu": 1 << 20, "npu": 1 << 25}
-"""Bytes of float32 logits in one block: what fits a core's cache; what takes longer than to launch the kernels."""
+"""Bytes of float32 logits in one block: on a CPU they fit a core's cache, on an NPU they outlast kernel launches."""
 
 
 def _blocks(logits_TV: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
@@ -68,7 +68,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         at_target_T1 = gradient_T.masked_fill(elsewhere_T, 0).neg_().unsqueeze(1)
         gradient_TV = torch.empty_like(logits_TV)
         for rows in _blocks(logits_TV, top_T.dtype):
-            # softmax - one-hot, rounded to the logits' dtype after the difference only.
+            # softmax - one-hot: rounded to the logits' dtype only after the difference.
             block = (logits_TV[rows] - top_T[rows, None]).exp_().mul_(scale_T1[rows])
             gradient_TV[rows] = block.scatter_add_(1, index_T1[rows], at_target_T1[rows])
             del block  # before there is a second one
@@ -87,12 +87,12 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Loss of each token [T], 0 for those whose target is ``ignore_index``; the same on every rank of ``group``.
 
-    ``logits_TV`` are this rank's, its first column is word ``start``; ``targets_T`` (int64) number the words of the
-    whole vocabulary. Computed and returned in float32, of float64 logits in float64.
+    The first column of this rank's ``logits_TV`` is word ``start``; ``targets_T`` (int64) number the words of the whole
+    vocabulary. Computed and returned in float32, of float64 logits in float64.
 
-    Messages: two all-reduces, of T and of 2 T numbers, in forward, none in backward. Memory: the logits themselves are
-    kept for backward, and 22 bytes for each token beside them, but nothing of the size of the logits; forward and
-    backward work on ``BLOCK_BYTES`` of them in float32 at a time (and torch_npu casts bf16 in a second block).
+    Messages: two all-reduces, of T and of 2 T numbers, in forward, none in backward. Memory: backward needs the logits
+    themselves and 22 more bytes for each token, but nothing else of the size of the logits; forward and backward work
+    on ``BLOCK_BYTES`` of them in float32 at a time (and torch_npu casts bf16 in a second block).
     """
     return _cross_entropy(logits_TV, targets_T, start, group, ignore_index)
 
@@ -100,8 +100,8 @@ def vocab_parallel_cross_entropy(
 class VocabParallelLoss:
     """The loss function of a causal language model whose head is sharded by ``vocabulary`` over the tensor ranks.
 
-    Called as Hugging Face's models call theirs (transformers.loss.loss_utils.ForCausalLMLoss), with the same meaning,
-    on this rank's logits. Labels that are all ignored give nan for a mean, as torch does.
+    Called with this rank's logits and otherwise as Hugging Face's models call theirs
+    (transformers.loss.loss_utils.ForCausalLMLoss). The mean is nan where all labels are ignored, as in torch.
     """
 
     def __init__(self, topology: Topology, vocabulary: Sharding) -> None:
@@ -123,7 +123,7 @@ class VocabParallelLoss:
 
         ``logits`` [..., S, this rank's V]; ``labels`` [..., S], of which token s predicts number s + 1, or
         ``shift_labels`` [..., S], of which it predicts number s. Raises ValueError for logits or a ``vocab_size`` of
-        another vocabulary, and IndexError for labels outside of it where looking costs nothing: on the CPU.
+        another vocabulary, and on the CPU IndexError for labels outside of it (a device would have to be waited for).
         """
         if vocab_size != self.words or logits.shape[-1] != self.stop - self.start:
             raise ValueError(
@@ -140,7 +140,7 @@ class VocabParallelLoss:
 def next_token_targets(
     labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor:
-    """What each token predicts: ``shift_labels``, or the next of ``labels`` [..., S]; ValueError for neither."""
+    """The target of each token: ``shift_labels``, or the next of ``labels`` [..., S]; ValueError for neither."""
     if shift_labels is not None:
         return shift_labels
     if labels is None:
@@ -160,7 +160,7 @@ def mean_loss(
 
 
 def check_words(targets: torch.Tensor, words: int, ignore_index: int) -> None:
-    """Raise IndexError for ``targets`` that are no words and not ignored, on the CPU: on a device, asking waits."""
+    """Raise IndexError for ``targets`` neither words nor ignored, on the CPU only: the host would wait for a device."""
     if targets.device.type == "cpu":
         wrong = (targets != ignore_index) & ((targets < 0) | (targets >= words))
         if bool(wrong.any()):
@@ -200,15 +200,15 @@ def gather_vocabulary(logits: torch.Tensor, vocabulary: Sharding, group: dist.Pr
 def vocabulary_argmax(logits: torch.Tensor, vocabulary: Sharding, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The word with the largest of all logits [..., V], the first of several, int64 [...]; every rank calls it.
 
-    ``logits`` [..., V / tp] are this rank's. Two numbers a token are sent, for the float32 of its logit and the word.
+    ``logits`` [..., V / tp] are this rank's. Sends two numbers for each token: the logit in float32, and the word.
     """
     ranges = vocabulary.ranges[dist.get_rank(group)]
     words = torch.cat([torch.arange(start, stop, device=logits.device) for start, stop in ranges])
-    largest, place = logits.max(-1)
-    # Float32 holds what bf16 and fp16 do; HCCL takes the larger of none wider.
+    largest, index = logits.max(-1)
+    # Float32 represents bf16 and fp16 exactly; HCCL has no maximum of wider types.
     best = largest.float() if largest.itemsize < torch.float32.itemsize else largest.clone()
     mine = best.clone()
     dist.all_reduce(best, dist.ReduceOp.MAX, group=group)
-    found = torch.where(mine == best, words[place], vocabulary.size - 1).int()
+    found = torch.where(mine == best, words[index], vocabulary.size - 1).int()
     dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
     return found.long()

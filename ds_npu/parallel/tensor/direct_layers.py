@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of one tensor rank whose weight's gradient goes to the weight's sink."""
+"""Linear layers and embeddings of one tensor rank that give the gradient of their weight to its sink."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _lookup = applied(_Lookup, _Lookup.forward)
 
 
 class DirectEmbedding(nn.Embedding):
-    """Last base but one of the class of an embedding: what a subclass does beside the lookup (Gemma scales) stays."""
+    """A base before nn.Embedding in the class of an embedding; a subclass may change the result (Gemma scales it)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Word numbers [...] to [..., H]."""
@@ -79,7 +79,7 @@ class DirectEmbedding(nn.Embedding):
 
 
 def _as_plain(module: object, kind: type) -> tuple[object, ...]:
-    """What ``__reduce__`` returns so that copies and files hold a layer of the plain class ``kind``."""
+    """The result of ``__reduce__`` by which copies and files hold a layer of the plain class ``kind``."""
     return copyreg._reconstructor, (kind, object, None), dict(vars(module))  # type: ignore[attr-defined]
 
 
@@ -91,36 +91,36 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_lookup(module: nn.Module) -> bool:
-    """Whether ``module`` is an embedding, or one of a subclass, with a dense gradient of each lookup by itself."""
+    """Whether ``module`` is an embedding whose lookups each have a dense gradient of their own."""
     if not isinstance(module, nn.Embedding) or isinstance(module, DirectEmbedding) or not has_class_forward(module):
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def use_direct_gradient(module: nn.Module) -> None:
-    """Make ``module``, for which ``is_plain`` or ``is_lookup``, use its weight's sink; it stays the same object."""
-    # A class, and not a forward of its own: a copy of the module multiplies with its own weight.
+    """Make ``module``, for which ``is_plain`` or ``is_lookup``, use its weight's sink, in place."""
+    # Not a forward of the instance: a copy of the module would multiply with the weight of the original.
     kind: Any = type(module)
     object.__setattr__(module, "__class__", _direct(kind))
     if has_own_forward(module):
-        # Its wraps have the forward of the class that it had.
+        # Its wraps refer to the forward of its former class.
         replace_innermost_forward(module, functools.partial(_class_forward, module))
 
 
 def _class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the class that ``module`` has: a copy of a DirectLinear is plain."""
+    """Call the forward of the class that ``module`` has now: a copy of a DirectLinear is plain."""
     return type(module).forward(module, *args, **kwargs)
 
 
 USES_SINK = TensorAttribute[bool]("ds_npu_uses_sink")
-"""On weights that no linear layer holds, whose computation uses their sink all the same (those of experts)."""
+"""Marks weights outside of linear layers whose computation uses their sink (weights of experts)."""
 PRODUCT = "ds_npu_product"
-"""The attribute of a module of experts that is its kind of product."""
+"""The name of the attribute of a module of experts that holds its kind of product."""
 LINEARS = (DirectLinear, ColumnLinear, RowLinear)
 
 
 def direct_weights(model: nn.Module, kinds: tuple[type, ...] = LINEARS) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weights whose layers, of ``kinds`` or of experts, use a gradient sink, by name; a tied one comes once."""
+    """Yield (name, weight) of layers of ``kinds`` and of experts that use a gradient sink; a tied weight once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         for leaf, weight in module.named_parameters(recurse=False):

@@ -23,8 +23,8 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
     all-reduce of the result; a backward sends none. ``num_embeddings`` is that of the whole vocabulary;
     ``padding_idx`` is the row of this rank's shard that is the padding, None on the other ranks.
 
-    Its weight is a shard of what nn.Embedding draws from the same seed. ``adopt`` shards an embedding that a model has
-    already.
+    Its weight is a shard of the weight that nn.Embedding draws from the same seed. ``adopt`` shards an existing
+    embedding.
 
     Raises ValueError for a vocabulary of fewer words than tensor ranks.
     """
@@ -43,11 +43,11 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 
     @classmethod
     def adopt(cls, embedding: nn.Embedding, topology: Topology) -> VocabParallelEmbedding:
-        """Make ``embedding`` itself a vocabulary-parallel one; it stays the same object, and so does its weight.
+        """Make ``embedding`` a vocabulary-parallel one in place; its weight is the same Parameter too.
 
-        What a subclass of nn.Embedding does beside the lookup (Gemma scales) is done as before, on each rank's rows. A
-        weight that is already sharded the same way, since it is tied to a head that came first, is kept. Raises
-        ValueError as ``check_adoptable`` does.
+        A subclass of nn.Embedding may change the result of the lookup (Gemma scales it), on each rank's rows. A weight
+        that is already sharded the same way, since it is tied to a head that came first, is kept. Raises ValueError as
+        ``check_adoptable`` does.
         """
         if isinstance(embedding, cls):
             return embedding
@@ -66,7 +66,7 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
         return type(f"VocabParallel{kind.__name__}", (cls, kind), {})
 
     def _look_up_in(self, rows: tuple[int, int], topology: Topology) -> None:
-        # Kept as numbers: under ZeRO-3 the weight has its shape in forward only.
+        # ZeRO-3 gives the weight its shape in forward only, so keep these numbers.
         self.first_row, end = rows
         self.rows = end - self.first_row
         if self.padding_idx is not None:
@@ -114,7 +114,7 @@ def check_adoptable(embedding: nn.Embedding, size: int) -> None:
 
 
 def _keep_rows(embedding: nn.Embedding, topology: Topology) -> tuple[int, int]:
-    """Reduce the weight, which stays the same Parameter, to this rank's rows; returns their range."""
+    """Reduce the weight to this rank's rows, in place; returns their range."""
     sharding, rank = shard_sections(0, [embedding.num_embeddings], topology.size("tp")), topology.rank("tp")
     keep_shard(embedding.get_parameter("weight"), sharding, rank)
     (rows,) = sharding.ranges[rank]

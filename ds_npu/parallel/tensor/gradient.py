@@ -19,15 +19,15 @@ from ds_npu.parallel.runtime.placement import mark_partial
 
 @dataclass(frozen=True)
 class PartialSum:
-    """A hook on a parameter that sums its gradient over ``group``; it is linear, so it may be run for parts of it."""
+    """A hook on a parameter that sums its gradient over ``group``; it is linear, so it may sum parts one by one."""
 
     group: dist.ProcessGroup | None
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The sum; None in a backward that has left the whole gradient for later."""
+        """The sum; None in a backward that has postponed the whole gradient."""
         if gradient is None:
             return None
-        # The sum is of a copy: somebody else may hold the gradient that autograd hands out.
+        # Sum a copy: other code may hold the gradient that autograd passes.
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self.group).wait()
 
 
@@ -35,7 +35,7 @@ def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> No
     """Sum every gradient of ``parameter`` over ``group``, the tensor ranks, before ZeRO or an accumulation sees it."""
     mark_partial(parameter, "tp")
     register: Callable[[PartialSum], RemovableHandle] = parameter.register_hook
-    # A frozen one may be trained later on; torch registers hooks only on what is trained, and then keeps them.
+    # A frozen parameter may be trained later; torch registers hooks only on trained ones, and then keeps them.
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
     register(PartialSum(group))

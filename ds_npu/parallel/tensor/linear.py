@@ -34,10 +34,10 @@ class _ColumnContext(Context):
 
 
 class _Columns(torch.autograd.Function):
-    """y_i = x W_iᵀ + b_i, where x enters a region: one collective each way, whatever the number of weights.
+    """y_i = x W_iᵀ + b_i, where x enters a region: one collective in forward and one in backward for all weights.
 
     In backward the collective of dx runs while the weight gradients are computed; with sequence parallelism only the
-    shard of x is kept, and x is gathered again while dx is computed. Returns every y_i, or with ``stacked`` all in one.
+    shard of x is kept, and x is gathered again while dx is computed. Returns every y_i, or with ``stacked`` one tensor.
     """
 
     @staticmethod
@@ -51,9 +51,9 @@ class _Columns(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         ctx.axis, ctx.layouts, ctx.stacked = axis, layouts, stacked
-        # Not read from saved tensors: activation checkpointing puts other tensors in their place.
+        # Saved tensors have no sinks: activation checkpointing replaces them by other tensors.
         ctx.sinks = [None if weight is None else gradient_sink(weight) for weight in weights]
-        # Where all weights are frozen (beside adapters) backward does not need x.
+        # Backward does not need x where all weights are frozen (adapters are trained instead).
         ctx.save_for_backward(x if any(ctx.needs_input_grad[4::2]) else None, *parameters)
         used = [layout.used(bias) for layout, bias in zip(layouts, biases, strict=True)]
         matrices = [each.forward(weight) for each, weight in zip(layouts, weights, strict=True) if weight is not None]
@@ -94,7 +94,7 @@ Operands = Sequence[torch.Tensor]
 def _products(
     x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """[B, S, N_i] of each of ``matrices``."""
+    """The product [B, S, N_i] of ``x`` with each of ``matrices``."""
     if not axis.sequence_parallel:
         return tuple(functional.linear(x, matrix.t(), bias) for matrix, bias in zip(matrices, biases, strict=True))
     _, outputs = axis.collectives.gather_matmul(x, matrices, gathered=False)
@@ -107,18 +107,18 @@ def _products(
 def _stacked(
     x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """[n, B, S, N] of ``matrices`` of one size, each product written into its place."""
+    """The products [n, B, S, N] of ``x`` with ``matrices`` of one size, written into one tensor."""
     if axis.sequence_parallel and not isinstance(axis.collectives, SerialCollectives):
         # Overlapped products allocate their own outputs.
         return torch.stack(_products(x, axis, matrices, biases))
     if axis.sequence_parallel:
         x = all_gather(x, SEQUENCE_DIM, axis.group).wait()
     out = x.new_empty(len(matrices), *x.shape[:-1], matrices[0].shape[1])
-    for place, matrix, bias in zip(out.flatten(1, -2), matrices, biases, strict=True):
+    for target, matrix, bias in zip(out.flatten(1, -2), matrices, biases, strict=True):
         if bias is None:
-            torch.mm(x.flatten(0, -2), matrix, out=place)
+            torch.mm(x.flatten(0, -2), matrix, out=target)
         else:
-            torch.addmm(bias, x.flatten(0, -2), matrix, out=place)
+            torch.addmm(bias, x.flatten(0, -2), matrix, out=target)
     return out
 
 
@@ -173,7 +173,7 @@ class _Linear(torch.autograd.Function):
         ctx.layout, ctx.sink = layout, gradient_sink(weight)
         ctx.save_for_backward(x, weight, bias)
         y = functional.linear(x, layout.forward(weight).t(), layout.used(bias))
-        # autograd lets nobody change a view in place that a Function returns, as nn.ReLU(inplace=True) does.
+        # Autograd refuses in-place changes, as by nn.ReLU(inplace=True), of a view that a Function returns.
         not_a_view: torch.Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return not_a_view
 
@@ -199,7 +199,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lay
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the dtype in which autocast multiplies, with its gradient sink, which takes the product uncast.
+    """``tensor`` in autocast's dtype of multiplications, with its gradient sink, which takes the uncast product.
 
     Autocast does not see the operands of our autograd functions.
     """
@@ -215,7 +215,7 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
 class ColumnLinear(ShowsWhole):
     """A column-parallel linear layer: this rank has a shard of its outputs.
 
-    With ``inside``, hidden states given as a plain tensor are in the region already; without, they enter it here.
+    With ``inside``, a plain tensor of hidden states is in the region already; without, it enters the region here.
     """
 
     def __init__(
@@ -224,12 +224,12 @@ class ColumnLinear(ShowsWhole):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.axis, self.layout, self.inside = axis, layout, inside
-        self.together = Projections([self])
+        self.projections = Projections([self])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, K], or its shard [B, s, K], to [B, S, N]."""
         if isinstance(x, RegionInput):
-            return self.together.output(self, x)
+            return self.projections.output(self, x)
         if self.inside:
             return linear(x, self.weight, self.bias, self.layout)
         return column_outputs([self], x)[0]
@@ -240,7 +240,7 @@ class ColumnLinear(ShowsWhole):
 
 
 def column_outputs(layers: Sequence[ColumnLinear], x: torch.Tensor, stacked: bool = False) -> tuple[torch.Tensor, ...]:
-    """[B, S, N_i] of each of ``layers``, for one ``x`` from outside of the region; if ``stacked``, one [n, B, S, N]."""
+    """The output [B, S, N_i] of each of ``layers`` for ``x`` from outside of the region; ``stacked``: [n, B, S, N]."""
     parameters = (None if each is None else _autocast(each) for layer in layers for each in (layer.weight, layer.bias))
     layouts = [layer.layout for layer in layers]
     return _columns(_autocast(x).contiguous(), layers[0].axis, layouts, stacked, *parameters)
@@ -250,7 +250,7 @@ class Projections:
     """Column linears that a module calls one after another with the same hidden states (query, key and value).
 
     The first call computes the outputs of all of them, so that hidden states enter the region once. The RegionInput
-    keeps those of the others until they are called.
+    keeps the other outputs until their layers are called.
     """
 
     def __init__(self, layers: Sequence[ColumnLinear]) -> None:
@@ -271,27 +271,27 @@ class Projections:
 def stacked_outputs(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
     """The outputs of ``layers``, which have one size, in one tensor [n, B, S, N].
 
-    Column linears of one ``Projections`` write into it, and their forwards are not called; for others it is a copy.
+    Column linears of one ``Projections`` write into it, without calls of their forwards; other outputs are copied.
     """
     first = layers[0]
     if isinstance(x, RegionInput) and isinstance(first, ColumnLinear):
-        together = first.together
-        if [id(each) for each in together.layers] == [id(each) for each in layers]:
-            return together.stacked(x)
+        projections = first.projections
+        if [id(each) for each in projections.layers] == [id(each) for each in layers]:
+            return projections.stacked(x)
     return torch.stack([layer(x) for layer in layers])
 
 
-def project_together(layers: Sequence[ColumnLinear]) -> None:
+def group_projections(layers: Sequence[ColumnLinear]) -> None:
     """Compute the outputs of all of ``layers`` at the first call: hidden states enter the region once for all."""
-    together = Projections(layers)
+    projections = Projections(layers)
     for layer in layers:
-        layer.together = together
+        layer.projections = projections
 
 
 class RowLinear(ShowsWhole):
     """A row-parallel linear layer: this rank has a shard of its inputs; the sum over the ranks leaves the region.
 
-    The output may be modified in place (a residual that is added to it).
+    The caller may modify the output in place (add a residual to it).
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis, layout: WeightLayout) -> None:
@@ -315,7 +315,7 @@ class ColumnParallelLinear(ColumnLinear):
     """``nn.Linear`` sharded along its outputs, for models that are written with tensor parallelism.
 
     Takes hidden states that are the same on every tensor rank, [B, S, in_features] (with ``sequence_parallel``, this
-    rank's shard of the sequence), and returns this rank's [B, S, out_features / tp]. Its weights are shards of those
+    rank's shard of the sequence), and returns this rank's [B, S, out_features / tp]. Its parameters are shards of those
     that nn.Linear draws from the same seed. Raises ValueError where there are fewer outputs than ranks.
     """
 
@@ -338,7 +338,7 @@ class ColumnParallelLinear(ColumnLinear):
 
 
 class RowParallelLinear(RowLinear):
-    """``nn.Linear`` sharded along its inputs: what follows a ColumnParallelLinear.
+    """``nn.Linear`` sharded along its inputs: the layer after a ColumnParallelLinear.
 
     Takes this rank's [B, S, in_features / tp] and returns [B, S, out_features], the same on every tensor rank (with
     ``sequence_parallel``, this rank's shard of the sequence). The bias is whole on every rank. Raises ValueError where

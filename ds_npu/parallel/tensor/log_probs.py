@@ -23,23 +23,23 @@ from ds_npu.parallel.tensor.sharding import Sharding
 
 
 class TokenScores(NamedTuple):
-    """What the head says of each token's target: [...], in float32 or float64, 0 where the target is ignored."""
+    """The scores of each token's target: [...], in float32 or float64, 0 where the target is ignored."""
 
     log_probs: torch.Tensor
-    """Of the target. Differentiable."""
+    """The log-probability of the target. Differentiable."""
     entropy: torch.Tensor
-    """Of the distribution over the words. Differentiable."""
+    """The entropy of the distribution over the words. Differentiable."""
     log_sum_sq_probs: torch.Tensor
     """log(sum_v p_v^2), without gradient."""
     mean_logits: torch.Tensor
-    """Over the words, without gradient."""
+    """The mean of the logits over the words, without gradient."""
     is_top1: torch.Tensor
     """Whether the target is the most likely word, the first of several; bool."""
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model makes of the product with its head: ``softcap * tanh(scale * x / softcap) / temperature``."""
+    """A model's change of the product with its head: ``softcap * tanh(scale * x / softcap) / temperature``."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -61,7 +61,7 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class _Head:
-    """A head, and what becomes of its products."""
+    """A head, and the change of its products."""
 
     shard: HeadShard
     transform: LogitTransform
@@ -93,7 +93,7 @@ class _Scores(torch.autograd.Function):
         column_V = torch.arange(words, device=hidden_TH.device)
         # Rows: the largest logit, and the largest of the words before the target.
         tops_2T = hidden_TH.new_empty(2, len(hidden_TH), dtype=accumulation_dtype(head.shard.dtype))
-        # Rows: sums of e = exp(logit - top), e (logit - top), e^2 and the logits; the target's logit, which one has.
+        # Rows: sums of e = exp(logit - top), e (logit - top), e^2 and the logits; the target's logit, on its rank.
         sums_5T = tops_2T.new_empty(5, len(hidden_TH))
         cast_VH = weight_VH.to(head.shard.dtype)
         for rows in chunks(len(hidden_TH), TOKENS):

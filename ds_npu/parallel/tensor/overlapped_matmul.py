@@ -1,7 +1,7 @@
 """Matrix products of Megatron sequence parallelism that overlap with their collective: pipelined, or in one kernel.
 
 Shape letters: B batch, S sequence, s = S / ranks (a shard), K inner and N outer dimension of a matrix [K, N], P ranks,
-b and c: batch entries and rows of a shard in one piece. Plain tensors: gradients are the caller's.
+b and c: batch entries and rows of a shard in one piece. The caller computes gradients.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 PIECES = 8
 LATENCY_BYTES = round(A2.message * A2.port)
-"""Bytes that a rank sends while a collective starts, by the profile of an A2."""
+"""Bytes that a rank sends in the time that a collective takes to start, by the profile of an A2."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The entries and rows of every rank's shard [B, s, ...] that are sent and multiplied together."""
+    """The entries and rows of every rank's shard [B, s, ...] that are sent and multiplied as one."""
 
     entries: slice
     rows: slice
@@ -44,7 +44,7 @@ class Piece:
         return x_BsK[self.entries, self.rows]
 
     def parts(self, x_BSK: torch.Tensor, ranks: int) -> torch.Tensor:
-        """The piece of every rank's shard of the whole sequence, one behind the other: [P, b, c, K], a view."""
+        """The piece of every rank's shard of the whole sequence, stacked: [P, b, c, K], a view."""
         by_rank = torch.unflatten(x_BSK, 1, (ranks, -1))
         return by_rank[self.entries, :, self.rows].movedim(1, 0)
 
@@ -78,11 +78,11 @@ class _AllPieces:
 
 @dataclass(frozen=True)
 class Pipelined:
-    """In pieces: one is sent while another is multiplied (MindSpeed's CoC).
+    """Overlap in pieces: one is sent while another is multiplied (MindSpeed's CoC).
 
     It sends as many bytes as one collective. Every element is the sum of the same products as without pieces, but the
-    matrix library and the collective may sum in another order for smaller shapes: equal to rounding, not bitwise. What
-    is gathered is equal bitwise.
+    matrix library and the collective may sum in another order for smaller shapes: equal to rounding, not bitwise. The
+    gathered tensor is equal bitwise.
     """
 
     group: dist.ProcessGroup | None
@@ -95,7 +95,7 @@ class Pipelined:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """All-gather [B, s, K] along the sequence: returns [B, S, K] and its product with each matrix, [B, S, N_i].
 
-        Where ``gathered`` is false the first may be empty.
+        Where ``gathered`` is false the first result may be empty.
         """
         ranks = dist.get_world_size(self.group)
         batch, rows, inner = x_shard.shape
@@ -105,16 +105,16 @@ class Pipelined:
             return whole, [torch.matmul(whole, matrix) for matrix in matrices]
         whole = x_shard.new_empty((batch, ranks * rows, inner) if gathered else 0)
         products = [x_shard.new_empty(batch, ranks * rows, matrix.shape[1]) for matrix in matrices]
-        places = [piece.parts(whole, ranks) if gathered else None for piece in pieces]
-        pending = self._gather(x_shard, pieces[0], places[0])
-        for index, (piece, place) in enumerate(zip(pieces, places, strict=True), start=1):
+        targets = [piece.parts(whole, ranks) if gathered else None for piece in pieces]
+        pending = self._gather(x_shard, pieces[0], targets[0])
+        for index, (piece, target) in enumerate(zip(pieces, targets, strict=True), start=1):
             parts = pending.wait()
             if index < len(pieces):
-                pending = self._gather(x_shard, pieces[index], places[index])
+                pending = self._gather(x_shard, pieces[index], targets[index])
             for matrix, product in zip(matrices, products, strict=True):
                 _multiply_into(piece.parts(product, ranks), parts, matrix)
-            if place is not None and place is not parts:
-                place.copy_(parts)
+            if target is not None and target is not parts:
+                target.copy_(parts)
         return whole, products
 
     def matmul_scatter(self, pairs: Sequence[Pair]) -> Pending[torch.Tensor]:
@@ -134,21 +134,21 @@ class Pipelined:
         return Pending(out, _AllPieces(pending))
 
     def _pieces(self, batch: int, rows: int, message_bytes: int) -> list[Piece]:
-        # Of a collective of m bytes in p pieces 1 / p cannot be hidden, and starting a piece costs the time of l bytes:
+        # A collective of m bytes in p pieces hides all but m / p bytes, and starting a piece costs the time of l bytes:
         # m / p + p * l is least at p = sqrt(m / l).
         return shard_pieces(batch, rows, min(self.pieces, math.isqrt(message_bytes // self.latency_bytes)))
 
-    def _gather(self, x_BsK: torch.Tensor, piece: Piece, place: torch.Tensor | None) -> Pending[torch.Tensor]:
+    def _gather(self, x_BsK: torch.Tensor, piece: Piece, target: torch.Tensor | None) -> Pending[torch.Tensor]:
         shard = piece.shard(x_BsK)
-        if place is None or not place.is_contiguous():
-            place = shard.new_empty(dist.get_world_size(self.group), *shard.shape)
-        return gather_parts(place, shard, self.group)
+        if target is None or not target.is_contiguous():
+            target = shard.new_empty(dist.get_world_size(self.group), *shard.shape)
+        return gather_parts(target, shard, self.group)
 
-    def _scatter(self, parts_PbcN: torch.Tensor, place_bcN: torch.Tensor) -> Pending[torch.Tensor]:
-        if place_bcN.is_contiguous():
-            return scatter_parts(place_bcN, parts_PbcN, self.group)
+    def _scatter(self, parts_PbcN: torch.Tensor, out_bcN: torch.Tensor) -> Pending[torch.Tensor]:
+        if out_bcN.is_contiguous():
+            return scatter_parts(out_bcN, parts_PbcN, self.group)
         mine = parts_PbcN.new_empty(parts_PbcN.shape[1:])
-        return Pending(mine, scatter_parts(mine, parts_PbcN, self.group), place_bcN.copy_)
+        return Pending(mine, scatter_parts(mine, parts_PbcN, self.group), out_bcN.copy_)
 
 
 def _check_divides(x_BSK: torch.Tensor, ranks: int) -> None:
@@ -156,17 +156,17 @@ def _check_divides(x_BSK: torch.Tensor, ranks: int) -> None:
         raise ValueError(f"dim 1 of {tuple(x_BSK.shape)}, the sequence, does not divide by the group's {ranks} ranks")
 
 
-def _multiply_into(place_PbcN: torch.Tensor, parts_PbcK: torch.Tensor, matrix: torch.Tensor) -> None:
-    """One product for all ranks' parts, written directly into its place where that is contiguous."""
+def _multiply_into(out_PbcN: torch.Tensor, parts_PbcK: torch.Tensor, matrix: torch.Tensor) -> None:
+    """Write one product for all ranks' parts into ``out_PbcN``: without a copy where that is contiguous."""
     x_MK = parts_PbcK.flatten(0, -2)
-    if place_PbcN.is_contiguous():
-        torch.mm(x_MK, matrix, out=place_PbcN.flatten(0, -2))
+    if out_PbcN.is_contiguous():
+        torch.mm(x_MK, matrix, out=out_PbcN.flatten(0, -2))
     else:
-        place_PbcN.copy_(torch.mm(x_MK, matrix).view(place_PbcN.shape))
+        out_PbcN.copy_(torch.mm(x_MK, matrix).view(out_PbcN.shape))
 
 
 def _sum_of_products(pairs: Sequence[Pair], piece: Piece, ranks: int) -> torch.Tensor:
-    """[P, b, c, N]; a piece of an operand is copied where it is not contiguous."""
+    """The sum of products [P, b, c, N] of ``piece``; a part of an operand that is not contiguous is copied."""
     operands = [(piece.parts(x, ranks), matrix) for x, matrix in pairs]
     (first, matrix), *others = operands
     total = torch.mm(first.flatten(0, -2), matrix)
@@ -189,20 +189,20 @@ class FusedKernels(Protocol):
 
 @dataclass(frozen=True)
 class Fused:
-    """In one kernel of torch_npu (MC2) where it takes the operands, else ``fallback``, and a warning says why.
+    """Overlap in one kernel of torch_npu (MC2) where it takes the operands, else ``fallback``, and a warning says why.
 
-    On an A2 all fused kernels of a process must use one group (op-plugin's documentation): one such object a process.
+    On an A2 all fused kernels of a process must use one group (op-plugin's documentation): make one object a process.
     """
 
     group: dist.ProcessGroup
     fallback: Pipelined
 
     def unmet_gather(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> str | None:
-        """Why ``gather_matmul`` is not fused for these operands, None if it is; reads no value of them."""
+        """The reason why ``gather_matmul`` is not fused for these operands, None if it is; reads no value of them."""
         return self._unmet(x, _widest(matrices))
 
     def unmet_scatter(self, pairs: Sequence[Pair]) -> str | None:
-        """Why ``matmul_scatter`` is not fused for these operands, None if it is; reads no value of them."""
+        """The reason why ``matmul_scatter`` is not fused for these operands, None if it is; reads no value of them."""
         if len(pairs) != 1:
             return f"a sum of {len(pairs)} products is scattered; the kernel has one"
         return self._unmet(*pairs[0])
@@ -210,7 +210,7 @@ class Fused:
     def gather_matmul(
         self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """As Pipelined's; of several matrices the widest is fused, the others are multiplied after it."""
+        """Pipelined's ``gather_matmul``; of several matrices the widest is fused, the others are multiplied later."""
         if reason := self.unmet_gather(x_shard, matrices):
             _warn("an all-gather with a product", reason)
             return self.fallback.gather_matmul(x_shard, matrices, gathered)
@@ -223,7 +223,7 @@ class Fused:
         return whole, [fused_BSN if matrix is fused else torch.matmul(whole, matrix) for matrix in matrices]
 
     def matmul_scatter(self, pairs: Sequence[Pair]) -> Pending[torch.Tensor]:
-        """As Pipelined's; the kernel is queued on the current stream, so there is nothing to wait for."""
+        """Pipelined's ``matmul_scatter``; the kernel is queued on the current stream, so waiting does nothing."""
         if reason := self.unmet_scatter(pairs):
             _warn("a product with a reduce-scatter", reason)
             return self.fallback.matmul_scatter(pairs)
@@ -262,7 +262,7 @@ class Fused:
 
 
 def _widest(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The matrix whose product takes longest, and so hides most."""
+    """The matrix whose product takes longest, and so hides most of the collective."""
     return max(matrices, key=lambda matrix: matrix.shape[1])
 
 

@@ -39,18 +39,18 @@ def _generators(device_type: str) -> list[_DefaultGenerator]:
 
 
 def generator_states(device_type: str) -> States:
-    """The states of the default generators of the CPU and of the device, on the host; nothing waits for the device."""
+    """The states of the default generators of CPU and device, on the host, without waiting for the device."""
     return [generator.get_rng_state() for generator in _generators(device_type)]
 
 
 def restore_generators(device_type: str, states: States) -> None:
-    """Set the states that ``generator_states`` gave."""
+    """Set the states that ``generator_states`` returned."""
     for generator, state in zip(_generators(device_type), states, strict=True):
         generator.set_rng_state(state)
 
 
 def _seed(device_type: str, seed: int) -> None:
-    # Not torch.manual_seed: that seeds every device.
+    # torch.manual_seed would seed every device.
     torch.default_generator.manual_seed(seed)
     if device_type != "cpu":
         torch.get_device_module(device_type).manual_seed(seed)
@@ -70,7 +70,7 @@ class RegionRandomness:
         self.is_sharded = topology.size(axis) > 1
         self.device_type = device_type
         self._outside: Fact[tuple[States, ...]] = Fact()
-        """Around each of the regions, outermost first."""
+        """The states around each of the regions, outermost first."""
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -99,7 +99,7 @@ class RegionRandomness:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Inside of a region, draw the numbers from outside of it: for what every tensor rank computes alike."""
+        """In a region, a context that draws the numbers from outside: for computations that ranks replicate."""
         micro_batch = running()
         states = self._outside.of(micro_batch)
         if micro_batch is None or not states:

@@ -5,8 +5,8 @@ Outside of regions hidden states are the same on every tensor rank, or, with Meg
 (arXiv:2205.05198), shards [B, S / tp, H] of the sequence.
 
 A user's module knows nothing of this: it reads the shape of its hidden states, and passes them to its projections. So
-it is given a RegionInput, which has the shape of the whole hidden states, and from which column linears together take
-one collective. Any other use of it uses hidden states that have entered the region.
+it is given a RegionInput, which has the shape of the whole hidden states, and which grouped column linears gather with
+one collective. Any other operation on it uses hidden states that have entered the region.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPE_ONLY: set[Operation] = {
     torch.Tensor.__len__,
     *(tensor_property(name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
 }
-"""Operations on a RegionInput for which it need not enter the region."""
+"""Operations on a RegionInput that do not make it enter the region."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class SequenceShards:
 
     @property
     def count(self) -> int:
-        """How many tokens of each sequence a rank holds, with padding: S / tp, rounded up."""
+        """The number of tokens of each sequence on a rank, with padding: S / tp, rounded up."""
         return -(-self.length // self.axis.size)
 
     def shard(self, x_BSH: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class SequenceShards:
         return shard(padded(x_BSH, self.axis.size), SEQUENCE_DIM, self.axis.group)
 
     def collect(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        """[B, S, H], the same on every rank."""
+        """Gather [B, S, H], the same on every rank."""
         return self.unpad(collect(x_BsH, SEQUENCE_DIM, self.axis.group))
 
     def unpad(self, x_BSH: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class SequenceShards:
 
 
 class SequenceParallel:
-    """Finds the SequenceShards of the hidden states that parts of one model are given."""
+    """The SequenceShards of each forward of one model, found by the hidden states in it."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
@@ -86,7 +86,7 @@ class SequenceParallel:
 
     @contextmanager
     def new_forward(self, x_BSH: torch.Tensor) -> Iterator[tuple[MicroBatch, SequenceShards]]:
-        """Make the calls within part of a MicroBatch that knows those of ``x``: the running one, if it knows none."""
+        """A context in a MicroBatch that knows the SequenceShards of ``x``: the running one, if it knows none yet."""
         around = running()
         is_free = around is not None and self._shards.of(around) is None
         with within(around) if is_free else new_forward() as micro_batch:
@@ -99,7 +99,7 @@ class SequenceParallel:
         return made
 
     def of(self, x_BsH: torch.Tensor, keywords: Keywords | None = None) -> SequenceShards:
-        """Those of the hidden states ``x`` of a module in a block, which carry their MicroBatch from now on."""
+        """The SequenceShards of the hidden states ``x`` of a module in a block; ``x`` then carries its MicroBatch."""
         micro_batch = running() or carried_by(x_BsH)
         if micro_batch is not None:
             micro_batch.carry_by(x_BsH)
@@ -108,11 +108,11 @@ class SequenceParallel:
     def find(
         self, micro_batch: MicroBatch | None, count: int | None = None, keywords: Keywords | None = None
     ) -> SequenceShards:
-        """Those that ``micro_batch`` knows, of ``count`` tokens a rank (None: whatever their number).
+        """The SequenceShards that ``micro_batch`` knows, of ``count`` tokens a rank (None: any number).
 
-        A part of a block that a checkpoint of the user's computes again is in no MicroBatch. Then the ``position_ids``
-        or ``position_embeddings`` among ``keywords`` tell the length, or the forwards whose hidden states still exist
-        do, where only one length is possible; else raises ValueError.
+        A part of a block that a user's checkpoint computes again is in no MicroBatch. Then the length is that of the
+        ``position_ids`` or ``position_embeddings`` among ``keywords``, or that of the forwards whose hidden states
+        still exist, where only one length is possible; else raises ValueError.
         """
         known = self._shards.of(micro_batch)
         if known is not None and count in (None, known.count):
@@ -133,7 +133,7 @@ class SequenceParallel:
 
 
 def _length_told(keywords: Keywords) -> set[int]:
-    """The length of the sequences that the arguments of an attention tell, if they do."""
+    """The length of the sequences by the arguments of an attention; empty where they do not tell it."""
     if keywords.get("position_ids") is not None:
         return {keywords["position_ids"].shape[-1]}
     if keywords.get("position_embeddings") is not None:
@@ -148,14 +148,14 @@ def padded(x_BSH: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 class RegionInput(torch.Tensor):
-    """Hidden states that are about to enter a region: their shape reads as [B, S, H], also where they are a shard."""
+    """Hidden states that are about to enter a region: their shape is [B, S, H], even where ``source`` is a shard."""
 
     source: torch.Tensor
     """Hidden states outside of the region: [B, S, H], or a shard of it."""
     axis: TensorAxis
     shards: SequenceShards | None
     projected: dict[object, torch.Tensor]
-    """By linear, the outputs of those that are computed together and have not been called yet."""
+    """The outputs of grouped linears that were computed with another's and not returned yet, by linear."""
     _entered: torch.Tensor | None
 
     @staticmethod
@@ -195,7 +195,7 @@ class RegionInput(torch.Tensor):
 
 
 def join_hidden_states(model: nn.Module, blocks: int, sequences: SequenceParallel) -> None:
-    """Gather the sequence shards in the output of ``model``: ``hidden_states``, those between its blocks."""
+    """Gather the sequence shards in the ``hidden_states`` of the output of ``model``: the states between its blocks."""
 
     def collected(x: torch.Tensor | None) -> torch.Tensor | None:
         if x is None:
@@ -203,7 +203,7 @@ def join_hidden_states(model: nn.Module, blocks: int, sequences: SequenceParalle
         return sequences.find(carried_by(x) or running(), x.shape[SEQUENCE_DIM]).collect(x)
 
     def joined(states: Any) -> Any:
-        # Those before the first block and after the last are whole already.
+        # The states before the first block and after the last are whole already.
         if type(states) is tuple and len(states) == blocks + 1 and all(map(_is_hidden_states, states)):
             first, *between, last = states
             return (first, *map(collected, between), last)
@@ -223,7 +223,7 @@ def _is_hidden_states(value: Any) -> bool:
 
 
 RandomNumbers = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which a module draws the random numbers that it is to have (``RegionRandomness``)."""
+"""A function that makes the context of a module's random numbers (``RegionRandomness``)."""
 
 
 def make_region(
@@ -264,9 +264,9 @@ def check_sequences(x: torch.Tensor, who: str) -> None:
 def run_on_whole_sequences(
     module: nn.Module, sequences: SequenceParallel, random_numbers: RandomNumbers = nullcontext
 ) -> None:
-    """Gather the sequence shards that ``module`` is given, run it on whole sequences on every rank, shard its output.
+    """Gather the sequence shards of the input of ``module``, run it on whole sequences on every rank, shard its output.
 
-    The gradients of its weights are then whole on each rank. It runs in ``random_numbers``, which the ranks share.
+    The gradients of its weights are then whole on each rank. It runs in ``random_numbers``, the same on all ranks.
     """
     name, who = first_parameter_name(module), type(module).__name__
 
@@ -277,7 +277,7 @@ def run_on_whole_sequences(
 
         def collected(each: Any) -> Any:
             mine = isinstance(each, torch.Tensor) and each.shape == given.shape
-            # Modules take views of their input; without padding it is not contiguous.
+            # Modules may view their input, which is not contiguous once its padding is cut off.
             return shards.collect(each).contiguous() if mine else each
 
         args, kwargs = tree_map(collected, (args, kwargs))
@@ -299,7 +299,7 @@ def run_on_whole_sequences(
 def run_on_sequence_shards(
     blocks: list[nn.Module], sequences: SequenceParallel, random_numbers: RandomNumbers = nullcontext
 ) -> None:
-    """Shard the hidden states that the first of ``blocks`` is given, gather those that the last returns.
+    """Shard the hidden states that enter the first of ``blocks``, gather those that leave the last.
 
     The blocks run in ``random_numbers``. The hidden states between them carry their MicroBatch.
     """
@@ -355,11 +355,11 @@ def _argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _hidden_states(out: Any) -> torch.Tensor:
-    """Those that a block returns: ``out``, or the first of it."""
+    """The hidden states in the result ``out`` of a block: all of it, or its first item."""
     found: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return found
 
 
 def _with_hidden_states(out: Any, x: torch.Tensor) -> Any:
-    """``out`` of a block with other hidden states."""
+    """The result ``out`` of a block with the hidden states ``x`` instead."""
     return (x, *out[1:]) if isinstance(out, tuple) else x

@@ -1,11 +1,11 @@
-"""Who may compute with one rank's shard of a weight: ds_npu, DeepSpeed and optimizers, and nobody else.
+"""Access control of one rank's shard of a weight: only ds_npu, DeepSpeed and optimizers may compute with it.
 
 A shard looks like a weight. Code that knows nothing of tensor parallelism and multiplies by it (a fused loss that reads
 the head's weight, a penalty over all parameters) would silently compute something else than one process does. So the
-parameters of a sharded model are ``ShardedParameter``s, and those of its experts on ranks ``GuardedParameter``s.
-Everybody can read their metadata (shape, dtype, device, ...); a computation by other code raises ShardAccessError,
-which names the weight and the reader. Copies are ``ShardCopy``s, for which the same holds, so that shards can be kept
-and put back, but not written as a model's weights.
+parameters of a sharded model are ``ShardedParameter``s, and those of its sharded experts ``GuardedParameter``s.
+Any code can read their metadata (shape, dtype, device, ...); a computation by other code raises ShardAccessError,
+which names the weight and the reader. Copies are ``ShardCopy``s under the same rules, so that shards can be kept and
+restored, but not saved as a model's weights.
 
 The attribute of a module that holds a sharded weight (``lm_head.weight``) reads as the whole one: ``whole_weight.py``.
 """
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from ds_npu.parallel.tensor.sharding import Sharding
 
 Operation = Callable[..., Any]
-"""A function of tensors, as ``__torch_function__`` is given it."""
+"""A function of tensors, as ``__torch_function__`` gets it."""
 Arguments = tuple[Any, ...]
 Keywords = Mapping[str, Any]
 
@@ -44,38 +44,38 @@ ENTRY_MODULES = ("ds_npu.parallel.tensor.shard_access", "ds_npu.parallel.tensor.
 """The modules that are called when a shard is used; the reader is found among their callers."""
 
 VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
-"""Attributes of a tensor that are made of its values; all others are metadata."""
+"""Attributes of a tensor that depend on its values; all others are metadata."""
 METADATA = {
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "__len__"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_pinned", "is_same_size", "get_device"),
     *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
     *("_has_compatible_shallow_copy_type", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
 }
-"""Functions that say nothing of a tensor's values (addresses tell which weights are tied)."""
+"""Functions that do not read a tensor's values (addresses show which weights are tied)."""
 SERIALIZATION_READS = {
     torch.Tensor.data_ptr,
     torch.Tensor.untyped_storage,
     torch.Tensor.storage,
     torch.Tensor._typed_storage,
 }
-"""Metadata by which a tensor is written to a file: other code may not read these of a ShardCopy."""
+"""Metadata for writing a tensor to a file: other code may not read these of a ShardCopy."""
 COPIES = {
     *("detach", "clone", "contiguous", "to", "cpu", "cuda", "npu", "pin_memory"),
     *("float", "double", "half", "bfloat16", "__get__:data"),
 }
-"""Functions whose result is the same shard again."""
+"""Functions that copy a shard."""
 REPLACE = {"copy_", "__set__:data"}
 """Functions that overwrite a shard; other code may use them with a copy of the same shard."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a tensor is one rank's shard of."""
+    """The whole of which a tensor is one rank's shard."""
 
     described: str
-    """The whole, and how it is sharded: for errors."""
+    """A description of the whole and its sharding, for errors."""
     remedy: str
-    """What to do in place of computing with the shard: for errors."""
+    """The advice in errors: an alternative to computing with the shard."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # A tensor read from a file is no shard of this model.
@@ -86,9 +86,9 @@ class WeightShard(Shard):
     """The weight that a ShardedParameter is a shard of."""
 
     name: str
-    """Of the weight, in the model."""
+    """The name of the weight in the model."""
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """The shape of the whole weight."""
     sharding: Sharding
     group: dist.ProcessGroup | None
     """The tensor ranks."""
@@ -109,11 +109,11 @@ WEIGHT_REMEDY = (
 
 
 class ShardAccessError(RuntimeError):
-    """Other code computes with one tensor rank's shard of a weight as if it were the whole."""
+    """Raised where other code computes with one tensor rank's shard of a weight as if it were the whole."""
 
 
 class _Scopes(threading.local):
-    """How deep this thread is in each of the scopes below."""
+    """The number of scopes of each kind below that this thread is in."""
 
     allowed = 0
     forwards = 0
@@ -125,7 +125,7 @@ _scopes = _Scopes()
 
 @contextmanager
 def allow_shard_access() -> Iterator[None]:
-    """Let all code that this thread runs meanwhile compute with shards: an optimizer, or a user's module."""
+    """A context in which all code of this thread may compute with shards: an optimizer, or a user's module."""
     _scopes.allowed += 1
     try:
         yield
@@ -135,7 +135,7 @@ def allow_shard_access() -> Iterator[None]:
 
 @contextmanager
 def model_forward_scope() -> Iterator[None]:
-    """Around the forward of a sharded model, which every tensor rank runs at the same time."""
+    """A context for the forward of a sharded model, which every tensor rank runs at the same time."""
     _scopes.forwards += 1
     try:
         yield
@@ -145,7 +145,7 @@ def model_forward_scope() -> Iterator[None]:
 
 @contextmanager
 def region_scope() -> Iterator[None]:
-    """Around the forward of a module in which tensor ranks hold different tokens, heads or columns."""
+    """A context for the forward of a module in which tensor ranks hold different tokens, heads or columns."""
     _scopes.regions += 1
     try:
         yield
@@ -154,9 +154,9 @@ def region_scope() -> Iterator[None]:
 
 
 def ranks_agree() -> bool:
-    """Whether every tensor rank is here now and computes the same: in a model's forward, outside of its regions.
+    """Whether all tensor ranks run the same computation now: in a model's forward, outside of its regions.
 
-    That holds in a backward as well (which recomputes what was not kept).
+    That holds in a backward as well (which may recompute parts of the forward).
     """
     return not _scopes.regions and (_scopes.forwards > 0 or torch._C._current_graph_task_id() >= 0)
 
@@ -167,7 +167,7 @@ def is_internal() -> bool:
 
 
 def _outsider() -> FrameType | None:
-    """The frame on whose behalf a shard is used; None where its package may compute with shards."""
+    """The frame of the code that uses a shard; None where its package may compute with shards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in ENTRY_MODULES:
         frame = frame.f_back
@@ -194,7 +194,7 @@ def refusal(shard: Shard, what: str) -> ShardAccessError:
 
 @functools.lru_cache(maxsize=1024)
 def _name(func: Any) -> str:
-    """``size``, or ``__get__:data`` for an attribute."""
+    """The name of ``func``: ``size``, or ``__get__:data`` for an attribute."""
     name = str(func.__name__)
     if name not in ("__get__", "__set__", "__delete__"):
         return name
@@ -205,13 +205,13 @@ def _name(func: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def is_metadata(func: Operation) -> bool:
-    """Whether ``func`` says nothing of the values of the tensors that it is given."""
+    """Whether ``func`` does not read the values of its tensors."""
     kind, _, attribute = _name(func).partition(":")
     return attribute not in VALUES if attribute else kind in METADATA
 
 
 def _checked(func: Operation, args: Arguments, kwargs: Keywords | None) -> Any:
-    """``func(*args, **kwargs)``, with shards among the arguments, if its caller may do that."""
+    """Call ``func`` with shards among its arguments, if the caller may do that; else raise ShardAccessError."""
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
         if (is_metadata(func) and func not in SERIALIZATION_READS) or is_internal():
@@ -251,13 +251,13 @@ class GuardedParameter(nn.Parameter):
 
 
 class ShardedParameter(GuardedParameter):
-    """One whose weight the tensor ranks can gather."""
+    """A GuardedParameter whose weight the tensor ranks can gather."""
 
     shard: WeightShard
 
 
 class ShardCopy(torch.Tensor):
-    """A copy of this rank's shard: what ``state_dict()`` returns to other code than DeepSpeed and ds_npu."""
+    """A copy of this rank's shard, as ``state_dict()`` returns it to other code than DeepSpeed and ds_npu."""
 
     shard: Shard
 
@@ -284,7 +284,7 @@ def _deep_copy(held: GuardedParameter | ShardCopy, memo: dict[int, ShardCopy]) -
 
 
 def protect(parameter: nn.Parameter, shard: Shard) -> None:
-    """Make ``parameter``, which stays the same object, a GuardedParameter; with a WeightShard a ShardedParameter."""
+    """Make ``parameter`` a GuardedParameter in place; with a WeightShard a ShardedParameter."""
     if isinstance(parameter, GuardedParameter):
         return  # Tied, and protected under its first name.
     kind = ShardedParameter if isinstance(shard, WeightShard) else GuardedParameter
@@ -294,11 +294,11 @@ def protect(parameter: nn.Parameter, shard: Shard) -> None:
 
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard as a plain tensor without gradient, for code that knows it is one; it shares its memory."""
+    """This rank's shard as a plain tensor in the same memory, without gradient, for code that knows it is a shard."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.detach()
 
 
-# Files that hold a ShardCopy name this function, so it keeps its name.
+# Files that hold a ShardCopy refer to this function by its name.
 def _nothing() -> None:
     return None

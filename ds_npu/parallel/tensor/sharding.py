@@ -1,4 +1,4 @@
-"""Which shard of a weight each rank of an axis holds: index ranges along one dim, as data."""
+"""The sharding of a weight over the ranks of an axis: index ranges along one dim, as data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor of ``size`` along ``dim`` is sharded: rank r of the axis holds ``ranges[r]``."""
+    """The sharding of a tensor of ``size`` along ``dim``: rank r of the axis holds ``ranges[r]``."""
 
     dim: int
     size: int
@@ -60,7 +60,7 @@ class Sharding:
 def near_even(count: int, parts: int, what: str = "columns") -> list[tuple[int, int]]:
     """``parts`` consecutive ranges of 0 .. count whose lengths differ by at most one, the longer ones first.
 
-    Raises ValueError where there are fewer than one for each.
+    Raises ValueError where ``count`` is less than ``parts``.
     """
     if count < parts:
         raise ValueError(f"{count} {what} cannot be sharded over {parts} tensor ranks: each needs at least one")
@@ -72,8 +72,8 @@ def near_even(count: int, parts: int, what: str = "columns") -> list[tuple[int, 
 def shard_sections(dim: int, sections: Sequence[int], tensor_size: int, unit: int = 1) -> Sharding:
     """Shard each of the ``sections`` of ``dim`` (one behind the other, as in a fused gate-up weight) near-evenly.
 
-    A section is divided between units of ``unit`` indices (a head). Raises ValueError where one has fewer units than
-    there are tensor ranks.
+    A section is divided between units of ``unit`` indices (a head). Raises ValueError for a section with fewer units
+    than tensor ranks.
     """
     starts = [0, *itertools.accumulate(sections)]
     ranges: list[Ranges] = []

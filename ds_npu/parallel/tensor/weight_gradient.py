@@ -1,16 +1,16 @@
-"""Where the products of weight gradients go: to autograd, into the optimizer's buffer, or into a queue.
+"""Sinks for the products of weight gradients: autograd, the optimizer's buffer, or a queue.
 
-A weight whose products ds_npu takes has a ``GradientSink``, to which its layers give each product in backward; a weight
-without one has ordinary gradients. The sink adds the product to the buffer in which the optimizer accumulates
+The layers of a weight with a ``GradientSink`` give it each product in backward; a weight without one has ordinary
+gradients. The sink adds the product to the buffer in which the optimizer accumulates
 (Megatron-LM: gradient accumulation fusion), leaves it in a ``GradientQueue`` (zero-bubble pipelines compute it later,
 arXiv:2401.10241), or returns it for autograd.
 
 [Note: None for a gradient] A layer whose product was taken gives autograd None for it. The weight's AccumulateGrad node
 is executed all the same, once in a backward and after every use of the weight, and so are the weight's post-accumulate
-hooks, by which DeepSpeed learns that a gradient is complete. A use that went the ordinary way (functional.linear in a
-user's code) ends in ``weight.grad``, as ever, from where DeepSpeed adds it to the same buffer. PyTorch 2.13 runs the
-hooks after None too; where a PyTorch does not, they are run behind the node. While products are queued, the hooks that
-reduce gradients do nothing (``ds_npu.zero_ext.held_reduction``).
+hooks, by which DeepSpeed learns that a gradient is complete. The gradient of an ordinary use (functional.linear in a
+user's code) goes to ``weight.grad``, from where DeepSpeed adds it to the same buffer. PyTorch 2.13 runs the hooks
+after None too; for a PyTorch that does not, the sink runs them after the node. While products are queued, the hooks
+that reduce gradients do nothing (``ds_npu.zero_ext.held_reduction``).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ds_npu.parallel.tensor.weight_product import WeightProduct
 Hook = Callable[[torch.Tensor], None]
 
 Buffer = Callable[[torch.dtype], torch.Tensor | None]
-"""From the dtype of what is added to the tensor, in the weight's shape, in which the optimizer accumulates; None where
-it has none yet, and ``weight.grad`` is to become it."""
+"""A function from the dtype of a product to the tensor, in the weight's shape, in which the optimizer accumulates;
+None where it has none yet: it will use ``weight.grad``."""
 
 
 class GradientSink:
     """The attribute of a weight that takes the products of its gradient.
 
-    With ``direct``, products are added to the ``buffer`` by the matrix multiplication itself; else only what comes out
-    of the ``queue`` is added to it.
+    With ``direct``, the matrix multiplication itself adds products to the ``buffer``; else only products from the
+    ``queue`` are added to it.
     """
 
     def __init__(self, weight: nn.Parameter, buffer: Buffer, direct: bool = True) -> None:
         self.weight, self.buffer, self.direct = weight, buffer, direct
         self.name = ""
-        """Of the weight, for errors."""
+        """The name of the weight, for errors."""
         self.queue: GradientQueue | None = None
         self._hooks_run = hooks_run_after_none()
         self._backward = -1
@@ -55,10 +55,10 @@ class GradientSink:
         return type(None), ()  # A weight read from a file has no sink.
 
     def take(self, product: WeightProduct) -> torch.Tensor | None:
-        """What a layer gives autograd for the weight, within a backward: the product, or None where it is taken.
+        """Take ``product`` within a backward; returns the gradient for autograd, None where the sink has taken it.
 
-        Autograd has it for gradients of gradients, for torch.autograd.grad, and for hooks that change the gradient;
-        the hooks of partial sums are run when a queued product is computed.
+        Autograd gets it for gradients of gradients, for torch.autograd.grad, and for hooks that change the gradient;
+        the hooks of partial sums run when a queued product is computed.
         """
         node = get_gradient_edge(self.weight).node
         if torch.is_grad_enabled() or not _accumulates(node):
@@ -75,7 +75,7 @@ class GradientSink:
     def accumulate(self, products: Sequence[WeightProduct]) -> None:
         """Compute all ``products`` of one backward and add them where the optimizer accumulates.
 
-        To the bit what autograd and DeepSpeed would have made of them in that backward.
+        The result is bitwise that of autograd and DeepSpeed in that backward.
         """
         total: torch.Tensor | None = None
         for product in products:
@@ -108,7 +108,7 @@ class GradientSink:
             for hook in list(hooks.values()) if gradients[0] is None else ():
                 hook(self.weight)
 
-        # The graph keeps the node for this backward. It keeps the weight alive, so the weight does not keep it.
+        # The graph keeps the node alive for this backward. The weight must not: the node refers to the weight.
         handle = node.register_hook(after)
 
 
@@ -118,12 +118,12 @@ gradient_sink = GRADIENT_SINK.get
 
 
 def taken(sink: GradientSink | None, product: WeightProduct) -> torch.Tensor | None:
-    """What a layer gives autograd for its weight: the product, or None where the ``sink`` has taken it."""
+    """The gradient that a layer returns to autograd for its weight: None where the ``sink`` has taken the product."""
     return product.gradient() if sink is None else sink.take(product)
 
 
 class QueuedGradients:
-    """The products that one backward left in a queue; they hold their operands until they are computed."""
+    """The products that one backward left in a queue; they keep their operands until they are computed."""
 
     def __init__(self, products: dict[GradientSink, list[WeightProduct]]) -> None:
         self._products = products
@@ -135,14 +135,14 @@ class QueuedGradients:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Add the products to the gradients, weight by weight; ranks that share partial sums call this in one order."""
+        """Add the products to the gradients, weight by weight; ranks that share partial sums use one order."""
         while self._products:
             sink = next(iter(self._products))
             sink.accumulate(self._products.pop(sink))
 
 
 class GradientQueue:
-    """Products of weight gradients that backwards leave for later, while it ``is_open``."""
+    """Products of weight gradients that backwards postpone, while the queue ``is_open``."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -160,7 +160,7 @@ class GradientQueue:
         return collected
 
     def close(self) -> list[str]:
-        """Queue no more, and forget what is queued; returns the names of the weights that had products in it."""
+        """Close the queue and drop its products; returns the names of the weights that had products in it."""
         self.is_open = False
         self.collect()
         names = {name for each in self._collected for name in each.names}
@@ -177,7 +177,7 @@ def _accumulates(node: Node) -> bool:
     """Whether this backward executes ``node``, an AccumulateGrad."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # Inside torch.autograd.grad, which hands the gradient out.
+    except RuntimeError:  # Inside torch.autograd.grad, which returns the gradient.
         return False
 
 

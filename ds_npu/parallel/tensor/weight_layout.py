@@ -1,4 +1,4 @@
-"""How the weight of a linear layer is laid out in memory, and its products in that layout.
+"""The memory layout of the weight of a linear layer, and its products in that layout.
 
 Shape letters: T tokens, K inputs, N outputs.
 """
@@ -17,13 +17,12 @@ from ds_npu.parallel.tensor.weight_product import MatrixProduct, WeightProduct
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How a weight is laid out in memory, which outputs are computed of it, and by which kind of product."""
+    """The memory layout of a weight, the outputs that are computed from it, and their kind of product."""
 
     transposed: bool = False
-    """[K, N] (GPT-2's Conv1D) in place of [N, K]."""
+    """Whether the weight is [K, N] (GPT-2's Conv1D) in place of [N, K]."""
     outputs: Ranges | None = None
-    """The outputs that are computed of a weight that is whole on every rank, one perhaps twice; None: all of them."""
-
+    """The outputs that are computed, for a weight that is whole on every rank, one perhaps twice; None: all of them."""
     product: Product | None = None
     """The kind of product; None: torch's kernels."""
 
@@ -38,7 +37,7 @@ class WeightLayout:
         return matrix if self.product is None else Multiplier.of(matrix, self.product.input_gradient)
 
     def weight_gradient(self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> WeightProduct:
-        """The product of the gradient of ``weight`` from [..., K] and [..., N], for its sink."""
+        """The product of the gradient of ``weight`` from ``x`` [..., K] and ``dy`` [..., N], for its sink."""
         if self.product is not None:
             return self.product.weight_gradient(x, dy, partial(replace(self, product=None).weight_gradient, weight))
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
@@ -56,7 +55,7 @@ class WeightLayout:
         return bias if bias is None or self.outputs is None else torch.cat(self._pieces(bias), dim=-1)
 
     def bias_gradient(self, bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``bias`` from [..., N]."""
+        """The gradient of ``bias`` from ``dy`` [..., N]."""
         gradient = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
         if self.outputs is None:
             return gradient
@@ -83,7 +82,7 @@ class _PickedProduct:
     dy: torch.Tensor
     x: torch.Tensor
     shape: torch.Size
-    """Of the weight."""
+    """The shape of the weight."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""The products of which a weight's gradient is the sum: one for each use of the weight in a forward.
+"""Products whose sum is a weight's gradient: one for each use of the weight in a forward.
 
-A product keeps its operands, so that it can be computed later than the backward that found it.
+A product keeps its operands, so that it can be computed after its backward.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class WeightProduct(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the operands."""
+        """The dtype of the operands."""
 
     def gradient(self) -> torch.Tensor:
-        """Compute it, in the weight's shape: a new, contiguous tensor in the dtype of the operands."""
+        """Compute the product, in the weight's shape: a new, contiguous tensor in the dtype of the operands."""
 
     def add_to(self, buffer: torch.Tensor) -> bool:
-        """Add it to ``buffer`` [the weight's shape] in the buffer's precision, without a tensor of that size beside it.
+        """Add the product to ``buffer`` [the weight's shape] in its precision, without another tensor of that size.
 
-        False, and nothing is added, where this product or the buffer's dtype has no such kernel.
+        Return False, and add nothing, where this product or the buffer's dtype has no such kernel.
         """
 
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """dyᵀ x of [T, rows] and [T, columns], for a weight [rows, columns]: of a linear layer."""
+    """The product dyᵀ x [rows, columns] of a linear layer, from dy [T, rows] and x [T, columns]."""
 
     dy: torch.Tensor
     x: torch.Tensor
@@ -58,7 +58,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class LookupProduct:
-    """The sum of rows of dy [..., H] by the word numbers [...] of an embedding [rows, H] that looked them up."""
+    """The gradient [rows, H] of an embedding: the rows of dy [..., H] summed by word number [...]."""
 
     dy: torch.Tensor
     words: torch.Tensor
@@ -86,7 +86,7 @@ class ScaledSum:
     sum: torch.Tensor
     scale: torch.Tensor
     dtype: torch.dtype
-    """Of the weight."""
+    """The dtype of the weight."""
 
     def gradient(self) -> torch.Tensor:
         return torch.mul(self.sum, self.scale).to(self.dtype)

@@ -115,7 +115,7 @@ class WholeWeight(torch.Tensor):
         return made
 
     def gathered(self, what: str) -> torch.Tensor:
-        """The values, of which ``what`` is read. Raises ShardAccessError, with the reader, unless ranks agree."""
+        """The values, for a read of ``what``. Raises ShardAccessError, with the reader, unless ``ranks_agree``."""
         if self._whole is None:
             if not ranks_agree():
                 raise refusal(self.shard, what)
@@ -163,7 +163,7 @@ _OF_PARAMETER: set[Operation] = {
     *(_REQUIRES_GRAD.__get__, _REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_),
     *(_GRAD.__get__, _GRAD.__set__),
 }
-"""Operations that are done on the parameter itself."""
+"""Operations that go to the parameter itself."""
 _OF_VALUES: set[Operation] = {
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.numpy, torch.Tensor.tolist),
     *(torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__, torch.Tensor.__array__),

@@ -49,7 +49,7 @@ def lines(path: Path, checked: Checked) -> Iterator[str]:
     complete_placements(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
     yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
     changes = list(table(declarations)) or ["nothing"]
-    yield from (f"  {line}" for line in (*changes, *build.said))
+    yield from (f"  {line}" for line in (*changes, *build.notes))
     yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
 
 

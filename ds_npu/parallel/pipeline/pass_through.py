@@ -55,11 +55,11 @@ class BorderStates:
     stage: Stage
     arrived: torch.Tensor | None
     """From the stage before; None in the first stage."""
-    arrived_beside: Tensors = ()
+    arrived_others: Tensors = ()
     """Other tensors that blocks of this or of a later stage take (deep-stacked visual features)."""
     leaving: torch.Tensor | None = None
     """For the stage behind; None in the last stage."""
-    leaving_beside: Tensors = ()
+    leaving_others: Tensors = ()
     losses: list[torch.Tensor] = field(default_factory=list)
     """Scalars that the layers of this stage add to the loss of the batch (routers' auxiliary losses)."""
     blocks_run: int = 0

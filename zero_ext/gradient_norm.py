@@ -65,7 +65,7 @@ def joint_norm(
     for parameter, gradient in held:
         placement = placement_of(parameter)
         axes, total = (EXPERT_MODEL_AXES, experts) if placement.is_expert else (model_axes, dense)
-        if placement.counts_at(topology.place, axes) and not REPLICATED.get(parameter):
+        if placement.counts_at(topology.coordinates, axes) and not REPLICATED.get(parameter):
             total += torch.linalg.vector_norm(gradient, dtype=dtype).square()
     if topology.size(*EXPERT_MODEL_AXES) > 1:
         dist.all_reduce(experts, group=topology.group(*EXPERT_MODEL_AXES))

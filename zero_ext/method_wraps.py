@@ -101,8 +101,7 @@ def _check(card: MethodCard, owner: str, method: Function | None) -> None:
 
 def _without_nvtx(method: Function) -> Function:
     """The method inside of DeepSpeed's ``instrument_w_nvtx``, which hides its parameters."""
-    names = method.__code__.co_freevars if inspect.isfunction(method) else ()
-    if method.__name__ != "wrapped_fn" or "func" not in names:
-        return method
-    inner: Function = method.__closure__[names.index("func")].cell_contents  # type: ignore[index]
-    return _without_nvtx(inner)
+    inner: Function | None = (
+        inspect.getclosurevars(method).nonlocals.get("func") if inspect.isfunction(method) else None
+    )
+    return method if inner is None or method.__name__ != "wrapped_fn" else _without_nvtx(inner)

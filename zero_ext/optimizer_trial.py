@@ -215,7 +215,7 @@ def _second(
 
 
 def _given(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """What the constructor of ``optimizer`` was given, and which of its settings with a default are not known.
+    """The arguments of the constructor of ``optimizer``, and settings with a default whose values are not known.
 
     Raises NotRepeatableError where nothing can be given in the place of what is not known.
     """

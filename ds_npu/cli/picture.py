@@ -131,7 +131,7 @@ def _shown(degrees: Degrees) -> Axes:
 
 def _group(degrees: Degrees, axes: Axes, rank: int) -> int:
     """The index of the group of ``rank`` in ``degrees.groups(*axes)``."""
-    coordinates, number = degrees.place(rank), 0
+    coordinates, number = degrees.coordinates(rank), 0
     for axis in DENSE if set(axes) <= set(DENSE) else EXPERT:
         if axis not in axes:
             number = number * degrees.size(axis) + coordinates[axis]
@@ -165,7 +165,7 @@ def _drawn(panel: _Panel, nodes: list[_Node | None], degrees: Degrees, corner: t
 
 
 def _cell(panel: _Panel, degrees: Degrees, rank: int, corner: tuple[int, int]) -> str:
-    (x, y), coordinates = corner, degrees.place(rank)
+    (x, y), coordinates = corner, degrees.coordinates(rank)
     number = _group(degrees, panel.axes, rank) if panel.axes else None
     colour = "white" if number is None else COLOURS[number % len(COLOURS)]
     below = ".".join(str(coordinates[axis]) for axis in _shown(degrees)) if number is None else f"group {number}"

@@ -47,7 +47,7 @@ def lines(path: Path, checked: Checked) -> Iterator[str]:
     declarations = apply_features(values_in(checked.config), build)
     complete_placements(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
     yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
-    yield from (f"  {line}" for line in (*(list(table(declarations)) or ["nothing"]), *build.said))
+    yield from (f"  {line}" for line in (*(list(table(declarations)) or ["nothing"]), *build.notes))
     yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
 
 

@@ -56,7 +56,7 @@ class ContextAlgorithm:
         """Fewest tokens of a sequence that give each rank some (in a ring, from its first and its second half)."""
         return self.size if self.ring == 1 else 2 * self.size
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def ring_and_inner_rank(self, rank: int) -> tuple[int, int]:
         """(rank along the ring, rank within its Ulysses group) of context rank ``rank``."""
         return divmod(rank, self.ulysses)
 

@@ -184,7 +184,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         sharded = sharded_model_of(self.module)
         self.is_made_narrow = self.is_float64 and self.has_experts and self.zero_optimization_stage() < 3
-        whole = [*(sharded.fetched_together if sharded else ()), *gathered_whole(self.module)]
+        whole = [*(sharded.jointly_gathered if sharded else ()), *gathered_whole(self.module)]
         with gathered_as_one(whole):
             zero: Any = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         if self.is_made_narrow:

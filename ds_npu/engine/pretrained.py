@@ -39,6 +39,6 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
     model = meta_model(auto_class, Path(folder), **options)
     build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
     apply_features(values_in(session.config), build)
-    load_checkpoint(model, Path(folder), session.topology.place)
+    load_checkpoint(model, Path(folder), session.topology.coordinates)
     protect_shards(model, session.topology)
     return model

@@ -30,7 +30,7 @@ class Build:
     model: nn.Module
     """The user's model, which features change in place."""
     globs: Mapping[str, str] = field(default_factory=dict)
-    """``ds_npu.plan``."""
+    """The value of ``ds_npu.plan``: a role for each glob."""
     device_type: str = "cpu"
     """The type of the device that the model will be on."""
     when_built: list[Callable[[TrainingEngine], list[str]]] = field(default_factory=list)
@@ -38,21 +38,21 @@ class Build:
     is_pipeline: bool = False
     """Whether the model is a deepspeed.PipelineModule, which has a schedule of its own."""
     waiting_forwards: tuple[int, ...] = ()
-    """By pipeline rank, the most forwards that wait for their backward at a time; none where no schedule says so."""
+    """The most forwards that wait for their backward at a time, per pipeline rank; empty without a schedule."""
     collectives: MatmulCollectives | None = None
-    """The products that overlap with sequence parallelism's collectives; None: one after the other."""
+    """The products that overlap with sequence parallelism's collectives; None: no overlap."""
     sequence_parallel: bool = False
     """Whether tensor ranks hold different tokens between their regions."""
-    said: list[str] = field(default_factory=list)
-    """Lines for people, from features that declare."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the log, from features that declare."""
     declared: list[Declaration] = field(default_factory=list)
-    """What features have changed, in the order of application."""
+    """Changes that features have made, in the order of application."""
     makes_plans: bool = False
     """Whether something plans changes of the model while it trains."""
     planned: PlannedKeys | None = None
-    """What a plan has chosen while the model trains, until the driver changes the model by it."""
+    """Keys that a plan has chosen in training; None once the driver has changed the model by them."""
     is_planned: bool = False
-    """Whether the engine is planned only: no rank is there, and no weight."""
+    """Whether the engine is only planned, without ranks and weights."""
 
     @cached_property
     def plan(self) -> ModelPlan:
@@ -71,13 +71,13 @@ class Build:
 
     @cached_property
     def partial_plan(self) -> ModelPlan:
-        """The plan as far as it is known: enough where no weights are sharded. Raises PlanError for wrong globs."""
+        """The known part of the plan: enough where no weights are sharded. Raises PlanError for wrong globs."""
         known = attribute(self.model, PLAN_ATTRIBUTE, ModelPlan)
         return partial_plan_for(self.model, self.globs) if known is None else known
 
     @cached_property
     def block_plan(self) -> ModelPlan:
-        """The plan; where no weights are sharded and it is not known whole, what is known of it."""
+        """The plan; its known part where it is not known whole and no weights are sharded."""
         try:
             return self.plan
         except PlanError:
@@ -86,7 +86,7 @@ class Build:
             return self.partial_plan
 
     def forget_plan(self) -> None:
-        """The model has another plan now: its attribute."""
+        """Drop the cached plans: the model's attribute holds another one now."""
         for known in ("plan", "partial_plan", "block_plan"):
             vars(self).pop(known, None)
 

@@ -1,4 +1,4 @@
-"""What a feature will do, told before anything is changed: a list of changes, each with the function that makes it."""
+"""Changes that a feature declares before anything is changed, each with the function that makes it."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ the innermost forward of a module by an operator; links a function into the loss
 attributes of a module; hooks a module's or a parameter's calls; provides a part of the engine; checks the model by
 running parts of it."""
 ONCE: tuple[Act, ...] = ("shards", "replaces", "computes", "links", "provides")
-"""What at most one feature does to one thing."""
+"""Acts that at most one feature does to one part."""
 OF_THE_ENGINE: tuple[Act, ...] = ("provides", "checks")
-"""What concerns no part of a model."""
+"""Acts that concern no part of a model."""
 
 
 class Phase(IntEnum):
-    """When a feature is applied: those of an earlier phase first."""
+    """When a feature is applied: earlier phases come first."""
 
     ENGINE = 0
-    """Parts of the engine, which change nothing of the model."""
+    """Parts of the engine; the model does not change."""
     STAGES = 1
-    """The layers that a rank has: what follows is declared of these alone."""
+    """The layers that a rank has: later phases change these alone."""
     SHARDS = 2
     SEQUENCES = 3
     OPERATORS = 4
     WRAPS = 5
-    """Around all that earlier phases made of a module."""
+    """Wraps around everything that earlier phases made of a module."""
     PLANNED = 6
-    """Before a step of the optimizer: what a plan has chosen while the model trains."""
+    """Changes that a plan has chosen in training, made before a step of the optimizer."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change, of one part of a model or of an engine."""
+    """One change of one part of a model or of an engine."""
 
     act: Act
     part: str
     """The name of a module or parameter in the model ("": the model itself), or of a part of the engine."""
     what: str
-    """What it becomes; of "sets", the names of the attributes, separated by ", "."""
+    """The result for the part; for "sets", the names of the attributes, separated by ", "."""
     make: Callable[[], object] | None = None
     """Makes the change; None where the change before it makes both."""
     level: Level | LossLevel | None = None
-    """Of "wraps" and of "links"."""
+    """The level of "wraps" and of "links"."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """All that one feature changes."""
+    """All changes of one feature."""
 
     key: str
-    """Of the section."""
+    """The feature's key of the section."""
     phase: Phase
     changes: Sequence[Change]
 
@@ -78,7 +78,7 @@ def make_changes(changes: Iterable[Change]) -> None:
 
 
 def making(declare: Callable[P, Iterable[Change]]) -> Callable[P, None]:
-    """The function that makes what ``declare`` declares at once; it takes the same arguments and raises the same."""
+    """The function that makes the changes of ``declare`` at once; it has the same arguments and errors."""
 
     def make(*args: P.args, **kwargs: P.kwargs) -> None:
         make_changes(declare(*args, **kwargs))
@@ -116,7 +116,7 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration], ma
             other = owners.setdefault((change.act, change.part, change.level), declaration)
             if change.act in ONCE and other is not declaration:
                 both = f"ds_npu.{other.key} and ds_npu.{declaration.key}"
-                found.append(f"both {both} want what only one can: {_said(change)}")
+                found.append(f"both {both} want what only one can: {_text(change)}")
     found += [
         f"ds_npu.{owner.key} {act} {part}, and ds_npu.{declaration.key} replaces {change.part} afterwards"
         for declaration in declarations
@@ -129,7 +129,7 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration], ma
         raise ConflictError(type(model).__name__, list(dict.fromkeys(found)))
 
 
-def _said(change: Change) -> str:
+def _text(change: Change) -> str:
     return f"{change.act} {change.part or 'the model'}: {change.what}"
 
 

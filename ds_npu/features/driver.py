@@ -1,4 +1,4 @@
-"""Asks the features what they will change, checks that against each other, and only then applies it."""
+"""Asks the features for their changes, checks these against each other, and only then makes them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     WATCH,
 )
 CHANGED_FOR = "ds_npu_changed_for"
-"""The attribute of a changed model: by the key of a feature, what was asked for."""
+"""The attribute of a changed model that maps a feature's key to what was asked for."""
 
 Values = Sequence[tuple[Feature[Any], Any]]
 """Features, and their values in the section."""
@@ -70,10 +70,9 @@ def values_in(config: DsNpuConfig) -> Values:
 def apply_features(features: Values, build: Build) -> list[Declaration]:
     """Change the model of ``build``, and provide its engine's parts, as ``features`` declare, phase by phase.
 
-    Returns what was declared; of an engine that is planned only, parts of the engine are not provided. Before anything
-    of the model is changed (but for its stages, which the other features are asked about), raises what a feature raises
-    that cannot do its part, ConflictError where two features contradict each other, and ValueError where the model was
-    changed for something else before.
+    Returns the declarations. An engine that is only planned gets no parts. Raises, before the model changes (except for
+    its stages, on which the other features depend): the error of a feature that cannot do its part, ConflictError where
+    two features contradict each other, ValueError where the model was changed for something else before.
     """
     parts = declare_parts(features, build)
     asked = {feature.key: feature.asked(value, build) for feature, value in features}
@@ -90,7 +89,7 @@ def apply_features(features: Values, build: Build) -> list[Declaration]:
             declaration.apply()
         done += declarations
     build.declared += done
-    for line in build.said if not build.is_planned else ():
+    for line in build.notes if not build.is_planned else ():
         logger().info("%s", line)
     before = changed_for(build.model)
     set_attribute(build.model, CHANGED_FOR, before | {key: each for key, each in asked.items() if each})
@@ -98,9 +97,9 @@ def apply_features(features: Values, build: Build) -> list[Declaration]:
 
 
 def change_by_plan(build: Build) -> None:
-    """Change the model as a plan has chosen since the last step, if one has: declared and checked as at the start.
+    """Declare, check and make the changes that a plan has chosen since the last step, if it has.
 
-    Raises what a feature raises that cannot do its part, and ConflictError where the plan contradicts what was changed.
+    Raises the error of a feature that cannot do its part, and ConflictError where the plan contradicts earlier changes.
     """
     planned, build.planned = build.planned, None
     if planned is None:
@@ -125,9 +124,10 @@ def declare_parts(features: Values, build: Build) -> list[Declaration]:
 
 
 def declare(features: Values, build: Build) -> list[Declaration]:
-    """What ``features`` change of the model of ``build``, which they only read, in the order of application.
+    """Declare the changes that ``features`` will make to the model of ``build``, in the order of application.
 
-    A feature that has changed the model before declares nothing; raises ValueError where it did so for another value.
+    The model is only read. A feature that has changed it before declares nothing; raises ValueError where it did so for
+    another value.
     """
     before = changed_for(build.model)
     found = []
@@ -144,7 +144,7 @@ def declare(features: Values, build: Build) -> list[Declaration]:
                 "and every engine of a model, or a model of its own for this engine"
             )
         else:
-            build.said.append(f"{feature.key}: the model has been changed for {asked} before, and is left as it is")
+            build.notes.append(f"{feature.key}: the model has been changed for {asked} before, and is left as it is")
     return sorted((each for each in found if each.changes), key=lambda each: each.phase)
 
 
@@ -156,12 +156,12 @@ def _plan_errors_say_what_works(build: Build) -> Iterator[None]:
         with suppress(PlanError):
             # Wrong globs are an error with or without a plan.
             build.partial_plan  # noqa: B018
-            said = filter(None, (feature.without_plan(build) for feature in FEATURES))
-            error.works = "; ".join(["Data parallelism and ZeRO work without a plan", *said]) + "."
+            works = filter(None, (feature.without_plan(build) for feature in FEATURES))
+            error.works = "; ".join(["Data parallelism and ZeRO work without a plan", *works]) + "."
         raise
 
 
 def changed_for(model: nn.Module) -> dict[str, str]:
-    """By key, what ``model``, or one that it was put around since (PEFT), has been changed for."""
+    """Per key, what ``model``, or a model that it has wrapped since (PEFT), was changed for."""
     records = (attribute(module, CHANGED_FOR, dict) for module in model.modules())
     return dict(next(filter(None, records), {}))

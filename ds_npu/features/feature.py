@@ -1,4 +1,4 @@
-"""A feature: a key of the section, what it needs of this machine, and what it changes of a model and an engine."""
+"""A feature: a key of the section, its needs of this machine, and its changes of a model and an engine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Feature(Generic[V]):
     key: str
     phase: Phase = Phase.ENGINE
     declare: Callable[[V, Build], Iterable[Change]] = _changes_nothing
-    """What it changes of the model, which it only reads; nothing where it is off. Raises where it cannot."""
+    """Declares the changes of the model, which it only reads; none where it is off. Raises where it cannot."""
     parts: Callable[[V, Build], Iterable[Change]] = _changes_nothing
-    """What it provides for each engine, whether or not the model has been changed before."""
+    """Declares the parts that it provides for each engine, also for a model that was changed before."""
     asked: Callable[[V, Build], str] = _asks_for_nothing
-    """What it asks for, in words, where the changes it declares can be made to a model once only; else empty."""
+    """Describes its value, where its changes can be made to a model only once; else empty."""
     without_plan: Callable[[Build], str] = _has_nothing_to_say
-    """Whether it works for a model that has no plan, in words."""
+    """Says in words whether it works for a model without a plan."""
     unmet: Callable[[V], list[str]] = _needs_nothing
-    """Why this machine cannot do what the value needs; empty where it can."""
+    """Tells why this machine cannot do what the value needs; empty where it can."""

@@ -17,7 +17,7 @@ COLOURS = {
     Kind.SEND_STATES: ("#1d3557",),
     Kind.SEND_GRADIENTS: ("#c1121f",),
 }
-"""By the stage's number among those of its rank, paler and paler."""
+"""Colours of an action by the stage's number among those of its rank, paler and paler."""
 WORDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -28,9 +28,9 @@ WORDS = {
     Kind.SEND_GRADIENTS: "gradients sent",
 }
 MARKS = ("", "'", '"')
-"""Behind the number of a micro-batch in text, by the stage's number among those of its rank; then that number."""
+"""Marks that follow the number of a micro-batch in text, by the stage's number among those of its rank."""
 WIDEST, ROW, MARGIN, LABEL, SIDE = 1600, 26, 20, 64, 110
-"""Pixels: the time axis at most, a rank's height, around all, names of ranks, what stands at the right."""
+"""Pixels: the time axis at most, a rank's height, around all, names of ranks, the column at the right."""
 
 
 def headline(name: str, run: Timeline) -> str:
@@ -82,8 +82,8 @@ def _row(run: Timeline, rank: int, top: int, scale: float) -> Iterator[str]:
     yield rect(left, top, scale * run.makespan, ROW - 4, fill="#f1f1f1")
     for action in run.schedule.rows[rank]:
         x, wide = left + scale * run.start[action], scale * run.costs.of(action)
-        place = _own_stages(run.schedule, rank).index(action.stage)
-        colour = COLOURS[action.kind][min(place, len(COLOURS[action.kind]) - 1)]
+        index = _own_stages(run.schedule, rank).index(action.stage)
+        colour = COLOURS[action.kind][min(index, len(COLOURS[action.kind]) - 1)]
         yield rect(x, top, wide, ROW - 4, fill=colour, stroke="white")
         yield text(x + wide / 2, top + ROW / 2 + 2, f"{action.micro_batch}", text_anchor="middle")
     yield text(right + 10, top + ROW / 2 + 3, f"{run.schedule.peak_activations[rank]}", fill="#555")
@@ -93,7 +93,7 @@ def _transfers(run: Timeline, top: int, scale: float) -> Iterator[str]:
     """A line for each message, from the end of the action that has made it to its arrival, where it has a dot."""
     for send, receive in run.schedule.transfers.values():
         colour, wide = COLOURS[send.kind][0], min(1.0, scale * run.costs.forward / 12)
-        # States and gradients that leave at once stand beside each other.
+        # States and gradients that leave at once are drawn next to each other.
         left = MARGIN + LABEL + (1 if send.kind is Kind.SEND_GRADIENTS else -1)
         begin, arrival = left + scale * run.start[send], left + scale * run.end(send)
         y, end = (top + ROW * run.schedule.rank_of[each.stage] + ROW / 2 - 2 for each in (send, receive))
@@ -117,6 +117,6 @@ def _own_stages(schedule: Schedule, rank: int) -> list[int]:
 
 
 def _label(schedule: Schedule, action: Action) -> str:
-    place = _own_stages(schedule, schedule.rank_of[action.stage]).index(action.stage)
-    mark = MARKS[place] if place < len(MARKS) else f"/{place}"
+    index = _own_stages(schedule, schedule.rank_of[action.stage]).index(action.stage)
+    mark = MARKS[index] if index < len(MARKS) else f"/{index}"
     return f"{action.kind.value}{action.micro_batch}{mark}"

@@ -73,14 +73,14 @@ class Degrees:
             "etp": self.etp,
         }[axis]
 
-    def place(self, global_rank: int) -> dict[Axis, int]:
+    def coordinates(self, global_rank: int) -> dict[Axis, int]:
         """The rank of ``global_rank`` along every axis of both views."""
-        coordinates: dict[Axis, int] = {}
+        found: dict[Axis, int] = {}
         for view in (DENSE, EXPERT):
             rest = global_rank
             for axis in reversed(view):
-                rest, coordinates[axis] = divmod(rest, self.size(axis))
-        return coordinates
+                rest, found[axis] = divmod(rest, self.size(axis))
+        return found
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """The groups of global ranks that differ only along ``axes`` (of one view), each in grid order.

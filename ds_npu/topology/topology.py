@@ -55,7 +55,7 @@ class Topology:
             dist.Backend.register_backend(ALONE, _alone, extended_api=True, devices=devices)
         self.degrees = degrees
         self.global_rank = dist.get_rank()
-        self.place = degrees.place(self.global_rank)
+        self.coordinates = degrees.coordinates(self.global_rank)
         self._options = options
         self._ranks: dict[tuple[Axis, ...], list[int]] = {}
         self._groups: GroupsByRanks = {tuple(range(degrees.world_size)): dist.group.WORLD}
@@ -122,7 +122,7 @@ class PlannedTopology(Topology):
 
     def __init__(self, degrees: Degrees, global_rank: int = 0) -> None:
         self.degrees, self.global_rank = degrees, global_rank
-        self.place = degrees.place(global_rank)
+        self.coordinates = degrees.coordinates(global_rank)
         self._ranks, self._groups, self._own = {}, {}, {}
 
     def _open(self, ranks: tuple[int, ...], axes: tuple[Axis, ...], name: str) -> dist.ProcessGroup | None:

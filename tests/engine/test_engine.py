@@ -52,7 +52,7 @@ def loaders_share_out(parallel: dict[str, int], count: int) -> None:
     peers = [torch.empty_like(batches) for _ in range(dist.get_world_size())]
     dist.all_gather(peers, batches)
     for rank, theirs in enumerate(peers):
-        same_sample = topology.degrees.place(rank)["dp"] == topology.rank("dp")
+        same_sample = topology.degrees.coordinates(rank)["dp"] == topology.rank("dp")
         assert torch.equal(theirs, batches) == same_sample
     one_of_each = [peers[rank] for rank in topology.degrees.groups("dp")[0]]
     assert sorted(torch.cat(one_of_each).flatten().tolist()) == list(range(count))
@@ -72,7 +72,7 @@ def what_deepspeed_is_told(parallel: dict[str, int]) -> None:
     from deepspeed.utils import groups
 
     (engine, *_), _ = start(1, parallel)
-    degrees, place = engine.topology.degrees, engine.topology.place
+    degrees, place = engine.topology.degrees, engine.topology.coordinates
     assert (groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (degrees.dp, place["dp"])
     assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (2, place["cp"])
     assert groups._get_sequence_data_parallel_world_size() == degrees.dp * degrees.cp

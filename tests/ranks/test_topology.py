@@ -32,7 +32,8 @@ def groups_of(sizes: dict[str, int]) -> None:
         dist.barrier(group=group)
     for axis in ("pp", "dp", "cp", "tp"):
         after = topology.neighbour(axis, 1)
-        assert Topology(Degrees(**sizes)).degrees.place(after)[axis] == (topology.place[axis] + 1) % topology.size(axis)
+        coordinates = Topology(Degrees(**sizes)).degrees.coordinates(after)
+        assert coordinates[axis] == (topology.coordinates[axis] + 1) % topology.size(axis)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def alignment_body(device: str) -> None:
     for found in (mask(device), torch.rand(MANY).to(device)):
         every = everyones(found)
         for rank in range(dist.get_world_size()):
-            place = topology.degrees.place(rank)
+            place = topology.degrees.coordinates(rank)
             assert torch.equal(every[rank], every[place["dp"] * topology.size("tp")])
         assert not torch.equal(every[0], every[topology.size("tp")])
     torch.manual_seed(100)

@@ -38,7 +38,7 @@ def test_both_views_fill_the_same_world(degrees):
 def test_places_are_those_of_the_reference_grid(degrees):
     for view in (DENSE, EXPERT):
         for place, rank in reference_grid([degrees.size(axis) for axis in view]).items():
-            assert tuple(degrees.place(rank)[axis] for axis in view) == place
+            assert tuple(degrees.coordinates(rank)[axis] for axis in view) == place
 
 
 @given(degrees(), st.data())

@@ -85,7 +85,7 @@ def test_the_numbers_are_those_without_keys(family, monkeypatch):
 
 def test_the_activations_of_an_mlp_whose_linears_only_their_style_tells_are_computed_again():
     _, build = built("gpt_neox", KEYS["activation_function"])
-    assert not [line for line in build.said if "keeps its activations" in line]
+    assert not [line for line in build.notes if "keeps its activations" in line]
 
 
 def test_what_has_no_module_of_its_role_is_refused_by_its_own_key():

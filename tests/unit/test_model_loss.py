@@ -83,7 +83,7 @@ def test_a_loss_that_was_replaced_is_seen():
     assert users_loss(model) is None
     loss = wrap_loss(model, noting([], ""), LossLevel.SHARE, "parallel.context")
     loss = wrap_loss(model, noting([], ""), LossLevel.VOCABULARY, "parallel.tensor")
-    loss.check_in_place(model)
+    loss.check_not_replaced(model)
     assert own_loss(model) is ForCausalLMLoss and users_loss(model) is None
     said = "LlamaForCausalLM was replaced by {}: it leaves out the loss of ds_npu.parallel.context and ds_npu.parallel."
     # Also where it calls what was there, or where transformers' own is back.
@@ -91,12 +91,12 @@ def test_a_loss_that_was_replaced_is_seen():
         model.loss_function = other
         assert users_loss(model) is other
         with pytest.raises(ValueError, match=re.escape(said.format(other))):
-            loss.check_in_place(model)
+            loss.check_not_replaced(model)
     del model._loss_function
     with pytest.raises(ValueError, match=re.escape(said.format(ForCausalLMLoss))):
         wrap_loss(model, noting([], ""), LossLevel.OPERATOR, "fused_ops.cross_entropy")
     model.loss_function = loss
-    loss.check_in_place(model)
+    loss.check_not_replaced(model)
 
 
 def test_a_loss_that_was_set_before_stays_inside():

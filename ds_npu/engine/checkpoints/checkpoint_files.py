@@ -81,7 +81,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         folder = Path(info.save_dir)
         for path, text_of in self._last:
             text = text_of(self.fingerprints)
-            self._write(path, lambda unfinished, text=text: unfinished.write_text(text), len(text))  # type: ignore[misc]
+            self._write(path, partial(_write_text, text), len(text))
         if self.save_latest and dist.get_rank() == 0:
             self._write(folder / "latest", lambda unfinished: unfinished.write_text(str(info.tag)), 0)
         self._agree(info)
@@ -198,3 +198,7 @@ class AtomicCheckpoints:
             script = Path(folder, name)
             script.write_text(REFUSING_SCRIPT.format(axes=f"ds_npu.parallel: {', '.join(found)}"))
             script.chmod(script.stat().st_mode | stat.S_IEXEC)
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text)

@@ -173,7 +173,7 @@ def _sharing(degrees: Degrees | None) -> Degrees | None:
 
 
 def data_rank_of(degrees: Degrees) -> int:
-    return degrees.place(dist.get_rank())["dp"]
+    return degrees.coordinates(dist.get_rank())["dp"]
 
 
 _JOINED: ContextVar[Degrees | None] = ContextVar("_JOINED", default=None)

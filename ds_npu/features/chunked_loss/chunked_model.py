@@ -53,14 +53,14 @@ class _Run:
 
 @dataclass(frozen=True)
 class _LossOfHead:
-    """What a head is asked for in place of logits: the sum of the losses of ``targets``."""
+    """A request to a head for the sum of the losses of ``targets``, in place of logits."""
 
     targets: TargetWords
     transform: Transform | None
 
 
 class ChunkedModel:
-    """Defers the logits of ``model``, and computes its loss of ``chunks``."""
+    """Defers the logits of ``model``, and computes its loss in ``chunks``."""
 
     def __init__(self, model: HuggingFaceModel, topology: Topology, chunks: LossChunks) -> None:
         self.model, self.topology, self.chunks = model, topology, chunks
@@ -92,7 +92,7 @@ class ChunkedModel:
         is_labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         run = _Run(is_labelled) if self.model.training else None
         if run is not None and is_labelled:
-            self.loss.check_in_place(self.model)
+            self.loss.check_not_replaced(self.model)
         with new_forward() as micro_batch:
             self._run.set(micro_batch, run)
             out = forward(*args, **kwargs)
@@ -161,7 +161,7 @@ class ChunkedModel:
         return mean_loss(total, targets, num_items_in_batch, ignore_index)
 
     def _finished(self, out: T, run: _Run) -> T:
-        """``out`` of a forward that deferred its logits, without what they were to be computed from."""
+        """``out`` of a forward that deferred its logits, without their source."""
         if not run.is_used:
             raise ValueError(
                 f"{self._who} did not call its loss_function in training on labels, so its loss is its own, and "
@@ -190,7 +190,7 @@ def _head_of(hidden: torch.Tensor, weight: torch.Tensor, transform: Transform | 
 
 @contextmanager
 def smoothed(model: nn.Module, factor: float) -> Iterator[bool]:
-    """Within it, the losses that ``model``, or one in it, computes a chunk at a time have this label smoothing.
+    """Smooth the labels of the losses that ``model``, or a model in it, computes in chunks within this context.
 
     Yields whether there are any, on this rank or in the last pipeline stage: in training.
     """

@@ -1,4 +1,4 @@
-"""Logits in place of which a head returns what they are to be computed from, a chunk of tokens at a time."""
+"""Deferred logits: a head returns their source, from which they are computed a chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_npu.models.logits import AbsentLogits
 from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, Operation
 
 ELEMENTWISE = {"mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "tanh", "float", "to", "contiguous"}
-"""Functions of one logit and numbers, which a model may call between its head and its loss: they are done by chunk."""
+"""Elementwise functions that a model may call between its head and its loss; they run chunk by chunk."""
 NUMBERS = (int, float, torch.dtype, torch.device)
 
 
@@ -37,7 +37,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class Source:
-    """What deferred logits are to be computed from."""
+    """The head, hidden states and operations that deferred logits will be computed from."""
 
     head: nn.Module
     hidden: torch.Tensor
@@ -46,7 +46,7 @@ class Source:
 
 
 class DeferredLogits(AbsentLogits):
-    """Logits [..., V] of a head that was not called: its input, and what the model does to its output."""
+    """Logits [..., V] of a head that was not called: its input, and the operations on its output."""
 
     source: Source
 

@@ -31,7 +31,7 @@ def _asked(value: ChunkedLossTokens, build: Build) -> str:
 
 def _chunks(value: ChunkedLossTokens) -> LossChunks:
     if isinstance(value, str):
-        # What needs the least memory, until the plan is made.
+        # The choice with the least memory, until the plan is made.
         return LossChunks(LEAST_TOKENS, is_planned=True)
     return LossChunks(TOKENS if value is True else value, is_planned=False)
 
@@ -43,7 +43,7 @@ def _in_words(value: ChunkedLossTokens) -> str:
 
 def _parts(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
     if value and not stages_in(build.model):
-        # Before the model is cut: every rank refuses what only the last stage would find.
+        # Checked before the model is cut, so that every rank refuses what only the last stage would find.
         _chunkable(build)
     return ()
 
@@ -75,7 +75,7 @@ def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
 
 
 def _wrap_head(chunked: ChunkedModel, model: nn.Module, name: str) -> None:
-    # By its name: tensor parallelism has put another module in its place since.
+    # Looked up by its name: tensor parallelism has replaced the module since.
     chunked.wrap_head(model.get_submodule(name))
 
 

@@ -65,7 +65,7 @@ def _declare(section: ContextParallelSection, build: Build) -> Iterable[Change]:
 
 
 def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorithm | AlgorithmChooser:
-    """The one algorithm that ``section`` leaves, or what chooses one for the first batch.
+    """The one algorithm that ``section`` allows, or a function that chooses one for the first batch.
 
     Raises ConfigError where no algorithm is possible with the model's number of heads.
     """
@@ -96,7 +96,7 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
 
 
 def _machine(build: Build) -> Machine:
-    """Whose speeds the estimates assume: this process's NPU's, elsewhere an A2's."""
+    """The machine whose speeds the estimates assume: this process's NPU, or an A2 without one."""
     has_device = build.device_type != "cpu" and not build.is_planned
     return machine_of(torch.get_device_module(build.device_type).get_device_name() if has_device else "")
 

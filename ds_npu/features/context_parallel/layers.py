@@ -1,4 +1,4 @@
-"""Layers beside attention that need the whole sequence: rotary angles that depend on its length, and router logits."""
+"""Layers other than attention that need the whole sequence: length-dependent rotary angles, and router logits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
 
 DIVIDED_BY = ("ds_npu.parallel.context", "give it no labels, and compute the loss from its logits")
-"""What divides the loss, and what to do where that is not possible."""
+"""The key that divides the loss over ranks, and the remedy where that is not possible."""
 
 
 class LossShare:
@@ -29,7 +29,7 @@ class LossShare:
         self.loss = wrap_loss(model, self._link, LossLevel.SHARE, "parallel.context")
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """A forward begins, whose loss is a share only if it ``expect``s one."""
+        """Begin a forward; its loss is a share only after a call of ``expect``."""
         self.loss.watch(micro_batch)
         self._arguments.set(micro_batch, None)
 
@@ -38,7 +38,7 @@ class LossShare:
 
         Raises ValueError where the loss function of the model is not the one with this link any more.
         """
-        self.loss.check_in_place(self.model)
+        self.loss.check_not_replaced(self.model)
         self._arguments.set(micro_batch, arguments)
 
     def _link(self, inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -70,7 +70,7 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
 
 
 def attentions_of(inner: HuggingFaceModel) -> dict[str, nn.Module]:
-    """By name in the decoder of ``inner``, the attentions whose function transformers can exchange."""
+    """The attentions whose function transformers can exchange, by their names in the decoder of ``inner``."""
     return {name: each for name, each in inner.get_decoder().named_modules() if is_exchangeable(each)}
 
 
@@ -82,7 +82,7 @@ def is_exchangeable(module: nn.Module) -> bool:
 
 
 def _configured(inner: HuggingFaceModel) -> Iterator[str]:
-    """What the model's class and config tell of token mixing: the reasons that its users know."""
+    """Yield reasons against sharding that the model's class and config give, in words that its users know."""
     found_settings = settings(inner.config.get_text_config())
     found = sorted(set(found_settings.get("layer_types") or ()) - WITHIN_TOKENS)
     if inner.config.is_encoder_decoder:

@@ -104,7 +104,7 @@ class SequenceShardAttention:
         """Raise ValueError where an attention of ``model`` has not called ``attend``, but computed by itself."""
         if not self.not_called:
             return
-        # Of several pipeline stages, one has run.
+        # Only one of several pipeline stages has run.
         present = set(model.modules())
         missed = [name for module, name in self.not_called.items() if module in present]
         if missed:

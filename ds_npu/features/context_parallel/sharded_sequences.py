@@ -1,4 +1,4 @@
-"""Shards the sequences of a Hugging Face model over the context ranks, in place; the user's script stays as it is.
+"""Shards the sequences of a Hugging Face model over the context ranks, in place; the user's script does not change.
 
 The model takes whole batches, the same on every context rank, computes this rank's tokens of them, and returns whole
 outputs. No class is changed: the attention functions of this one model are exchanged, and the forwards of some of its
@@ -46,7 +46,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SEQUENCES_SHARDED = "ds_npu_sequences_sharded"
-"""The attribute of a sharded model, and of the model wrap_forward it, that is the latter."""
+"""The attribute of a sharded model, and of the model that holds it; its value is the latter."""
 ALGORITHM_CHOICE = "ds_npu_context_algorithm"
 """The attribute of a model that is its AlgorithmChoice."""
 
@@ -57,7 +57,7 @@ def has_sharded_sequences(model: nn.Module) -> bool:
 
 
 def algorithm_choice_of(model: nn.Module) -> AlgorithmChoice | None:
-    """That of a model whose sequences are sharded."""
+    """The AlgorithmChoice of a model whose sequences are sharded, else None."""
     return attribute(model, ALGORITHM_CHOICE, AlgorithmChoice)
 
 
@@ -68,7 +68,7 @@ def declare_sequences(
     algorithm: ContextAlgorithm | AlgorithmChooser,
     device_type: str = "cpu",
 ) -> list[Change]:
-    """What shards the sequences of the one model of transformers that ``model`` is or holds, in order.
+    """The changes, in order, that shard the sequences of the one model of transformers that ``model`` is or holds.
 
     With an AlgorithmChooser, ``algorithm_choice_of(model).choose`` is to be called before the first forward. Raises
     ValueError for a model in which more than attention mixes tokens.
@@ -83,7 +83,7 @@ shard_sequences = making(declare_sequences)
 
 
 class _SequenceSharder:
-    """Says what is to be done to one model, and does it when the changes are made."""
+    """Declares the changes of one model, and makes them when they are applied."""
 
     def __init__(
         self, model: nn.Module, inner: HuggingFaceModel, choice: AlgorithmChoice, randomness: RegionRandomness
@@ -99,7 +99,7 @@ class _SequenceSharder:
         attention.not_called = {module: name for name, module in attentions_of(inner).items()}
         yield from exchanges_of_attention(self.model, "over sequence shards", attention.implementation)
         for name in values.projections:
-            # In the first forward, behind other hooks.
+            # Registered in the first forward, so behind other hooks.
             yield Change("hooks", name, "its output starts the exchange of values")
         if shifts(inner, *DIVIDED_BY) is not None:
             yield Change("links", self.names[inner], "this rank's share of the loss", level=LossLevel.SHARE)

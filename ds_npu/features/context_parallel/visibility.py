@@ -1,4 +1,4 @@
-"""Which keys the tokens of a batch see beside the band of their layer: read once from the arguments of a forward.
+"""The keys that tokens of a batch see within the band of their layer, read once from the arguments of a forward.
 
 A Hugging Face model takes padding as an ``attention_mask`` [B, S], packed documents as ``position_ids`` that restart
 or as ``cu_seq_lens_q``, and anything else as a mask of four dims. They mean what they mean in transformers
@@ -107,13 +107,13 @@ class BatchArguments:
             return EVERYTHING
         documents = []
         for sample, (tokens, targets) in enumerate(zip(seen, counted, strict=True)):
-            places = tokens.nonzero().flatten()
-            if not len(places):
+            positions = tokens.nonzero().flatten()
+            if not len(positions):
                 continue
-            first, past = int(places[0]), int(places[-1]) + 1
+            first, past = int(positions[0]), int(positions[-1]) + 1
             # The loss counts a row of padding with a target, and the mask says what it sees, which documents cannot.
             counts = targets[past:].any() or (not self.shifted and targets[:first].any())
-            if past - first != len(places) or counts:
+            if past - first != len(positions) or counts:
                 return Visibility(padding=mask == 0)
             documents.append(range(sample * self.length + first, sample * self.length + past))
         return Visibility(tuple(documents))

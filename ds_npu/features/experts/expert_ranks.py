@@ -73,7 +73,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
         return balance
     _check(layouts, build.topology)
     _check_choices(build.model, layouts)
-    build.said.extend(traffic(section, build, layouts))
+    build.notes += traffic(section, build, layouts)
     axis = ExpertAxis.of(build.topology, build.sequence_parallel)
     return [*_changes(section, build, layouts, axis), *balance]
 

@@ -37,7 +37,7 @@ def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
         reason, changes = str(error), ()
     for name in plan.named(Role.ATTENTION):
         yield FusionResult(name, reason, changes=changes)
-        changes = ()  # The first makes all.
+        changes = ()  # The first result makes all changes.
 
 
 FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[FusionResult]]] = {
@@ -47,7 +47,7 @@ FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[FusionResult]]] 
     "rotary": fuse_rotary,
     "cross_entropy": fuse_loss,
 }
-"""By the key of ``ds_npu.fused_ops``."""
+"""The function that puts in an operator, for each key of ``ds_npu.fused_ops``."""
 
 
 def fused_keys(model: nn.Module) -> frozenset[str]:
@@ -59,7 +59,7 @@ def fuse(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> list[str
     """Put the operators whose keys are ``wanted`` into ``model``, each once.
 
     Returns lines for people: where each operator is, where it is not, and why. Call it before DeepSpeed takes the
-    model, so that ZeRO-3's hooks stay outside; weights may be on the meta device.
+    model, so that ZeRO-3's hooks are outermost; weights may be on the meta device.
     """
     changes, lines = declare_operators(model, plan, wanted)
     make_changes(changes)
@@ -67,7 +67,7 @@ def fuse(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> list[str
 
 
 def declare_operators(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> tuple[list[Change], list[str]]:
-    """What ``fuse`` changes, in order, and the lines that it returns; it takes the same arguments."""
+    """Declare the changes of ``fuse``, in order, with the lines that it returns; the arguments are the same."""
     lines: list[str] = []
     changes: list[Change] = []
     new = [key for key in FUSIONS if key in wanted and key not in fused_keys(model)]

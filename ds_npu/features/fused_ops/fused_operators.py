@@ -39,7 +39,7 @@ OPERATORS_OF_KEY: dict[str, tuple[Operator[..., Any], ...]] = {
     "adamw": (adamw_,),
     "matmul_accumulate": (matmul_accumulate_,),
 }
-"""By key, the operators it switches."""
+"""The operators that each key switches."""
 NOT_IN_THE_MODEL = ("adamw", "matmul_accumulate")
 """Keys of operators that the optimizer and weight gradients use."""
 
@@ -86,12 +86,12 @@ def _set_adamw_aside() -> None:
 
 def _declare(section: FusedOpsSection, build: Build) -> Iterable[Change]:
     chosen = _chosen(section, build)
-    said = [f"{key} is left as it is: {reason}" for key, reason in chosen.items() if reason]
+    notes = [f"{key} is left as it is: {reason}" for key, reason in chosen.items() if reason]
     elsewhere = (*NOT_IN_THE_MODEL, *(["flash_attention"] if build.shards_sequences else []))
     wanted = [key for key, reason in chosen.items() if reason is None and key not in elsewhere]
     must = any(value for key, value in section if key in wanted)
     changes, lines = _operators(wanted, build, must) if wanted else ([], [])
-    build.said += [f"fused_ops: {line}" for line in (*said, *lines)]
+    build.notes += [f"fused_ops: {line}" for line in (*notes, *lines)]
     return changes
 
 

@@ -23,7 +23,7 @@ class FusionResult(NamedTuple):
     condition: str = ""
     """When it computes with the operator that goes into it; empty: always."""
     changes: tuple[Change, ...] = ()
-    """Those that put it in."""
+    """The changes that put it in."""
 
 
 def computed_by(operator: str, module: nn.Module, name: str, forward: Forward) -> FusionResult:

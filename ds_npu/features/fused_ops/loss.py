@@ -25,7 +25,7 @@ WORDS = 7
 WHOLE_LOGITS = (
     "its logits are whole: trained on labels, tensor ranks keep them sharded and compute the vocabulary-parallel loss"
 )
-"""When the operator computes the loss: said whichever features come to the model, and in whatever order."""
+"""When the operator computes the loss; the text is the same for all features of the model, in any order."""
 
 
 def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:

@@ -51,13 +51,13 @@ def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
 
 
 def _linears(plan: ModelPlan, mlp: str) -> dict[Role, str]:
-    """By role, the attribute of ``mlp`` that is a linear, or PEFT's adapter around one."""
+    """The attribute of ``mlp`` that is the linear, or PEFT's adapter around it, for each role."""
     roles = (Role.GATE, Role.UP, Role.GATE_UP, Role.DOWN)
     return {plan.roles[name]: name[len(mlp) :].lstrip(".").split(".")[0] for name in plan.inside(mlp, *roles)}
 
 
 Fused = tuple[functools.partial[torch.Tensor], Mapping[str, tuple[int, int]]]
-"""The forward of an MLP with the operator; by name, inputs and outputs of the linears that it is compared with."""
+"""The forward of an MLP with the operator; widths (inputs, outputs) of the linears in its comparison, by name."""
 
 
 def _with_operator(module: nn.Module, linears: dict[Role, str]) -> Fused | None:
@@ -106,7 +106,7 @@ def with_one_linear(module: nn.Module, gate_up: str, down: str, x: torch.Tensor)
 
 
 GATE_METHOD = "_apply_gate"
-"""What transformers' grouped and batched experts call between their products (transformers 5, integrations.moe)."""
+"""The method of grouped and batched experts between their products (transformers 5, integrations.moe)."""
 
 
 def _why_not(module: nn.Module) -> str | None:

@@ -25,7 +25,7 @@ from ds_npu.ops.rms_norm import rms_norm
 
 NORMS = (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM)
 OFFSETS = (0.0, 1.0)
-"""What may be added to the weight: nothing, or 1 (Gemma)."""
+"""Numbers that may be added to the weight: 0, or 1 (Gemma)."""
 
 
 def fuse_norms(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:

@@ -36,12 +36,12 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., D]; members of a pair lie beside each other (GPT-J)."""
+    """Rotate x [..., D]; members of a pair are adjacent (GPT-J)."""
     return rotary(x.to(torch.promote_types(x.dtype, cos.dtype)), cos, sin, True)
 
 
 def rotate_neighbours_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., D]; members of a pair lie beside each other in x and D/2 apart in the result (DeepSeek-V3)."""
+    """Rotate x [..., D]; members of a pair are adjacent in x and D/2 apart in the result (DeepSeek-V3)."""
     return rotate_halves(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), cos, sin)
 
 

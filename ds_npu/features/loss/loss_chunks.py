@@ -19,7 +19,7 @@ class LossChunks:
         """``is_planned``: a plan is to choose another number."""
         self.tokens, self.is_planned = tokens, is_planned
         self.around: Callable[[ChunkedHead], AbstractContextManager[object]] | None = None
-        """What makes a context in which a loss is computed; None: none."""
+        """Makes a context in which a loss is computed; None: no context."""
 
     def computing(self, head: ChunkedHead) -> AbstractContextManager[object]:
         """A context in which the loss of ``head`` is computed."""
@@ -27,5 +27,5 @@ class LossChunks:
 
 
 def loss_chunks_of(model: object) -> LossChunks | None:
-    """Those of ``model``, where its loss is chunked on this rank."""
+    """The LossChunks of ``model``, if its loss is chunked on this rank."""
     return attribute(model, LOSS_CHUNKS, LossChunks)

@@ -37,7 +37,7 @@ class HasLossFunction(Protocol):
 
 
 class LossLevel(IntEnum):
-    """What a link is for, outermost first. A chain has at most one of each level."""
+    """The purpose of a link, outermost first. A chain has at most one link of each level."""
 
     SHARE = 0
     """This rank's share of the loss of a batch: the labels of its own tokens, the number of labels of all."""
@@ -58,20 +58,20 @@ class _Link:
 
 @dataclass
 class LossRun:
-    """What the loss function of a model computed in one forward."""
+    """The result of a model's loss function in one forward."""
 
     calls: int = 0
     computed: torch.Tensor | None = None
     _returned: torch.Tensor | None = None
 
     def record(self, computed: torch.Tensor) -> torch.Tensor:
-        """Record one call; returns what the model is to be given."""
+        """Record one call; returns the loss for the model."""
         # A clone: the model may add to what it is given in place.
         self.calls, self.computed, self._returned = self.calls + 1, computed, computed.clone()
         return self._returned
 
     def added(self, loss: torch.Tensor) -> torch.Tensor | None:
-        """What the model added to the computed loss to make its ``loss`` (a router's auxiliary loss); None: nothing."""
+        """The part of ``loss`` that the model added to the computed loss (a router's auxiliary loss); None: nothing."""
         if self.computed is None or (loss is self._returned and loss._version == 0):
             return None
         return loss - self.computed
@@ -88,7 +88,7 @@ class ModelLoss:
 
     @property
     def keys(self) -> dict[LossLevel, str]:
-        """By level, outermost first, the keys of the section whose features have a link."""
+        """Keys of the section whose features have a link, by level, outermost first."""
         return {level: self._links[level].key for level in LossLevel if level in self._links}
 
     def link(self, level: LossLevel) -> LossLink | None:
@@ -103,7 +103,7 @@ class ModelLoss:
             raise ValueError(f"{both} both set the {level.name.lower()} link of {self.model}'s loss; turn one off")
         self._links[level] = _Link(link, key)
 
-    def check_in_place(self, model: HasLossFunction) -> None:
+    def check_not_replaced(self, model: HasLossFunction) -> None:
         """Raise ValueError where ``model``, whose loss this is, has been given another loss function since."""
         found = model.loss_function
         if found is not self:
@@ -119,7 +119,7 @@ class ModelLoss:
         self._run.set(micro_batch, LossRun())
 
     def run_of(self, micro_batch: MicroBatch) -> LossRun:
-        """What was computed in the forward of ``micro_batch`` so far."""
+        """The LossRun of the forward of ``micro_batch`` so far."""
         return self._run.of(micro_batch) or LossRun()
 
     @disable_tracing
@@ -142,7 +142,7 @@ def wrap_loss(model: HasLossFunction, link: LossLink, level: LossLevel, key: str
         loss = ModelLoss(type(model).__name__, model.loss_function)
         set_attribute(model, MODEL_LOSS, loss)
         model.loss_function = loss
-    loss.check_in_place(model)
+    loss.check_not_replaced(model)
     loss.add(link, level, key)
     return loss
 

@@ -19,7 +19,7 @@ COUNT = "num_items_in_batch"
 FUSED_HEAD = "fused_lm_head"
 """The argument with which TRL's trainers ask a model for the scores of its labelled tokens in place of logits."""
 LOG_PROBS, LABEL_MASK = "log_probs", "label_mask"
-"""Of these scores, the log-probability of each label, and whether there is one."""
+"""Two of these scores: the log-probability of each label, and whether there is a label."""
 
 
 def shifts(model: HuggingFaceModel, key: str, remedy: str) -> bool | None:
@@ -59,7 +59,7 @@ class Targets:
         self.tokens: torch.Tensor | None = given.get("shift_labels")
         labels: torch.Tensor | None = given.get("labels")
         if self.tokens is None and labels is not None:
-            # Before the sequence is sharded: the last token of a shard predicts the first of another rank's.
+            # Shifted before the sequence is sharded: a shard's last token predicts the first of another rank's.
             self.tokens = next_token_targets(labels, None, self.ignored) if shifted else labels
         self.count: torch.Tensor | int | None = given.get(COUNT)
         if self.tokens is not None and self.count is None:

@@ -27,9 +27,9 @@ from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 BUCKET = "ipg"
-"""In the names of ZeRO's buckets of gradients, which it makes in backward."""
+"""A part of the names of ZeRO's gradient buckets, which it makes in backward."""
 OF_GRADIENTS = ("grad", BUCKET, "reduce")
-"""What of an optimizer's attributes has one of these in its name holds gradients."""
+"""Parts of the attribute paths under which an optimizer holds gradients."""
 
 
 class MeasuredStep:
@@ -53,7 +53,7 @@ class MeasuredStep:
             self._undo.callback(undo)
 
     def finish(self) -> MemoryUse:
-        """What the memory was used for."""
+        """Stop recording; returns the uses of the memory."""
         self._see_what_is_there()
         self.record.close()
         self._undo.close()
@@ -65,7 +65,7 @@ class MeasuredStep:
         return memory_use(self._rank, self.record, reserved, outside)
 
     def _use(self) -> str:
-        """What a storage that is made now is for."""
+        """The use of a storage that is made now."""
         if torch._C._current_graph_task_id() >= 0:
             return BACKWARD
         return ACTIVATIONS + self._running[-1] if self._running else BETWEEN
@@ -117,7 +117,7 @@ class MeasuredStep:
             self.record.see(bucket, GRADIENTS)
 
     def _see_what_is_there(self) -> None:
-        """Mark what the optimizer holds, and over that gradients and weights, which it holds too."""
+        """Mark what the optimizer holds, then gradients and weights, which it also holds, with their own uses."""
         model, optimizer = self._engine.module, self._engine.optimizer
         found = list(_tensors(optimizer, "", {}))
         for path, tensor in found:
@@ -136,7 +136,7 @@ class MeasuredStep:
 
 
 def _tensors(holder: object, path: str, known: dict[int, object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that ``holder`` has in its attributes, lists and dicts, with where; ``known``: visited, by id."""
+    """Paths and tensors in the attributes, lists and dicts of ``holder``; ``known``: objects visited, by id."""
     if id(holder) in known:
         return
     known[id(holder)] = holder
@@ -155,6 +155,6 @@ def _tensors(holder: object, path: str, known: dict[int, object]) -> Iterator[tu
 
 
 def _is_own(holder: object) -> bool:
-    """Whether it is an object of DeepSpeed or ds_npu, and neither a module nor an engine."""
+    """Whether ``holder`` is an object of DeepSpeed or ds_npu, and neither a module nor an engine."""
     is_own = type(holder).__module__.startswith(("deepspeed.", "ds_npu."))
     return is_own and hasattr(holder, "__dict__") and not isinstance(holder, nn.Module)

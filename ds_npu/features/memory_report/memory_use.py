@@ -1,4 +1,4 @@
-"""What the memory of a rank was used for in one step: at its peak, and over time."""
+"""Uses of a rank's memory in one step: at its peak, and over time."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from ds_npu.memory.storage_record import StorageRecord
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients of weights, their buckets", "optimizer state"
 ACTIVATIONS = "activations of "
-"""Before the name of the module whose forward made them."""
+"""Prefix of a use; the name of the module whose forward made the activations follows."""
 BACKWARD, BETWEEN = "made in backward: other gradients, recomputation", "made in the optimizer step, reductions"
 REST = "rest: inside of operators, rounding, tensors of others"
 COLUMNS = 400
-"""Points of a curve."""
+"""The number of points of a curve."""
 
 Bytes = dict[str, int]
-"""By what they are used for."""
+"""Bytes by use."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Of one rank in one step, in bytes."""
+    """Uses of one rank's memory in one step, in bytes."""
 
     rank: int
     at_peak: Bytes
-    """When most was held."""
+    """Uses when the most bytes were held."""
     reserved: int | None
     """The most that the device's allocator had from the device, unused parts included; None on the CPU."""
     outside: int | None
-    """What the device has given to others than the allocator, at the end: buffers of HCCL, the runtime."""
+    """Device memory outside of the allocator at the end of the step: buffers of HCCL, the runtime."""
     curve: list[tuple[int, Bytes]]
-    """By the number of storages that the step had made or freed until then, what was held; of neighbours the most."""
+    """Points: storages made or freed so far, and bytes held; each is the highest of its neighbours."""
 
     @property
     def peak(self) -> int:
-        """As the allocator has counted, or on the CPU what tensors held."""
+        """Bytes that the allocator counted, or on the CPU bytes of tensors."""
         return sum(self.at_peak.values())
 
 
 def memory_use(rank: int, record: StorageRecord, reserved: int | None, outside: int | None) -> MemoryUse:
-    """What ``record`` comes to."""
+    """Sum up ``record`` by use."""
     states = list(_states(record))
     if record.samples:
         most = record.samples[-1].peak
         sample = next(each for each in record.samples if each.peak == most)
         at_peak = _held(record, sample.changes)
-        # The peak may have been within an operator, or of code that is not recorded.
+        # The peak may have been within an operator, or in code that is not recorded.
         at_peak[REST] = most - at_peak.total()
     else:
         _, highest = max(states, key=lambda state: sum(state[1].values()))
@@ -56,7 +56,7 @@ def memory_use(rank: int, record: StorageRecord, reserved: int | None, outside: 
 
 
 def _held(record: StorageRecord, changes: int) -> Counter[str]:
-    """Bytes by use after so many changes."""
+    """Bytes by use after ``changes`` changes."""
     held: Counter[str] = Counter()
     for change in record.changes[:changes]:
         held[record.uses[change.storage]] += change.size
@@ -64,7 +64,7 @@ def _held(record: StorageRecord, changes: int) -> Counter[str]:
 
 
 def _states(record: StorageRecord) -> Iterator[tuple[int, Bytes]]:
-    """Whenever most was held for a moment: after how many changes, and what."""
+    """Yield every local maximum of the bytes held: the number of changes before it, and bytes by use."""
     held: Counter[str] = Counter()
     samples = {each.changes: each.allocated for each in record.samples}
     rose = False
@@ -80,7 +80,7 @@ def _states(record: StorageRecord) -> Iterator[tuple[int, Bytes]]:
 
 
 def _thinned(states: list[tuple[int, Bytes]]) -> list[tuple[int, Bytes]]:
-    """Of neighbouring states that in which most was held."""
+    """The highest state of each column of neighbouring ``states``."""
     width = max(1, -(-states[-1][0] // COLUMNS))
     columns: dict[int, tuple[int, Bytes]] = {}
     for count, held in states:

@@ -1,4 +1,4 @@
-"""What the memory of a rank was used for in one step as a picture: time from left to right, uses upon each other."""
+"""A picture of the uses of a rank's memory in one step: time from left to right, uses stacked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_npu.features.memory_report.use_table import OTHER_ACTIVATIONS, UNITS, la
 from ds_npu.svg import Style, drawing, element, rect, text, title
 
 WIDTH, HEIGHT, LEFT, TOP, SIDE, BOTTOM = 760, 360, 70, 50, 400, 50
-"""Pixels: of the plot, and around it."""
+"""Pixels of the plot, and around it."""
 COLOURS = {
     WEIGHTS: "#457b9d",
     OPTIMIZER: "#8ecae6",
@@ -28,7 +28,7 @@ COLOURS = {
     REST: "#6c757d",
 }
 GREENS = ("#1b4332", "#2d6a4f", "#40916c", "#52b788", "#74c69d", "#95d5b2", "#b7e4c7")
-"""The colours of activations: the module with the most first, all other modules last."""
+"""The colours of activations: the module with the most bytes first, all other modules last."""
 TICKS = 4
 
 

@@ -1,4 +1,4 @@
-"""``ds_npu.memory_report``: what device memory is used for in the second optimizer step, when all state is there."""
+"""``ds_npu.memory_report``: uses of device memory in the second optimizer step, when all state exists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _parts(value: MemoryReport, build: Build) -> Iterable[Change]:
 def _install(picture: str | None, engine: TrainingEngine) -> list[str]:
     """Measure the second step that ``engine`` takes."""
     if picture is not None and dist.get_rank() == 0:
-        # Now, rather than after two steps, is found out that it cannot be written.
+        # A folder that cannot be written is an error now rather than after two steps.
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
         Path(picture).touch()
     steps = count(1)
@@ -54,7 +54,7 @@ def _install(picture: str | None, engine: TrainingEngine) -> list[str]:
 
 
 def _report(engine: TrainingEngine, use: MemoryUse, picture: str | None) -> None:
-    """Print every rank's on rank 0, and draw that of the rank with the highest peak."""
+    """Print the uses of all ranks on rank 0, and draw the rank with the highest peak."""
     found: list[MemoryUse] = [use] * dist.get_world_size()
     dist.all_gather_object(found, replace(use, curve=[]))
     highest = max(found, key=lambda each: each.peak).rank

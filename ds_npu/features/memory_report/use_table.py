@@ -1,4 +1,4 @@
-"""What the memory of ranks was used for, as a table for people."""
+"""A table for people of the uses of the ranks' memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ds_npu.features.memory_report.memory_use import (
 )
 
 MOST_RANKS, MOST_MODULES, LEAST_PART = 8, 10, 0.005
-"""Columns (of more ranks those with the highest peaks); rows of activations, and which part of a peak has one."""
+"""Most columns (ranks with the highest peaks), most rows of activations, and the least part of a peak with a row."""
 BEFORE, BEHIND = (WEIGHTS, GRADIENTS, OPTIMIZER), (BACKWARD, BETWEEN, REST)
-"""Rows around those of activations."""
+"""Rows before and behind those of activations."""
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 OTHER_ACTIVATIONS = f"{ACTIVATIONS}other modules"
 
@@ -43,7 +43,7 @@ def use_table(step: int, uses: Sequence[MemoryUse]) -> str:
 
 
 def largest_activations(uses: Sequence[MemoryUse], most: int) -> list[str]:
-    """At most so many of the activations that any of ``uses`` has at its peak, the largest first."""
+    """The ``most`` largest activations at the peak of any of ``uses``, the largest first."""
     largest: dict[str, float] = {}
     for use in uses:
         for name, size in use.at_peak.items():

@@ -13,7 +13,7 @@ from ds_npu.models.attention_function import Implementation, modules_with_config
 def exchanges_of_attention(
     model: nn.Module, whose: str, implementation: Implementation | None = None
 ) -> tuple[Change, ...]:
-    """Those that make ``model`` compute its attention with ``implementation`` (None: ds_npu's); ``whose`` names it."""
+    """Changes that give ``model`` the attention of ``implementation`` (None: ds_npu's); ``whose`` names it."""
     make = partial(use_attention, model, implementation)
     names = [name for name, _ in modules_with_config(model)]
     what = f"config: attention is {whose}"

@@ -19,7 +19,7 @@ The block calls it with the forward of its class, inside of all wraps of the for
 
 
 class ClosingCheckpoint:
-    """A checkpoint function that passes ``checkpoint`` what closes over the MicroBatch of the forward."""
+    """A checkpoint function that passes ``checkpoint`` a function that closes over the forward's MicroBatch."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint

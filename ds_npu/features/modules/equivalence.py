@@ -52,7 +52,7 @@ def computes_the_same(theirs: Callable[..., object], ours: Callable[..., object]
 def _results(function: Callable[..., object], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     results = [each for each in pytree.tree_leaves(function(*inputs)) if isinstance(each, torch.Tensor)]
     leaves = [each for each in pytree.tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.requires_grad]
-    # Different upstream gradients in each place, so that no two results can be mistaken for each other.
+    # Upstream gradients differ between elements, so that no two results can be mistaken for each other.
     upstream = [torch.linspace(1, 2, each.numel(), dtype=each.dtype).view(each.shape) for each in results]
     gradients = torch.autograd.grad(results, leaves, upstream, allow_unused=True)
     return [*results, *(torch.zeros(()) if each is None else each for each in gradients)]
@@ -95,7 +95,7 @@ def forward_of_copy(
     made = copy.copy(module)
     kept = {name: child for name, child in module._modules.items() if child is not None}
     made._parameters = dict(parameters)
-    # In their order, in which a container calls them.
+    # Their order is the one in which a container calls them.
     made._modules = {name: children[name] if name in children else copy.deepcopy(child) for name, child in kept.items()}
     if has_attribute(made, "forward"):
         del made.forward

@@ -1,4 +1,4 @@
-"""The modules of a model that a key's glob names; in pipeline stages, those of them that this rank has."""
+"""The modules of a model that a key's glob names; in pipeline stages, only modules of this rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def no_module_is(role: Role, model: nn.Module) -> str:
 
 
 def matched_modules(key: str, glob: str, model: nn.Module) -> list[str]:
-    """In the model's order. Raises ValueError, naming ``key``, for a glob that matches nothing on any rank."""
+    """The matched modules in the model's order. Raises ValueError that names ``key`` if no rank has a match."""
     found = {name: module for name, module in model.named_modules() if name and names.matches(glob, name)}
     elsewhere = [name for each in pass_throughs(model).values() for name in each.absent_names]
     if not found and not any(names.matches(glob, name) for name in elsewhere):

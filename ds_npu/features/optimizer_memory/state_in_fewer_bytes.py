@@ -1,4 +1,4 @@
-"""``ds_npu.optimizer_memory``: what the optimizer keeps on the device."""
+"""``ds_npu.optimizer_memory``: optimizer state in fewer bytes on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _parts(section: OptimizerMemorySection, build: Build) -> Iterable[Change]:
 
 
 def _keep_state(section: OptimizerMemorySection, engine: TrainingEngine) -> list[str]:
-    """Raises ValueError where the engine's optimizer is not one that it is known how to do it for."""
+    """Keep the optimizer's state as ``section`` says; raises ValueError for an optimizer that cannot."""
     if engine.basic_optimizer is None:
         return ["ds_npu.optimizer_memory has no effect: this engine has no optimizer"]
     if reason := why_not_kept(engine.optimizer):

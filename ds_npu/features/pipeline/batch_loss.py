@@ -25,7 +25,7 @@ from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 Items = torch.Tensor | int
 ITEMS: Fact[Items] = Fact()
-"""What the sum over the tokens of a micro-batch is divided by."""
+"""The divisor of the sum over the tokens of a micro-batch."""
 REMEDY = f"{KEY} 1, which leaves the batch whole"
 
 
@@ -41,7 +41,7 @@ def _divided(inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 @contextmanager
 def divided_by(items: Items | None) -> Iterator[None]:
-    """Make the loss of the forward within divide by ``items``; None: as it does."""
+    """Divide the loss of the forward within by ``items``; None: by the model's own divisor."""
     with new_forward() as micro_batch:
         if items is not None:
             ITEMS.set(micro_batch, items)
@@ -49,7 +49,7 @@ def divided_by(items: Items | None) -> Iterator[None]:
 
 
 class _WithLoss(torch.autograd.Function):
-    """``x``, whose backward is also that of the scalar ``loss``."""
+    """Returns ``x``, whose backward also runs the backward of the scalar ``loss``."""
 
     @staticmethod
     def forward(ctx: Context, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class BatchLoss:
             )
 
     def items(self, parts: Sequence[Arguments]) -> Items | None:
-        """What the losses of ``parts``, all that is given of each micro-batch, are divided by; None: they are averaged.
+        """The divisor of the losses of ``parts``, the arguments of each micro-batch; None: the losses are averaged.
 
         One part alone is divided as its model does. Raises ValueError for a loss that is no mean over tokens, or not
         known.
@@ -94,7 +94,7 @@ class BatchLoss:
         return sum(self._labels(part) for part in parts)
 
     def items_of_scores(self, parts: Sequence[Arguments]) -> Items:
-        """What a head that returns scores of tokens divides the sum over the tokens of each of ``parts`` by."""
+        """The divisor of the sum over the tokens of each of ``parts``, for a head that returns scores of tokens."""
         given: Items | None = parts[0].get(COUNT)
         if given is not None:
             return given
@@ -102,15 +102,15 @@ class BatchLoss:
         return torch.as_tensor(sum(_count(part, shifted=True) for part in parts)).clamp(min=1)
 
     def share(self, loss: torch.Tensor, parts: Sequence[Arguments], index: int, items: Items | None) -> torch.Tensor:
-        """What ``loss``, a mean over one of ``parts`` (a router's), adds to the loss of the batch."""
+        """The part of the batch's loss that comes from ``loss``, a mean over one of ``parts`` (a router's)."""
         if items is None or self._found is None:
             return loss / len(parts)
-        # In this order: a quotient of integers would be a float32.
+        # The product comes first: a quotient of integers would be a float32.
         return loss * self._labels(parts[index]) / items
 
     @cached_property
     def _shifted(self) -> bool | None:
-        """As ``shifts`` says."""
+        """The result of ``shifts`` for the model."""
         return None if self._found is None else shifts(self._found, KEY, REMEDY)
 
     def _labels(self, part: Arguments) -> Items:

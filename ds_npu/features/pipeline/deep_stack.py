@@ -1,7 +1,7 @@
 """DeepStack over stages: visual features that a text model adds to the hidden states behind each of its first blocks.
 
-The first stage computes all of them. Those of the blocks of later stages travel beside the hidden states, with the mask
-that says to which tokens they belong. Source: Meng et al. 2024 (arXiv 2406.04334); Qwen3-VL.
+The first stage computes all of them. Those of the blocks of later stages travel with the hidden states, and so does
+the mask that says to which tokens they belong. Source: Meng et al. 2024 (arXiv 2406.04334); Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
 from ds_npu.parallel.runtime.micro_batch import running
 
 FEATURES, MASK = "deepstack_visual_embeds", "visual_pos_masks"
-"""Arguments of transformers' text models: of each block in turn [visual tokens, H], or None; bool [B, S]."""
+"""Arguments of transformers' text models: for each block in order [visual tokens, H], or None; bool [B, S]."""
 
 
 def link_deep_stack(model: nn.Module) -> None:

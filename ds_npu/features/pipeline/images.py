@@ -1,4 +1,4 @@
-"""Images in the batches of a model in stages: its vision tower stands in the first one, which merges what it returns.
+"""Images in the batches of a model in stages: the first stage holds the vision tower, and merges its output.
 
 Pixels are concatenated over the samples of a batch. The tokens that they are merged into say how many images belong to
 a sample. Positions of tokens depend on the sizes of images alone, and every stage computes them.
@@ -21,14 +21,14 @@ from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_mode
 
 @dataclass(frozen=True)
 class Pictures:
-    """One kind of them: images or videos."""
+    """One kind of pictures: images or videos."""
 
     pixels: str
-    """The argument with their pixels, of all samples: [rows, ...]."""
+    """The argument with the pixels of all samples: [rows, ...]."""
     token: str
-    """The setting that is the token which stands for a piece of one."""
+    """The setting that is the token for a piece of a picture."""
     grid: str | None = None
-    """The argument with their sizes in rows of pixels [count, 3]; None: each is a row, and has equally many tokens."""
+    """The argument with the sizes in rows of pixels [count, 3]; None: one row each, and equally many tokens."""
     of_each: tuple[str, ...] = ()
     """More arguments [count, ...]."""
 
@@ -44,7 +44,7 @@ QWEN = (
 ONE_SIZE = (Pictures("pixel_values", "image_token_id"),)
 SERVED: dict[str, tuple[Pictures, ...]] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN)
 SERVED |= dict.fromkeys(("llava", "gemma3"), ONE_SIZE)
-"""By the type of a model. Pixels become nothing but embeddings of tokens, and what DeepStack adds."""
+"""The pictures of each type of model. Pixels only become embeddings of tokens, and features of DeepStack."""
 INPUTS = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_embeds", "video_embeds"),
     *("input_features", "input_values", "audio_values", "mm_encoder_outputs"),
@@ -53,7 +53,7 @@ INPUTS = (
 
 
 def pictures_of(model: nn.Module) -> tuple[Pictures, ...]:
-    """The kinds that stages of ``model`` can be given."""
+    """The kinds of pictures that stages of ``model`` can be given."""
     found = hugging_face_model(model)
     return () if found is None else SERVED.get(found.config.model_type, ())
 
@@ -83,13 +83,13 @@ def check_no_pixels(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def without_pixels(model: nn.Module, given: Arguments) -> Arguments:
-    """What stages behind the first are given."""
+    """Arguments of the stages behind the first."""
     pixels = [each.pixels for each in pictures_of(model)]
     return {name: each for name, each in given.items() if name not in pixels}
 
 
 def image_pieces(model: nn.Module, given: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:
-    """By argument about images, what each of ``count`` micro-batches has of it; those without images have no pixels.
+    """Split each argument about images into ``count`` micro-batches; a micro-batch without images has no pixels.
 
     Raises ValueError where the tokens of the samples do not say to which of them an image belongs.
     """
@@ -107,26 +107,26 @@ def _pieces(model: nn.Module, kind: Pictures, given: Mapping[str, Any], count: i
     if token is None or ids is None:
         what = "no input_ids" if ids is None else f"no {kind.token} in its config"
         raise ValueError(f"{_named(model, kind, given)}, and {what}, which say to which sample each belongs. {REMEDY}")
-    # The host waits for the device, once in a batch: sizes of tensors depend on it.
+    # The host waits for the device, once in a batch: sizes of tensors depend on these counts.
     of_samples: list[int] = (ids == token).sum(1).tolist()
     rows, tokens = _sizes(root, kind, given, sum(of_samples))
     ends, row_ends = [0, *accumulate(tokens)], [0, *accumulate(rows)]
     token_ends, at = [0, *accumulate(of_samples)], [0, *accumulate(sizes_of_parts(len(of_samples), count))]
-    places = [bisect_left(ends, token_ends[sample]) for sample in at]
-    if [ends[place] if place < len(ends) else None for place in places] != [token_ends[sample] for sample in at]:
+    indices = [bisect_left(ends, token_ends[sample]) for sample in at]
+    if [ends[index] if index < len(ends) else None for index in indices] != [token_ends[sample] for sample in at]:
         raise ValueError(
             f"{_named(model, kind, given)} of {', '.join(map(str, tokens))} tokens, and samples of "
             f"{', '.join(map(str, of_samples))} of them ({kind.token} {token}): it is not known which belong to a "
             f"sample. {REMEDY}"
         )
-    parts = list(pairwise(places))
+    parts = list(pairwise(indices))
     found: dict[str, Sequence[Any]] = {}
     for name in kind.arguments:
         whole = given.get(name)
         if whole is None:
             continue
         by = row_ends if name == kind.pixels else range(len(ends))
-        # An empty grid, not none: positions are then numbered as beside images.
+        # The grid is empty, not None: positions are then numbered as in batches with images.
         found[name] = [
             None if name == kind.pixels and first == last else whole[by[first] : by[last]] for first, last in parts
         ]
@@ -144,7 +144,7 @@ def _named(model: nn.Module, kind: Pictures, given: Mapping[str, Any]) -> str:
 def _sizes(
     model: HuggingFaceModel | None, kind: Pictures, given: Mapping[str, Any], total: int
 ) -> tuple[list[int], list[int]]:
-    """Of each picture its rows of pixels and its tokens, of which the batch has ``total``."""
+    """Rows of pixels, and tokens, of each picture; the batch has ``total`` tokens of pictures."""
     if kind.grid is None:
         count = len(given[kind.pixels])
         return [1] * count, [total // count if total % max(count, 1) == 0 else -1] * count

@@ -1,4 +1,4 @@
-"""Which schedule a pipeline runs, and which blocks of a model stand in which of its stages."""
+"""The schedule of a pipeline, and the blocks of a model in each of its stages."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from ds_npu.planner.stage_balance import counts_by_rank, even_counts
 KEY = "ds_npu.pipeline"
 DEFAULT = "1f1b"
 WITH_FEWER = {"dualpipe_v": "zb_v"}
-"""A schedule that needs several micro-batches, and one with the same stages on each rank that needs none."""
+"""A schedule that needs several micro-batches -> one that does not, with the same stages on each rank."""
 MOST_AHEAD = {"inline": 0, "bubble": 1}
-"""By ``recompute``, how many recomputations may wait for their backwards beside the one that is next."""
+"""How many recomputations, besides the next one, may wait for their backwards, for each value of ``recompute``."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """A schedule for any number of micro-batches, and where its stages are."""
+    """A schedule for any number of micro-batches, and the ranks of its stages."""
 
     name: str
     ranks: int
     chunks: int
     """Stages of each rank."""
     make: Callable[[int], Schedule]
-    """From a number of micro-batches; raises ScheduleError where there is none."""
+    """Makes the schedule for a number of micro-batches; raises ScheduleError where there is none."""
     sample: Schedule
-    """One of them, long enough that its stages do what those of a longer one do."""
+    """A schedule with enough micro-batches that its stages do the same as those of a longer one."""
     recomputes: bool
     """Whether forwards run again before their backwards, where activations would be kept meanwhile."""
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """By stage."""
+        """The rank of each stage."""
         return tuple(self.sample.rank_of[stage] for stage in range(self.sample.stages))
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """By stage, what its actions on one micro-batch take, in units of F = I = W = R."""
+        """Time of each stage's actions on one micro-batch, in units of F = I = W = R."""
         taken = [0.0] * self.stages
         for action in self.sample.actions():
             taken[action.stage] += Costs().of(action) / self.sample.micro_batches
@@ -98,7 +98,7 @@ def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
     named = SCHEDULES[name]
     chunks = section.virtual_stages if named.chunks is None else named.chunks
 
-    # Once for each number: on many ranks some take longer to make than a step may wait.
+    # Cached for each number: on many ranks some schedules take longer to make than a step may wait.
     @lru_cache
     def make(micro_batches: int) -> Schedule:
         if micro_batches < named.fewest_micro_batches(ranks):
@@ -178,7 +178,7 @@ def blocks_of_stages(section: PipelineSection, model: nn.Module, plan: ModelPlan
 
 
 def costs(model: nn.Module, plan: ModelPlan) -> Sequence[float]:
-    """Of each block, the numbers of its matrices that each token is multiplied by: its FLOP, but for attention."""
+    """Elements of each block's matrices that a token is multiplied by: its FLOP, except for attention's scores."""
     used = _used_experts(model)
     found = []
     for block in plan.blocks:
@@ -190,13 +190,13 @@ def costs(model: nn.Module, plan: ModelPlan) -> Sequence[float]:
 
 
 def head_cost(model: nn.Module, plan: ModelPlan) -> float:
-    """The same of the head."""
+    """Elements of the head's weights."""
     head = plan.head
     return 0.0 if head is None else float(sum(each.numel() for each in model.get_submodule(head).parameters()))
 
 
 def _used_experts(model: nn.Module) -> float:
-    """The part of a layer's experts that a token goes to; 1 where it is not known."""
+    """The fraction of a layer's experts that a token goes to; 1 where it is not known."""
     found = hugging_face_model(model)
     config = None if found is None else found.config.get_text_config()
     if config is None:

@@ -14,13 +14,13 @@ KEY = "ds_npu.pipeline.micro_batches"
 OF_SAMPLES = ("input_ids", "inputs_embeds", *LABEL_ARGUMENTS)
 """Arguments whose first dim is the samples of a batch."""
 POSITIONS = "position_ids"
-"""Its last dims are samples (or 1) and tokens."""
+"""An argument whose last dims are samples (or 1) and tokens."""
 
 Arguments = dict[str, Any]
 
 
 def samples_of(given: Mapping[str, Any]) -> int:
-    """How many samples a batch has: the first dim of its tokens, or else of its first tensor with dims."""
+    """The number of samples of a batch: the first dim of its tokens, or else of its first tensor with dims."""
     first = [given[name] for name in OF_SAMPLES if isinstance(given.get(name), torch.Tensor)]
     found = next((each for each in _tensors([first, dict(given)]) if each.dim() > 0), None)
     return 1 if found is None else len(found)
@@ -34,8 +34,8 @@ def sizes_of_parts(samples: int, count: int) -> list[int]:
 def cut(given: Arguments, count: int, pieces: Mapping[str, Sequence[Any]] | None = None) -> list[Arguments]:
     """The arguments of ``count`` micro-batches; tensors of the batch's samples are cut, all else is whole in each.
 
-    ``pieces``: by argument, what each micro-batch has of those that are cut in another way. Raises ValueError for a
-    tensor of which it is not known how it belongs to the samples.
+    ``pieces``: for each argument that is cut in another way, its parts. Raises ValueError for a tensor whose relation
+    to the samples is not known.
     """
     if count == 1:
         return [given]
@@ -64,7 +64,7 @@ def _pieces(name: str, leaf: Any, samples: int, count: int) -> Sequence[Any]:
 
 
 def shape_of(part: Mapping[str, Any]) -> Hashable:
-    """What the shapes of the hidden states of a micro-batch depend on: the shapes of its tensors."""
+    """The shapes of a micro-batch's tensors, on which the shapes of its hidden states depend."""
     return tuple((name, *((each.shape, each.dtype) for each in _tensors(value))) for name, value in part.items())
 
 

@@ -67,7 +67,7 @@ def _declare(section: PipelineSection, build: Build) -> Iterable[Change]:
     every = stages_of(build.block_plan, blocks_of_stages(section, build.model, build.block_plan, layout))
     own = [every[stage] for stage in layout.own(build.topology.rank("pp"))]
     build.waiting_forwards = layout.sample.peak_activations
-    build.said.append(f"pipeline: {layout_in_words(layout, every)}")
+    build.notes.append(f"pipeline: {layout_in_words(layout, every)}")
     yield from _changes(build, own)
 
 
@@ -80,7 +80,7 @@ def layout_in_words(layout: PipelineLayout, every: Iterable[StageModules]) -> st
 
 
 def _changes(build: Build, own: list[StageModules]) -> Iterable[Change]:
-    said = " and ".join(str(each.stage) for each in own)
+    stages = " and ".join(str(each.stage) for each in own)
     absent = [name for name in own[0].absent if all(name in each.absent for each in own)]
 
     def cut() -> None:
@@ -88,7 +88,7 @@ def _changes(build: Build, own: list[StageModules]) -> Iterable[Change]:
         build.forget_plan()
 
     for index, name in enumerate(absent):
-        yield Change("replaces", name, f"passed through by {said}", cut if index == 0 else None)
+        yield Change("replaces", name, f"passed through by {stages}", cut if index == 0 else None)
     found = hugging_face_model(build.model)
     if found is None:
         return
@@ -99,7 +99,7 @@ def _changes(build: Build, own: list[StageModules]) -> Iterable[Change]:
 
 
 def _refuse_generation(model: HuggingFaceModel) -> None:
-    """Make ``model.generate`` say what to do."""
+    """Make ``model.generate`` raise NotImplementedError that says what to do."""
 
     def generate(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

@@ -58,7 +58,7 @@ OWN_STAGES = "ds_npu_own_stages"
 
 @dataclass(frozen=True)
 class StageModules:
-    """What one stage holds of a model; modules that are in none of the lists stand in every stage."""
+    """The modules of one stage; modules that are in none of the lists are in every stage."""
 
     stage: Stage
     blocks: tuple[str, ...]
@@ -67,7 +67,7 @@ class StageModules:
 
 
 def stages_of(plan: ModelPlan, split: int | Sequence[int]) -> list[StageModules]:
-    """What each stage holds: ``split`` stages with as many blocks as possible alike, or one with each number of blocks.
+    """The modules of each stage: of ``split`` stages as even as possible, or of stages with these numbers of blocks.
 
     The first stage also holds embeddings and what stands before the blocks, the last one final norm and head. Raises
     ValueError where the numbers do not add up, and for a module of which it is not known where it belongs.
@@ -87,14 +87,14 @@ def stages_of(plan: ModelPlan, split: int | Sequence[int]) -> list[StageModules]
             sides |= dict.fromkeys(first, Side.EMBEDDING) | dict.fromkeys(inputs, Side.INPUTS)
         if index < len(counts) - 1:
             sides |= dict.fromkeys(last, Side.AFTER)
-        place = {name: next(at for at, each in enumerate(every) if names.is_inside(each, name)) for name in sides}
-        absent = {name: sides[name] for name in sorted(sides, key=place.__getitem__)}
+        position = {name: next(at for at, each in enumerate(every) if names.is_inside(each, name)) for name in sides}
+        absent = {name: sides[name] for name in sorted(sides, key=position.__getitem__)}
         found.append(StageModules(Stage(index, len(counts), counts[index], begin), plan.blocks[begin:end], absent))
     return found
 
 
 def _counts(plan: ModelPlan, split: int | Sequence[int]) -> list[int]:
-    """The number of blocks of each stage; of even ones the earlier are the longer."""
+    """The number of blocks of each stage; in an even split the earlier stages are the longer."""
     total = len(plan.blocks)
     if isinstance(split, int):
         if not 1 <= split <= max(total, 1):
@@ -140,7 +140,7 @@ def _around_blocks(plan: ModelPlan) -> tuple[list[str], list[str], list[str]]:
 
 
 def _outermost(name: str) -> str:
-    """The module that stands at the plain name of ``name``: PEFT puts its layers around others."""
+    """The module at the plain name of ``name``: PEFT puts its layers around others."""
     alike = [each for each in names.ancestors(name) if names.plain(each) == names.plain(name)]
     return alike[-1] if alike else name
 
@@ -188,7 +188,7 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
 
 
 def _passing(absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnStages) -> PassThrough:
-    """What stands for ``absent``, with its attributes that are words or numbers, which models ask layers for."""
+    """A PassThrough for ``absent``, with those attributes (str and int) that models ask layers for."""
     passing = PassThrough(absent, name, sides, held)
     for key, value in (attributes(absent, str) | attributes(absent, int)).items():
         if not key.startswith("_") and not hasattr(passing, key):

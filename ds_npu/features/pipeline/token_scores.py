@@ -2,7 +2,7 @@
 
 TRL's SFTTrainer calls the model with ``fused_lm_head=True`` and makes the loss of the log-probabilities [B, S] itself:
 minus their sum over the labelled tokens, times a number. Backwards of micro-batches begin before that, with the loss
-that the forward returns beside them, the same sum times another number: so the gradients are right up to one factor,
+that the forward also returns, the same sum times another number: so the gradients are right up to one factor,
 which the gradient of any one log-probability tells.
 """
 

@@ -1,4 +1,4 @@
-"""Attention between its projections, computed again in backward: nothing is kept but what its function is given.
+"""Attention between its projections, computed again in backward: only the inputs of its function are kept.
 
 transformers' models find the function in a registry, by the name in their config. A recomputed model is given a name of
 its own, whose function calls the one of the name before within a Recomputation.
@@ -28,7 +28,7 @@ from ds_npu.models.hugging_face_model import transformers_module
 
 EAGER = "eager"
 EAGER_FUNCTION = "eager_attention_forward"
-"""What transformers' attentions call where their config says eager: a function beside their class."""
+"""The function that transformers' attentions call for "eager", defined in the module of their class."""
 ONE_KERNEL = ("sdpa", "ds_npu")
 """Implementations that keep no scores."""
 
@@ -37,7 +37,7 @@ Attend = Callable[..., Any]
 
 
 def attention_changes(build: Build, inside: Sequence[str]) -> Sequence[Change]:
-    """What makes the attentions of the model compute again; ``inside``: modules that are recomputed as a whole.
+    """Changes that make the model's attentions compute again; ``inside``: modules that are recomputed as a whole.
 
     Raises ValueError where they are not called by transformers' interface.
     """
@@ -49,7 +49,7 @@ def attention_changes(build: Build, inside: Sequence[str]) -> Sequence[Change]:
     whole = {id(each) for name in inside for each in model.get_submodule(name).modules()}
     found = implementation_of(model)
     if found in ONE_KERNEL:
-        build.said.append(f"{KEY}.attention_core: attention is {found}, which keeps no scores: little is saved")
+        build.notes.append(f"{KEY}.attention_core: attention is {found}, which keeps no scores: little is saved")
 
     def make() -> None:
         register(model, _recomputed(model, whole, build.device_type))
@@ -60,7 +60,7 @@ def attention_changes(build: Build, inside: Sequence[str]) -> Sequence[Change]:
 
 
 def _recomputed(model: nn.Module, whole: set[int], device_type: str) -> Implementation:
-    """The implementation of ``model``, of which nothing is kept in attentions that are not in ``whole``."""
+    """The implementation of ``model`` that keeps nothing in attentions whose ids are not in ``whole``."""
     name = implementation_of(model)
     functions = transformers_module("modeling_utils").ALL_ATTENTION_FUNCTIONS
     masks = transformers_module("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS

@@ -1,7 +1,7 @@
-"""What one call of a block computes and saves for backward, by the parts of it that can be computed again.
+"""Records what one call of a block computes and saves for backward, by parts that can be computed again.
 
-From one call follows what any option would keep: the storages that are saved outside of what is computed again, what
-that is given, and not the outputs that can be computed again (see ``outputs``). So no option has to be tried.
+One call shows what any option would keep, so no option has to be tried: the storages saved outside of recomputed parts,
+and the inputs of these, without the outputs that can be computed again (see ``outputs``).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ds_npu.planner.memory_plan_table import ACTIVATION, ATTENTION, MLP, NORM, W
 from ds_npu.topology.machine import Machine
 
 PADDING, ROUNDING = 32, 512
-"""Bytes that the allocator of NPUs adds to a storage, and a multiple of which it then takes (NPUCachingAllocator)."""
+"""Bytes that the NPU allocator adds to a storage, and then rounds up to a multiple of (NPUCachingAllocator)."""
 
 Bytes = dict[int, int]
 """Bytes of storages, by their number."""
 Path = tuple[tuple[str, str], ...]
-"""The parts around something, outermost first: their kind, and the name of the module."""
+"""The parts around a call or tensor, outermost first: kind, and name of the module."""
 
 
 @dataclass
@@ -43,10 +43,10 @@ class _Part:
     """One call of a part of the block."""
 
     path: Path
-    """With this part as its last."""
+    """The parts around the call; the last one is this part."""
     given: Bytes
     returned: Bytes = field(default_factory=dict)
-    """Of a norm its output, of the activation function what the last linear is given."""
+    """Storages of a norm's output, or of the last linear's input for the activation function."""
 
 
 _NUMBER: TensorAttribute[int] = TensorAttribute("ds_npu_recorded")
@@ -61,16 +61,16 @@ class BlockRecord:
         self.module = model.get_submodule(name)
         self.hidden: Bytes = {}
         self._there: Bytes = {}
-        """Storages that are there whatever the block keeps: other arguments."""
+        """Storages of other arguments, which exist whatever the block keeps."""
         self._saved: list[tuple[Path, Bytes]] = []
         self._seconds: list[tuple[Path, float, int]] = []
-        """With how many tensors had been saved before."""
+        """Path, seconds, and number of tensors saved before, of each operator."""
         self._parts: list[_Part] = []
         self._path: list[tuple[str, str]] = []
         self._swappable: set[int] = set()
         """The storages that swapping copies to the host, by their number."""
         self._stacked: set[int] = set()
-        """What parallel first linears of MLPs return in one tensor, which is copied where it is computed with again."""
+        """Joint outputs of parallel first linears of MLPs, which are copied where they are computed with again."""
 
     @property
     def forward_seconds(self) -> float:
@@ -90,7 +90,7 @@ class BlockRecord:
             yield
 
     def saves(self, tensor: torch.Tensor) -> None:
-        """The block saves ``tensor`` for backward."""
+        """Record that the block saves ``tensor`` for backward."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return
         address = tensor.untyped_storage()._cdata
@@ -98,10 +98,10 @@ class BlockRecord:
             self._saved.append((tuple(self._path), self._storages(tensor)))
 
     def options(self) -> tuple[Option, ...]:
-        """What can be done with the block, WHOLE first."""
+        """The options of the block, WHOLE first."""
         kinds = {kind for part in self._parts for kind, _ in part.path}
         whole = self._option((WHOLE,), self.hidden)
-        # It was measured so.
+        # Moments were measured with this option, so their peaks include these bytes.
         found = [replace(whole, backward_bytes=0)]
         for attention, mlp, norm in itertools.product(((), (ATTENTION,)), ((), (ACTIVATION,), (MLP,)), ((), (NORM,))):
             parts = (*attention, *mlp, *norm)
@@ -113,11 +113,11 @@ class BlockRecord:
         saved = set().union(*(storages for _, storages in self._saved))
         rest = sum(size for number, size in kept.items() if number not in self._swappable)
         again = self._stacked if ACTIVATION in parts else set()
-        beside = sum(size for number, size in kept.items() if number not in saved or number in again)
-        return Option(parts, sum(kept.values()), self._again(parts), rest, beside)
+        extra = sum(size for number, size in kept.items() if number not in saved or number in again)
+        return Option(parts, sum(kept.values()), self._again(parts), rest, extra)
 
     def _storages(self, values: Any) -> Bytes:
-        """Those of all tensors in ``values``, rounded up."""
+        """The storages of all tensors in ``values``, with bytes rounded up."""
         found = {}
         with torch._C.DisableTorchFunctionSubclass():
             for each in tree_leaves(values):
@@ -133,7 +133,7 @@ class BlockRecord:
         return found
 
     def modules(self, part: str) -> list[str]:
-        """The modules of the block that are ``part``."""
+        """The modules of the block that are parts of the kind ``part``."""
         names = (name for each in self._parts for kind, name in each.path[-1:] if kind == part)
         return list(dict.fromkeys(names))
 
@@ -155,8 +155,8 @@ class BlockRecord:
             return sum(seconds for _, seconds, saved in self._seconds if saved < len(self._saved))
         total = 0.0
         last: dict[Path, int] = {}
-        for place, (path, _) in enumerate(self._saved):
-            last[_outermost(path, parts)] = place
+        for index, (path, _) in enumerate(self._saved):
+            last[_outermost(path, parts)] = index
         for path, seconds, saved in self._seconds:
             around = _outermost(path, parts)
             if around and (around[-1][0] in (NORM, ACTIVATION) or saved <= last.get(around, -1)):
@@ -188,15 +188,15 @@ class BlockRecord:
             self._parts.append(_Part(tuple(self._path), self._storages((args, kwargs))))
 
         def leave(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            place = self._path.index((kind, name))
-            path = tuple(self._path[: place + 1])
+            index = self._path.index((kind, name))
+            path = tuple(self._path[: index + 1])
             next(each for each in reversed(self._parts) if each.path == path).returned = self._storages(out)
-            del self._path[place:]
+            del self._path[index:]
 
         _hook(stack, module, enter, leave)
 
     def _follow_activation(self, stack: ExitStack, name: str, columns: Sequence[str], down: str) -> None:
-        """Between its linears the MLP is the part ACTIVATION; in the first ones, and behind the last, it is not."""
+        """Follow the MLP ``name``: it is the part ACTIVATION between its linears, not in them."""
         mlp = self._model.get_submodule(name)
         own = (ACTIVATION, name)
         calls: list[_Part] = []
@@ -250,4 +250,4 @@ def _is_in(path: Path, parts: Collection[str]) -> bool:
 
 def _outermost(path: Path, parts: Collection[str]) -> Path:
     """``path`` up to the first of ``parts`` in it; empty where none is."""
-    return next((path[: place + 1] for place, (kind, _) in enumerate(path) if kind in parts), ())
+    return next((path[: index + 1] for index, (kind, _) in enumerate(path) if kind in parts), ())

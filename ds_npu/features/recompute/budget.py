@@ -1,8 +1,8 @@
 """``ds_npu.recompute.budget_gib``: the first two optimizer steps are recorded; from then on a plan is followed.
 
-In the recorded steps every block is computed again, so that they need the least memory: what blocks would keep, and
-what operators take, follows from shapes. All ranks of a pipeline stage get one plan. A budget that no plan keeps is an
-error before the second optimizer step: the first one has shown what the optimizer needs, and what state it keeps.
+In the recorded steps every block is computed again, so that they need the least memory: shapes tell what blocks would
+keep, and how long operators take. All ranks of a pipeline stage get one plan. A budget that no plan keeps is an error
+before the second optimizer step: the first one has shown what the optimizer needs, and what state it keeps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ds_npu.zero_ext.training_engine import TrainingEngine
 
 CPU = "cpu"
 MARGIN = MIB
-"""Bytes for what small tensors (scalars of optimizers and scripts) are made behind the recorded steps."""
+"""Bytes for small tensors (scalars of optimizers and scripts) that are made after the recorded steps."""
 PLANNED = "ds_npu_memory_plan"
 """The attribute of a model that follows a plan: its PlannedKeys."""
 
@@ -65,7 +65,7 @@ def plan_part(section: RecomputeSection, build: Build) -> Iterable[Change]:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What one rank has recorded."""
+    """The record of one rank."""
 
     stage: int
     layers: tuple[PlannedLayer, ...]
@@ -113,9 +113,9 @@ class MemoryBudget:
         return [f"{KEY}: the first two steps compute every block again, and are recorded"]
 
     def _plan(self, updates: int, buckets: Callable[[], Buckets | None]) -> bool:
-        """Behind the first optimizer step follow a plan: whether one is followed. Raises ValueError where none works.
+        """Follow a plan after the first optimizer step; returns whether it does. Raises ValueError where none works.
 
-        Before it nothing is decided: the optimizer makes its state in that step, and needs memory for it.
+        Nothing is decided before that step, in which the optimizer makes its state and needs memory for it.
         """
         stages, errors = self._planned()
         if errors and updates:
@@ -127,13 +127,13 @@ class MemoryBudget:
         return updates > 0
 
     def _planned(self) -> tuple[list[StagePlan], dict[int, BudgetError]]:
-        """The plans of all stages, or by stage why there is none; every rank of the world calls it at the same time."""
+        """The plans of all stages, or the error of each stage without one; every rank calls it at the same time."""
         topology, recorded = self._build.topology, self._recorded
         layers = recorded.layers
         modules = {each.name: {part: recorded.modules(each.name, part) for part in (ATTENTION, MLP)} for each in layers}
         mine = _Recorded(topology.rank("pp"), layers, recorded.moments, modules)
         every: list[_Recorded] = [mine] * dist.get_world_size()
-        # Twice in a run.
+        # This runs twice at most.
         dist.all_gather_object(every, mine)
         peers = [rank for rank, each in enumerate(every) if each.stage == mine.stage]
         found: StagePlan | BudgetError | None = None
@@ -149,19 +149,19 @@ class MemoryBudget:
         """The plan of the ranks of a stage, for the most that any of them needs."""
         layers = tuple(map(_joined, zip(*(each.layers for each in ranks), strict=True)))
         moments = tuple(dict.fromkeys(moment for each in ranks for moment in each.moments))
-        room = int(self.budget_gib * GIB) - self._buffer_bytes
+        budget_bytes = int(self.budget_gib * GIB) - self._buffer_bytes
         try:
-            plan = best_plan(layers, moments, room, self._swapped(layers, moments))
+            plan = best_plan(layers, moments, budget_bytes, self._swapped(layers, moments))
         except BudgetError as error:
             return error
         return StagePlan(ranks[0].stage, layers, moments, ranks[0].modules, plan)
 
     def _swapped(self, layers: Sequence[PlannedLayer], moments: Sequence[Moment]) -> Iterable[SwapPattern]:
-        """What may be swapped: nothing on the CPU, whose memory is one."""
+        """Patterns of layers that may be swapped; none on the CPU, where host and device share memory."""
         build = self._build
-        # Calls that wait are told apart by how far they have come, so a layer may be called once in a forward.
+        # Waiting calls are told apart by their progress, so a layer may be called only once in a forward.
         unknown = not build.is_cut_into_stages and any(count > 1 for moment in moments for count in moment.calls)
-        # With experts, what simulated NPUs held depended on timing.
+        # With experts, the bytes that simulated NPUs held depended on timing.
         if build.device_type == CPU or build.block_plan.named(Role.MOE) or unknown:
             return ()
         blocks = [each for each in layers if each.name != LOSS]
@@ -169,7 +169,7 @@ class MemoryBudget:
         return patterns([each.forward_seconds for each in blocks], self._machine.host, ends)
 
     def _follow(self, stages: Sequence[StagePlan]) -> None:
-        """From the next forward on."""
+        """Follow the plans of ``stages`` from the next forward on."""
         self._recorded.unwrap()
         self._stop()
         self._build.planned = planned_keys(stages)
@@ -180,7 +180,7 @@ class MemoryBudget:
         self._meter.peak()
 
     def _check_peak(self) -> None:
-        """Say so once if a step has needed more: its batch may have more tokens than those that were recorded."""
+        """Warn once if a step has needed more: its batch may have more tokens than the recorded ones."""
         if self._build.device_type == CPU:
             return
         peak = int(torch.get_device_module(self._build.device_type).max_memory_allocated()) + self._buffer_bytes
@@ -192,7 +192,7 @@ class MemoryBudget:
 
 
 def meter_of(engine: TrainingEngine, device_type: str) -> tuple[PeakMeter, Callable[[], None]]:
-    """What tells peaks of ``engine``'s memory, and a function that ends it."""
+    """A meter of the peaks of ``engine``'s memory, and a function that stops it."""
     if device_type != CPU:
         return AllocatorMeter(device_type), lambda: None
     record = StorageRecord(CPU, lambda: "")
@@ -208,7 +208,7 @@ def meter_of(engine: TrainingEngine, device_type: str) -> tuple[PeakMeter, Calla
 
 
 def _joined(layers: Sequence[PlannedLayer]) -> PlannedLayer:
-    """One layer on several ranks: options that all have, with the most that any rank keeps and takes."""
+    """One layer on several ranks: the options that all ranks have, with the most bytes and seconds of any rank."""
     options = [{option.parts: option for option in layer.options} for layer in layers]
     shared = [parts for parts in options[0] if all(parts in each for each in options)]
     return PlannedLayer(

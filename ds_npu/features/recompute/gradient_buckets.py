@@ -10,7 +10,7 @@ from ds_npu.zero_ext.training_engine import TrainingEngine
 
 
 def gradient_buckets(engine: TrainingEngine) -> Buckets | None:
-    """Those of ``engine`` on this rank; None where its optimizer has none (without ZeRO, or not contiguous)."""
+    """The buckets of ``engine`` on this rank; None where its optimizer has none (without ZeRO, or not contiguous)."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0 or not engine.zero_contiguous_gradients():
         return None

@@ -1,4 +1,4 @@
-"""Norms and activation functions whose outputs are not kept, in blocks of which everything else is."""
+"""Norms and activation functions whose outputs are not kept, in blocks that keep everything else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def without_kept_outputs(module: nn.Module, forward: Forward, *args: Any, **kwar
 
 
 class RecomputedNorm:
-    """Recomputes ``norm``, of which nothing is kept but its arguments."""
+    """Recomputes ``norm``; only its arguments are kept."""
 
     def __init__(self, norm: nn.Module, device_type: str) -> None:
         self.norm, self.device_type = norm, device_type
@@ -39,7 +39,7 @@ class RecomputedNorm:
         """Wrap of its forward."""
         if self._is_called_again.of(running()) or not is_recomputed(self.norm):
             return forward(*args, **kwargs)
-        # ZeRO-3 gathers its weights for its backward, which comes after the one of what has used its output.
+        # ZeRO-3 gathers its weights for its backward, which comes after the backward of the user of its output.
         gathers = any(is_partitioned(parameter) for parameter in self.norm.parameters(recurse=False))
         made = recomputation_of(partial(self._again, forward, gathers), self.device_type, whole=True)
         y = made(*args, **kwargs)
@@ -55,7 +55,7 @@ class RecomputedNorm:
 
 
 class _InputOfDownError(Exception):
-    """Ends the forward of an MLP that is computed again."""
+    """Ends the forward of a recomputed MLP."""
 
     def __init__(self, y: torch.Tensor) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _InputOfDownError(Exception):
 
 
 class _KeptLinear(nn.Module):
-    """In place of a linear in an MLP that is computed again: returns what it has returned."""
+    """Replaces a linear in a recomputed MLP: returns the linear's first output."""
 
     def __init__(self, y: torch.Tensor) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _KeptLinear(nn.Module):
 
 
 class _EndOfMlp(nn.Module):
-    """In place of the last linear of an MLP that is computed again."""
+    """Replaces the last linear of a recomputed MLP."""
 
     def forward(self, y: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         raise _InputOfDownError(y)
@@ -82,16 +82,16 @@ class _EndOfMlp(nn.Module):
 
 @dataclass
 class _Call:
-    """One call of an MLP: what its linears returned, by name."""
+    """One call of an MLP: the outputs of its linears, by name."""
 
     made: Recomputation | None = None
     outputs: dict[str, HeldTensor] = field(default_factory=dict)
     rest: ExitStack = field(default_factory=ExitStack)
-    """In which what follows the last linear is kept."""
+    """The context in which tensors saved behind the last linear are kept."""
 
 
 class RecomputedActivation:
-    """Recomputes what an MLP computes between its linears, whatever that is, and keeps what the first ones return.
+    """Recomputes whatever an MLP computes between its linears, and keeps the outputs of the first linears.
 
     ``columns``: the children of ``mlp`` that are its first linears, ``down`` the last one.
     """
@@ -151,7 +151,7 @@ class RecomputedActivation:
         return forward(y, *args, **kwargs)
 
     def _again(self, forward: Forward, call: _Call, *args: Any, **kwargs: Any) -> Any:
-        """The MLP; when it is computed again, what it gives its last linear, from what the first ones returned."""
+        """Run the MLP; computed again, it returns the input of its last linear from the outputs of the first ones."""
         if len(call.outputs) < len(self.columns):
             with call.rest:
                 return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Calls of modules that are computed again in backward: single ones, and runs of blocks."""
+"""Calls of modules that are computed again in backward: single calls, and runs of blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_npu.parallel.runtime.micro_batch import Fact, closing_over_micro_batch, 
 
 KEY = "recompute"
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments of a block that it would write keys and values to twice."""
+"""Arguments of a block to which it would write keys and values twice."""
 
 
 def is_recomputed(module: nn.Module) -> bool:
@@ -43,10 +43,10 @@ def check_not_checkpointed(model: nn.Module) -> None:
 def recomputation_of(
     function: Callable[..., Any], device_type: str, whole: bool = False, kept: Sequence[str] = ()
 ) -> Recomputation:
-    """Of a call of ``function``; ``whole``: computed again to its end; ``kept``: results that are not.
+    """The Recomputation of a call of ``function``, to its end if ``whole``; results in ``kept`` are not recomputed.
 
-    Blocks must not be: ZeRO-3 gathers the weight of the last layer for its backward, which asks for what it saved, and
-    would release it behind the layer's forward.
+    Blocks must not be ``whole``: ZeRO-3 gathers the last layer's weight for its backward, which asks for what the layer
+    saved, and would release the weight behind the layer's forward.
     """
     return Recomputation(closing_over_micro_batch(function), device_type, stops_early=not whole, kept=kept)
 
@@ -66,7 +66,7 @@ def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 def recompute_module(
     module: nn.Module, device_type: str, kept: Sequence[str], forward: Forward, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap of a module's forward: nothing is kept but its arguments, and ``kept``."""
+    """Wrap of a module's forward that keeps only its arguments, and ``kept``."""
     if not is_recomputed(module):
         return forward(*args, **kwargs)
     return recomputation_of(forward, device_type, kept=kept)(*args, **without_cache(module, kwargs))
@@ -74,12 +74,12 @@ def recompute_module(
 
 @dataclass
 class _Run:
-    """The calls of consecutive blocks in one forward, of which the first one's input is kept."""
+    """The calls of consecutive blocks in one forward; only the first one's input is kept."""
 
     stack: ExitStack
-    """In which what the blocks save is not kept."""
+    """The context in which tensors that the blocks save are not kept."""
     calls: list[Callable[[torch.Tensor], Any]] = field(default_factory=list)
-    """Of a block, from its hidden states to what it returns."""
+    """Each block's call, from its hidden states to its output."""
     last: torch.Tensor | None = None
     """The hidden states that the last block has returned."""
 
@@ -88,7 +88,7 @@ class _Run:
             hidden = _hidden_states(call(hidden))
 
     def close(self) -> None:
-        """The last block has been called."""
+        """End the run behind its last block."""
         self.stack.close()
         self.last = None
 
@@ -123,7 +123,7 @@ class RecomputedRuns:
                     run.close()
 
     def block(self, module: nn.Module, is_last: bool, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Wrap of a block; ``is_last``: of the model."""
+        """Wrap of a block; ``is_last``: it is the model's last block."""
         micro_batch = running()
         if micro_batch is None or not is_recomputed(module):
             return forward(*args, **kwargs)
@@ -158,6 +158,6 @@ def _call_block(forward: Forward, others: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _hidden_states(out: Any) -> torch.Tensor:
-    """Those that a block returns: ``out``, or the first of it."""
+    """The hidden states in a block's output: ``out``, or the first item of a tuple."""
     found: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return found

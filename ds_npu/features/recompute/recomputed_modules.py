@@ -55,7 +55,7 @@ def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
 
 
 def _wrap(model: nn.Module, name: str, what: str, of: Callable[[nn.Module], Wrapper]) -> Change:
-    """Wrap the module ``name`` by what ``of`` makes of it: another may have been put in its place until then."""
+    """Wrap the module ``name`` by what ``of`` makes of it; the module is looked up when the change is made."""
 
     def make() -> None:
         module = model.get_submodule(name)
@@ -69,7 +69,7 @@ def _of_module(section: RecomputeSection, build: Build, module: nn.Module) -> Wr
 
 
 def _blocks(section: RecomputeSection, build: Build) -> list[str]:
-    """The blocks of this rank that are recomputed whole."""
+    """The blocks of this rank that are recomputed as a whole."""
     blocks, found = build.block_plan.blocks, section.layers
     first = found if isinstance(found, int) and section.method == "block" else len(blocks)
     # A pipeline stage may have fewer than others, or none.
@@ -83,7 +83,7 @@ def _blocks(section: RecomputeSection, build: Build) -> list[str]:
 
 
 def _runs(section: RecomputeSection, build: Build, blocks: Sequence[str]) -> Iterator[Change]:
-    """Blocks that are recomputed by themselves, or in runs."""
+    """Wrap blocks that are recomputed one by one, or in runs."""
     if section.method != "uniform" or section.layers == 1:
         for name in blocks:
             yield _wrap(build.model, name, "computed again in backward", partial(_of_module, section, build))
@@ -103,7 +103,7 @@ def _of_run(runs: RecomputedRuns, is_last: bool, block: nn.Module) -> Wrapper:
 
 
 def _globbed(section: RecomputeSection, build: Build, whole: Sequence[str]) -> list[str]:
-    """The modules that the globs match, without those in others of them and in recomputed layers."""
+    """The modules that the globs match, except those inside other matches or recomputed layers."""
     found = _matched("modules", section.modules, build)
     outside = [name for name in found if not _is_inside_any(name, whole)]
     return [
@@ -112,7 +112,7 @@ def _globbed(section: RecomputeSection, build: Build, whole: Sequence[str]) -> l
 
 
 def _matched(key: str, globs: bool | Sequence[str], build: Build) -> list[str]:
-    """The modules of this rank that ``globs`` match; "", which is around all of them, for true."""
+    """The modules of this rank that ``globs`` match; for true "", the model itself."""
     if isinstance(globs, bool):
         return [""] if globs else []
     return [name for glob in globs for name in matched_modules(f"{KEY}.{key}", glob, build.model)]
@@ -144,11 +144,11 @@ def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> I
 
 
 def _activation(build: Build, mlp: str) -> Iterator[Change]:
-    """What the MLP computes between its linears."""
+    """Recompute what the MLP computes between its linears."""
     linears = mlp_linears(build.block_plan, mlp)
     if linears is None:
         first, last = (len(children(build.block_plan, mlp, *roles)) for roles in (COLUMNS, LAST))
-        build.said.append(f"{KEY}: {mlp} keeps its activations: {first} first linears, {last} last ones")
+        build.notes.append(f"{KEY}: {mlp} keeps its activations: {first} first linears, {last} last ones")
         return
     columns, down = linears
 
@@ -162,7 +162,7 @@ def _activation(build: Build, mlp: str) -> Iterator[Change]:
 
 
 def _check_roles(section: RecomputeSection, build: Build) -> None:
-    """Raise ValueError where a model that is not cut into stages has no module that a key is for."""
+    """Raise ValueError where a model that is not cut into stages has no module for a key."""
     plan = build.block_plan
     keys = ("norm", section.norm, NORMS), ("activation_function", section.activation_function, MLPS)
     for key, globs, roles in keys:

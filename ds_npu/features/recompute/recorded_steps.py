@@ -1,4 +1,4 @@
-"""Steps in which every block is computed again in backward, and what a plan needs to know is recorded."""
+"""Records what a plan needs in steps in which every block is computed again in backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ds_npu.topology.machine import Machine
 
 
 class _RecordedCall(Recomputation):
-    """One call of a block, which tells when its backward begins, and what it saves."""
+    """One call of a block, which reports the start of its backward, and the tensors that it saves."""
 
     def __init__(
         self, function: Callable[..., Any], device_type: str, saves: Callable[[torch.Tensor], None] | None
@@ -61,12 +61,12 @@ class RecordedSteps:
         self.names = list(build.block_plan.blocks)
         self._build, self._meter, self._machine = build, meter, machine
         self._records: dict[int, BlockRecord] = {}
-        """By block, of the call with most tokens."""
+        """The record of the call with most tokens, by the block's index."""
         self._calls = [0] * (len(self.names) + 1)
-        """By block, how many of its forwards wait for their backward; last, how many losses are being computed."""
+        """How many forwards of each block wait for their backward; last, how many losses are being computed."""
         self._chunks = loss_chunks_of(build.model)
         self._head: ChunkedHead | None = None
-        """Of the loss with most tokens, where a plan chooses its chunks."""
+        """The head of the loss with most tokens, where a plan chooses its chunks."""
         self._what = "the first forward"
         self._in_forward: int | None = None
         """The block whose forward runs."""
@@ -76,9 +76,9 @@ class RecordedSteps:
         self._wraps: list[tuple[nn.Module, Wrapper]] = []
 
     def wrap(self) -> None:
-        for place, name in enumerate(self.names):
+        for index, name in enumerate(self.names):
             module = self._build.model.get_submodule(name)
-            wrapper = partial(self._block, place, module)
+            wrapper = partial(self._block, index, module)
             wrap_forward(module, wrapper, Level.RECOMPUTE)
             self._wraps.append((module, wrapper))
         if self._chunks is not None and self._chunks.is_planned:
@@ -92,61 +92,61 @@ class RecordedSteps:
             self._chunks.around = None
 
     def end_of_backward(self) -> None:
-        """What is allocated from now on is the optimizer step's; calls that wait will have no backward."""
+        """Count allocations from now on as the optimizer step's; calls that wait will have no backward."""
         self._next("the optimizer step")
         self._calls = [0] * len(self._calls)
 
     @property
     def layers(self) -> tuple[PlannedLayer, ...]:
-        """The blocks that were called, with what can be done with each; last the loss, if its chunks are planned."""
+        """The blocks that were called, with their options; last the loss, if its chunks are planned."""
         blocks = [
-            PlannedLayer(self.names[place], record.options(), record.forward_seconds)
-            for place, record in sorted(self._records.items())
+            PlannedLayer(self.names[index], record.options(), record.forward_seconds)
+            for index, record in sorted(self._records.items())
         ]
         loss = [] if self._head is None else [PlannedLayer(LOSS, self._head.options(self._machine))]
         return (*blocks, *loss)
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """Every combination of calls that waited, with the peak then; the step so far."""
+        """Every combination of waiting calls in the step so far, with its peak."""
         self._next(self._what, self._in_forward, self._in_backward)
         called = [*sorted(self._records), *([] if self._head is None else [len(self.names)])]
-        places = {None: None} | {place: index for index, place in enumerate(called)}
+        positions = {None: None} | {index: position for position, index in enumerate(called)}
         return tuple(
-            Moment(what, peak, tuple(calls[place] for place in called), places[forward], places[backward])
+            Moment(what, peak, tuple(calls[index] for index in called), positions[forward], positions[backward])
             for (calls, forward, backward), (peak, what) in self._peaks.items()
         )
 
     def modules(self, layer: str, part: str) -> list[str]:
-        """The modules that are ``part`` of the block ``layer``; none of the loss."""
+        """The modules of the block ``layer`` that are parts of the kind ``part``; none for the loss."""
         return [] if layer == LOSS else self._records[self.names.index(layer)].modules(part)
 
     def _next(self, what: str, forward: int | None = None, backward: int | None = None) -> None:
-        """An interval ends, and one begins, in which the forward or the backward of the given block runs."""
+        """End an interval, and begin one in which the forward or the backward of the given block runs."""
         key = tuple(self._calls), self._in_forward, self._in_backward
         self._peaks[key] = max((self._meter.peak(), self._what), self._peaks.get(key, (0, "")))
         self._what, self._in_forward, self._in_backward = what, forward, backward
 
-    def _block(self, place: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _block(self, index: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Wrap of a block."""
         if not is_recomputed(module):
             return forward(*args, **kwargs)
-        name = self.names[place]
-        self._next(f"the forward of {name}", forward=place)
-        self._calls[place] += 1
+        name = self.names[index]
+        self._next(f"the forward of {name}", forward=index)
+        self._calls[index] += 1
         kwargs = without_cache(module, kwargs)
         first = first_parameter_name(module)
         hidden = args[0] if args else kwargs[first]
         others = args[1:], {key: value for key, value in kwargs.items() if args or key != first}
-        known = self._records.get(place)
+        known = self._records.get(index)
         record = BlockRecord(self._build.model, self._build.block_plan, name, self._machine)
         is_new = isinstance(hidden, torch.Tensor) and (known is None or hidden.nbytes > known.hidden_bytes)
         made = _RecordedCall(
             closing_over_micro_batch(forward), self._build.device_type, record.saves if is_new else None
         )
-        made.begins = partial(self._backward, place)
+        made.begins = partial(self._backward, index)
         if is_new:
-            self._records[place] = record
+            self._records[index] = record
         with record.recording(hidden, others) if is_new else nullcontext():
             out = made(*args, **kwargs)
         made.saves = None
@@ -165,6 +165,6 @@ class RecordedSteps:
         self._next(before)
         self._calls[-1] -= 1
 
-    def _backward(self, place: int) -> None:
-        self._next(f"the backward of {self.names[place]}", backward=place)
-        self._calls[place] -= 1
+    def _backward(self, index: int) -> None:
+        self._next(f"the backward of {self.names[index]}", backward=index)
+        self._calls[index] -= 1

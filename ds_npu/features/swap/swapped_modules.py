@@ -30,7 +30,7 @@ KEY, COMPRESS = "swap.activations", "swap.compress"
 
 
 def _declare(section: SwapSection, build: Build) -> Iterable[Change]:
-    """What ``section`` changes of the model; raises ValueError where it cannot."""
+    """Declare the changes of the model by ``section``; raises ValueError where it cannot."""
     if not section.activations:
         return
     if build.is_pipeline:
@@ -62,22 +62,22 @@ def _declare(section: SwapSection, build: Build) -> Iterable[Change]:
         wrap_forward(build.model, partial(_model, build.model, swap), Level.SWAP)
 
     yield Change("wraps", "", "what some modules save for backward waits on the host", wrap_model, Level.SWAP)
-    for place, name in enumerate(chosen):
-        what = "what it saves stays" if place + 1 in ends else "what it saves waits on the host"
-        yield Change("wraps", name, what, partial(_wrap_module, build.model, name, place), Level.SWAP)
+    for index, name in enumerate(chosen):
+        what = "what it saves stays" if index + 1 in ends else "what it saves waits on the host"
+        yield Change("wraps", name, what, partial(_wrap_module, build.model, name, index), Level.SWAP)
 
 
 def _globbed(section: SwapSection, model: nn.Module) -> list[str]:
-    """The modules that the globs match, in the model's order, without those in others of them."""
+    """The modules that the globs match, in the model's order, except those inside other matches."""
     assert isinstance(section.activations, list)
     chosen = {name for glob in section.activations for name in matched_modules(KEY, glob, model)}
     found = [name for name, _ in model.named_modules() if name in chosen]
     return [name for name in found if not any(names.is_inside(name, other) for other in found if other != name)]
 
 
-def _wrap_module(model: nn.Module, name: str, place: int) -> None:
+def _wrap_module(model: nn.Module, name: str, index: int) -> None:
     module = model.get_submodule(name)
-    wrap_forward(module, partial(_module, module, place), Level.SWAP)
+    wrap_forward(module, partial(_module, module, index), Level.SWAP)
 
 
 def _model(model: nn.Module, swap: ActivationSwap, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -92,15 +92,15 @@ def _model(model: nn.Module, swap: ActivationSwap, forward: Forward, *args: Any,
     return out
 
 
-def _module(module: nn.Module, place: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Wrap of a chosen module's forward: its weights, and arguments but the first, are there anyway."""
+def _module(module: nn.Module, index: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Wrap of a chosen module's forward; its weights, and arguments but the first, are kept on the device anyway."""
     swapped = SWAPPED_FORWARD.of(running())
     if swapped is None:
         return forward(*args, **kwargs)
     first = () if args else (first_parameter_name(module),)
     others = args[1:], {name: value for name, value in kwargs.items() if name not in first}
     kept = [each for each in tree_leaves(others) if isinstance(each, torch.Tensor)]
-    with swapped.call(place, [*kept, *module.parameters()]):
+    with swapped.call(index, [*kept, *module.parameters()]):
         return forward(*args, **kwargs)
 
 
@@ -112,7 +112,7 @@ def _asked(section: SwapSection, build: Build) -> str:
 
 
 def _unmet(section: SwapSection) -> list[str]:
-    # On the CPU the code has a formula.
+    # The CPU computes the code by a formula.
     if not section.compress or os.environ.get("DS_ACCELERATOR") == "cpu" or not capability.torch_npu_state().usable:
         return []
     reason = exponent_code.why_no_codes()

@@ -2,7 +2,7 @@
 
 An adapter adds B A x to the output of its layer for x; A is [r, K], B is [N, r], for K inputs and N outputs:
 
-    beside                A                                         B
+    adapted layer         A                                         B
     a column linear       whole; its r outputs enter the region   sharded as the layer, along its outputs
     a latent projection   whole; its r outputs enter the region     whole, in the region
     a row linear        sharded as the layer, along its inputs      whole, outside of the region
@@ -123,11 +123,11 @@ def _before_the_region(outside: RandomNumbers, forward: TensorForward, x: torch.
 
 
 def _narrow(factor: nn.Module, axis: TensorAxis, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
-    """A of ``x``, inside of the region."""
+    """Compute A of ``x`` inside of the region."""
     if isinstance(x, RegionInput):
         return RegionInput.of(forward(x.source), x.axis, x.shards).entered()
     # Inside of the region already (behind MLA's norms): this rank's gradient of A is partial. With sequence parallelism
-    # the gradient of every whole weight is summed in another place.
+    # the gradient of every whole weight is summed elsewhere.
     weight = factor.get_parameter("weight")
     return functional.linear(x, weight if axis.sequence_parallel else copy(weight, axis.group))
 

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers over the tensor ranks: each rank holds a shard of the columns of every expert.
 
-The router stays outside of the region: every rank routes all tokens alike (with sequence parallelism, those of its
+The router is outside of the region: every rank routes all tokens alike (with sequence parallelism, those of its
 sequence shard). The inputs of the experts, tokens and their routing weights, enter the region.
 """
 
@@ -24,7 +24,7 @@ from ds_npu.parallel.tensor.shard_access import allow_shard_access
 P = ParamSpec("P")
 
 TOKENS_DIM = 0
-"""Of flattened tokens [T, H]."""
+"""The dim of tokens in flattened hidden states [T, H]."""
 
 
 def enter_experts(module: nn.Module, axis: TensorAxis) -> None:

@@ -23,10 +23,10 @@ from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import unpartitioned_shape
 
 LARGE = 1 << 20
-"""A weight of more numbers is a view, and has no gradient."""
+"""The most elements of a weight; a larger one is a view, and has no gradient."""
 DROPOUT = "attention_dropout"
 COLUMNS_KEPT = 64
-"""A large MLP keeps so many columns, and the remainder of their number divided by it."""
+"""The number of columns that a large MLP keeps, plus the remainder of its columns divided by it."""
 COLUMN_PARTS = {Role.GATE: 1, Role.UP: 1, Role.GATE_UP: 2, Role.DOWN: 1, Role.EXPERTS: 2}
 """Roles of weights that hold an MLP's columns, and how many parts (gate and up) of that many columns each holds."""
 
@@ -58,7 +58,7 @@ class ModelPart:
 
     @cached_property
     def weights(self) -> Mapping[int, torch.Tensor]:
-        """By the id in the model, random numbers for each parameter and buffer; copies share them."""
+        """Random numbers for each parameter and buffer, by its id in the model; copies share them."""
         generator = torch.Generator().manual_seed(1)
         module = self.model.get_submodule(self.name)
         outside = {id(each) for name in self._left_out for each in self.model.get_submodule(name).modules()}
@@ -130,7 +130,7 @@ class ModelPart:
             if has_attribute(module, DROPOUT):
                 set_attribute(module, DROPOUT, 0.0)
         self._settle(made)
-        return _placed(self.name, made.eval())
+        return _nested(self.name, made.eval())
 
     def _settle(self, made: nn.Module) -> None:
         """Reduce lists in Hugging Face configs to the blocks that are left; choose operators that do float64."""
@@ -155,7 +155,7 @@ def _clear_hooks(module: nn.Module) -> None:
 
 
 def _buffer(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A copy on the host; of a buffer on the meta device, random positive numbers, as rotary frequencies are."""
+    """A copy on the host; for a buffer on the meta device, random positive numbers like rotary frequencies."""
     if not buffer.is_meta:
         return buffer.detach().cpu().clone()
     if not buffer.is_floating_point():
@@ -167,7 +167,7 @@ def _parameter(numbers: torch.Tensor, large: int) -> nn.Parameter:
     return nn.Parameter(numbers, requires_grad=numbers.numel() <= large)
 
 
-def _placed(name: str, module: nn.Module) -> nn.Module:
+def _nested(name: str, module: nn.Module) -> nn.Module:
     """A module that holds only ``module``, under ``name``."""
     for part in reversed(name.split(".") if name else []):
         around = nn.Module()

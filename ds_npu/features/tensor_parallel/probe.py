@@ -44,7 +44,7 @@ turns this check off.)"""
 OWN = "ds_npu."
 """The prefix of errors in which a forward refuses what a key of the section asks for."""
 FLOOR = 0.1
-"""Relative to the largest of all gradients: a smaller one is compared as if it were of this size."""
+"""A gradient below this fraction of the largest one is compared as if it had this size."""
 SAMPLES = 2
 LENGTH = 5
 """The fewest tokens of each sample; with sequence parallelism the ranks do not divide their number."""
@@ -52,7 +52,7 @@ LENGTH = 5
 
 @dataclass
 class ProbeResult:
-    """What a probe found."""
+    """The findings of a probe."""
 
     faults: list[str] = field(default_factory=list)
     """Modules whose results differ, or that fail when sharded."""
@@ -66,9 +66,9 @@ class Unit:
 
     part: ModelPart
     width: int
-    """Of its hidden states."""
+    """The width of its hidden states."""
     argument: str | None = None
-    """The name of the argument that takes them; None: the first position."""
+    """The name of the argument for hidden states; None: the first positional argument."""
 
     def call(self, model: nn.Module, x_BSH: torch.Tensor) -> torch.Tensor:
         module = model.get_submodule(self.part.name)
@@ -83,11 +83,11 @@ def _first_tensor(out: object) -> torch.Tensor:
 
 @dataclass
 class RankResult:
-    """What one rank computed, forward and backward."""
+    """The results of one rank, forward and backward."""
 
     output: torch.Tensor
     gradients: dict[str, torch.Tensor]
-    """Of the hidden states (under "") and of the weights, by name."""
+    """Gradients of the hidden states (under "") and of the weights, by name."""
     regions: list[tuple[str, torch.Tensor]]
     """Names and outputs of blocks and sublayers, in the order in which they ended."""
     shardings: dict[str, Sharding | None]
@@ -151,7 +151,7 @@ def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool,
 
 
 def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """Of sharded blocks with the same modules, sizes and roles, the first."""
+    """The first of each kind of sharded blocks: those with the same modules, sizes and roles."""
     kinds_seen: dict[tuple[Hashable, ...], str] = {}
     for block in plan.blocks:
         inside = plan.inside(block)
@@ -200,7 +200,7 @@ def _sublayers(plan: ModelPlan, name: str) -> list[str]:
 
 
 def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult) -> bool:
-    """Compare ``unit`` whole and sharded, and add what is found; false where it cannot be computed whole."""
+    """Compare ``unit`` whole and sharded, and add to ``found``; false where it cannot be computed whole."""
     length = max(LENGTH, size + 1)
     x_BSH = torch.randn(
         SAMPLES, length, unit.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64, device="cpu"
@@ -212,7 +212,7 @@ def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult
         if not whole.output.isfinite().all():
             raise ArithmeticError("its results are not finite with random weights")
     except Exception as error:  # A user's code, called with arguments that it may not be made for.
-        found.unseen.append(f"{where}: {_said(error)}")
+        found.unseen.append(f"{where}: {_message(error)}")
         return False
     try:
         sharded = run_in_threads(size, partial(_computed, unit, x_BSH, sequence_parallel))
@@ -221,7 +221,7 @@ def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult
     except Exception as error:
         blocks = unit.part.blocks or (unit.part.name,)
         refusal = isinstance(error, ValueError) and str(error).startswith(OWN)
-        found.faults.append(str(error) if refusal else _fault(unit, blocks, f"cannot be computed: {_said(error)}"))
+        found.faults.append(str(error) if refusal else _fault(unit, blocks, f"cannot be computed: {_message(error)}"))
         return True
     found.faults.extend(_differences(unit, whole, sharded))
     return True
@@ -240,7 +240,7 @@ def _nothing_drawn() -> Iterator[None]:
         random.setstate(numbers)
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
@@ -311,7 +311,7 @@ def _gradient_gap(name: str, expected: torch.Tensor, sharded: list[RankResult], 
 
 
 def _gap(found: list[torch.Tensor], expected: torch.Tensor, floor: float = 0.0) -> float:
-    """The largest difference of what ranks found, whole or as sequence shards, from ``expected``.
+    """The largest difference of the ranks' results, whole or as sequence shards, from ``expected``.
 
     Relative to the largest value of ``expected``, or to ``floor`` where that is larger.
     """

@@ -34,8 +34,8 @@ from ds_npu.parallel.tensor.region import (
 )
 
 REGION_ROLES = (Role.ATTENTION, Role.MLP)
-"""Sublayers that are tensor-parallel regions; of an MoE layer, the experts and shared MLPs are."""
-TOGETHER = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
+"""Sublayers that are tensor-parallel regions; in an MoE layer, the experts and shared MLPs are regions."""
+JOINT_ROLES = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
 """Roles of linears that a module calls with the same hidden states."""
 
 
@@ -45,7 +45,7 @@ def wrap(name: str, what: str, make: Callable[[], object] | None) -> Change:
 
 
 class Regions:
-    """Says what is to be done around the parallel layers of one model; ``modules`` are all of it, by name."""
+    """Declares the changes around the parallel layers of one model; ``modules``: all its modules by name."""
 
     def __init__(
         self, plan: ModelPlan, modules: Mapping[str, nn.Module], axis: TensorAxis, randomness: RegionRandomness
@@ -55,7 +55,7 @@ class Regions:
 
     @property
     def outside(self) -> RandomNumbers:
-        """Random numbers of what a module in a region computes before the region."""
+        """Random numbers for computations of a region's module before the region."""
         return nullcontext if self.axis.sequence_parallel else self.randomness.outside
 
     def is_partial(self, module: str) -> bool:
@@ -68,7 +68,7 @@ class Regions:
         return self.plan.around(module, *REGION_ROLES) is not None and not at_border
 
     def changes(self) -> Iterator[Change]:
-        """Every change; the parallel layers are there when they are made."""
+        """Every change; the parallel layers exist when they are made."""
         for name in (each for role in REGION_ROLES for each in self.plan.named(role)):
             yield from self._region(name)
         if self.sequences and self.plan.blocks:
@@ -93,7 +93,7 @@ class Regions:
         self.modules[row].register_forward_hook(lambda *_: self.randomness.leave())
 
     def _make_region(self, name: str, numbers: dict[str, RandomNumbers]) -> None:
-        for roles in TOGETHER:
+        for roles in JOINT_ROLES:
             found = self.plan.inside(name, *roles)
             mine = [self.modules[each] for each in found if not names.is_copy(each)]
             layers = [each for each in mine if isinstance(each, ColumnLinear)]
@@ -102,7 +102,7 @@ class Regions:
         make_region(self.modules[name], self.axis, self.sequences, **numbers)
 
     def _shard_run(self, run: Sequence[str], sequences: SequenceParallel) -> Iterator[Change]:
-        """With sequence parallelism ranks hold different tokens in all of a block; ``run``: those of one forward."""
+        """Shard the sequence in all of a block, for sequence parallelism; ``run``: the blocks of one forward."""
         blocks = [self.modules[name] for name in run]
         make: Callable[[], object] | None = partial(
             run_on_sequence_shards, blocks, sequences, **self._random_numbers(*blocks)
@@ -114,7 +114,7 @@ class Regions:
         yield wrap(run[-1], "gathers the sequence", None)
 
     def _shard_sequences(self, sequences: SequenceParallel) -> Iterator[Change]:
-        """What sequence parallelism changes beside the blocks."""
+        """The changes of sequence parallelism outside of regions."""
         for name in self.plan.blocks:
             recompute = partial(recompute_in_micro_batch, self.modules[name])
             yield Change("wraps", name, "recomputed in its MicroBatch", recompute, Level.RECOMPUTE)

@@ -23,9 +23,9 @@ class RoleShards:
     """The outputs (of a column linear) or inputs (of a row linear) of one weight that each tensor rank works on."""
 
     size: int
-    """The number of all of them."""
+    """The number of outputs or inputs over all ranks."""
     ranges: tuple[Ranges, ...]
-    """Of each rank."""
+    """The index ranges of each rank."""
     whole: bool = False
     """The ranks' ranges overlap, so that every rank keeps the whole weight."""
 

@@ -1,6 +1,6 @@
 """Shards the weights of a user's model over the tensor ranks, in place, by the roles of its ModelPlan.
 
-Modules keep their names, and parameters stay the same objects, so that an optimizer made before still holds them. No
+Modules keep their names, and parameters remain the same objects, so that an optimizer made before still holds them. No
 class is changed: projections are replaced by parallel ones, and the forwards of some modules of this one model are
 wrapped.
 """
@@ -77,10 +77,10 @@ SHARDED_ATTRIBUTE = "ds_npu_sharded_model"
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What ``shard_model`` did to a model."""
+    """The result of ``shard_model`` on a model."""
 
-    fetched_together: list[nn.Module]
-    """Modules that use each other's weights in their forwards, which ZeRO-3 must therefore gather together."""
+    jointly_gathered: list[nn.Module]
+    """Modules that use each other's weights in their forwards, which ZeRO-3 must therefore gather jointly."""
 
 
 def declare_shards(
@@ -91,10 +91,10 @@ def declare_shards(
     collectives: MatmulCollectives | None = None,
     device_type: str = "cpu",
 ) -> list[Change]:
-    """What shards ``model`` over the tensor ranks of ``topology``, in order.
+    """The changes, in order, that shard ``model`` over the tensor ranks of ``topology``.
 
     It will draw random numbers on ``device_type``. ``collectives``: the products that overlap with sequence
-    parallelism's collectives; None: one after the other. Raises ValueError that names every module that cannot be
+    parallelism's collectives; None: no overlap. Raises ValueError that names every module that cannot be
     sharded over so many ranks. Source: Megatron-LM, arXiv 1909.08053 and (sequence parallelism) 2205.05198.
     """
     check_not_compiled(model, "tensor")
@@ -107,7 +107,7 @@ shard_model = making(declare_shards)
 
 
 def sharded_model_of(model: nn.Module) -> ShardedModel | None:
-    """What ``shard_model`` did to ``model``, or to one that it was put around since (PEFT).
+    """The result of ``shard_model`` on ``model``, or on a model that it has wrapped since (PEFT).
 
     None where it must still be sharded, which parallel layers of a user's own need not be.
     """
@@ -117,7 +117,7 @@ def sharded_model_of(model: nn.Module) -> ShardedModel | None:
 
 
 class _ModelSharder:
-    """Says what is to be done to one model, and does it when the changes are made."""
+    """Declares the changes of one model, and makes them when they are applied."""
 
     def __init__(
         self, model: nn.Module, plan: ModelPlan, axis: TensorAxis, topology: Topology, randomness: RegionRandomness
@@ -128,7 +128,7 @@ class _ModelSharder:
         self.sharded: set[str] = set()
         """Parameters that are declared to be sharded."""
         self.linked: set[str] = set()
-        """Models whose loss is declared to be linked: PEFT keeps a head beside the copy of it that it trains."""
+        """Models whose loss is declared to be linked: PEFT keeps both a head and the copy of it that it trains."""
 
     def changes(self) -> Iterator[Change]:
         """Every change, in order; raises ValueError first where the model cannot be sharded."""
@@ -162,7 +162,7 @@ class _ModelSharder:
         return ((name, self.modules[name]) for role in roles for name in self.plan.named(role))
 
     def _widths(self) -> dict[str, int]:
-        """By name, the outputs of column linears, the inputs of row linears, the words of embeddings and heads."""
+        """Outputs of column linears, inputs of row linears, words of embeddings and heads, by module name."""
         widths = {}
         for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD):
             weight = module.get_parameter("weight")
@@ -255,7 +255,7 @@ class _ModelSharder:
                 make = partial(enter_by_factors, self.modules[outer], self.axis, self.regions.outside)
                 for child in entered_factors(self.modules[outer]):
                     yield wrap(f"{outer}.{child}", "computed before the region", make)
-                    make = None  # The first makes all.
+                    make = None  # The first change makes all.
 
     def _put(self, name: str, what: str, made: Callable[[], nn.Module]) -> Change:
         """Replace the module ``name`` by what ``made`` makes."""

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass
 class _KeptShard:
-    """The logits of one forward stay sharded over the tensor ranks."""
+    """The state of one forward whose logits are kept sharded over the tensor ranks."""
 
     is_computed: bool = False
     is_used: bool = False
@@ -77,7 +77,7 @@ class ShardedHead:
             is_kept = model.training and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
             kept = _KeptShard() if is_kept else None
             if kept is not None:
-                loss.check_in_place(model)
+                loss.check_not_replaced(model)
             with new_forward() as micro_batch:
                 self._kept.set(micro_batch, kept)
                 out = forward(*args, **kwargs)
@@ -110,7 +110,7 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
     It does so where it is trained on labels; the ``logits`` it returns are then this rank's shard. ``heads`` of a
     ``model`` of another kind, or with another loss than transformers' ForCausalLMLoss, return whole logits.
     """
-    # The head that PEFT keeps beside the copy that it trains is of the same model.
+    # PEFT keeps the original head, which belongs to the same model as the copy that it trains.
     known = link_of(model, LossLevel.VOCABULARY)
     head = known if isinstance(known, ShardedHead) else ShardedHead(vocabulary, topology)
     for each in heads:

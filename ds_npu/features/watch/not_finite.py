@@ -1,4 +1,4 @@
-"""Ends a run at the first loss or gradient that is not finite, and says of which step, rank and layer it is.
+"""Ends a run at the first loss or gradient that is not finite, and names its step, rank and layer.
 
 Where DeepSpeed reads whether the gradients are finite, it is asked (``zero_ext/skipped_steps.py``): the host waits for
 the device no more often, the weights are those of the step before, and the micro-batch runs forward once more to find
@@ -27,42 +27,42 @@ from ds_npu.zero_ext.skipped_steps import before_a_skip, reduced_gradients
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 KEPT_BYTES = 2**24
-"""Of a micro-batch whose arguments are kept until its step ends; of a larger one the module is not found."""
+"""The most bytes of a micro-batch whose arguments are kept to find the module, until its step ends."""
 SHOWN = 4
 
 
 @dataclass
 class Finding:
-    """What one rank knows of a step; it travels to all others."""
+    """The findings of one rank in a step, which are sent to all others."""
 
     rank: int
     losses: list[tuple[int, float]]
     """Micro-batches whose loss is not finite, and the loss."""
     parameters: int
-    """How many have a gradient, or value, that is not finite."""
+    """The number of parameters with a gradient, or value, that is not finite."""
     last: tuple[int, int, str] | None
-    """The last of them in the model, which is the first in backward: its stage, its number there, its name."""
+    """The last such parameter in the model, the first in backward: its stage, its number there, its name."""
     kept: list[int]
     """Micro-batches that can run again."""
     module: tuple[int, str] | None = None
-    """The first module, in the order of execution, whose output is not finite, and when it was executed."""
+    """The first executed module whose output is not finite: its number in the order of execution, its name."""
 
 
 @dataclass
 class Steps:
-    """What is kept of the micro-batches of one optimizer step."""
+    """Arguments and losses of the micro-batches of one optimizer step."""
 
     engine: TrainingEngine
     is_pipeline: bool = False
     """Whether the engine runs a schedule of DeepSpeed's, by which no micro-batch can run again alone."""
     arguments: list[tuple[Any, Any] | None] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
-    late: DelayedReading | None = None
-    """Of the step that has ended."""
-    late_losses: list[torch.Tensor] = field(default_factory=list)
-    """Its losses."""
+    delayed: DelayedReading | None = None
+    """The norm, or the sum of the losses, of the step that has ended."""
+    delayed_losses: list[torch.Tensor] = field(default_factory=list)
+    """The losses of that step."""
     is_everyones: bool = False
-    """Whether the late reading is the same on all ranks."""
+    """Whether the delayed reading is the same on all ranks."""
 
     def keep(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Keep the arguments of a forward that trains."""
@@ -74,29 +74,29 @@ class Steps:
         self.losses.clear()
 
     def forget(self) -> None:
-        """Forget the step that has ended, too: its weights are there no more."""
+        """Forget also the step that has ended: its weights no longer exist."""
         self.clear()
-        self.late, self.late_losses = None, []
+        self.delayed, self.delayed_losses = None, []
 
     def all_losses(self) -> list[torch.Tensor]:
-        """Those of the step's micro-batches; a pipeline's last stage has them, and no other."""
+        """The losses of the step's micro-batches; in a pipeline, only the last stage has them."""
         if not self.is_pipeline:
             return [*self.losses]
         return [torch.stack([leaf.float() for leaf in tree_leaves(each)]).sum() for each in self.engine.fwd_outputs]
 
-    def read_late(self) -> None:
-        """Have the norm of the step that has ended, or its losses, copied to the host; a CPU's are read at once."""
-        norm, self.late_losses = self.engine.get_global_grad_norm(), self.all_losses()
+    def read_delayed(self) -> None:
+        """Start copying the norm of the step that has ended, or its losses, to the host; check a CPU's at once."""
+        norm, self.delayed_losses = self.engine.get_global_grad_norm(), self.all_losses()
         self.is_everyones = norm is not None
-        if norm is None and self.late_losses:
-            norm = torch.stack([loss.float() for loss in self.late_losses]).sum()
-        self.late = DelayedReading(torch.as_tensor(norm)) if norm is not None else None
-        if self.late is not None and self.late.is_there:
-            self.check_late(self.engine.global_steps)
+        if norm is None and self.delayed_losses:
+            norm = torch.stack([loss.float() for loss in self.delayed_losses]).sum()
+        self.delayed = DelayedReading(torch.as_tensor(norm)) if norm is not None else None
+        if self.delayed is not None and self.delayed.is_there:
+            self.check_delayed(self.engine.global_steps)
 
-    def check_late(self, step: int) -> None:
-        """Stop where the late reading of ``step`` is not finite, or DeepSpeed's -1 for that."""
-        reading, self.late = self.late, None
+    def check_delayed(self, step: int) -> None:
+        """Stop where the delayed reading of ``step`` is not finite, or is DeepSpeed's -1 for that."""
+        reading, self.delayed = self.delayed, None
         if reading is None:
             return
         value = reading.value()
@@ -104,7 +104,7 @@ class Steps:
             self.stop(step, is_updated=True)
 
     def stop(self, step: int, *, is_updated: bool = False) -> NoReturn:
-        """Raise FloatingPointError with what all ranks know; all of them call it together, or one rank alone."""
+        """Raise FloatingPointError with the findings of all ranks, which all call it, or of one rank alone."""
         alone = is_updated and not self.is_everyones
         mine = self._finding(is_updated)
         found = [mine] if alone else _gathered(mine)
@@ -113,17 +113,17 @@ class Steps:
             logger().warning("step %d: a loss is not finite; its batch runs again to find the module", step)
             mine.module = self._run_again(again)
             found = _gathered(mine)
-        raise FloatingPointError(_said(step, found, is_updated=is_updated))
+        raise FloatingPointError(_message(step, found, is_updated=is_updated))
 
     def _finding(self, is_updated: bool) -> Finding:
         losses = [
             (index, loss.item())
-            for index, loss in enumerate(self.late_losses if is_updated else self.all_losses())
+            for index, loss in enumerate(self.delayed_losses if is_updated else self.all_losses())
             if not loss.isfinite().all()
         ]
         kept = [index for index, each in enumerate(self.arguments) if each is not None]
         if len(self.arguments) != len(self.losses):
-            kept = []  # Which loss is of which forward is not known.
+            kept = []  # It is not known which loss belongs to which forward.
         with allow_shard_access():
             wrong = {id(parameter) for parameter, tensor in self._tensors(is_updated) if not tensor.isfinite().all()}
         names = [name for name, _ in self.engine.module.named_parameters()]
@@ -165,17 +165,17 @@ def stop_at_not_finite(engine: TrainingEngine, *, is_pipeline: bool) -> None:
     """Make ``engine``, a DeepSpeed engine, raise FloatingPointError in the step that is not finite."""
     steps = Steps(engine, is_pipeline)
     is_asked = before_a_skip(engine.optimizer, lambda: steps.stop(engine.global_steps + 1))
-    reads_late = not is_asked and engine.torch_autocast_z0_gradscaler is None
+    reads_delayed = not is_asked and engine.torch_autocast_z0_gradscaler is None
 
     def after_step() -> None:
-        if reads_late:
-            steps.read_late()
+        if reads_delayed:
+            steps.read_delayed()
         steps.clear()
 
     engine.module.register_forward_pre_hook(steps.keep, with_kwargs=True)
     events = engine.events
     events.before_backward(MethodLevel.FINITE, lambda loss: steps.losses.append(loss.detach()))
-    events.before_step(MethodLevel.FINITE, lambda: steps.check_late(engine.global_steps))
+    events.before_step(MethodLevel.FINITE, lambda: steps.check_delayed(engine.global_steps))
     events.after_step(MethodLevel.FINITE, after_step)
     events.after_load(MethodLevel.FINITE, steps.forget)
 
@@ -201,7 +201,7 @@ def _common(found: list[Finding]) -> int | None:
     return min(wrong.intersection(*(each.kept for each in found)), default=None)
 
 
-def _said(step: int, found: list[Finding], *, is_updated: bool) -> str:
+def _message(step: int, found: list[Finding], *, is_updated: bool) -> str:
     lossy = [each for each in found if each.losses]
     lines = [f"step {step}: the {'loss' if lossy else 'gradient norm'} is not finite"]
     for each in lossy[:SHOWN]:

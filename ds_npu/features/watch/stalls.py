@@ -23,7 +23,7 @@ from ds_npu.zero_ext.training_engine import TrainingEngine
 
 LEAST_SECONDS = 60.0
 PAUSE_SECONDS = 600.0
-"""What may pass before the first steps have ended, in evaluation, and while a checkpoint is written or read."""
+"""The most time before the first steps have ended, in evaluation, and while a checkpoint is written or read."""
 PAUSES = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_model", "evaluate", "evaluation_loop")
 """Functions of DeepSpeed, of the Trainer and of many scripts in which no step ends."""
 MOST_REPORTS = 3
@@ -33,19 +33,19 @@ REMEMBERED_STEPS = 50
 KNOWN_AFTER_STEPS = 3
 MOST_FRAMES = 25
 OUTERMOST_FRAMES = 5
-"""Of these: the script's own lines."""
+"""How many of MOST_FRAMES are outermost frames, the script's own lines."""
 MOST_THREADS = 6
 FRAMES_OF_OTHERS = 4
 
 
 @dataclass(eq=False)
 class StallWatch:
-    """What one engine's thread knows; ``look`` is called again and again with the clock's time in seconds."""
+    """The state of one engine's thread; ``look`` is called regularly with the clock's time in seconds."""
 
     factor: int
-    """0: it never speaks; the watches of other engines see that this one moves."""
-    place: str
-    """This rank, in words."""
+    """How many median steps count as a stall; 0: no reports, but watches of other engines see this one move."""
+    rank_text: str
+    """This rank and the number of ranks, in words."""
     least: float = LEAST_SECONDS
     pause: float = PAUSE_SECONDS
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
@@ -54,20 +54,20 @@ class StallWatch:
     moved: float = 0.0
     """When the counters last changed."""
     unused: float = 0.0
-    """When the script last was seen to use another engine."""
+    """When the script was last seen to use another engine."""
     stepped: float | None = None
-    """When the first of them last did."""
+    """When an optimizer step last ended."""
     reports: int = 0
     is_reported: bool = False
 
     def look(
         self, now: float, counters: tuple[int, int], *, is_training: bool, others: Iterable[StallWatch] = ()
     ) -> str | None:
-        """What to print, if anything, of an engine whose counters are these; ``others``: those of other engines."""
+        """The message, if any, for an engine with these ``counters``; ``others``: the watches of other engines."""
         if counters != self.counters:
-            said = f"{self.place} goes on, after {now - self.moved:.0f} s" if self.is_reported else None
+            message = f"{self.rank_text} goes on, after {now - self.moved:.0f} s" if self.is_reported else None
             self._note(now, counters)
-            return said
+            return message
         if any(other.moved > self.moved for other in others):
             self.unused = now
         silence = now - max(self.moved, self.unused)
@@ -83,7 +83,9 @@ class StallWatch:
         last = "; says no more of this" if self.reports == MOST_REPORTS else ""
         what = "stood still" if is_training else "evaluated"
         what = what if pause is None else f"been in {pause}"
-        head = f"{self.place} has {what} for {silence:.0f} s, after step {counters[0]} ({median}){last}. It stands at"
+        head = (
+            f"{self.rank_text} has {what} for {silence:.0f} s, after step {counters[0]} ({median}){last}. It stands at"
+        )
         return "\n".join([head, *_lines(stack, MOST_FRAMES, OUTERMOST_FRAMES), *_other_threads(every)])
 
     @property
@@ -137,12 +139,12 @@ def watch_for_stalls(engine: TrainingEngine, watch: StallWatch, when_still: Call
             del engine
             with _CHANGING:
                 others = [each for each in _WATCHES if each is not watch]
-            said = watch.look(time.monotonic(), counters, is_training=is_training, others=others)
+            message = watch.look(time.monotonic(), counters, is_training=is_training, others=others)
             if time.monotonic() - max(watch.moved, asked) > STILL_SECONDS:
                 asked = time.monotonic()
                 when_still()
-            if said is not None:
-                os.write(2, f"[ds_npu] WARNING: {said}\n".encode())
+            if message is not None:
+                os.write(2, f"[ds_npu] WARNING: {message}\n".encode())
 
     thread = threading.Thread(target=look_again_and_again, name="ds_npu watch", daemon=True)
     thread.start()
@@ -150,7 +152,7 @@ def watch_for_stalls(engine: TrainingEngine, watch: StallWatch, when_still: Call
 
 
 def _lines(stack: traceback.StackSummary, most: int, outermost: int = 0) -> list[str]:
-    """A line for each frame, the outermost first; of more than ``most`` those behind the ``outermost`` are left out."""
+    """A line for each frame, the outermost first; beyond ``most``, frames behind the ``outermost`` are left out."""
     lines = [f"    {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in stack]
     left_out = len(lines) - most
     return lines if left_out <= 0 else [*lines[:outermost], f"    ... {left_out} more", *lines[outermost + left_out :]]

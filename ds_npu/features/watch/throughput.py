@@ -21,14 +21,14 @@ STEP_TIME, TOKENS = "Train/Samples/step_time_ms", "Train/Samples/tokens_per_seco
 
 @dataclass
 class Throughput:
-    """What rank 0 counts between two optimizer steps."""
+    """Counters of rank 0 between two optimizer steps."""
 
     ranks: int
-    """Ranks with tokens of their own."""
+    """The number of ranks with tokens of their own."""
     samples: int = 0
     """DeepSpeed's count of samples at the last event."""
     tokens: int = 0
-    """Of this rank, since then."""
+    """Tokens of this rank since that event."""
     began: float | None = None
 
     def count(self, arguments: object) -> None:
@@ -65,7 +65,7 @@ def write_throughput(engine: TrainingEngine, ranks: int) -> None:
     def count(module: nn.Module, args: object, kwargs: object) -> None:
         running_stage = BORDER_STATES.of(running())
         if own and (running_stage is None or running_stage.stage != own[0]):
-            return  # Every stage of the rank is given each micro-batch, of which one counts.
+            return  # Every stage of the rank is given each micro-batch; only one stage counts it.
         if module.training and torch.is_grad_enabled():
             throughput.count((kwargs, args))
         elif not module.training:

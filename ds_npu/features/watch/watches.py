@@ -1,4 +1,4 @@
-"""``ds_npu.watch``: what a run notices of itself while it trains."""
+"""``ds_npu.watch``: checks of a run while it trains."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def context_axis(topology: Topology, algorithm: ContextAlgorithm) -> ContextAxis
     if algorithm.size != size:
         raise ValueError(f"{algorithm} is for {algorithm.size} context ranks; ds_npu.parallel.context is {size}")
     u, n = algorithm.ulysses, algorithm.ring
-    ring_rank, ulysses_rank = algorithm.place(rank)
+    ring_rank, ulysses_rank = algorithm.ring_and_inner_rank(rank)
     rings = [[index * u + inside for index in range(n)] for inside in range(u)]
     ulysses_group = topology.within(
         "cp", [[index * u + inside for inside in range(u)] for index in range(n)], "ulysses"

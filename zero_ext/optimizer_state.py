@@ -285,7 +285,8 @@ def keep_pieces(optimizer: Any, shards: Sequence[StateShard]) -> None:
         unscale([each[:1] if each.stride() == (0,) else each for each in gradients], norm)
 
     name = "_get_preflattened_grad_partition"
-    replace_method(optimizer, name, _get_preflattened_grad_partition, MethodLevel.STATE)
+    if hasattr(type(optimizer), name):
+        replace_method(optimizer, name, _get_preflattened_grad_partition, MethodLevel.STATE)
     wrap_method(optimizer, "unscale_and_clip_grads", unscale_and_clip_grads, MethodLevel.STATE)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_npu.config.batch import Batch, batch_of
-from ds_npu.config.deepspeed_keys import conflicts, misspelt, zero_stage
+from ds_npu.config.deepspeed_keys import conflicts, misspelt, value_at, zero_stage
 from ds_npu.config.deepspeed_readers import deepspeed_problems
 from ds_npu.config.loading import flaws, load
 from ds_npu.config.optimizer_memory_keys import optimizer_memory_problems
@@ -81,6 +81,8 @@ def check(
         warnings.append(f"ds_npu.parallel.context is {config.parallel.context}: {UNDIVIDED}")
     if config.parallel.pipeline > 1 and stages is None and zero_stage(ds_config) == 2:
         warnings.append(f"zero_optimization.stage is 2: 0 and 1 are all that {PIPELINES_REFUSE}")
+    if config.parallel.pipeline > 1 and stages is None and value_at(ds_config, "flops_profiler.enabled"):
+        warnings.append("flops_profiler.enabled is true: it is refused for a Hugging Face model in pipeline stages")
     return Checked(config, degrees, batch, zero_stage(ds_config), tuple(warnings))
 
 

@@ -273,6 +273,13 @@ class PipelineMixin(TopologyMixin):
         else:
             self.scheduled.train()
 
+    def _next_batch(self) -> Any:
+        upstream: Any = super()
+        micro_batch = upstream._next_batch()
+        if self.scheduled is not None:
+            self.scheduled.has_read(micro_batch)
+        return micro_batch
+
     def reset_activation_shape(self) -> None:
         upstream: Any = super()
         upstream.reset_activation_shape()

@@ -25,6 +25,7 @@ from ds_npu.engine.clients.one_rank import be_the_only_rank
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.patches import FAILED
 from ds_npu.log import warn_once
+from ds_npu.plain_engines import note_plain_engine
 
 Function = Callable[..., Any]
 
@@ -151,8 +152,10 @@ def engine_new(original: Function) -> Function:
         if getattr(config, "ds_npu", None) is not None:
             from ds_npu.engine.engines import ENGINES
 
-            cls = ENGINES.get(cls, cls)
-        return original(cls)
+            return original(ENGINES.get(cls, cls))
+        engine = original(cls)
+        note_plain_engine(engine)
+        return engine
 
     return new
 

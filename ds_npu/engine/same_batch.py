@@ -26,7 +26,7 @@ def agree_on_first_batch(model: nn.Module, topology: Topology) -> None:
     divides the sequences; else the script gives each of them other tokens. A context algorithm that is to be chosen is
     chosen before the first forward that divides them, which generation with a cache does not.
     """
-    axes = [axis for axis in _shared_axes(model, topology) if axis != "pp"]
+    axes = [axis for axis in shared_axes(model, topology) if axis != "pp"]
     if not axes:
         return
     choice = algorithm_choice_of(model)
@@ -60,14 +60,14 @@ def _sizes(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int]:
 def agree_before_stages(model: nn.Module, topology: Topology, batch: Any, micro_batch: Mapping[str, Any]) -> None:
     """The same for a model in pipeline stages, whose forwards do not begin together, before its first batch."""
     mine = [_described(leaf) for leaf in _tensors(batch)]
-    for axis in _shared_axes(model, topology):
+    for axis in shared_axes(model, topology):
         _compare(mine, axis, topology)
     choice = algorithm_choice_of(model)
     if choice is not None and choice.is_open:
         choice.choose(*_sizes((), micro_batch))
 
 
-def _shared_axes(model: nn.Module, topology: Topology) -> list[Axis]:
+def shared_axes(model: nn.Module, topology: Topology) -> list[Axis]:
     """The axes whose ranks share samples."""
     return [axis for axis in KEYS if topology.size(axis) > 1 and (axis != "cp" or has_sharded_sequences(model))]
 

@@ -92,8 +92,8 @@ def failures(engine: Any, batches: list[Any]) -> None:
     as_before(engine)
 
 
-def hold(schedule: str, stage: int) -> None:
-    """A step behind all of them is that of one process."""
+def engine_of(schedule: str, stage: int) -> tuple[Any, list[Any]]:
+    """An engine of one stage a rank, and its batches."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
@@ -104,11 +104,16 @@ def hold(schedule: str, stage: int) -> None:
     config["ds_npu"]["pipeline"] = {"schedule": schedule}
     module = PipelineModule(rule.layers(), num_stages=STAGES, loss_fn=rule.token_loss, partition_method="uniform")
     engine = deepspeed.initialize(model=module.double(), model_parameters=module.parameters(), config=config)[0]
-    batches = rule.my_batches(engine.topology)
+    return engine, rule.my_batches(engine.topology)
+
+
+def hold(schedule: str, stage: int) -> None:
+    """A step behind all of them is that of one process."""
+    engine, batches = engine_of(schedule, stage)
     failures(engine, batches)
     loss = float(engine.train_batch(iter(batches)))
     expected = rule.reference(rule.MICRO * MICRO_BATCHES, torch.nn.Sequential(*rule.layers()))
-    found = {name: weight.detach().double() for name, weight in module.named_parameters()}
+    found = {name: weight.detach().double() for name, weight in engine.module.named_parameters()}
     error = rule.relative(found, {name: expected.weights[name] for name in found})
     norm_error = abs(float(engine.get_global_grad_norm()) / expected.norm - 1)
     tight = EXACT if stage == 0 else SINGLE

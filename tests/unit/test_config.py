@@ -238,6 +238,13 @@ def test_deepspeeds_pipelines_know_no_zero_2_and_3(stage):
     assert "zero_optimization.stage" in str(check(config, 8).warnings if stage == 2 else mistakes(config).problems)
 
 
+def test_the_profiler_that_stages_refuse_is_a_warning_before_a_run():
+    config = with_section({"parallel": {"pipeline": 2}}, flops_profiler={"enabled": True})
+    (warning,) = check(config, 2).warnings
+    assert "flops_profiler.enabled" in warning
+    assert not check(config, 2, stages=2).warnings
+
+
 def test_the_stages_of_a_pipeline_module_are_the_pipeline_ranks():
     config = with_section({"parallel": {"pipeline": 2}})
     (problem,) = mistakes(config, stages=4).problems

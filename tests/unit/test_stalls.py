@@ -11,6 +11,7 @@ import torch
 
 from ds_npu.features.watch import stalls
 from ds_npu.features.watch.stalls import LEAST_SECONDS, MOST_REPORTS, PAUSE_SECONDS, StallWatch, watch_for_stalls
+from ds_npu.plain_engines import note_plain_engine
 
 
 class Engine:
@@ -138,6 +139,22 @@ def test_threads_of_two_engines_know_of_each_other(monkeypatch, capfd):
     for thread in threads:
         thread.join(5)
         assert not thread.is_alive()
+
+
+def test_an_engine_without_the_section_is_seen(monkeypatch, capfd):
+    monkeypatch.setattr(stalls, "LOOK_EVERY_SECONDS", 0.02)
+    finished, used = Engine(), Engine()
+    note_plain_engine(used)
+    thread = watch_for_stalls(finished, StallWatch(2, "rank 0 of 1", least=0.3, pause=0.6), lambda: None)
+    for engine, steps in ((finished, 5), (used, 20)):
+        for _ in range(steps):
+            time.sleep(0.05)
+            engine.global_steps += 1
+    del finished, engine
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert "has stood still" not in capfd.readouterr().err
 
 
 def test_the_thread_prints_the_stacks_of_all_threads_and_ends_with_the_engine(monkeypatch, capfd):

@@ -1,8 +1,9 @@
 """Ends a batch of a pipeline on all of its ranks where one of them has failed, so that the script may go on.
 
 The ranks meet at the end of each batch, on their hosts and over the store of the default process group: no device is
-waited for. In training all ranks of the world meet, since data ranks that went on would reduce other gradients than
-this batch's; in evaluation those that share samples. Two short requests of each rank to the store are all it costs.
+waited for, but for the checksum of the batch (batch_checksum.py), which it computed before the batch ran. In training
+all ranks of the world meet, since data ranks that went on would reduce other gradients than this batch's; in evaluation
+those that share samples. Two short requests of each rank to the store are all it costs.
 
 A rank that has failed sends zeros to the other stages (parallel/pipeline/executor.py). Collectives inside of a forward
 have no such way: tensor and context ranks must all have failed at one line, and a failure of data ranks that share
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from ds_npu.engine.failures.batch_checksum import BatchChecksum
 from ds_npu.engine.failures.failed_ranks import failure_of, is_of_transport
 from ds_npu.engine.failures.failure_record import FailureRecord
 from ds_npu.parallel.pipeline.executor import PipelineError
@@ -30,9 +32,13 @@ from ds_npu.topology.topology import Topology
 
 PEERS_SECONDS = 10.0
 """How long a rank that has failed waits to hear that its tensor and context ranks have, too."""
-ONE_FAILURE = 1 << 32
-"""A failed rank adds this to the number of ranks that have come."""
 NONE = "none"
+DIFFERENT = "different batches"
+"""The outcome where ranks that share a batch were given different ones."""
+READ_ALIKE = (
+    "let every pipeline rank read the same batches in the same order (a loader by engine.topology.rank('dp') of "
+    "engine.topology.size('dp')), and skip a batch, such as one that could not be loaded, on all of them or on none"
+)
 NO_MORE = "no more batches"
 """The outcome where the data of every rank that loads is at its end."""
 LOADING = "loading"
@@ -58,6 +64,8 @@ class BatchFailure:
     summary: str
     where: str
     traceback: str
+    batches_differ: bool = False
+    """Whether ranks that share this batch were given different ones, which may be why it failed."""
 
     def told(self) -> str:
         return (
@@ -73,10 +81,12 @@ class FailedStageError(Exception):
 class BatchFailures:
     """Begins the batches of one engine, and ends those that have failed."""
 
-    def __init__(self, topology: Topology, device_type: str) -> None:
+    def __init__(self, topology: Topology, device_type: str, peers: Sequence[int]) -> None:
+        """``peers``: the ranks that are given the same batches as this one, with it; they all call ``compare``."""
         record = FailureRecord.of_this_world()
         assert record is not None, "a pipeline has two ranks or more"
         self.record, self.topology, self.device_type = record, topology, device_type
+        self.peers = peers
         self.number = next(_numbers)
         self.counts: dict[str, int] = {}
         self.broken: str | None = None
@@ -139,6 +149,11 @@ class BatchInStages:
         self._store, self._rank = failures.record.store, failures.record.rank
         self._random = generator_states(failures.device_type)
         self._error: Exception | None = None
+        self._checksum: BatchChecksum | None = None
+
+    def compare(self, checksum: BatchChecksum) -> None:
+        """At the end, compare ``checksum``, of the batch that this rank was given, with those of its peers."""
+        self._checksum = checksum
 
     @property
     def has_failed(self) -> bool:
@@ -165,32 +180,59 @@ class BatchInStages:
         self._failures.check_peers(self, mine)
 
     def end(self) -> None:
-        """Meet the other ranks; where one of them has failed, raise PipelineError on all, with one cause.
+        """Meet the other ranks; where one has failed or was given another batch, raise PipelineError on all.
 
         Then the random generators are as they were before the batch. Raises StopIteration on all ranks where the data
         of all that load is at its end.
         """
-        come = self._store.add(self._key(self._number), 1 + (0 if self._error is None else ONE_FAILURE))
-        if come % ONE_FAILURE == len(self._ranks):
+        # One number: how many ranks have come, above it how many have failed, above that the sum of their shares.
+        ranks, width = len(self._ranks), len(self._ranks).bit_length()
+        mine = 1 + (self.has_failed << width) + (self._share(62 - 3 * width) << 2 * width)
+        come = self._store.add(self._key(self._number), mine)
+        if come % (1 << width) == ranks:
             self._forget(self._number - 1)
-            self._store.set(self._outcome(self._number), NONE if come < ONE_FAILURE else self._first())
+            failed, differ = (come >> width) % (1 << width) > 0, come >> 2 * width != 0
+            outcome = self._first(differ) if failed else DIFFERENT if differ else NONE
+            self._store.set(self._outcome(self._number), outcome)
         outcome = self._store.get(self._outcome(self._number)).decode()
         if outcome == NONE:
             return
         restore_generators(self._failures.device_type, self._random)
         if outcome == NO_MORE:
             raise self._error or StopIteration
+        if outcome == DIFFERENT:
+            raise PipelineError(
+                "ds_npu.parallel.pipeline: this batch ended on all ranks, since pipeline ranks (or the context or "
+                "tensor ranks that share their samples) were given different batches. Its gradients are dropped. What "
+                f"to do: {READ_ALIKE}"
+            )
         failure = BatchFailure(**json.loads(outcome))
         cause = (
             self._error
             if failure.rank == self._rank
             else FailedStageError(f"on rank {failure.rank}:\n{failure.traceback}")
         )
+        different = (
+            f". Pipeline ranks were given different batches, too: {READ_ALIKE}" if failure.batches_differ else ""
+        )
         raise PipelineError(
             f"ds_npu.parallel.pipeline: this batch ended on all ranks, since {failure.told()}. Its gradients are "
             "dropped. What to do: mend what failed; a script may also skip the batch, and go on with the next one on "
-            "all ranks"
+            f"all ranks{different}"
         ) from cause
+
+    def _share(self, bits: int) -> int:
+        """This rank's share of a sum over its peers that is 0 where they have one checksum of ``bits``.
+
+        Two checksums always give another sum than 0; of three or more it is 0 with a chance of about 2**-bits. The sum
+        over all ranks and what stands below it has at most 62 bits and a sign.
+        """
+        if self._checksum is None:
+            return 0
+        peers = self._failures.peers
+        # Data ranks may have the same batches, and shares of theirs could make up for each other.
+        own = self._checksum.read(bits, salt=peers[0])
+        return own * (len(peers) - 1) if self._rank == peers[0] else -own
 
     def key_of(self, rank: int) -> str:
         """The store's key of the failure of ``rank`` in this batch."""
@@ -199,13 +241,15 @@ class BatchInStages:
     def failure_of(self, rank: int) -> BatchFailure:
         return BatchFailure(**json.loads(self._store.get(self.key_of(rank))))
 
-    def _first(self) -> str:
+    def _first(self, differ: bool) -> str:
         """The failure that no other one has caused; NO_MORE where every rank that loads has met the end of its data."""
         failures = [self.failure_of(rank) for rank in self._ranks if self._store.check([self.key_of(rank)])]
         if sum(each.action == LOADING and each.kind.startswith("StopIteration") for each in failures) == self._loaders:
             return NO_MORE
         first = min(failures, key=lambda each: (each.start, each.rank))
-        return json.dumps(asdict(first))
+        # A rank that could not load its batch has no checksum.
+        differ = differ and all(each.action != LOADING for each in failures)
+        return json.dumps(asdict(first) | {"batches_differ": differ})
 
     def _forget(self, number: int) -> None:
         """Delete what was said at the end of an earlier batch, which all ranks have read."""

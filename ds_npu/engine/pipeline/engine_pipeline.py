@@ -16,9 +16,10 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from ds_npu.config.pipeline import PipelineSection
+from ds_npu.engine.failures.batch_checksum import BatchChecksum
 from ds_npu.engine.failures.batch_failures import BatchFailures, BatchInStages
 from ds_npu.engine.pipeline.stage_output import LOSS, OutputForm, StageOutputs, detached, tensors_of, training_output
-from ds_npu.engine.same_batch import agree_before_stages
+from ds_npu.engine.same_batch import agree_before_stages, shared_axes
 from ds_npu.features.loss.token_targets import COUNT, asks_for_scores
 from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_loss
 from ds_npu.features.pipeline.images import check_no_pixels, image_pieces
@@ -64,6 +65,8 @@ class RunningMicroBatches:
     """The micro-batches of one run."""
 
     parts: Sequence[Arguments]
+    checksum: BatchChecksum
+    """The checksum of the batch that they were cut from."""
     items: Items | None
     """The number of items that divides their losses; None: losses are averaged."""
     trains: bool
@@ -188,7 +191,8 @@ class EnginePipeline:
         self.loss = BatchLoss(engine.module)
         self.signature = inspect.signature(engine.module.forward)
         self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
-        self.failures = BatchFailures(topology, get_accelerator().device_name())
+        peers = topology.ranks(*shared_axes(engine.module, topology))
+        self.failures = BatchFailures(topology, get_accelerator().device_name(), peers)
         self.pending = PendingGradients(gradient_slots(engine))
         self.tied = TiedGradients(self.pending.slots, topology, layout.rank_of)
         self._has_begun = False
@@ -220,7 +224,7 @@ class EnginePipeline:
         if items is not None and (scores or self.engine.topology.size("cp") > 1):
             # Context ranks divide their shares themselves, and so does a fused head.
             parts = [part | {COUNT: items} for part in parts]
-        return RunningMicroBatches(parts, items, trains, scores)
+        return RunningMicroBatches(parts, BatchChecksum(given), items, trains, scores)
 
     def _check(self, given: Arguments, trains: bool) -> None:
         """Raise ValueError for what stages cannot be given."""
@@ -269,7 +273,7 @@ class EnginePipeline:
         for part in parts:
             self._check(part, trains=True)
         self._agree(parts, parts)
-        return self._trained(RunningMicroBatches(parts, None, trains=True))[1]
+        return self._trained(RunningMicroBatches(parts, BatchChecksum(parts), None, trains=True))[1]
 
     def _trained(self, batch: RunningMicroBatches) -> tuple[OutputForm, torch.Tensor]:
         self.drop()
@@ -304,6 +308,7 @@ class EnginePipeline:
         """
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
         running = self.failures.begin(schedule, batch.trains)
+        running.compare(batch.checksum)
         run = PipelineRun(schedule, self.rank, stages, self.links, running.note)
         with self.failures.or_broken():
             run.run([shape_of(part) for part in batch.parts])

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER, TRAIN_BATCH_TIMER
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from ds_npu.config.pipeline import PipelineSection
+from ds_npu.engine.failures.batch_checksum import BatchChecksum
 from ds_npu.engine.failures.batch_failures import BatchFailures, BatchInStages
 from ds_npu.engine.pipeline.engine_pipeline import check_scales_losses, loss_scaled, pipeline_links
 from ds_npu.features.pipeline.layout import PipelineLayout, layout_of
@@ -91,7 +92,11 @@ class ScheduledModule:
             )
         self.engine, self.layout = engine, layout
         self.links = pipeline_links(engine.topology, engine.device)
-        self.failures = BatchFailures(engine.topology, get_accelerator().device_name())
+        along = engine.topology.ranks("pp")
+        # The ranks between them are given no batch.
+        self.failures = BatchFailures(engine.topology, get_accelerator().device_name(), (along[0], along[-1]))
+        self._read: list[Any] | None = None
+        """The micro-batches that were read for the batch that is being loaded."""
         self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
         self.shapes = 0
         """Another number for other shapes of the tensors between stages."""
@@ -151,11 +156,20 @@ class ScheduledModule:
         if not (engine.is_first_stage() or engine.is_last_stage()):
             return
         try:
+            self._read = []
             engine._reserve_pipe_buffers(count)
             for index in range(count):
                 engine._exec_load_micro_batch(index)
+            batch.compare(BatchChecksum(self._read))
         except Exception as error:
             batch.note_loading(engine.stage_id, index, error)
+        finally:
+            self._read = None
+
+    def has_read(self, micro_batch: Any) -> None:
+        """Note what the engine has read, inputs and labels, of which a stage keeps one."""
+        if self._read is not None:
+            self._read.append(micro_batch)
 
 
 def _stop_timers(engine: Any) -> None:

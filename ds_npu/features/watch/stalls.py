@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ds_npu.plain_engines import plain_counters
 from ds_npu.stacks import stacks
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -128,6 +129,7 @@ def watch_for_stalls(engine: TrainingEngine, watch: StallWatch, when_still: Call
 
     def look_again_and_again() -> None:
         asked = watch.moved
+        plain = StallWatch(0, "engines without the section", counters=plain_counters())
         while True:
             time.sleep(LOOK_EVERY_SECONDS)
             engine = alive()
@@ -139,7 +141,8 @@ def watch_for_stalls(engine: TrainingEngine, watch: StallWatch, when_still: Call
             del engine
             with _CHANGING:
                 others = [each for each in _WATCHES if each is not watch]
-            message = watch.look(time.monotonic(), counters, is_training=is_training, others=others)
+            plain.look(time.monotonic(), plain_counters(), is_training=True)
+            message = watch.look(time.monotonic(), counters, is_training=is_training, others=[*others, plain])
             if time.monotonic() - max(watch.moved, asked) > STILL_SECONDS:
                 asked = time.monotonic()
                 when_still()

@@ -20,7 +20,7 @@ from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.config.problems import ConfigError
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, unmet
-from ds_npu.features.fused_ops import feature as fused_ops
+from ds_npu.features.fused_ops import fused_operators as fused_ops
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.fused_ops.fused_operators import FUSED_OPS, OPERATORS_OF_KEY
 from ds_npu.log import logger

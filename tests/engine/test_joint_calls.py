@@ -78,7 +78,8 @@ def rank_0_saves_alone(folder: str) -> None:
     import deepspeed
 
     from ds_npu.engine.failures import joint_calls
-    from ds_npu.features.watch import feature, stalls
+    from ds_npu.features.watch import stalls
+    from ds_npu.features.watch import watches as feature
 
     rule.without_extension()
     joint_calls._timeout_s = lambda store: 2.0

@@ -20,7 +20,8 @@ STEPS, STANDSTILL_S = 8, 4.0
 def one_rank_stops(folder: str) -> None:
     import deepspeed
 
-    from ds_npu.features.watch import feature, stalls
+    from ds_npu.features.watch import stalls
+    from ds_npu.features.watch import watches as feature
 
     rule.without_extension()
     feature.StallWatch = functools.partial(stalls.StallWatch, least=1.5, pause=60.0)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
-from ds_npu.features.fused_ops import feature as fused_ops
+from ds_npu.features.fused_ops import fused_operators as fused_ops
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.fused_ops.fused_operators import FUSED_OPS
 from ds_npu.features.tensor_parallel.sharded_model import shard_model

@@ -20,11 +20,10 @@ STEPS, STANDSTILL_S = 8, 4.0
 def one_rank_stops(folder: str) -> None:
     import deepspeed
 
-    from ds_npu.features.watch import stalls
-    from ds_npu.features.watch import watches as feature
+    from ds_npu.features.watch import stalls, watches
 
     rule.without_extension()
-    feature.StallWatch = functools.partial(stalls.StallWatch, least=1.5, pause=60.0)
+    watches.StallWatch = functools.partial(stalls.StallWatch, least=1.5, pause=60.0)
     stalls.LOOK_EVERY_SECONDS = 0.05
     log = os.open(Path(folder) / f"rank {dist.get_rank()}", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 2)

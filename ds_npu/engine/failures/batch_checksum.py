@@ -1,8 +1,9 @@
 """A checksum of a batch, by which the ranks that share it find out that they were given different ones.
 
 All integer tensors of the batch count, words, labels and masks among them; where there are none, the bits of its last
-tensor. It is a sum of them, each number times one of ``_weights``, computed where the tensors are: on a device, four
-kernels (they are concatenated, multiplied and added up) and 8 bytes that go to the host while the batch runs.
+tensor. It is a sum of them, each number times one of ``_weights``, computed where the tensors are: on a device, three
+kernels (they are concatenated, multiplied and added up), one more for each tensor that is not of 64 bits, and 8 bytes
+that go to the host while the batch runs.
 Two different batches have one checksum of 64 bits with a chance of about 2**-60.
 """
 

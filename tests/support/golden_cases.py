@@ -48,8 +48,8 @@ class Case:
     """The life of the engine: a name in ``golden_runs.LIVES``."""
     stand_in: bool = False
     """Whether the kernels of fused experts are computed on the CPU."""
-    room: int | None = None
-    """Bytes of ``recompute.budget_gib`` beside what is held before the engine is made."""
+    budget: int | None = None
+    """Bytes of ``recompute.budget_gib``, of which what earlier engines hold is a part: such cases are the first."""
     reader: Case | None = None
     """The engine that loads the checkpoint, where it is another one."""
     checkpoints: str = ""

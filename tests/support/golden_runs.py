@@ -85,27 +85,9 @@ def config_of(case: Case, folder: str) -> dict[str, Any]:
     config |= {"ds_npu": case.section}
     config |= {"optimizer": ADAM} if case.adam else {"optimizer": {"type": "SGD", "params": {"lr": LR}}}
     config |= {"gradient_clipping": CLIP, "train_micro_batch_size_per_gpu": golden_models.samples(case)} | case.config
-    if case.room is not None:
-        config["ds_npu"] = case.section | {"recompute": {"budget_gib": (_held() + case.room) / GIB}}
+    if case.budget is not None:
+        config["ds_npu"] = case.section | {"recompute": {"budget_gib": case.budget / GIB}}
     return json.loads(json.dumps(config).replace("FOLDER", folder))
-
-
-def _held() -> int:
-    """Bytes of all storages of this process's tensors, on the device if there is one; the most of all ranks.
-
-    All ranks give one budget.
-    """
-    gc.collect()
-    every = [0] * dist.get_world_size()
-    dist.all_gather_object(every, _held_here())
-    return max(every)
-
-
-def _held_here() -> int:
-    if dist.get_backend() == "hccl":
-        return torch.npu.memory_allocated()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
 
 
 def engine_of(case: Case, folder: str) -> Any:

@@ -32,7 +32,7 @@ def dense() -> Iterator[Case]:
     yield Case("qwen3 tp2 cp2", "qwen3", context(2, "ulysses", tensor=2), 3, world=4)
     yield Case("llama tp2 cp2 ring fused", "llama", context(2, "ring", tensor=2) | {"fused_ops": FUSED}, 2, world=4)
     yield Case("llama lora", "llama", SP2, 2, adapters=LORA)
-    yield Case("llama plan", "llama", TP2 | {"plan": {"**.mlp.*": "replicated"}})
+    yield Case("llama plan", "llama", TP2 | {"plan": {"model.layers.*.mlp": "replicated"}})
     yield Case("llama deterministic", "llama", SP2 | {"deterministic": True}, adam=True)
 
 
@@ -51,7 +51,9 @@ def experts() -> Iterator[Case]:
     yield _expert("matmul accumulate", "mixtral", {}, EP2 | {"fused_ops": {"matmul_accumulate": True}})
     yield _expert("allgather", "mixtral", {"dispatcher": "allgather"}, stage=2)
     yield _expert("allgather level1", "qwen3_moe", {"dispatcher": "allgather", "zero_memory": "level1"})
-    yield _expert("fused", "mixtral", {"dispatcher": "fused"})
+    yield _expert("fused", "mixtral", {"dispatcher": "fused"}, stand_in=True)
+    extended: Keys = {"dispatcher": "fused", "tp_extends_ep": True}
+    yield _expert("fused over tensor ranks", "qwen3_moe", extended, TP2, stand_in=True)
     yield _expert("expert_tensor", "mixtral", {}, parallel(expert_tensor=2))
     yield _expert("expert x tensor", "qwen3_moe", {}, parallel(expert=2, tensor=2))
     yield _expert(

@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
+from golden_internals import BACKWARD_THREADS
+
 import ds_npu
 
 PACKAGE = Path(ds_npu.__file__).parent
@@ -15,22 +17,30 @@ SITE = "site-packages/"
 
 
 class Calls:
-    """The calls while it is entered, of this thread and of threads of Python that begin meanwhile.
+    """The calls while it is entered, of this thread and of ds_npu's threads for backwards that begin meanwhile.
 
-    Threads of a backward on a device are torch's, and are not counted.
+    Not counted are torch's threads for backwards on a device, and the threads that look after failed and silent ranks:
+    how often these look depends on time.
     """
 
     def __init__(self) -> None:
         self._of: Counter[CodeType] = Counter()
 
     def __enter__(self) -> Calls:
-        threading.setprofile(self._see)
+        threading.setprofile(self._begin)
         sys.setprofile(self._see)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
+
+    def _begin(self, frame: FrameType, event: str, argument: object) -> None:
+        """See the calls of the thread that begins, if it is one for backwards."""
+        is_counted = threading.current_thread().name.startswith(BACKWARD_THREADS)
+        sys.setprofile(self._see if is_counted else None)
+        if is_counted:
+            self._see(frame, event, argument)
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":

@@ -12,7 +12,7 @@ MIXED: Keys = {"output_router_logits": False}
 EIGHT: Keys = {"num_local_experts": 8}
 """A Mixtral with enough experts to move."""
 CSV: Keys = {"csv_monitor": {"enabled": True, "output_path": "FOLDER", "job_name": "job"}, "steps_per_print": 1}
-FP16: Keys = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 2}}
+FP16: Keys = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 2}}
 LORA: Keys = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 
 
@@ -46,8 +46,10 @@ class Case:
     """Arguments of PEFT's LoraConfig; empty: no adapters."""
     life: str = "steps"
     """The life of the engine: a name in ``golden_runs.LIVES``."""
-    room: int | None = None
-    """Bytes of ``recompute.budget_gib`` beside what is held before the engine is made."""
+    stand_in: bool = False
+    """Whether the kernels of fused experts are computed on the CPU."""
+    budget: int | None = None
+    """Bytes of ``recompute.budget_gib``, of which what earlier engines hold is a part: such cases are the first."""
     reader: Case | None = None
     """The engine that loads the checkpoint, where it is another one."""
     checkpoints: str = ""

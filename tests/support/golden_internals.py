@@ -1,31 +1,86 @@
-"""The names inside of ds_npu that goldens need: the one place to change when one of them moves.
-
-Each is looked for in the modules that have or had it, so that the same scripts record the commits before and after.
-"""
+"""The names inside of ds_npu that goldens need, found in any module; one that is renamed is changed here."""
 
 from __future__ import annotations
 
-import importlib.util
-from contextlib import AbstractContextManager
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from unittest import mock
 
-CHUNKS = ("ds_npu.memory.state_chunks",)
-"""Modules in which ``CHUNK`` is the number of elements of a piece of the optimizer's state."""
-LOGS = ("ds_npu.log",)
-"""Modules in which ``warn_once`` keeps in a cache what was said."""
+SIZES = {"CHUNK": 4096, "LEAST_BYTES": 1, "LEAST_TOKENS": 8}
+"""Constants of ds_npu's modules, and values with which a tiny model is treated as a large one.
+
+They are the elements of a piece of the optimizer's state, the bytes from which a tensor is swapped, and the fewest
+tokens of a loss's chunk that a plan chooses.
+"""
+DEFAULTS = {"latency_bytes": 1}
+"""Parameters of ds_npu's dataclasses, and defaults with which messages of a tiny model are sent in pieces."""
+BACKWARD_THREADS = "ds_npu backward"
+"""The beginning of the names of threads in which backwards run beside a forward (``pipeline.overlap_experts``)."""
+OPERATORS = "ds_npu.ops."
+"""Modules whose limits are those of kernels."""
 
 
-def _first(names: tuple[str, ...]) -> ModuleType:
-    found = next(name for name in names if importlib.util.find_spec(name) is not None)
-    return importlib.import_module(found)
+ACCESS = "allow_shard_access"
+"""A context manager in which code that is not ds_npu's takes shards of weights."""
 
 
-def pieces_of_state(elements: int) -> AbstractContextManager[object]:
-    """Let pieces of the optimizer's state have so many elements, so that a tiny model has several."""
-    return mock.patch.object(_first(CHUNKS), "CHUNK", elements)
+def _loaded() -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.startswith("ds_npu.")]
+
+
+@contextmanager
+def small_sizes() -> Iterator[None]:
+    """Replace SIZES in all modules of ds_npu that are loaded."""
+    loaded = _loaded()
+    classes = {each for module in loaded for each in vars(module).values() if isinstance(each, type)}
+    with ExitStack() as stack:
+        for name, value in DEFAULTS.items():
+            holders = [each.__init__ for each in classes if name in getattr(each, "__dataclass_fields__", {})]
+            assert holders, f"no dataclass of ds_npu has {name}: what is it called now?"
+            for made in holders:
+                stack.enter_context(mock.patch.object(made, "__defaults__", _defaults(made, name, value)))
+        for name, value in SIZES.items():
+            holders = [each for each in loaded if name in vars(each) and not each.__name__.startswith(OPERATORS)]
+            assert holders, f"no module of ds_npu has {name}: what is it called now?"
+            for module in holders:
+                stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def _defaults(function: Callable[..., None], name: str, value: object) -> tuple[object, ...]:
+    """The defaults of ``function``, with ``value`` as that of its parameter ``name``."""
+    parameters = inspect.signature(function).parameters.values()
+    given = [each for each in parameters if each.default is not inspect.Parameter.empty]
+    return tuple(value if each.name == name else each.default for each in given)
+
+
+@contextmanager
+def fused_kernels() -> Iterator[None]:
+    """Let the kernels of ``moe.dispatcher`` fused be computed on the CPU; no simulated NPU has their 8 ranks."""
+    # It stands beside the dispatcher and moves with it, so only the case that needs it imports it.
+    from fused_experts import stand_in
+
+    from ds_npu.ops import expert_exchange
+
+    def of_shards(kernel: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            with allow_shard_access():
+                return kernel(*args)
+
+        return call
+
+    (allow_shard_access,) = {vars(each)[ACCESS] for each in _loaded() if ACCESS in vars(each)}
+    with stand_in() as kernels, mock.patch.object(expert_exchange, "why_not_fused", lambda: None):
+        for name in ("alltoall_matmul", "matmul_alltoall"):
+            setattr(kernels, name, of_shards(getattr(kernels, name)))
+        yield
 
 
 def say_warnings_again() -> None:
     """Let what is warned of once in a process be said again."""
-    _first(LOGS).warn_once.cache_clear()
+    for module in _loaded():
+        if "warn_once" in vars(module):
+            module.warn_once.cache_clear()

@@ -7,9 +7,6 @@ from dataclasses import replace
 
 from golden_cases import CSV, EIGHT, EP2, FP16, PP2, SP2, TP2, Case, Keys, context
 
-ROOM = 150_000
-"""Bytes of a budget beside what is held, which is kept only where something is computed again."""
-
 
 def _memory(name: str, section: Keys, family: str = "llama", **more: object) -> Case:
     return Case(f"memory {name}", family, section, **more)  # type: ignore[arg-type]
@@ -17,7 +14,7 @@ def _memory(name: str, section: Keys, family: str = "llama", **more: object) -> 
 
 WORDS: Keys = {"vocab_size": 2048}
 WATCHED: Keys = {"config": CSV}
-BUDGET: Keys = {"length": 48}
+LONG: Keys = {"length": 48}
 """Activations that are more than the buffers of gradients."""
 DROPS: Keys = {"attention_dropout": 0.3}
 STATE: Keys = {"dtype": "bfloat16", "adam": True}
@@ -35,10 +32,11 @@ def memory() -> Iterator[Case]:
     yield _memory("norm some", {"recompute": {"norm": ["**.layers.0"], "activation_function": ["**.layers.1.mlp"]}})
     yield _memory("attention_core", context(2, "ring") | {"recompute": {"attention_core": True}})
     yield _memory("experts again", EP2 | {"recompute": {"layers": "all"}}, "qwen3_moe", stage=2)
-    yield _memory("budget", {}, room=ROOM, **BUDGET)
-    yield _memory("budget planned chunks", {"chunked_loss": "planned"}, room=10 * ROOM, changes=WORDS, **BUDGET)
-    yield _memory("budget stages", PP2, room=ROOM, **BUDGET, changes={"num_hidden_layers": 4}, batch="padded")
-    yield _memory("budget too small", {}, room=-20_000, **BUDGET)
+    # Budgets that are kept only where something is computed again, and one that nothing keeps.
+    yield _memory("budget", {}, budget=737_000, **LONG)
+    yield _memory("budget planned chunks", {"chunked_loss": "planned"}, budget=2_545_000, changes=WORDS, **LONG)
+    yield _memory("budget stages", PP2, budget=807_000, changes={"num_hidden_layers": 4}, batch="padded", **LONG)
+    yield _memory("budget too small", {}, budget=66_700, **LONG)
     yield _memory("swap", {"swap": {"activations": True}}, changes=DROPS)
     yield _memory("swap some", SP2 | {"swap": {"activations": ["**.mlp"], "depth": 2}}, stage=3)
     yield _memory("swap compress", EP2 | {"swap": {"activations": True, "depth": 1, "compress": True}}, "qwen3_moe")

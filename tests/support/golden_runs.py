@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,17 +28,20 @@ from golden_calls import Calls
 from golden_cases import Case
 from golden_trace import size_of, streams_of, trace_file
 from gradient_rule import CLIP, LR
+from torch.utils._pytree import tree_leaves
 from wire import Wire
 
 STEPS = 3
 COUNTED = 2
 """The step, from 0, whose Python calls are counted: what is made once is there by then."""
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
-CHUNK = 4096
-"""Elements of a piece of the optimizer's state, so that a tiny model has several."""
 BUCKETS = {"reduce_bucket_size": 8000, "allgather_bucket_size": 8000}
 """Elements, so that the gradients of a tiny model are several."""
 GIB = 1 << 30
+OBJECT = -1
+"""The size of a message of pickled bytes."""
+MEASURED = re.compile(r"[\d.e-]+ ms")
+"""Times that a message of ``swap`` tells, which differ from run to run."""
 
 Record = dict[str, Any]
 
@@ -51,7 +55,25 @@ class Said(logging.Handler):
         self._folder = folder
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}".replace(self._folder, "FOLDER"))
+        text = record.getMessage().replace(self._folder, "FOLDER")
+        text = MEASURED.sub("T ms", text) if text.startswith("swap.activations") else text
+        self.lines.append(f"{record.levelname} {text}")
+
+
+class Messages(Wire):
+    """A wire that does not tell the bytes of pickled objects, in which names of modules are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = len(self.sent)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+        if len(self.sent) > before and {each.dtype for each in tensors} == {torch.uint8}:
+            self.sent[-1] = self.sent[-1][0], OBJECT
+        return out
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{name} {'of an object' if size == OBJECT else size}" for name, size in self.sent]
 
 
 def config_of(case: Case, folder: str) -> dict[str, Any]:
@@ -63,34 +85,23 @@ def config_of(case: Case, folder: str) -> dict[str, Any]:
     config |= {"ds_npu": case.section}
     config |= {"optimizer": ADAM} if case.adam else {"optimizer": {"type": "SGD", "params": {"lr": LR}}}
     config |= {"gradient_clipping": CLIP, "train_micro_batch_size_per_gpu": golden_models.samples(case)} | case.config
-    if case.room is not None:
-        config["ds_npu"] = case.section | {"recompute": {"budget_gib": (_held() + case.room) / GIB}}
+    if case.budget is not None:
+        config["ds_npu"] = case.section | {"recompute": {"budget_gib": case.budget / GIB}}
     return json.loads(json.dumps(config).replace("FOLDER", folder))
-
-
-def _held() -> int:
-    """Bytes of all storages of this process's tensors, on the device if there is one; the most of all ranks.
-
-    All ranks give one budget.
-    """
-    gc.collect()
-    every = [0] * dist.get_world_size()
-    dist.all_gather_object(every, _held_here())
-    return max(every)
-
-
-def _held_here() -> int:
-    if dist.get_backend() == "hccl":
-        return torch.npu.memory_allocated()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
 
 
 def engine_of(case: Case, folder: str) -> Any:
     model = golden_models.model_of(case)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    with golden_internals.pieces_of_state(CHUNK):
-        return deepspeed.initialize(model=model, model_parameters=trained, config=config_of(case, folder))[0]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config_of(case, folder))[0]
+
+
+def load_all() -> None:
+    """Make an engine, which loads every module of ds_npu and of DeepSpeed that engines have."""
+    gradient_rule.without_extension()
+    model = tiny_models.tiny("llama", torch.float32)
+    config = gradient_rule.config(0, torch.float32, {})
+    deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0].destroy()
 
 
 def digest(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> str:
@@ -202,15 +213,16 @@ class Life:
 
     def checkpoint(self) -> None:
         """Two steps, a checkpoint, an engine that loads it, and a further step of that engine."""
-        written = Path(self.case.checkpoints or self.folder, self.case.name.replace(" ", "_"))
+        name = self.case.name.replace(" ", "_")
+        kept = Path(self.case.checkpoints or self.folder, name)
+        written = Path(self.folder, name) if self.case.reads else kept
         self.take_step()
         self.take_step()
-        if not self.case.reads:
-            self.engine.save_checkpoint(str(written), client_state={"golden": self.step})
+        self.engine.save_checkpoint(str(written), client_state={"golden": self.step})
         self.found["before"] = state_of(self.engine)
         self.engine.destroy()
         self.engine = engine_of(self.case.reader or self.case, self.folder)
-        path, state = self.engine.load_checkpoint(str(written))
+        path, state = self.engine.load_checkpoint(str(kept))
         self.found["loaded"] = state_of(self.engine) | {"client": state.get("golden"), "found": path is not None}
         self.take_step()
 
@@ -270,7 +282,7 @@ def run(case: Case, kind: type[Life] = Life) -> Record:
     found: Record = {"losses": [], "norms": []}
     torch.manual_seed(7)
     golden_internals.say_warnings_again()
-    with tempfile.TemporaryDirectory() as own, Wire() as wire:
+    with tempfile.TemporaryDirectory() as own, golden_internals.small_sizes(), Messages() as wire:
         box = [own]
         dist.broadcast_object_list(box, src=0)
         folder, said = box[0], Said(box[0])
@@ -282,15 +294,16 @@ def run(case: Case, kind: type[Life] = Life) -> Record:
         wire.sent.clear()
         lives: list[Life] = []
         try:
-            lives.append(kind(case, folder, found))
-            LIVES[case.life](lives[0])
+            with golden_internals.fused_kernels() if case.stand_in else nullcontext():
+                lives.append(kind(case, folder, found))
+                LIVES[case.life](lives[0])
             found |= state_of(lives[0].engine)
         except Exception as error:
             found["refused"] = f"{type(error).__name__}: {error}".replace(folder, "FOLDER")
         for life in lives:
             life.engine.destroy()
         logger.removeHandler(said)
-        found["sent"] = [f"{name} {size}" for name, size in wire.sent]
+        found["sent"] = wire.lines
         found["said"] = said.lines
         found["files"] = files_in(folder) if dist.get_rank() == 0 else {}
         dist.barrier()
@@ -310,7 +323,7 @@ def files_in(folder: str) -> dict[str, str]:
 
 def record(cases: list[Case], folder: str, on_npus: bool) -> None:
     """Write what this rank records of the ``cases`` into ``folder``."""
-    gradient_rule.without_extension()
+    load_all()
     world, rank = dist.get_world_size(), dist.get_rank()
     found = {}
     for case in cases:

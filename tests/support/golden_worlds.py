@@ -38,7 +38,7 @@ def record(cases: list[Case], backend: str) -> Records:
     found: Records = {}
     for world in sorted({each.world for each in cases}):
         # DeepSpeed keeps engines: what a budget finds held would depend on the cases before.
-        left = sorted((each for each in cases if each.world == world), key=lambda each: each.room is None)
+        left = sorted((each for each in cases if each.world == world), key=lambda each: each.budget is None)
         while left:
             by_rank, ended = _in_one_world(left, world, backend)
             done = set.intersection(*map(set, by_rank))

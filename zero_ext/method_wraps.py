@@ -84,7 +84,7 @@ def check_card(kind: type, name: str) -> None:
     cards = [(card, owner) for card in CARDS if card.name == name for owner in card.classes if owner in classes]
     for card, owner in cards:
         _check(card, owner, inspect.getattr_static(classes[owner], name, None))
-    if not cards and not next(each for each in kind.__mro__ if name in vars(each)).__module__.startswith("ds_npu."):
+    if not cards and not inspect.getattr_static(kind, name).__module__.startswith("ds_npu."):
         raise RuntimeError(f"{kind.__name__}.{name} has no card in ds_npu.zero_ext.method_cards")
 
 

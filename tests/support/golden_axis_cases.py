@@ -71,6 +71,10 @@ def experts() -> Iterator[Case]:
         parallel(expert=2, context=2),
         changes=MIXED,
     )
+    yield from _expert_keys()
+
+
+def _expert_keys() -> Iterator[Case]:
     yield _expert("grouped", "mixtral", {"grouped_matmul": True}, {}, stage=2)
     yield _expert("grouped level1", "mixtral", {"zero_memory": "level1"}, {})
     yield _expert("overlap halves", "qwen3_moe", {"overlap": True}, stage=2)
@@ -164,6 +168,10 @@ def stages() -> Iterator[Case]:
         world=4,
         changes={"num_hidden_layers": 8},
     )
+    yield from _stages_on_axes()
+
+
+def _stages_on_axes() -> Iterator[Case]:
     yield _staged(
         "x tensor", {"schedule": "zb_h1"}, axes=parallel(pipeline=2, tensor=2, sequence_parallel=True), world=4
     )

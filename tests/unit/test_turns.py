@@ -14,18 +14,18 @@ from ds_npu.parallel.runtime.paired_passes import (
     AbandonedError,
     PairedPass,
     PairRunner,
-    Pass,
+    PassKind,
     finish_backward,
     hand_over,
     running_pass,
 )
 
 CPU = torch.device("cpu")
-FIRST, SECOND = Pass.FORWARD, Pass.BACKWARD
+FIRST, SECOND = PassKind.FORWARD, PassKind.BACKWARD
 KNOWN: ContextVar[str] = ContextVar("KNOWN")
 
 
-def steps(log: list[str], turns: PairedPass, part: Pass, count: int):
+def steps(log: list[str], turns: PairedPass, part: PassKind, count: int):
     def run() -> None:
         for index in range(count):
             log.append(f"{part.value[0]}{index}")
@@ -100,7 +100,7 @@ def test_the_other_thread_knows_what_this_one_does():
     assert not [each for each in threading.enumerate() if each.name.startswith("ds_npu")]
 
 
-def failing(turns: PairedPass, part: Pass, at: int):
+def failing(turns: PairedPass, part: PassKind, at: int):
     def run() -> None:
         for index in range(3):
             if index == at:

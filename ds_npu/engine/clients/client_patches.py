@@ -151,7 +151,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
         Patch(
             module=f"trl.trainer.{kind.lower()}_{module}",
             name=f"{kind}{name}",
-            factory=f"ds_npu.engine.{factory}",
+            factory=f"ds_npu.engine.clients.{factory}",
             parameters=("self",),
             what="ranks that share samples generate the same completions, and each is counted once",
             why="it counts every process as a data rank: prompts would be left out, and others taken twice",

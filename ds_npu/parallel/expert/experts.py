@@ -46,7 +46,7 @@ from ds_npu.parallel.expert.presized import filled_up
 from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
 from ds_npu.parallel.expert.weights import ExpertWeights
-from ds_npu.parallel.runtime.paired_passes import PairedPass, Pass, hand_over, running_pass
+from ds_npu.parallel.runtime.paired_passes import PairedPass, PassKind, hand_over, running_pass
 from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
 
 
@@ -77,11 +77,11 @@ class RoutedTokens(Routed):
         self._link = _send(x_TH, weights_TK, call)
 
     def compute(self) -> None:
-        hand_over(self._call.paired_pass, Pass.FORWARD)
+        hand_over(self._call.paired_pass, PassKind.FORWARD)
         self._link = _compute(self._link, self._call, *self._call.parameters)
 
     def finish(self) -> torch.Tensor:
-        hand_over(self._call.paired_pass, Pass.FORWARD)
+        hand_over(self._call.paired_pass, PassKind.FORWARD)
         return _finish(self._link, None if self._call.zero_memory == "none" else self._x, self._call)
 
 
@@ -234,7 +234,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _CallContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
-        hand_over(ctx.call.paired_pass, Pass.BACKWARD)
+        hand_over(ctx.call.paired_pass, PassKind.BACKWARD)
         # Autograd casts the gradient of the weights to their dtype.
         return ctx.call.sums.wait(), ctx.call.weights.wait(), None
 
@@ -271,7 +271,7 @@ class _Compute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _ComputeContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
         call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
-        hand_over(call.paired_pass, Pass.BACKWARD)
+        hand_over(call.paired_pass, PassKind.BACKWARD)
         rows_NH, first_PF, *parameters = ctx.saved_tensors
         # Computed while the gradients of the sums travel, which it does not need:
         up, down, up_bias, down_bias = call.with_replicas(parameters)

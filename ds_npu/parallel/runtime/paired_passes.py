@@ -25,15 +25,15 @@ import torch
 from ds_npu.parallel.runtime.micro_batch import Fact, running
 
 
-class Pass(Enum):
+class PassKind(Enum):
     """One of the two passes of a pair; the forward begins."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
     @property
-    def other(self) -> Pass:
-        return Pass.BACKWARD if self is Pass.FORWARD else Pass.FORWARD
+    def other(self) -> PassKind:
+        return PassKind.BACKWARD if self is PassKind.FORWARD else PassKind.FORWARD
 
 
 class AbandonedError(RuntimeError):
@@ -45,13 +45,13 @@ class _Pair:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._current = Pass.FORWARD
-        self._running = set(Pass)
+        self._current = PassKind.FORWARD
+        self._running = set(PassKind)
         self._has_failed = False
-        self._to_its_end: Pass | None = None
+        self._to_its_end: PassKind | None = None
         """The pass that hands over no more."""
 
-    def hand_over(self, own: Pass, until_the_end: bool = False) -> None:
+    def hand_over(self, own: PassKind, until_the_end: bool = False) -> None:
         """Let the other pass run until it hands over or ends. Raises AbandonedError where it has failed."""
         with self._changed:
             if own is self._to_its_end:
@@ -63,7 +63,7 @@ class _Pair:
                 self._changed.notify_all()
             self._wait(own)
 
-    def run(self, own: Pass, compute: Callable[[], None]) -> None:
+    def run(self, own: PassKind, compute: Callable[[], None]) -> None:
         """Run ``compute``, the pass ``own``, once the other has handed over to it."""
         try:
             with self._changed:
@@ -78,7 +78,7 @@ class _Pair:
                 self._current = own.other
                 self._changed.notify_all()
 
-    def _wait(self, own: Pass) -> None:
+    def _wait(self, own: PassKind) -> None:
         self._changed.wait_for(lambda: self._current is own)
         if self._has_failed:
             raise AbandonedError("the computation that took turns with this one has failed")
@@ -89,20 +89,20 @@ class PairedPass:
 
     def __init__(self) -> None:
         self._pair: _Pair | None = None
-        self._own = Pass.FORWARD
+        self._own = PassKind.FORWARD
 
-    def hand_over(self, own: Pass) -> None:
+    def hand_over(self, own: PassKind) -> None:
         """Let the other pass run before this one waits; does nothing without one, or in a recomputation."""
         if self._pair is not None and own is self._own:
             self._pair.hand_over(own)
 
     def finish_backward(self) -> None:
         """Let the backward that is paired with this forward run to its end."""
-        if self._pair is not None and self._own is Pass.FORWARD:
-            self._pair.hand_over(Pass.FORWARD, until_the_end=True)
+        if self._pair is not None and self._own is PassKind.FORWARD:
+            self._pair.hand_over(PassKind.FORWARD, until_the_end=True)
 
     @contextmanager
-    def within(self, pair: _Pair, own: Pass) -> Iterator[None]:
+    def within(self, pair: _Pair, own: PassKind) -> Iterator[None]:
         """A context in which this is the pass ``own`` of ``pair``."""
         self._pair, self._own = pair, own
         try:
@@ -114,7 +114,7 @@ class PairedPass:
 PAIRED_PASS: Fact[PairedPass] = Fact()
 
 
-def hand_over(paired_pass: PairedPass | None, own: Pass) -> None:
+def hand_over(paired_pass: PairedPass | None, own: PassKind) -> None:
     """Call ``paired_pass.hand_over``, if there is one."""
     if paired_pass is not None:
         paired_pass.hand_over(own)
@@ -156,11 +156,11 @@ class PairRunner:
         Raises the error of the first pass that fails, when both have ended: the other ends where it would go on next.
         """
         pair, settings = _Pair(), _ThreadSettings(self._device)
-        with passes[0].within(pair, Pass.FORWARD), passes[1].within(pair, Pass.BACKWARD):
+        with passes[0].within(pair, PassKind.FORWARD), passes[1].within(pair, PassKind.BACKWARD):
             compute = partial(settings.call, backward)
-            behind = self._threads.submit(copy_context().run, pair.run, Pass.BACKWARD, compute)
+            behind = self._threads.submit(copy_context().run, pair.run, PassKind.BACKWARD, compute)
             try:
-                pair.run(Pass.FORWARD, forward)
+                pair.run(PassKind.FORWARD, forward)
             except BaseException as error:
                 wait([behind])
                 cause = behind.exception()

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ds_npu.capability import SUPPORTED
-from ds_npu.parallel.runtime.forward_wraps import Wrap, Wrapper, insert_wrap, remove_wrap
+from ds_npu.parallel.runtime.forward_wraps import Wrapper, insert_wrap, remove_wrap
 from ds_npu.zero_ext.method_cards import CARDS, FRAGMENT, MethodCard
 
 Function = Callable[..., Any]
@@ -52,7 +52,7 @@ def wrap_method(holder: object, name: str, wrapper: Wrapper, level: MethodLevel)
     Returns a function that undoes it. Raises RuntimeError where DeepSpeed's method is not as its card says.
     """
     check_card(type(holder), name)
-    insert_wrap(holder, name, lambda inner: Wrap(wrapper, inner, level))
+    insert_wrap(holder, name, wrapper, level)
     return partial(remove_wrap, holder, name, wrapper)
 
 

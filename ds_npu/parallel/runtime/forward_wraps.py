@@ -74,20 +74,19 @@ class WrappedForward(Wrap):
     __call__ = disable_tracing(Wrap.__call__)
 
 
-def insert_wrap(owner: object, name: str, made: Callable[[Forward], Wrap]) -> None:
-    """Wrap the method ``name`` of this one ``owner`` with the Wrap that ``made`` returns for a function.
+def insert_wrap(owner: object, name: str, wrapper: Wrapper, level: IntEnum, kind: type[Wrap] = Wrap) -> None:
+    """Wrap the method ``name`` of this one ``owner`` with ``wrapper``, in a Wrap of ``kind``.
 
     The Wrap is inside of those of outer (smaller) levels, and outside of all others.
     """
     outer: Wrap | None = None
     inner: Forward = getattr(owner, name)
-    level = made(inner).level
     while isinstance(inner, Wrap) and inner.level < level:
         outer, inner = inner, inner.inner
     if outer is None:
-        setattr(owner, name, made(inner))
+        setattr(owner, name, kind(wrapper, inner, level))
     else:
-        outer.inner = made(inner)
+        outer.inner = kind(wrapper, inner, level)
 
 
 def remove_wrap(owner: object, name: str, wrapper: Wrapper) -> None:
@@ -111,7 +110,7 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper, level: Level) -> None:
 
     It is inside of the wraps of outer levels, and outside of all others.
     """
-    insert_wrap(module, "forward", lambda inner: WrappedForward(wrapper, inner, level))
+    insert_wrap(module, "forward", wrapper, level, WrappedForward)
 
 
 def unwrap_forward(module: nn.Module, wrapper: Wrapper) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from ds_npu.capability import try_import
 from ds_npu.engine.checkpoints.any_layout import AnyLayoutCheckpoints
 from ds_npu.engine.checkpoints.checkpoint_files import AtomicCheckpoints
-from ds_npu.engine.checkpoints.full_values import know_grid
+from ds_npu.engine.checkpoints.full_values import know_grid, link_every_group
 from ds_npu.engine.checkpoints.weights import WholeWeights
 from ds_npu.engine.checkpoints.weights_only import WeightsOnly
 from ds_npu.engine.clients.asked_twice import check_whole
@@ -65,7 +65,7 @@ from ds_npu.zero_ext.gather_after_step import gather_after_steps
 from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
-from ds_npu.zero_ext.method_wraps import MethodLevel
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.optimizer_trial import Verdict, tried
 from ds_npu.zero_ext.tied_gradients import equalise_tied
 from ds_npu.zero_ext.training_engine import EngineEvents, TrainingEngine
@@ -75,8 +75,6 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
     """Changes of ds_npu in all of DeepSpeed's engines: the topology, and how gradients are reduced."""
 
     optimizer_verdict = Verdict()
-    returns_outputs_as_losses = False
-    """Whether the script may call backward with the very tensor that a forward has returned, without ZeRO."""
     is_made_narrow = False
     """Whether a ZeRO optimizer for float64 is being made as if gradients travelled in float32 (float64_reduction)."""
     zero_optimization_stage: Callable[[], int]
@@ -107,7 +105,8 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
         engine: Any = self
-        self.returns_outputs_as_losses = not (engine.zero_optimization() or is_pipeline or layout is not None)
+        if not (engine.zero_optimization() or is_pipeline or layout is not None):
+            wrap_method(self, "backward", backward_of_a_view, MethodLevel.CORRECTION)
         self._agree_on_optimizer()
         attach_hooks_again(model)
         # PEFT may have been put around a stage.
@@ -128,20 +127,12 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
 
     def _install_parts(self, engine: TrainingEngine) -> None:
         """Install what features provide for an engine, which is complete."""
+        link_every_group(engine.optimizer)
         for install in self.build.when_built:
             for line in install(engine):
                 logger().info("%s", line)
         if self.build.makes_plans:
             self.events.before_step(MethodLevel.PLANNED_CHANGES, partial(change_by_plan, self.build))
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, without ZeRO right also for the very tensor that the forward returned, not scaled.
-
-        DeepSpeed divides its gradient by the accumulation steps once more, in a hook of the forward's outputs that runs
-        before the one that would stop it (runtime/engine.py of 0.19.8, ``_backward_prologue_per_tensor``).
-        """
-        upstream: Any = super()
-        return upstream.backward(loss.view_as(loss) if self.returns_outputs_as_losses else loss, *args, **kwargs)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """Try the optimizer that steps this rank's weights, before ZeRO puts flat tensors in their place."""
@@ -290,6 +281,15 @@ class PipelineMixin(TopologyMixin):
         if self.is_last_stage():  # type: ignore[attr-defined]
             dist.all_reduce(self.total_loss, group=self.topology.group("cp"))  # type: ignore[attr-defined]
         return super()._aggregate_total_loss()  # type: ignore[misc]
+
+
+def backward_of_a_view(backward: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's, right also for the very tensor that the forward returned, not scaled.
+
+    DeepSpeed divides its gradient by the accumulation steps once more, in a hook of the forward's outputs that runs
+    before the one that would stop it (runtime/engine.py of 0.19.8, ``_backward_prologue_per_tensor``).
+    """
+    return backward(loss.view_as(loss), *args, **kwargs)
 
 
 def narrowed(grid: Any, topology: Any) -> Any:

@@ -133,16 +133,6 @@ PATCHES: tuple[Patch, ...] = (
         upstream="env_report.py:main, :53",
         until="ds_report calls plugins",
     ),
-    Patch(
-        module="deepspeed.runtime.zero.stage_1_and_2",
-        name="DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
-        factory="ds_npu.engine.checkpoints.full_values:linking_states",
-        parameters=("self",),
-        what="weights of every parameter group know where the state of their optimizer is",
-        why="experts have a group of their own, and safe_get_full_optimizer_state finds nothing for them",
-        upstream="runtime/zero/stage_1_and_2.py:2987 links all groups behind the step of the first",
-        until="fixed upstream",
-    ),
     *(
         Patch(
             module="deepspeed.utils.tensor_fragment",

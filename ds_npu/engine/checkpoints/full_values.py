@@ -20,8 +20,10 @@ from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.shard_access import allow_shard_access, local_shard
 from ds_npu.parallel.tensor.whole_weight import gather_shards
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 Function = Callable[..., Any]
+LINK = "_lazy_init_hp_params_optimizer_state"
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,23 @@ def updating_full(original: Function) -> Function:
     return update
 
 
-def linking_states(original: Function) -> Function:
-    """In place of ZeRO 1's and 2's ``_lazy_init_hp_params_optimizer_state``, which tells weights where their state is.
+def link_every_group(optimizer: Any) -> None:
+    """Let ZeRO 1 and 2 tell weights of every parameter group where their state is.
 
-    DeepSpeed calls it once, when the first of several parameter groups has been stepped and the others have no state.
+    DeepSpeed does so once, when the first of several groups has been stepped and the others have no state.
     """
+    groups = getattr(optimizer, "single_partition_of_fp32_groups", ())
+    if len(groups) < 2 or not hasattr(optimizer, LINK):
+        return
 
-    @functools.wraps(original)
-    def link(self: Any) -> None:
-        original(self)
-        has_state = [bool(self.optimizer.state.get(each)) for each in self.single_partition_of_fp32_groups]
-        self._hp_optimizer_states_linked = all(has_state) or not any(has_state)
+    def link(original: Function) -> None:
+        original()
+        has_state = [bool(optimizer.optimizer.state.get(each)) for each in groups]
+        optimizer._hp_optimizer_states_linked = all(has_state) or not any(has_state)
+        if all(has_state):
+            undo()
 
-    return link
+    undo = wrap_method(optimizer, LINK, link, MethodLevel.CORRECTION)
 
 
 def whole_of(param: nn.Parameter, part: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,6 @@
 
 using namespace sim;
 
-// fp16 is multiplied in float32: ATen's own fp16 product on a CPU takes up to 40 times as long. bf16 has a fast one that
-// accumulates in float32, and is used where it writes the result's type.
-static bool direct(const Tensor& a, const Tensor& b, const Tensor& out) {
-  return a.scalar_type() == out.scalar_type() && b.scalar_type() == out.scalar_type() && out.scalar_type() != at::kHalf;
-}
-
 static void check(const Tensor& a, const Tensor& b, int8_t cube_math_type) {
   enum { keep_dtype = 0, allow_fp32_down_precision = 1, grouped_accumulation = 4 };
   for (const Tensor& operand : {a, b}) {
@@ -23,17 +17,17 @@ static void check(const Tensor& a, const Tensor& b, int8_t cube_math_type) {
     throw Failure(ACL_ERROR_API_NOT_SUPPORT, "cubeMathType " + std::to_string(cube_math_type) + " is not simulated");
 }
 
-// out = a @ b for two matrices, or for two batches of matrices of the same length.
+// out = a @ b for two matrices, or for two batches of matrices of the same length. It is summed in float32, as in the cube
+// unit: without avx512_bf16, ATen's own products of bf16 and fp16 on a CPU take up to 40 times as long.
 static void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
-  auto product = [](Tensor target, const Tensor& left, const Tensor& right) {
+  write_as(at::kFloat, out, [&](Tensor& target) {
+    const Tensor left = a.to(at::kFloat), right = b.to(at::kFloat);
     if (left.dim() == 2) {
       at::mm_out(target, left, right);
     } else {
       at::bmm_out(target, left, right);
     }
-  };
-  if (direct(a, b, out)) return product(out, a, b);
-  write_as(at::kFloat, out, [&](Tensor& target) { product(target, a.to(at::kFloat), b.to(at::kFloat)); });
+  });
 }
 
 // The batch dims of `tensor` broadcast to `batch` and folded into one.
@@ -59,23 +53,16 @@ static void multiply_any(const Tensor& out, const Tensor& a, const Tensor& b) {
   if (!room.is_same(out)) out.copy_(room);
 }
 
-// out = beta * self + alpha * product, where `combine(target, self, a, b)` is that for operands of one type. `bf16_once` says
-// that ATen rounds only once there for bf16 too.
+// out = beta * self + alpha * product, where `combine(target, self, a, b)` is that for operands in float32.
 template <class Combine>
-static void add_product(const Tensor& out, const Tensor& self, const Tensor& a, const Tensor& b, bool bf16_once,
-                        Combine&& combine) {
-  const bool one_type = direct(a, b, out) && self.scalar_type() == out.scalar_type();
-  if (one_type && (bf16_once || out.scalar_type() == at::kFloat)) {
-    Tensor target = out;
-    return combine(target, self, a, b);
-  }
+static void add_product(const Tensor& out, const Tensor& self, const Tensor& a, const Tensor& b, Combine&& combine) {
   write_as(at::kFloat, out, [&](Tensor& target) { combine(target, self.to(at::kFloat), a.to(at::kFloat), b.to(at::kFloat)); });
 }
 
 static void add_matrix_product(const Tensor& out, const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
                                const Scalar& alpha, int8_t cube_math_type) {
   check(a, b, cube_math_type);
-  add_product(out, self, a, b, true, [&](Tensor& target, const Tensor& term, const Tensor& left, const Tensor& right) {
+  add_product(out, self, a, b, [&](Tensor& target, const Tensor& term, const Tensor& left, const Tensor& right) {
     at::addmm_out(target, term, left, right, beta, alpha);
   });
 }
@@ -119,7 +106,7 @@ ACLNN(InplaceAddmm, (Tensor& self, const Tensor& mat1, const Tensor& mat2, const
 ACLNN(Addmv, (const Tensor& self, const Tensor& mat, const Tensor& vec, const Scalar& alpha, const Scalar& beta, Tensor& out,
               int8_t cube_math_type)) {
   check(mat, vec, cube_math_type);
-  add_product(out, self, mat, vec, false, [&](Tensor& target, const Tensor& term, const Tensor& left, const Tensor& right) {
+  add_product(out, self, mat, vec, [&](Tensor& target, const Tensor& term, const Tensor& left, const Tensor& right) {
     at::addmv_out(target, term, left, right, beta, alpha);
   });
 }
@@ -127,7 +114,7 @@ ACLNN(Addmv, (const Tensor& self, const Tensor& mat, const Tensor& vec, const Sc
 ACLNN(Baddbmm, (const Tensor& self, const Tensor& batch1, const Tensor& batch2, const Scalar& beta, const Scalar& alpha,
                 Tensor& out, int8_t cube_math_type)) {
   check(batch1, batch2, cube_math_type);
-  add_product(out, self, batch1, batch2, true, [&](Tensor& target, const Tensor& term, const Tensor& a, const Tensor& b) {
+  add_product(out, self, batch1, batch2, [&](Tensor& target, const Tensor& term, const Tensor& a, const Tensor& b) {
     at::baddbmm_out(target, term, a, b, beta, alpha);
   });
 }
@@ -135,7 +122,7 @@ ACLNN(Baddbmm, (const Tensor& self, const Tensor& batch1, const Tensor& batch2, 
 ACLNN(Addbmm, (const Tensor& self, const Tensor& batch1, const Tensor& batch2, const Scalar& beta, const Scalar& alpha,
                Tensor& out, int8_t cube_math_type)) {
   check(batch1, batch2, cube_math_type);
-  add_product(out, self, batch1, batch2, false, [&](Tensor& target, const Tensor& term, const Tensor& a, const Tensor& b) {
+  add_product(out, self, batch1, batch2, [&](Tensor& target, const Tensor& term, const Tensor& a, const Tensor& b) {
     at::addbmm_out(target, term, a, b, beta, alpha);
   });
 }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from ds_npu.config.sections import DsNpuConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+LONGEST_CELL = 160
+"""Characters of what a key accepts, in the table."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -82,5 +85,6 @@ def reference() -> str:
     """The section's keys as a Markdown table, for docs/keys.md."""
     rows = ["| key | accepts | default | meaning |", "|---|---|---|---|"]
     for path, node in leaves(section_schema()):
-        rows.append(f"| `{path}` | {accepted(node)} | `{json.dumps(node['default'])}` | {node['description']} |")
+        values = textwrap.shorten(accepted(node), LONGEST_CELL, placeholder=" ...")
+        rows.append(f"| `{path}` | {values} | `{json.dumps(node['default'])}` | {node['description']} |")
     return "\n".join(rows) + "\n"

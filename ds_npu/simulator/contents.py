@@ -1,21 +1,23 @@
-"""The table of simulated functions that ``ds_npu sim --list`` prints."""
+"""The list of simulated functions that ``ds_npu sim --list`` prints."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import textwrap
 from pathlib import Path
 
 from ds_npu.simulator.build import CONTENTS, SOURCES
 
 
 def markdown(home: Path) -> str:
-    """A row for each source of the build in ``home``: its purpose and its functions of CANN's interface."""
-    lines = ["| source | holds | functions |", "| --- | --- | --- |"]
+    """A point for each source of the build in ``home``: its purpose and its functions of CANN's interface."""
+    lines = []
     for source, functions in sorted(json.loads((home / CONTENTS).read_text()).items()):
         shown = [name for name in functions if not name.endswith("GetWorkspaceSize")]
         if shown:
-            lines.append(f"| `{source}` | {_purpose(SOURCES / source)} | {' '.join(shown)} |")
+            lines += textwrap.wrap(f"- `{source}`: {_purpose(SOURCES / source)}", 118, subsequent_indent="  ")
+            lines += textwrap.wrap(", ".join(shown), 118, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
 
 

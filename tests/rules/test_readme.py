@@ -15,6 +15,7 @@ import gradient_rule as rule
 import pytest
 import torch.distributed as dist
 from ranks import run_on_ranks
+from test_key_rooms import feature_rooms
 
 from ds_npu.accelerator.environment import DEFAULTS
 from ds_npu.accelerator.npu_accelerator import EXPORTED_PREFIXES
@@ -184,6 +185,25 @@ def test_a_lost_file_is_noticed():
 def test_every_test_file_stands_in_the_table():
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/test_*.py") if path.parent.name != "npu"}
     assert own - set(named_files(TEXTS["docs/map.md"])) == set()
+
+
+def test_every_key_has_its_part_of_the_map():
+    parts = dict(part.split("\n", 1) for part in TEXTS["docs/map.md"].split("\n## "))
+    assert {f"`{key}`" for key in feature_rooms()} <= parts.keys()
+    for key, room in feature_rooms().items():
+        named = [path for path in named_files(parts[f"`{key}`"]) if path.startswith(room.replace(".", "/"))]
+        assert named, (key, room)
+
+
+LONGEST_CELL = 200
+"""Characters of a table's cell: longer ones cannot be read in the source, and hardly on a page."""
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_cells_of_tables_are_short(page):
+    lines = [line for line in TEXTS[page].splitlines() if line.startswith("|")]
+    cells = [cell.strip() for line in lines for cell in re.split(r"(?<!\\)\|", line)]
+    assert [cell for cell in cells if len(cell) > LONGEST_CELL] == []
 
 
 LINK = re.compile(r"\]\(([^)#]*)#([^)]+)\)")

@@ -34,6 +34,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--world-size", type=_at_least_one, metavar="N", help="ranks of the run, all nodes together")
     parser.add_argument("--sequence-length", type=_at_least_one, metavar="N", help="tokens of each sample")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json, or a folder with one")
+    parser.add_argument("--changes", action="store_true", help="with --model: also what ds_npu leaves on its modules")
     parser.add_argument("--machine", choices=MACHINES, default="A2", help="whose speeds and nodes to take (A2)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the layout; needs --world-size")
 
@@ -49,6 +50,9 @@ def _at_least_one(text: str) -> int:
 def _run(arguments: Namespace) -> int:
     if arguments.svg is not None and arguments.world_size is None:
         print("ds_npu check: --svg draws the ranks of a world: say how many, --world-size N", file=sys.stderr)
+        return 2
+    if arguments.changes and arguments.model is None:
+        print("ds_npu check: --changes shows what ds_npu leaves on a model: name it, --model PATH", file=sys.stderr)
         return 2
     try:
         ds_config = load(arguments.config)

@@ -24,7 +24,7 @@ def model_part(checked: Checked, arguments: Namespace) -> Iterator[str]:
     if transformers is None:
         yield from ("", WITHOUT)
     else:
-        yield from cli_module("planned_model").lines(Path(arguments.model), checked)
+        yield from cli_module("planned_model").lines(Path(arguments.model), checked, arguments.changes)
         pipeline = cli_module("planned_pipeline")
         svg = None if arguments.svg is None else pipeline.schedule_file(arguments.svg)
         yield from pipeline.pipeline_lines(Path(arguments.model), checked, svg)

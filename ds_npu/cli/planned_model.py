@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from ds_npu.features.declaration import table
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import setting
+from ds_npu.parallel.runtime.forward_wraps import wraps_of
+from ds_npu.parallel.runtime.marks import marks_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import PlannedTopology
@@ -29,13 +31,16 @@ ASSUMED = (
 )
 
 MOST_LAYERS = 1000
+OF_DS_NPU = "ds_npu_"
+"""The beginning of the names of the attributes that ds_npu gives tensors."""
 
 Row = tuple[str, str, str, str, str]
 
 
-def lines(path: Path, checked: Checked) -> Iterator[str]:
+def lines(path: Path, checked: Checked, all_changes: bool) -> Iterator[str]:
     """The changes to the model of the config at ``path``, and the placements of its parameters on rank 0.
 
+    ``all_changes``: also what ds_npu has then left on modules and parameters.
     Raises ValueError for a model that a feature refuses.
     """
     model = model_without_weights(path)
@@ -48,6 +53,8 @@ def lines(path: Path, checked: Checked) -> Iterator[str]:
     complete_placements(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
     yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
     yield from (f"  {line}" for line in (*(list(table(declarations)) or ["nothing"]), *build.notes))
+    if all_changes:
+        yield from ("", f"What ds_npu leaves on {type(model).__name__}", *(f"  {line}" for line in left_on(model)))
     yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
 
 
@@ -67,6 +74,32 @@ def model_without_weights(path: Path) -> nn.Module | str:
     return model
 
 
+def left_on(model: nn.Module) -> Iterator[str]:
+    """A table of the records of modules, the wraps of their forwards, and the marks of parameters."""
+    found: list[tuple[str, str, str, str]] = []
+    for name, module in model.named_modules():
+        found += [("record", mark, type(value).__name__, name) for mark, value in marks_of(module).items()]
+        if levels := [wrap.level.name for wrap in wraps_of(module)]:
+            found.append(("forward", "wraps, outermost first", ", ".join(levels), name))
+    for name, parameter in model.named_parameters():
+        for mark, value in vars(parameter).items():
+            if mark.startswith(OF_DS_NPU):
+                words = mark.removeprefix(OF_DS_NPU).replace("_", " ")
+                found.append(("parameter", words, type(value).__name__, name))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for *row, name in found:
+        groups.setdefault((*row, names.generic(name)), []).append(name)
+    rows = [(*row[:3], names.abbreviated(parts) or "the model") for row, parts in groups.items()]
+    yield from columns(rows) if rows else ["nothing"]
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """``rows`` as lines whose columns begin below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{each:<{width}}" for each, width in zip(row, widths, strict=True)).rstrip()
+
+
 def placements(model: nn.Module, degrees: Degrees) -> Iterator[str]:
     """A table with a row for parameters that differ only in indices, and the sums below it."""
     groups: dict[Row, list[str]] = {}
@@ -78,9 +111,7 @@ def placements(model: nn.Module, degrees: Degrees) -> Iterator[str]:
         groups.setdefault(row, []).append(placement.name)
     rows: list[Row] = [("parameter", "whole shape", "held by this rank", "same values over", "gradient")]
     rows += [(names.abbreviated(parts), *row[1:]) for row, parts in groups.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{each:<{width}}" for each, width in zip(row, widths, strict=True)).rstrip()
+    yield from columns(rows)
     yield f"{held:,} of {whole:,} numbers, before ZeRO shards them"
 
 

@@ -8,9 +8,8 @@ from typing import ParamSpec, TypeVar
 from torch import nn
 
 from ds_npu.features.experts.expert_ranks import EXPERTS_INSTALLED
-from ds_npu.features.tensor_parallel.sharded_model import SHARDED_ATTRIBUTE
+from ds_npu.features.tensor_parallel.sharded_model import SHARDED_MODEL
 from ds_npu.models import names
-from ds_npu.models.attributes import has_attribute
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.placement import placement_of, sharding_of
@@ -39,9 +38,9 @@ def protect_shards(model: nn.Module, topology: Topology) -> bool:
     weight; experts are not gathered. Layers that a user put into a model know their own shards, which are not
     protected, and PEFT computes with experts that it adapts.
     """
-    if has_attribute(model, EXPERTS_INSTALLED):
+    if EXPERTS_INSTALLED.get(model):
         _protect_experts(model)
-    if has_attribute(model, SHARDED_ATTRIBUTE):
+    if SHARDED_MODEL.get(model) is not None:
         for name, parameter in model.named_parameters():
             sharding = sharding_of(parameter)
             if sharding is not None:

@@ -9,17 +9,17 @@ from functools import cached_property
 from torch import nn
 
 from ds_npu.features.declaration import Declaration
-from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.axis import MatmulCollectives
 from ds_npu.planner.memory_plan_table import PlannedKeys
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
-PLAN_ATTRIBUTE = "ds_npu_plan"
-"""The attribute of a model that is its ModelPlan."""
+MODEL_PLAN: Mark[ModelPlan] = Mark("plan")
+"""The plan of a model."""
 
 
 @dataclass
@@ -58,12 +58,12 @@ class Build:
     def plan(self) -> ModelPlan:
         """The plan of the model; raises PlanError where it is not known what a module is.
 
-        The plan is an attribute of the model: modules that features have changed no longer show their roles.
+        The model has the plan: modules that features have changed no longer show their roles.
         """
-        known = attribute(self.model, PLAN_ATTRIBUTE, ModelPlan)
+        known = MODEL_PLAN.get(self.model)
         if known is None:
             known = plan_for(self.model, self.globs)
-            set_attribute(self.model, PLAN_ATTRIBUTE, known)
+            MODEL_PLAN.set(self.model, known)
         if known.is_partial:
             plan_for(self.model, self.globs)
             raise PlanError(known.model, ["other pipeline stages hold modules of which nothing says what they are"])
@@ -72,7 +72,7 @@ class Build:
     @cached_property
     def partial_plan(self) -> ModelPlan:
         """The known part of the plan: enough where no weights are sharded. Raises PlanError for wrong globs."""
-        known = attribute(self.model, PLAN_ATTRIBUTE, ModelPlan)
+        known = MODEL_PLAN.get(self.model)
         return partial_plan_for(self.model, self.globs) if known is None else known
 
     @cached_property
@@ -86,7 +86,7 @@ class Build:
             return self.partial_plan
 
     def forget_plan(self) -> None:
-        """Drop the cached plans: the model's attribute holds another one now."""
+        """Drop the cached plans: the model has another one now."""
         for known in ("plan", "partial_plan", "block_plan"):
             vars(self).pop(known, None)
 

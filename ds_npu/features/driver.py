@@ -28,8 +28,8 @@ from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
 from ds_npu.features.tensor_parallel.tensor_ranks import PARALLEL
 from ds_npu.features.watch.watches import WATCH
 from ds_npu.log import logger
-from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import PlanError
+from ds_npu.parallel.runtime.marks import Mark
 
 FEATURES: tuple[Feature[Any], ...] = (
     TENSOR_OVERLAP,
@@ -47,8 +47,8 @@ FEATURES: tuple[Feature[Any], ...] = (
     DETERMINISTIC,
     WATCH,
 )
-CHANGED_FOR = "ds_npu_changed_for"
-"""The attribute of a changed model that maps a feature's key to what was asked for."""
+CHANGED_FOR: Mark[dict[str, str]] = Mark("changed for")
+"""The texts for which a model was changed, by the key of each feature."""
 
 Values = Sequence[tuple[Feature[Any], Any]]
 """Features, and their values in the section."""
@@ -92,7 +92,7 @@ def apply_features(features: Values, build: Build) -> list[Declaration]:
     for line in build.notes if not build.is_planned else ():
         logger().info("%s", line)
     before = changed_for(build.model)
-    set_attribute(build.model, CHANGED_FOR, before | {key: each for key, each in asked.items() if each})
+    CHANGED_FOR.set(build.model, before | {key: each for key, each in asked.items() if each})
     return done
 
 
@@ -163,5 +163,4 @@ def _plan_errors_say_what_works(build: Build) -> Iterator[None]:
 
 def changed_for(model: nn.Module) -> dict[str, str]:
     """Per key, what ``model``, or a model that it has wrapped since (PEFT), was changed for."""
-    records = (attribute(module, CHANGED_FOR, dict) for module in model.modules())
-    return dict(next(filter(None, records), {}))
+    return dict(next(filter(None, map(CHANGED_FOR.get, model.modules())), {}))

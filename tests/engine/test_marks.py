@@ -24,11 +24,8 @@ MARKS = {
 }
 """An attribute that ds_npu sets on a parameter -> whether its placement and the stage of ZeRO ask for it."""
 MODEL_ATTRIBUTES = {
-    "ds_npu_plan": "plan",
-    "ds_npu_changed_for": "what its features asked for",
-    "ds_npu_sharded_model": "parallel.tensor",
+    "ds_npu": "the record below",
     "_loss_function": "the links below",
-    "ds_npu_model_loss": "the same, also where a script replaces _loss_function",
     "forward": "the wraps below",
     "save_pretrained": "parallel.tensor: saves whole weights",
     "__deepcopy__": "parallel.tensor, parallel.context: refuses copies",
@@ -95,6 +92,7 @@ def check_marks(stage: int, plain: nn.Module) -> None:
         for mark, is_asked_for in MARKS.items():
             assert (mark in found[name]) == (is_asked_for(placement, stage) or mark in of_deepspeed), (name, mark)
     assert {*vars(model)} - before - {*vars(plain)} <= {*MODEL_ATTRIBUTES}, {*vars(model)} - before
+    assert {*vars(model)["ds_npu"]} == {"plan", "changed for", "sharded model", "model loss"}
     assert model.loss_function.keys == {LossLevel.VOCABULARY: "parallel.tensor"}
     wraps = {name: wraps_of(module) for name, module in model.named_modules() if "forward" in vars(module)}
     expected = {

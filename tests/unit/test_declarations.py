@@ -13,20 +13,20 @@ from adapted_models import ATTENTION, LATENT, MLP, adapted
 from placement_types import fake_world
 from torch import nn
 
-from ds_npu.cli.planned_model import model_without_weights
+from ds_npu.cli.planned_model import left_on, model_without_weights
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.engine.placements import complete_placements
-from ds_npu.features.build import PLAN_ATTRIBUTE, Build
+from ds_npu.features.build import MODEL_PLAN, Build
 from ds_npu.features.driver import CHANGED_FOR, apply_features, declare, declare_parts, values_in
-from ds_npu.features.loss.model_loss import MODEL_LOSS, ModelLoss
-from ds_npu.models.attributes import attribute
+from ds_npu.features.loss.model_loss import MODEL_LOSS
 from ds_npu.parallel.runtime.forward_wraps import WrappedForward, innermost_forward
+from ds_npu.parallel.runtime.marks import RECORD, marks_of
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import PlannedTopology
 
 FUSED = dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)
-OF_MODULES = {"training", "forward", "_buffers", "_modules", "_parameters"}
+OF_MODULES = {RECORD, "training", "forward", "_buffers", "_modules", "_parameters"}
 """What is compared by itself, or belongs to torch."""
 
 
@@ -35,7 +35,7 @@ class Parts:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
-        self.attributes = {name: {**vars(module)} for name, module in self.modules.items()}
+        self.attributes = {name: {**vars(module), **marks_of(module)} for name, module in self.modules.items()}
         self.classes = {name: type(module) for name, module in self.modules.items()}
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.innermost = {name: innermost_forward(module) for name, module in self.modules.items()}
@@ -70,7 +70,7 @@ def check(model: nn.Module, before: Parts, declarations: list) -> None:
     assert +found == wraps
     check_attributes(before, after, replaced, declarations)
     check_parameters(after, declarations)
-    losses = {name: attribute(module, MODEL_LOSS, ModelLoss) for name, module in after.modules.items()}
+    losses = {name: MODEL_LOSS.get(module) for name, module in after.modules.items()}
     links = {(name, level) for name, loss in losses.items() if loss is not None for level in loss.keys}
     assert links == {(change.part, change.level) for change in declared(declarations, "links")}
     hooks = Counter(change.part for change in declared(declarations, "hooks") if change.part in after.modules)
@@ -84,7 +84,7 @@ def check_attributes(before: Parts, after: Parts, replaced: set[str], declaratio
         for attribute in change.what.partition(":")[0].split(", ")
     }
     linked = {change.part for change in declared(declarations, "links")}
-    said |= {(name, key) for name in linked for key in ("_loss_function", MODEL_LOSS)}
+    said |= {(name, key) for name in linked for key in ("_loss_function", MODEL_LOSS.name)}
     changed = set()
     for name in after.modules.keys() - replaced:
         new, old = after.attributes[name], before.attributes[name]
@@ -95,7 +95,7 @@ def check_attributes(before: Parts, after: Parts, replaced: set[str], declaratio
         differing = {key for key in new.keys() | old.keys() if new.get(key) is not old.get(key)}
         changed |= {(name, key) for key in differing - OF_MODULES if not key.endswith("_hooks")}
     changed -= {(name, key) for name, key in changed if key == "compile" and ("", "compile") in said and name}
-    assert changed - {("", CHANGED_FOR), ("", PLAN_ATTRIBUTE)} == said
+    assert changed - {("", CHANGED_FOR.name), ("", MODEL_PLAN.name)} == said
 
 
 def check_parameters(after: Parts, declarations: list) -> None:
@@ -237,3 +237,14 @@ def test_a_model_of_7b_is_planned_declared_and_placed_within_a_second(tmp_path):
     assert [each.key for each in declarations] == ["parallel", "context_parallel", "fused_ops"]
     assert placement_of(model.get_parameter("lm_head.weight")).shape == (32000, 4096)
     assert min(taken) <= 1, taken
+
+
+def test_what_is_left_on_a_model_is_shown():
+    model = tiny_models.tiny("llama", torch.float32)
+    assert list(left_on(model)) == ["nothing"]
+    changed(model, {"parallel": {"tensor": 2}}, Degrees(tp=2))
+    rows = [line.split("  ") for line in left_on(model)]
+    found = {tuple(filter(None, map(str.strip, row))) for row in rows}
+    assert ("record", "sharded model", "ShardedModel", "the model") in found
+    assert ("forward", "wraps, outermost first", "REGION", "model.layers.{0..1}.mlp") in found
+    assert ("parameter", "placement", "Placement", "model.layers.{0..1}.self_attn.q_proj.weight") in found

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.comm import crossing
-from ds_npu.features.build import PLAN_ATTRIBUTE, Build
+from ds_npu.features.build import MODEL_PLAN, Build
 from ds_npu.features.chunked_loss.loss_by_chunks import CHUNKED_LOSS
 from ds_npu.features.context_parallel import loss
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
@@ -23,7 +23,6 @@ from ds_npu.features.driver import apply_features
 from ds_npu.features.fused_ops.fused_model import fuse
 from ds_npu.features.tensor_parallel import experts
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
-from ds_npu.models.attributes import set_attribute
 from ds_npu.models.globs import plan_for
 from ds_npu.parallel import (
     ColumnParallelLinear,
@@ -47,7 +46,7 @@ def loss_types(
     with fake_world(degrees) as topology:
         model = tiny_models.tiny(family, torch.float32, **changes)
         plan = plan_for(model, {})
-        set_attribute(model, PLAN_ATTRIBUTE, plan)
+        MODEL_PLAN.set(model, plan)
         if degrees.tp > 1:
             shard_model(model, plan, topology, sequence_parallel)
         if fused:

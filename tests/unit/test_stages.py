@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
-from ds_npu.features.build import PLAN_ATTRIBUTE, Build
+from ds_npu.features.build import MODEL_PLAN, Build
 from ds_npu.features.modules.matched_modules import matched_modules
 from ds_npu.features.pipeline.stages import cut_into_stages, run_stage, stages_of
 from ds_npu.models.globs import partial_plan_for, plan_for
@@ -72,7 +72,7 @@ def test_the_plan_of_a_stage_is_its_part_of_the_plan(family):
     whole = plan_for(stageable(family), {})
     parts = [stageable(family) for _ in range(2)]
     cut(parts, 2)
-    plans = [vars(part)[PLAN_ATTRIBUTE] for part in parts]
+    plans = [MODEL_PLAN.get(part) for part in parts]
     assert [plan_for(part, {}) for part in parts] == plans == [partial_plan_for(part, {}) for part in parts]
     assert {name: role for plan in plans for name, role in plan.roles.items()} == dict(whole.roles)
     assert sum((plan.blocks for plan in plans), ()) == whole.blocks
@@ -84,7 +84,7 @@ def test_globs_may_name_modules_of_other_stages():
     globs = {"model.layers.*": "block", "lm_head": "head", "model.layers.*.mlp": "replicated"}
     for part in parts:
         plan = plan_for(part, globs)
-        assert plan.blocks == vars(part)[PLAN_ATTRIBUTE].blocks and plan.named("replicated")
+        assert plan.blocks == MODEL_PLAN.get(part).blocks and plan.named("replicated")
     with pytest.raises(PlanError, match="matches no module"):
         plan_for(parts[0], {"model.layer.*": "block"})
 
@@ -234,7 +234,7 @@ def test_adapters_on_a_stage(before):
     if before:
         parts = [adapted(stageable("llama"), *TARGETS) for _ in range(2)]
         stages = cut(parts, 2)
-        assert [vars(part)[PLAN_ATTRIBUTE] for part in parts] == [plan_for(part, {}) for part in parts]
+        assert [MODEL_PLAN.get(part) for part in parts] == [plan_for(part, {}) for part in parts]
         check_partition(plain, parts)
     else:
         parts = [stageable("llama") for _ in range(2)]

@@ -26,6 +26,7 @@ from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.chunked_head import product_dtype
@@ -37,8 +38,8 @@ from ds_npu.topology.topology import Topology
 
 T = TypeVar("T")
 KEY = "chunked_loss"
-ELSEWHERE = "ds_npu_loss_elsewhere"
-"""The attribute of a model whose last pipeline stage, on another rank, computes the loss of chunks."""
+ELSEWHERE: Mark[bool] = Mark("loss elsewhere")
+"""Marks a model whose last pipeline stage, on another rank, computes the loss of chunks."""
 
 
 @dataclass
@@ -197,7 +198,7 @@ def smoothed(model: nn.Module, factor: float) -> Iterator[bool]:
     modules = list(model.modules())
     links = (getattr(link_of(module, LossLevel.CHUNKS), "__self__", None) for module in modules)
     chunked = [each for each in links if isinstance(each, ChunkedModel) and each.model.training]
-    is_elsewhere = any(attribute(module, ELSEWHERE, bool) and module.training for module in modules)
+    is_elsewhere = any(ELSEWHERE.get(module) and module.training for module in modules)
     for each in chunked:
         each.smoothing = factor
     try:

@@ -16,7 +16,6 @@ from ds_npu.features.feature import Feature
 from ds_npu.features.loss.loss_chunks import LOSS_CHUNKS, LossChunks, loss_chunks_of
 from ds_npu.features.loss.model_loss import LossLevel, has_causal_lm_loss, users_loss
 from ds_npu.models import names
-from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.forward_wraps import Level
@@ -54,17 +53,17 @@ def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
         return
     if known is not None and not isinstance(value, str):
         # The plan has chosen.
-        yield Change("sets", "", LOSS_CHUNKS, partial(setattr, known, "tokens", value))
+        yield Change("sets", "", LOSS_CHUNKS.name, partial(setattr, known, "tokens", value))
         return
     if stages and stages[-1].index < stages[-1].count - 1:
         # The last stage of a pipeline has the head, and computes the loss.
-        yield Change("sets", "", ELSEWHERE, partial(set_attribute, build.model, ELSEWHERE, True))
+        yield Change("sets", "", ELSEWHERE.name, partial(ELSEWHERE.set, build.model, True))
         return
     model, owner, heads = _chunkable(build)
     chunks = _chunks(value)
     chunked = ChunkedModel(model, build.topology, chunks)
     what = f"logits of {_in_words(value)} tokens at a time in training on labels"
-    yield Change("sets", "", LOSS_CHUNKS, partial(set_attribute, build.model, LOSS_CHUNKS, chunks))
+    yield Change("sets", "", LOSS_CHUNKS.name, partial(LOSS_CHUNKS.set, build.model, chunks))
     yield Change(
         "links", owner, f"loss of the hidden states before the head, {what}", chunked.link_loss, LossLevel.CHUNKS
     )

@@ -32,33 +32,33 @@ from ds_npu.features.loss.model_loss import LossLevel
 from ds_npu.features.loss.token_targets import shifts
 from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.models.attention_function import check_exchangeable
-from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.copying import refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.topology.topology import Topology
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SEQUENCES_SHARDED = "ds_npu_sequences_sharded"
-"""The attribute of a sharded model, and of the model that holds it; its value is the latter."""
-ALGORITHM_CHOICE = "ds_npu_context_algorithm"
-"""The attribute of a model that is its AlgorithmChoice."""
+SEQUENCES_SHARDED: Mark[nn.Module] = Mark("sequences sharded")
+"""The model that holds a sharded one, in the records of both."""
+ALGORITHM_CHOICE: Mark[AlgorithmChoice] = Mark("context algorithm")
+"""The chosen algorithm of a model."""
 
 
 def has_sharded_sequences(model: nn.Module) -> bool:
     """Whether ``shard_sequences`` was called with this ``model``."""
-    return attribute(model, SEQUENCES_SHARDED, nn.Module) is model
+    return SEQUENCES_SHARDED.get(model) is model
 
 
 def algorithm_choice_of(model: nn.Module) -> AlgorithmChoice | None:
     """The AlgorithmChoice of a model whose sequences are sharded, else None."""
-    return attribute(model, ALGORITHM_CHOICE, AlgorithmChoice)
+    return ALGORITHM_CHOICE.get(model)
 
 
 def declare_sequences(
@@ -112,8 +112,8 @@ class _SequenceSharder:
         if inner is not self.model:
             yield self._wrap(self.model, "divides gradients", self._share_gradients)
             yield self._wrap(inner, "multiplies gradients", None)
-        yield Change("sets", self.names[inner], SEQUENCES_SHARDED, self._finish)
-        yield Change("sets", "", f"{SEQUENCES_SHARDED}, {ALGORITHM_CHOICE}, __deepcopy__, compile")
+        yield Change("sets", self.names[inner], SEQUENCES_SHARDED.name, self._finish)
+        yield Change("sets", "", f"{SEQUENCES_SHARDED.name}, {ALGORITHM_CHOICE.name}, __deepcopy__, compile")
 
     def _wrap(self, module: nn.Module, what: str, make: Callable[[], object] | None) -> Change:
         return Change("wraps", self.names[module], what, make, Level.SEQUENCE)
@@ -130,9 +130,9 @@ class _SequenceSharder:
         _share_gradients(self.model, self.inner, self.choice.topology.size("cp"))
 
     def _finish(self) -> None:
-        set_attribute(self.inner, SEQUENCES_SHARDED, self.model)
-        set_attribute(self.model, SEQUENCES_SHARDED, self.model)
-        set_attribute(self.model, ALGORITHM_CHOICE, self.choice)
+        SEQUENCES_SHARDED.set(self.inner, self.model)
+        SEQUENCES_SHARDED.set(self.model, self.model)
+        ALGORITHM_CHOICE.set(self.model, self.choice)
         refuse_copies(self.model)
         refuse_compiling(self.model, "context")
 
@@ -143,7 +143,7 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     if len(found) != 1:
         raise ValueError(f"{who} holds {len(found)} models of transformers; ds_npu.parallel.context shards one")
     (inner,) = found
-    if has_attribute(inner, SEQUENCES_SHARDED):
+    if SEQUENCES_SHARDED.get(inner) is not None:
         raise ValueError(
             f"the {type(inner).__name__} in {who} was sharded as it stood in another model, and cannot be sharded "
             "again: make it anew, from its weights"

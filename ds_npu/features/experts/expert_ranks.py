@@ -23,14 +23,13 @@ from ds_npu.features.experts.layout import ExpertLayout, Layout, expert_layouts
 from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.presized import PresizedForward, presized_changes
-from ds_npu.features.experts.relocation import EXPERT_MAP, KEY, install_relocation
+from ds_npu.features.experts.relocation import KEY, MAPPED_EXPERTS, install_relocation
 from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chosen
 from ds_npu.features.experts.shards import expert_shard
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.experts.traffic import traffic
 from ds_npu.features.feature import Feature
 from ds_npu.models import names
-from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling
 from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.models.hugging_face_model import hugging_face_model, setting
@@ -41,11 +40,12 @@ from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_in_halves, compute_experts_with_shared
 from ds_npu.parallel.expert.relocation import MappedExperts
 from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import has_experts
 from ds_npu.topology.topology import Topology
 
-EXPERTS_INSTALLED = "ds_npu_experts"
-"""The attribute of a model whose experts ds_npu computes."""
+EXPERTS_INSTALLED: Mark[bool] = Mark("experts")
+"""Marks a model whose experts ds_npu computes."""
 
 
 def _applies(section: MoeSection, build: Build) -> bool:
@@ -80,7 +80,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
 
 def _has_experts_installed(model: nn.Module) -> bool:
     """Whether ds_npu computes the experts of ``model`` already, as it may in a user's own layers."""
-    return has_experts(model) or any(has_attribute(module, EXPERTS_INSTALLED) for module in model.modules())
+    return has_experts(model) or any(map(EXPERTS_INSTALLED.get, model.modules()))
 
 
 def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis: ExpertAxis) -> Iterator[Change]:
@@ -107,7 +107,7 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
                 raise ValueError(f"{KEY}: {name} has an adapter, whose factors do not move. What to do: {KEY} 0")
             yield from adapters
         if mapped is not None:
-            yield Change("sets", name, EXPERT_MAP, partial(set_attribute, module, EXPERT_MAP, mapped))
+            yield Change("sets", name, MAPPED_EXPERTS.name, partial(MAPPED_EXPERTS.set, module, mapped))
         run, how, changes = _run(section, build, name)
         yield from changes
         presize = None if presized is None else partial(presized.plans, name)
@@ -122,7 +122,7 @@ def _changes(section: MoeSection, build: Build, layouts: dict[str, Layout], axis
         yield Change("computes", name, text, partial(layer.compute_in, module))
     if section.pad_to_capacity and axis.size > 1:
         yield agrees_on_tokens(build.model)
-    sets = ", ".join([EXPERTS_INSTALLED, "compile", "__deepcopy__", "save_pretrained", GENERATE])
+    sets = ", ".join([EXPERTS_INSTALLED.name, "compile", "__deepcopy__", "save_pretrained", GENERATE])
     yield Change("sets", "", sets, partial(_finish, build.model, axis))
 
 
@@ -139,7 +139,7 @@ def _run(section: MoeSection, build: Build, name: str) -> tuple[Callable[..., to
 
 
 def _finish(model: nn.Module, axis: ExpertAxis) -> None:
-    set_attribute(model, EXPERTS_INSTALLED, True)
+    EXPERTS_INSTALLED.set(model, True)
     if axis.size > 1:
         generate_synced(model)
     refuse_compiling(model, "expert")

@@ -12,7 +12,6 @@ from torch import nn
 from ds_npu.features.experts.capacity import CapacityLimit
 from ds_npu.features.experts.layout import Layout
 from ds_npu.features.experts.listed import LISTED_LAYOUT, ListedLayout
-from ds_npu.models.attributes import set_attribute
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
 from ds_npu.parallel.expert.experts import compute_experts
@@ -51,7 +50,7 @@ class ExpertLayer:
         def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             x, ids, weights = (*args, *(kwargs[each] for each in parameters[len(args) :]))
             experts, kind = self.layout.weights(module, self.axis), x.device.type
-            if (product := getattr(module, PRODUCT, None)) is not None:
+            if (product := PRODUCT.get(module)) is not None:
                 experts = replace(experts, product=product)
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.up.dtype
             out = self._computed((x.flatten(0, -2).to(dtype), ids, weights), experts.to(dtype), module.training)
@@ -59,7 +58,7 @@ class ExpertLayer:
 
         replace_innermost_forward(module, forward)
         if isinstance(self.layout, ListedLayout):
-            set_attribute(module, LISTED_LAYOUT, self.layout)
+            LISTED_LAYOUT.set(module, self.layout)
         for leaf in self.layout.sinks:
             USES_SINK.set(module.get_parameter(leaf), True)
 

@@ -27,18 +27,19 @@ from ds_npu.features.modules.equivalence import (
     random_input,
 )
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import attribute, attributes
+from ds_npu.models.attributes import attributes
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.stacked import stacked
 from ds_npu.parallel.expert.weights import Activation, ExpertWeights
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.degrees import Axis
 
 TOKENS, CHOSEN, K, N = 7, 2, 6, 10
 """Tokens, experts of each token, inputs and columns of the copies that are compared."""
 FORWARD = "whose forward takes tokens [T, H], their experts [T, K] and their routing weights [T, K]"
-LISTED_LAYOUT = "ds_npu_listed_experts"
-"""The attribute that holds the layout by which a module computes the experts in its list."""
+LISTED_LAYOUT: Mark[ListedLayout] = Mark("listed experts")
+"""The layout by which a module computes the experts in its list."""
 KNOWN: tuple[Activation, ...] = (
     functional.silu,
     functional.gelu,
@@ -123,7 +124,7 @@ class ListedLayout:
 
 def gathered_whole(model: nn.Module) -> list[nn.Module]:
     """The modules of ``model`` whose forward reads the weights of the experts in their list."""
-    return [each for each in model.modules() if attribute(each, LISTED_LAYOUT, ListedLayout) is not None]
+    return [each for each in model.modules() if LISTED_LAYOUT.get(each) is not None]
 
 
 def list_in(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -150,7 +151,7 @@ def listed_layout(name: str, module: nn.Module, known: dict[Hashable, Mlp | str]
 
     ``known``: findings about earlier modules, by their likeness.
     """
-    installed = attribute(module, LISTED_LAYOUT, ListedLayout)
+    installed = LISTED_LAYOUT.get(module)
     if installed is not None:
         return installed
     found = list_in(module)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_npu.log import logger
-from ds_npu.models.attributes import attribute
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.expert.expert_map import (
     ExpertMap,
@@ -25,6 +24,7 @@ from ds_npu.parallel.expert.expert_map import (
     sharding_of_map,
 )
 from ds_npu.parallel.expert.relocation import MappedExperts, exchange_experts
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import placement_of, set_placement
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
@@ -34,7 +34,9 @@ from ds_npu.zero_ext.training_engine import TrainingEngine
 
 KEY = "ds_npu.moe.placement_interval"
 EXPERT_MAP = "ds_npu_expert_places"
-"""The attribute of a module whose experts may move, and the key of the expert maps in a checkpoint."""
+"""The key of the expert maps in a checkpoint."""
+MAPPED_EXPERTS: Mark[MappedExperts] = Mark("mapped experts")
+"""The experts of a module that may move."""
 VIEW: tuple[Axis, ...] = ("edp", "ep", "etp")
 """The axes of the ranks that hold a layer's experts and their copies."""
 State = dict[str, Any]
@@ -44,7 +46,7 @@ def modules_with_map(model: nn.Module) -> dict[str, tuple[nn.Module, MappedExper
     """The modules whose experts may move, with their maps, by name."""
     found = {}
     for name, module in model.named_modules():
-        mapped = attribute(module, EXPERT_MAP, MappedExperts)
+        mapped = MAPPED_EXPERTS.get(module)
         if mapped is not None:
             found[name] = (module, mapped)
     return found

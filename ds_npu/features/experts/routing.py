@@ -13,10 +13,10 @@ from torch import nn
 
 from ds_npu.features.experts.scaled_inputs import SCALED
 from ds_npu.models import names
-from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.routers import logits_recorders
 from ds_npu.parallel.expert.balance import Routing, Scores
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 CORRECTION = "e_score_correction_bias"
@@ -95,8 +95,8 @@ class Collected:
 
 _COLLECTED: Fact[Collected] = Fact(while_running=True)
 """Set in a forward that collects, and unset where a part of it is computed again."""
-COLLECTS = "ds_npu_collects_ids"
-"""The attribute of a module of experts whose choices are collected."""
+COLLECTS: Mark[bool] = Mark("collects ids")
+"""Marks a module of experts whose choices are collected."""
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def forget_collected() -> None:
 def collect_ids(experts: str, module: nn.Module) -> None:
     """Collect, under the name ``experts``, the expert ids [T, K] that ``module`` is called with."""
     names_of = list(inspect.signature(type(module).forward).parameters)[1:]
-    if len(names_of) == 1 and not has_attribute(module, SCALED):
+    if len(names_of) == 1 and not SCALED.get(module):
         raise ValueError(
             f"ds_npu.moe: {experts} ({type(module).__name__}) is not told which experts its tokens chose, so that "
             "these cannot be counted. What to do: ds_npu.moe.grouped_matmul true, with which it is"
@@ -130,8 +130,8 @@ def collect_ids(experts: str, module: nn.Module) -> None:
             ids: torch.Tensor = args[1] if len(args) > 1 else kwargs[names_of[1]]
             collected.ids.setdefault(experts, []).append(ids.detach())
 
-    if not has_attribute(module, COLLECTS):
-        set_attribute(module, COLLECTS, True)
+    if not COLLECTS.get(module):
+        COLLECTS.set(module, True)
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 

@@ -23,17 +23,18 @@ from ds_npu.features.modules.equivalence import (
     random_input,
 )
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import attribute, set_attribute
+from ds_npu.models.attributes import attribute
 from ds_npu.parallel.expert.dispatch import Piece
 from ds_npu.parallel.expert.weights import ExpertWeights, is_experts
 from ds_npu.parallel.runtime.forward_wraps import innermost_forward, replace_innermost_forward
+from ds_npu.parallel.runtime.marks import Mark
 
 EXPERTS, ROUTER, SHARED, CHOICES, ACTIVATION = "experts", "router", "shared_expert", "top_k", "act_fn"
 """The names in Llama-4's block of its parts, and of the number of experts a token chooses."""
 TOKENS, N = 5, 6
 """Tokens, and columns of each expert, in the copies that are compared."""
-SCALED = "ds_npu_scaled_inputs"
-"""The attribute of a module of experts in such a block."""
+SCALED: Mark[bool] = Mark("scaled inputs")
+"""Marks a module of experts in such a block."""
 
 Run = Callable[[Piece, ExpertWeights], torch.Tensor]
 """The same type as in ``layer``."""
@@ -45,7 +46,7 @@ def takes_scaled_inputs(model: nn.Module, name: str, known: dict[Hashable, bool]
     ``known``: findings about earlier blocks, by their likeness.
     """
     module = model.get_submodule(name)
-    if attribute(module, SCALED, bool):
+    if SCALED.get(module):
         return True
     weights = kinds.own_shapes(module)
     if not name or not is_experts(module) or weights.keys() != {"gate_up_proj", "down_proj"}:
@@ -76,7 +77,7 @@ def route_to_chosen(model: nn.Module, name: str) -> None:
         return parts.shared_expert(hidden_states).flatten(0, -2) + routed_TH, logits_TE
 
     replace_innermost_forward(block, forward)
-    set_attribute(model.get_submodule(name), SCALED, True)
+    SCALED.set(model.get_submodule(name), True)
 
 
 def compute_scaled(run: Run, piece: Piece, experts: ExpertWeights) -> torch.Tensor:

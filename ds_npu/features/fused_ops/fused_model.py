@@ -21,11 +21,11 @@ from ds_npu.features.fused_ops.norm import fuse_norms
 from ds_npu.features.fused_ops.rotary import fuse_rotary
 from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.models.attention_function import check_exchangeable
-from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.runtime.marks import Mark
 
-FUSED_KEYS = "ds_npu_fused_ops"
-"""The attribute of a model that is the frozenset of the keys of its operators."""
+FUSED_KEYS: Mark[frozenset[str]] = Mark("fused ops")
+"""The keys of the operators in a model."""
 
 
 def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
@@ -52,7 +52,7 @@ FUSIONS: Mapping[str, Callable[[nn.Module, ModelPlan], Iterable[FusionResult]]] 
 
 def fused_keys(model: nn.Module) -> frozenset[str]:
     """The keys of the operators that ``model`` was given already."""
-    return attribute(model, FUSED_KEYS, frozenset) or frozenset()
+    return FUSED_KEYS.get(model) or frozenset()
 
 
 def fuse(model: nn.Module, plan: ModelPlan, wanted: Collection[str]) -> list[str]:
@@ -77,5 +77,5 @@ def declare_operators(model: nn.Module, plan: ModelPlan, wanted: Collection[str]
         changes += [change for result in results for change in result.changes]
     if new:
         keys = fused_keys(model).union(new)
-        changes.append(Change("sets", "", FUSED_KEYS, partial(set_attribute, model, FUSED_KEYS, keys)))
+        changes.append(Change("sets", "", FUSED_KEYS.name, partial(FUSED_KEYS.set, model, keys)))
     return changes, lines

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from ds_npu.models.attributes import attribute
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.planner.chunk_choice import ChunkedHead
 
-LOSS_CHUNKS = "ds_npu_loss_chunks"
-"""The attribute of a model that is its LossChunks."""
+LOSS_CHUNKS: Mark[LossChunks] = Mark("loss chunks")
+"""The loss chunks of a model."""
 
 
 class LossChunks:
@@ -28,4 +28,4 @@ class LossChunks:
 
 def loss_chunks_of(model: object) -> LossChunks | None:
     """The LossChunks of ``model``, if its loss is chunked on this rank."""
-    return attribute(model, LOSS_CHUNKS, LossChunks)
+    return LOSS_CHUNKS.get(model)

@@ -16,17 +16,18 @@ from typing import Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import nn
 
-from ds_npu.models.attributes import attribute, set_attribute
+from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, is_hugging_face, transformers_module
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
 
 LossFunction = Callable[..., torch.Tensor]
 LossLink = Callable[..., torch.Tensor]
 """``link(inner, *args, **kwargs)``, called in place of ``inner(*args, **kwargs)``, which is the rest of the chain."""
 
-MODEL_LOSS = "ds_npu_model_loss"
-"""The attribute of a model that is its ModelLoss."""
+MODEL_LOSS: Mark[ModelLoss] = Mark("model loss")
+"""The chain that is the loss of a model."""
 
 
 @runtime_checkable
@@ -137,10 +138,10 @@ def wrap_loss(model: HasLossFunction, link: LossLink, level: LossLevel, key: str
     Raises ValueError where another feature has put a link of ``level`` there, or where the loss of the model has been
     replaced since the first link.
     """
-    loss = attribute(model, MODEL_LOSS, ModelLoss)
+    loss = MODEL_LOSS.get(model)
     if loss is None:
         loss = ModelLoss(type(model).__name__, model.loss_function)
-        set_attribute(model, MODEL_LOSS, loss)
+        MODEL_LOSS.set(model, loss)
         model.loss_function = loss
     loss.check_not_replaced(model)
     loss.add(link, level, key)
@@ -149,13 +150,13 @@ def wrap_loss(model: HasLossFunction, link: LossLink, level: LossLevel, key: str
 
 def link_of(model: object, level: LossLevel) -> LossLink | None:
     """The link of ``level`` in the loss of ``model``, if there is one."""
-    loss = attribute(model, MODEL_LOSS, ModelLoss)
+    loss = MODEL_LOSS.get(model)
     return None if loss is None else loss.link(level)
 
 
 def own_loss(model: HasLossFunction) -> LossFunction:
     """The loss function that ``model`` has without ds_npu."""
-    loss = attribute(model, MODEL_LOSS, ModelLoss)
+    loss = MODEL_LOSS.get(model)
     return model.loss_function if loss is None else loss.own
 
 

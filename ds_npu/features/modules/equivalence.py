@@ -20,9 +20,10 @@ from ds_npu.models import kinds
 from ds_npu.models.attributes import attributes, has_attribute
 from ds_npu.models.hugging_face_model import FLOAT32_TOLERANCE
 from ds_npu.parallel.runtime.forward_wraps import innermost_forward
+from ds_npu.parallel.runtime.marks import RECORD, marks_of
 
-OF_TORCH = frozenset(attributes(nn.Module(), object))
-"""Attributes of every module: hooks, parameters, children."""
+OF_EVERY_MODULE = frozenset({*attributes(nn.Module(), object), RECORD})
+"""Attributes that torch and ds_npu give modules: hooks, parameters, children, and the record of marks."""
 
 
 @contextmanager
@@ -81,8 +82,8 @@ def likeness(module: nn.Module) -> Hashable:
     """
     own = [
         (name, value if isinstance(value, int | float | str | NoneType) else id(value))
-        for name, value in attributes(module, object).items()
-        if name not in OF_TORCH
+        for name, value in {**attributes(module, object), **marks_of(module)}.items()
+        if name not in OF_EVERY_MODULE
     ]
     children = tuple((name, likeness(child)) for name, child in module.named_children())
     return type(module), tuple(kinds.own_shapes(module).items()), tuple(sorted(own)), children

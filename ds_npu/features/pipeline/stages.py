@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
-from ds_npu.features.build import PLAN_ATTRIBUTE
+from ds_npu.features.build import MODEL_PLAN
 from ds_npu.features.loss.token_targets import FUSED_HEAD
 from ds_npu.features.pipeline.deep_stack import link_deep_stack
 from ds_npu.features.pipeline.images import check_images, without_pixels
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import attribute, attributes, set_attribute
+from ds_npu.models.attributes import attributes, set_attribute
 from ds_npu.models.guarded_saving import check_before_saving
 from ds_npu.models.hugging_face_model import hugging_face_model, is_hugging_face, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS
@@ -41,6 +41,7 @@ from ds_npu.parallel.pipeline.pass_through import (
     stages_in,
 )
 from ds_npu.parallel.pipeline.transfers import Tensors
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import Placement, placement_of
 
 FIRST = (Role.EMBEDDING, Role.POSITION_EMBEDDING, Role.NORM)
@@ -52,8 +53,8 @@ UNSERVED = dict.fromkeys(OF_ALL_LAYERS, "a stage has a part of the layers") | {
     "past_key_values": "stages keep no caches"
 }
 """Arguments of a forward that no stage can serve, and why."""
-OWN_STAGES = "ds_npu_own_stages"
-"""The attribute of a model in stages that is its OwnStages."""
+OWN_STAGES: Mark[OwnStages] = Mark("own stages")
+"""The stages of a model that is cut into stages."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,8 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     mine = plan.without([name for name in outside if all(name in each.absent for each in own)])
     if len(own) > 1:
         mine = replace(mine, stages=tuple(each.blocks for each in own if each.blocks))
-    set_attribute(model, PLAN_ATTRIBUTE, mine)
-    set_attribute(model, OWN_STAGES, held)
+    MODEL_PLAN.set(model, mine)
+    OWN_STAGES.set(model, held)
     if held.tied is not None:
         _mark_tied(model, held.tied)
     refuse_saving_a_stage(model)
@@ -311,7 +312,7 @@ def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 def own_stages(model: nn.Module) -> OwnStages | None:
     """The stages that this rank has of ``model``, or of what PEFT was put around; None where it is not cut."""
-    return next(filter(None, (attribute(module, OWN_STAGES, OwnStages) for module in model.modules())), None)
+    return next(filter(None, map(OWN_STAGES.get, model.modules())), None)
 
 
 @dataclass(frozen=True)

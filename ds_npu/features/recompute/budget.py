@@ -23,7 +23,7 @@ from ds_npu.features.recompute.recorded_steps import RecordedSteps
 from ds_npu.log import logger, warn_once
 from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
 from ds_npu.memory.storage_record import StorageRecord
-from ds_npu.models.attributes import attribute, set_attribute
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.planner.memory_plan import BudgetError, Moment, Option, PlannedLayer, best_plan
 from ds_npu.planner.memory_plan_table import (
     ATTENTION,
@@ -50,8 +50,8 @@ from ds_npu.zero_ext.training_engine import TrainingEngine
 CPU = "cpu"
 MARGIN = MIB
 """Bytes for small tensors (scalars of optimizers and scripts) that are made after the recorded steps."""
-PLANNED = "ds_npu_memory_plan"
-"""The attribute of a model that follows a plan: its PlannedKeys."""
+PLANNED: Mark[PlannedKeys] = Mark("memory plan")
+"""The keys of the plan that a model follows."""
 
 
 def plan_part(section: RecomputeSection, build: Build) -> Iterable[Change]:
@@ -85,7 +85,7 @@ class MemoryBudget:
 
     def install(self, engine: TrainingEngine) -> list[str]:
         """Record the first two steps of ``engine``."""
-        if attribute(self._build.model, PLANNED, PlannedKeys) is not None:
+        if PLANNED.get(self._build.model) is not None:
             return [f"{KEY}: the model follows the plan that was made before"]
         self._build.makes_plans = True
         updates, followed, follows = 0, False, False
@@ -173,7 +173,7 @@ class MemoryBudget:
         self._recorded.unwrap()
         self._stop()
         self._build.planned = planned_keys(stages)
-        set_attribute(self._build.model, PLANNED, self._build.planned)
+        PLANNED.set(self._build.model, self._build.planned)
         if dist.get_rank() == 0:
             lines = plan_lines(stages, self.budget_gib, self._buffer_bytes, self._machine.name)
             logger().info("%s", "\n".join(lines))

@@ -48,6 +48,7 @@ from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import keep_shard, sharding_of
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding, check_adoptable
@@ -71,8 +72,8 @@ COLUMN_ROLES = (
     Role.GATE_UP,
     Role.COLUMN,
 )
-SHARDED_ATTRIBUTE = "ds_npu_sharded_model"
-"""The attribute of a sharded model that is its ShardedModel."""
+SHARDED_MODEL: Mark[ShardedModel] = Mark("sharded model")
+"""The sharding of a model."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def sharded_model_of(model: nn.Module) -> ShardedModel | None:
 
     None where it must still be sharded, which parallel layers of a user's own need not be.
     """
-    done = next(filter(None, (attribute(each, SHARDED_ATTRIBUTE, ShardedModel) for each in model.modules())), None)
+    done = next(filter(None, map(SHARDED_MODEL.get, model.modules())), None)
     own = done is None and any(sharding_of(parameter) is not None for parameter in model.parameters())
     return ShardedModel([]) if own else done
 
@@ -150,11 +151,11 @@ class _ModelSharder:
         yield from self._sum_partial_gradients()
         yield from self.regions.changes()
         fetched = [self.modules[name] for name in self.plan.named(*REGION_ROLES)]
-        attributes = f"{SHARDED_ATTRIBUTE}, save_pretrained, __deepcopy__, compile"
+        attributes = f"{SHARDED_MODEL.name}, save_pretrained, __deepcopy__, compile"
         yield Change("sets", "", attributes, partial(self._finish, ShardedModel(fetched)))
 
     def _finish(self, sharded: ShardedModel) -> None:
-        set_attribute(self.model, SHARDED_ATTRIBUTE, sharded)
+        SHARDED_MODEL.set(self.model, sharded)
         refuse_saving_shards(self.model)
         refuse_compiling(self.model, "tensor")
 

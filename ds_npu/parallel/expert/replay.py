@@ -19,9 +19,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ds_npu.parallel.expert.weights import is_experts
+from ds_npu.parallel.runtime.marks import Mark
 
-WATCHED = "ds_npu_routing_is_watched"
-"""The attribute of a block, True while its choices are recorded or replayed."""
+WATCHED: Mark[bool] = Mark("routing is watched")
+"""True in the record of a block while its choices are recorded or replayed."""
 
 Result = torch.return_types.topk
 
@@ -113,7 +114,7 @@ def _each_block(
         )
     for name, module in modules.items():
         if name in blocks or any(is_experts(child) for child in module.children()):
-            setattr(module, WATCHED, True)
+            WATCHED.set(module, True)
             watched.append(module)
             handles += [
                 module.register_forward_pre_hook(partial(enter, name)),
@@ -127,4 +128,4 @@ def _each_block(
         for handle in handles:
             handle.remove()
         for module in watched:
-            setattr(module, WATCHED, False)
+            WATCHED.set(module, False)

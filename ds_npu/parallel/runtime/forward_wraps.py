@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, ParamSpec, TypeVar
 
@@ -118,12 +118,20 @@ def unwrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
     remove_wrap(module, "forward", wrapper)
 
 
-def innermost_forward(module: nn.Module) -> Forward:
-    """The forward of ``module`` without its wraps."""
+def wraps_of(module: nn.Module) -> Iterator[WrappedForward]:
+    """The wraps of the forward of ``module``, outermost first."""
     forward: Forward = module.forward
     while isinstance(forward, WrappedForward):
+        yield forward
         forward = forward.inner
-    return forward
+
+
+def innermost_forward(module: nn.Module) -> Forward:
+    """The forward of ``module`` without its wraps."""
+    found: Forward = module.forward
+    for wrap in wraps_of(module):
+        found = wrap.inner
+    return found
 
 
 def replace_innermost_forward(module: nn.Module, forward: Forward) -> None:

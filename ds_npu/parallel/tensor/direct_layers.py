@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.runtime.forward_wraps import has_class_forward, has_own_forward, replace_innermost_forward
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, linear
 from ds_npu.parallel.tensor.product import Product
@@ -114,8 +115,8 @@ def _class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 USES_SINK = TensorAttribute[bool]("ds_npu_uses_sink")
 """Marks weights outside of linear layers whose computation uses their sink (weights of experts)."""
-PRODUCT = "ds_npu_product"
-"""The name of the attribute of a module of experts that holds its kind of product."""
+PRODUCT: Mark[Product | None] = Mark("product")
+"""The kind of product of a module of experts."""
 LINEARS = (DirectLinear, ColumnLinear, RowLinear)
 
 
@@ -141,7 +142,7 @@ def use_product(model: nn.Module, product: Product | None) -> None:
         if isinstance(module, LINEARS):
             module.layout = replace(module.layout, product=product)
         elif any(map(USES_SINK.is_on, module.parameters(recurse=False))):
-            setattr(module, PRODUCT, product)
+            PRODUCT.set(module, product)
 
 
 @functools.cache

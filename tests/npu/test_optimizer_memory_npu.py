@@ -38,7 +38,8 @@ def runs(cases: list[Case]) -> None:
 
 
 def chunks_of(engine):
-    return [chunk for shard in engine.optimizer.optimizer.step.shards for chunk in shard.chunks]
+    (stepping,) = engine.optimizer.optimizer.step.wrapper.args
+    return [chunk for shard in stepping.shards for chunk in shard.chunks]
 
 
 def test_runs_are_those_without_to_the_bit():

@@ -186,7 +186,7 @@ def too_early(errors: Mapping[int, BudgetError], budget_gib: float, buffer_bytes
 
 
 def up_to_gib(size: int) -> float:
-    """``size`` bytes in GiB, rounded up to six layers."""
+    """``size`` bytes in GiB, rounded up to six decimals."""
     return math.ceil(1e6 * size / GIB) / 1e6
 
 

@@ -26,7 +26,7 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 cross_entropy = Operator(
     "cross_entropy",
     reference,
-    kernel="ds_npu.ops.npu.cross_entropy:cross_entropy",
+    kernel="ds_npu.ops.npu.layers:cross_entropy",
     needs=("npu_cross_entropy_loss",),
     sample=sample,
     cost=cross_entropy_cost,

@@ -1,11 +1,11 @@
-"""RMS norm: each row divided by its root mean square, times a weight."""
+"""RMS norm: each row divided by its root mean square, times a weight; alone, or after the addition of a residual."""
 
 from __future__ import annotations
 
 import torch
 
-from ds_npu.operator_costs import rms_norm_cost
-from ds_npu.ops.operator import Operator
+from ds_npu.operator_costs import add_rms_norm_cost, rms_norm_cost
+from ds_npu.ops.operator import Operator, sample_numbers
 from ds_npu.ops.precision import accumulation_dtype
 
 
@@ -22,16 +22,42 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float =
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 5, 64, generator=generator).to(dtype)
-    return x.requires_grad_(), torch.randn(64, generator=generator).to(dtype).requires_grad_(), 1e-5, 1.0
+    x, weight = sample_numbers(dtype, (3, 5, 64), (64,))
+    return x.requires_grad_(), weight.requires_grad_(), 1e-5, 1.0
 
 
 rms_norm = Operator(
     "rms_norm",
     reference,
-    kernel="ds_npu.ops.npu.rms_norm:rms_norm",
+    kernel="ds_npu.ops.npu.layers:rms_norm",
     needs=("npu_rms_norm",),
     sample=sample,
     cost=rms_norm_cost,
+)
+
+
+def add_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMS norm of the sum, sum) for sum = x + residual, over the last dim; the sum is the next residual.
+
+    x, residual and both results: [..., H] of one dtype, at least two dims; weight: [H]. The sum is rounded to its
+    dtype, the norm is computed in float32 (float64 for float64) and rounded once.
+    """
+    total = x + residual
+    return reference(total, weight, eps), total
+
+
+def add_sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    x, residual, weight = sample_numbers(dtype, (3, 5, 64), (3, 5, 64), (64,))
+    return x.requires_grad_(), residual.requires_grad_(), weight.requires_grad_(), 1e-5
+
+
+add_rms_norm = Operator(
+    "add_rms_norm",
+    add_reference,
+    kernel="ds_npu.ops.npu.layers:add_rms_norm",
+    needs=("npu_add_rms_norm", "npu_rms_norm"),
+    sample=add_sample,
+    cost=add_rms_norm_cost,
 )

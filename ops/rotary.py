@@ -37,7 +37,7 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 rotary = Operator(
     "rotary",
     reference,
-    kernel="ds_npu.ops.npu.rotary:rotary",
+    kernel="ds_npu.ops.npu.layers:rotary",
     needs=("npu_rotary_mul",),
     sample=sample,
     cost=rotary_cost,

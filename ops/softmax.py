@@ -30,7 +30,7 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float]:
 softmax = Operator(
     "softmax",
     reference,
-    kernel="ds_npu.ops.npu.softmax:softmax",
+    kernel="ds_npu.ops.npu.layers:softmax",
     needs=("npu_scaled_masked_softmax",),
     sample=sample,
     cost=softmax_cost,

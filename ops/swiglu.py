@@ -25,5 +25,5 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor]:
 
 
 swiglu = Operator(
-    "swiglu", reference, kernel="ds_npu.ops.npu.swiglu:swiglu", needs=("npu_swiglu",), sample=sample, cost=swiglu_cost
+    "swiglu", reference, kernel="ds_npu.ops.npu.layers:swiglu", needs=("npu_swiglu",), sample=sample, cost=swiglu_cost
 )

@@ -68,7 +68,7 @@ def freed(right: SendReceive) -> SendReceive:
         stream = torch.npu.Stream(stream_id=stream_id, device_index=device.index, device_type=PRIVATE_USE)
         torch_npu.erase_stream(copied, stream)
         pending._work.works = [pending._work.works[1 - at]]
-        pending._work.sent = flat
+        pending._sent = flat
         del copied
         torch.full_like(flat, 7.0)
         return pending

@@ -11,7 +11,7 @@ from context_cases import axes, check
 from context_rule import Case
 from hccl_ranks import endings
 
-from ds_npu.comm.pending import Pending
+from ds_npu.comm.pending import Pending, Works
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, sliding
 from ds_npu.parallel.context import transfer
@@ -28,7 +28,7 @@ def all_send_first(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor
         dist.isend(flat, ring.ranks[hop.to], group=ring.group),
         dist.irecv(empty, ring.ranks[hop.origin], group=ring.group),
     ]
-    return Pending(empty, transfer.SendReceive(works, flat))
+    return Pending(empty, Works(works), sent=flat)
 
 
 def body(window: int, send_first: bool) -> None:

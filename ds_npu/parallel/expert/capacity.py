@@ -1,18 +1,28 @@
-"""The capacity of an expert in tokens, and the choices beyond it. Tensors only, no ranks.
+"""The capacity of an expert in tokens, the choices beyond it, and padding up to it. Tensors only, no ranks.
 
-Source: Megatron-LM, ``core/transformer/moe/moe_utils.py`` (``get_capacity``, ``topk_routing_with_score_function``).
-Shape letters as in ``routing``: T tokens, K experts of each, E experts.
+Padded, every expert has ``capacity`` slots for the tokens of a rank: sizes are known, and no layer waits for the host.
+A slot that no token takes holds a copy of a token with the routing weight 0, which adds nothing to outputs and
+gradients. Slots are ordered [capacity, experts], so that a share of consecutive slots has slots of every expert.
+
+Source: Megatron-LM, ``core/transformer/moe/moe_utils.py`` (``get_capacity``, ``topk_routing_with_score_function``,
+``moe_pad_expert_input_to_capacity``). Shape letters as in ``routing``: T tokens, K experts of each, E experts, S slots.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from ds_npu.parallel.expert.routing import histogram, inverse
+from ds_npu.ops.autograd import Context, applied
+from ds_npu.ops.token_permutation import token_unpermute
+from ds_npu.parallel.expert.routing import Order, histogram, inverse
+from ds_npu.parallel.expert.shares import Compute
 
 CapacityPolicy = Literal["probs", "position"]
 """The choices of an expert that are kept: those of the largest routing weights, or of the first tokens."""
@@ -53,3 +63,82 @@ def within_capacity(
     else:
         order = torch.arange(ids_TK.numel(), device=ids_TK.device)
     return torch.where(positions_in_experts(ids_TK, order, experts) < capacity, ids_TK, -1)
+
+
+def compute_padded(
+    compute: Compute,
+    x_TH: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts: int,
+    capacity: int,
+) -> torch.Tensor:
+    """Call ``compute`` with ``experts * capacity`` rows of one expert each; return each token's sum [T, H] of its rows.
+
+    ids: [T, K] int64, at most ``capacity`` of each expert, -1 for none.
+    """
+    slots = _Slots.of(ids_TK, experts, capacity)
+    if not len(x_TH):
+        # A row to copy: other ranks expect as many rows from this rank as from any.
+        x_TH, weights_TK = functional.pad(x_TH, (0, 0, 0, 1)), functional.pad(weights_TK, (0, 0, 0, 1))
+    weights_S = weights_TK.flatten().index_select(0, slots.pairs) * slots.are_taken.to(weights_TK.dtype)
+    ids_S = torch.arange(experts, device=ids_TK.device).repeat(capacity)
+    rows_SH = compute(_spread(x_TH, slots.order), ids_S.unsqueeze(1), weights_S.unsqueeze(1))
+    return _collected(rows_SH, slots.order)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The assignment of choices of tokens to slots."""
+
+    order: Order
+    pairs: torch.Tensor
+    """[S] int64: the index of the choice among all T * K; 0 in empty slots."""
+    are_taken: torch.Tensor
+    """[S] bool: False in empty slots."""
+
+    @staticmethod
+    def of(ids_TK: torch.Tensor, experts: int, capacity: int) -> _Slots:
+        count, choices = experts * capacity, torch.arange(ids_TK.numel(), device=ids_TK.device)
+        positions_TK = positions_in_experts(ids_TK, choices, experts) * experts + ids_TK
+        positions_TK = torch.where((ids_TK >= 0) & (ids_TK < experts), positions_TK, count).clamp(max=count)
+        # The extra slot takes choices of no expert.
+        pairs = choices.new_zeros(count + 1).scatter_(0, positions_TK.flatten(), choices)[:count]
+        are_taken = choices.new_zeros(count + 1).scatter_(0, positions_TK.flatten(), 1)[:count].bool()
+        return _Slots(Order(pairs // max(1, ids_TK.shape[1]), positions_TK.int()), pairs, are_taken)
+
+
+class _OrderContext(Context):
+    order: Order
+    tokens: int
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _OrderContext, x_TH: torch.Tensor, order: Order) -> torch.Tensor:
+        ctx.order, ctx.tokens = order, len(x_TH)
+        return order.permuted(x_TH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _OrderContext, drows_SH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dx_TH = token_unpermute(drows_SH, ctx.order.positions)
+        return functional.pad(dx_TH, (0, 0, 0, ctx.tokens - len(dx_TH))), None
+
+
+class _Collected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _OrderContext, rows_SH: torch.Tensor, order: Order) -> torch.Tensor:
+        ctx.order = order
+        return token_unpermute(rows_SH, order.positions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _OrderContext, dout_TH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if not len(dout_TH):
+            return dout_TH.new_zeros(len(ctx.order.rows), dout_TH.shape[1]), None
+        # The gradient of an empty slot is multiplied by its weight, 0.
+        return ctx.order.permuted(dout_TH), None
+
+
+_spread, _collected = applied(_Spread, _Spread.forward), applied(_Collected, _Collected.forward)

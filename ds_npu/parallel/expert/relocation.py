@@ -20,28 +20,24 @@ class MappedExperts:
     """
 
     def __init__(self, expert_map: ExpertMap) -> None:
-        self._map = expert_map
+        self.expert_map = expert_map
         self._slots: torch.Tensor | None = None
         self._loads: torch.Tensor | None = None
 
     @property
     def experts(self) -> int:
-        return sum(map(len, self._map))
-
-    @property
-    def expert_map(self) -> ExpertMap:
-        return self._map
+        return sum(map(len, self.expert_map))
 
     def start_again(self, expert_map: ExpertMap, loads: Sequence[int] = ()) -> None:
         """Set the expert map, and how often each expert was chosen: ``loads``, or 0 where it is left out."""
-        self._map, self._slots = expert_map, None
+        self.expert_map, self._slots = expert_map, None
         self._loads = torch.tensor(loads, dtype=torch.int64) if loads else None
 
     def slots(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """The slot of each expert of ``ids`` [T, K] int64 in the list of all ranks' experts; -1 for no expert."""
         if self._slots is None or self._slots.device != ids_TK.device:
             # Made once after each relocation. The ids -1 and E are no expert and map to -1.
-            self._slots = torch.tensor([-1, *slots_of(self._map), -1], device=ids_TK.device)
+            self._slots = torch.tensor([-1, *slots_of(self.expert_map), -1], device=ids_TK.device)
         known = (ids_TK + 1).clamp(0, self.experts + 1)
         return self._slots.index_select(0, known.flatten()).view_as(ids_TK)
 

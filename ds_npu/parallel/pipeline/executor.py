@@ -14,6 +14,7 @@ from ds_npu.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Sch
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors, differentiable
 from ds_npu.parallel.runtime.micro_batch import new_forward
 from ds_npu.parallel.runtime.paired_passes import PAIRED_PASS, PairedPass, PairRunner
+from ds_npu.parallel.tensor.weight_gradient import QueuedGradients
 
 
 class WeightPart(Protocol):
@@ -21,13 +22,6 @@ class WeightPart(Protocol):
 
     def compute(self) -> None:
         """Compute the weight gradients and accumulate them."""
-
-
-class _NoWeights:
-    """The weight part of a backward without trained weights."""
-
-    def compute(self) -> None:
-        """Do nothing."""
 
 
 class StageWork(Protocol):
@@ -186,12 +180,13 @@ class PipelineRun:
             outputs = differentiable(kept.outputs)
             if given is not None:
                 outputs, given = _with_graph(outputs, given)
-            if given is not None and not outputs:
-                weights: WeightPart = _NoWeights()
-            else:
+            weights: WeightPart = QueuedGradients({})
+            if given is None or outputs:
                 weights = self._stages[action.stage].backward(outputs, given)
             if kept.arrived is not None:
-                self._results[action] = tuple(map(_gradient, differentiable(kept.arrived)))
+                self._results[action] = tuple(
+                    torch.zeros_like(each) if each.grad is None else each.grad for each in differentiable(kept.arrived)
+                )
             if action.kind is Kind.BACKWARD:
                 weights.compute()
             else:
@@ -227,8 +222,3 @@ def _with_graph(outputs: Tensors, gradients: Tensors) -> tuple[Tensors, Tensors]
     """Leave out ``outputs`` without a graph: all of them in a first stage of frozen weights."""
     kept = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     return tuple(output for output, _ in kept), tuple(gradient for _, gradient in kept)
-
-
-def _gradient(arrived: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``arrived``; zeros where the stage has not used it."""
-    return torch.zeros_like(arrived) if arrived.grad is None else arrived.grad

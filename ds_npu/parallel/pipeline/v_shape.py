@@ -12,9 +12,9 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ds_npu.parallel.pipeline.fill import with_weight_gradients
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule
 from ds_npu.parallel.pipeline.timeline import Clock, Costs
-from ds_npu.parallel.pipeline.weight_fill import with_weight_gradients
 
 PERIOD = 6
 """Units of time from one micro-batch to the next."""

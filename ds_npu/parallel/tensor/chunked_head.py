@@ -46,6 +46,14 @@ class HeadShard:
         return functional.linear(hidden_CH.to(self.dtype), self.layout.forward(cast_VH).t(), bias_V)
 
 
+def check_head(weight: torch.Tensor, own: range, words: int) -> None:
+    """Raise ValueError where ``weight`` has other words of the ``words`` of all ranks than this rank's ``own``."""
+    if len(weight) != len(own):
+        raise ValueError(
+            f"a head of {len(weight)} words was given; this rank's has the {len(own)} from {own.start} on of {words}"
+        )
+
+
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
     """The dtype in which a head multiplies ``hidden``: autocast's, or its own."""
     kind = hidden.device.type

@@ -1,20 +1,110 @@
-"""Products of activations and a weight: the protocol of a kind of product, and its call by torch's functions.
+"""Products of activations and a weight: a protocol for kinds of product, and the products of a weight's gradient.
 
 A layer has the layout of its weight (``WeightLayout``, ``ExpertWeights``), and multiplies by torch's kernels or by the
 ``Product`` that ``use_product`` gave it. Collectives, recomputation and queues do not depend on the kind: they multiply
 whole tensors, or pieces of their rows, by a matrix, which may be a ``Multiplier``.
+
+The sum of products, one for each use of a weight in a forward, is the weight's gradient. A product keeps its operands,
+so that it can be computed after its backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds_npu.parallel.tensor.weight_product import WeightProduct
+from ds_npu.ops.matmul_accumulate import matmul_accumulate_
+
+WIDE = (torch.float32, torch.float64)
+
+
+class WeightProduct(Protocol):
+    """One product of a weight's gradient."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the operands."""
+
+    def gradient(self) -> torch.Tensor:
+        """Compute the product, in the weight's shape: a new, contiguous tensor in the dtype of the operands."""
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        """Add the product to ``buffer`` [the weight's shape] in its precision, without another tensor of that size.
+
+        Return False, and add nothing, where this product or the buffer's dtype has no such kernel.
+        """
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """The product dyᵀ x [rows, columns] of a linear layer, from dy [T, rows] and x [T, columns]."""
+
+    dy: torch.Tensor
+    x: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dy.dtype
+
+    def gradient(self) -> torch.Tensor:
+        return self.dy.t() @ self.x
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        if buffer.dtype in WIDE:
+            matmul_accumulate_(buffer, self.dy, self.x)
+        elif buffer.dtype == self.dtype:
+            buffer.addmm_(self.dy.t(), self.x)
+        else:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class LookupProduct:
+    """The gradient [rows, H] of an embedding: the rows of dy [..., H] summed by word number [...]."""
+
+    dy: torch.Tensor
+    words: torch.Tensor
+    rows: int
+    padding_idx: int
+    """A row that gets no gradient; -1 for none."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dy.dtype
+
+    def gradient(self) -> torch.Tensor:
+        backward = torch.ops.aten.embedding_dense_backward
+        gradient: torch.Tensor = backward(self.dy, self.words, self.rows, self.padding_idx, False)
+        return gradient
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class ScaledSum:
+    """``scale`` (a scalar) times a sum [the weight's shape] that forward has computed (a chunked loss)."""
+
+    sum: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+    """The dtype of the weight."""
+
+    def gradient(self) -> torch.Tensor:
+        return torch.mul(self.sum, self.scale).to(self.dtype)
+
+    def add_to(self, buffer: torch.Tensor) -> bool:
+        if buffer.dtype != self.sum.dtype:
+            return False
+        buffer.addcmul_(self.sum, self.scale)
+        return True
+
 
 PlainGradient = Callable[[Tensor, Tensor], WeightProduct]
 """A function from x and dy to the product of the weight's gradient, in the weight's layout."""

@@ -10,9 +10,8 @@ from functools import partial
 
 import torch
 
-from ds_npu.parallel.tensor.product import Multiplier, Product
+from ds_npu.parallel.tensor.product import MatrixProduct, Multiplier, Product, WeightProduct
 from ds_npu.parallel.tensor.sharding import Ranges
-from ds_npu.parallel.tensor.weight_product import MatrixProduct, WeightProduct
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def accumulate_sample(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 grouped_matmul = Operator(
     "grouped_matmul",
     reference,
-    kernel="ds_npu.ops.npu.grouped_matmul:grouped_matmul",
+    kernel="ds_npu.ops.npu.experts:grouped_matmul",
     needs=("npu_grouped_matmul",),
     sample=sample,
     cost=grouped_matmul_cost,
@@ -85,7 +85,7 @@ grouped_matmul = Operator(
 grouped_outer = Operator(
     "grouped_outer",
     outer_reference,
-    kernel="ds_npu.ops.npu.grouped_matmul:grouped_outer",
+    kernel="ds_npu.ops.npu.experts:grouped_outer",
     needs=("npu_grouped_matmul",),
     sample=outer_sample,
     cost=grouped_outer_cost,
@@ -93,7 +93,7 @@ grouped_outer = Operator(
 grouped_outer_accumulate_ = Operator(
     "grouped_outer_accumulate",
     outer_accumulate_reference,
-    kernel="ds_npu.ops.npu.grouped_matmul:grouped_outer_accumulate_",
+    kernel="ds_npu.ops.npu.experts:grouped_outer_accumulate_",
     needs=("npu_grouped_matmul_add_",),
     sample=accumulate_sample,
     cost=grouped_outer_accumulate_cost,

@@ -26,7 +26,7 @@ def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 matmul_accumulate_ = Operator(
     "matmul_accumulate",
     reference,
-    kernel="ds_npu.ops.npu.grouped_matmul:matmul_accumulate_",
+    kernel="ds_npu.ops.npu.experts:matmul_accumulate_",
     needs=("npu_grouped_matmul_add_",),
     sample=sample,
     cost=matmul_accumulate_cost,

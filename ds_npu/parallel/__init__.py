@@ -98,5 +98,5 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(HOMES[name]), name)
+    found: object = vars(importlib.import_module(HOMES[name]))[name]
     return found

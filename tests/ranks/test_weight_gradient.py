@@ -19,8 +19,8 @@ from ds_npu.parallel.runtime.forward_wraps import Level, replace_innermost_forwa
 from ds_npu.parallel.tensor import weight_gradient
 from ds_npu.parallel.tensor.direct_layers import is_plain, use_direct_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, ColumnParallelLinear, RowParallelLinear
+from ds_npu.parallel.tensor.product import WeightLayout
 from ds_npu.parallel.tensor.weight_gradient import GradientQueue, GradientSink, gradient_sink, sum_gradient
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -107,7 +107,6 @@ def _default_tokens(tokens: int, axis: ContextAxis, mask: Mask) -> Tokens:
 
 
 def _check(views: Sequence[torch.Tensor], axis: ContextAxis, options: Options, tokens: Tokens) -> None:
-    """Raise ValueError where sizes, mask and tokens do not match."""
     q, k, v = views
     sizes_of(q, k, v, Options("BSND"))
     wanted = tokens.count(axis.rank)

@@ -124,7 +124,6 @@ class AllToAll:
 
     group: dist.ProcessGroup
     order: Order
-    """The order of sent rows, by rank."""
     sent: tuple[int, ...]
     received: tuple[int, ...]
     """The numbers of rows sent to each rank, and received from it."""
@@ -189,7 +188,6 @@ class AllGather:
 
     group: dist.ProcessGroup
     tokens: int
-    """The tokens of this rank."""
     most_tokens: int
     """The most tokens of any rank; ranks with fewer pad with zeros."""
     pairs_of_experts: tuple[int, ...]

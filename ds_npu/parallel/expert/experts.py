@@ -43,8 +43,8 @@ from ds_npu.parallel.expert.dispatch import (
 )
 from ds_npu.parallel.expert.fused import FusedDispatcher
 from ds_npu.parallel.expert.presized import filled_up
-from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids, weighted
+from ds_npu.parallel.expert.sharing import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.runtime.paired_passes import PairedPass, PassKind, running_pass
 
@@ -123,7 +123,6 @@ class _Call:
     axis: ExpertAxis
     zero_memory: ZeroMemory
     replicas: Replicas | None
-    """Replicas of other ranks' experts."""
     tokens: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The tokens sent to their experts; in backward the gradients of their sums."""
     extra: InFlight[torch.Tensor] = field(default_factory=InFlight)
@@ -131,7 +130,6 @@ class _Call:
     sums: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The sums sent back; in backward the gradients of the tokens."""
     weights: InFlight[torch.Tensor] = field(default_factory=InFlight)
-    """The gradients of routing weights."""
     fetched: InFlight[Parameters] = field(default_factory=InFlight)
     """The weights of this rank's experts, followed by those of its replicas."""
     paired_pass: PairedPass = field(default_factory=running_pass)
@@ -185,9 +183,6 @@ class _Rows:
     def experts(self) -> torch.Tensor:
         """[P] int64: the expert of each pair."""
         return torch.repeat_interleave(self.counts, output_size=len(self.weights))
-
-    def add_bias_(self, out_PF: torch.Tensor, bias_EF: torch.Tensor) -> None:
-        out_PF.add_(bias_EF.index_select(0, self.experts))
 
     def products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The inner product [P] of each row of x and y [P, ...], in the dtype of the weights, which is no narrower."""
@@ -248,7 +243,7 @@ class _Compute(torch.autograd.Function):
         assert up is not None and down is not None
         first_PF = call.experts.forward(permuted_PH, up, rows.counts)
         if up_bias is not None:
-            rows.add_bias_(first_PF, up_bias)
+            first_PF.add_(up_bias.index_select(0, rows.experts))
         del permuted_PH  # The outputs take its memory.
         weighted_PI = weighted(call.experts.activation(first_PF), rows.weights)
         y_PH = call.experts.forward(weighted_PI, down, rows.counts)
@@ -275,7 +270,7 @@ class _Compute(torch.autograd.Function):
             rows_NH = call.extra.wait()
             first_PF = experts.forward(rows.order.permuted(rows_NH), up, rows.counts)
             if up_bias is not None:
-                rows.add_bias_(first_PF, up_bias)
+                first_PF.add_(up_bias.index_select(0, rows.experts))
         with torch.enable_grad():
             first_PF = first_PF.detach().requires_grad_()
             activated_PI = experts.activation(first_PF)

@@ -27,8 +27,8 @@ from ds_npu.ops.operator import npu_kernels
 from ds_npu.ops.token_permutation import token_unpermute
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import Agreement, AllToAllPlan, Dispatcher, ExpertOptions, Piece, Routed
-from ds_npu.parallel.expert.replicas import Optional
 from ds_npu.parallel.expert.routing import Order, order_by, weighted
+from ds_npu.parallel.expert.sharing import Optional
 from ds_npu.parallel.expert.weights import ExpertWeights
 
 Counts = Sequence[int]
@@ -105,7 +105,6 @@ class _Exchange:
     experts: ExpertWeights
     axis: ExpertAxis
     order: Order
-    """The order of sent rows."""
     choices: torch.Tensor
     """[S] int64: the index of each sent row's choice among all T * K."""
     sent: tuple[int, ...]

@@ -24,6 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from ds_npu.comm.pending import identity
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
 from ds_npu.parallel.expert.experts import DISPATCHERS
@@ -59,8 +60,6 @@ def compute_experts_in_halves(
 
 @dataclass
 class _Block:
-    """One forward of a block."""
-
     x: torch.Tensor | None = None
     """The input of the shared experts."""
     state: tuple[object, ...] = ()
@@ -156,19 +155,12 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None
     return found if isinstance(found, torch.Tensor) else None
 
 
-Hook = Callable[[Any], Any]
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 class SavingContext:
     """The hooks on saved tensors and the number of dispatch modes at the point where this object is made."""
 
     def __init__(self) -> None:
-        hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._hooks = hooks or (_unchanged, _unchanged)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks = hooks or (identity, identity)
         self._modes = len(_get_current_dispatch_mode_stack())
 
     @contextmanager

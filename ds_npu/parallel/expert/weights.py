@@ -138,7 +138,6 @@ def _as_view(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Te
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """The strides of a contiguous tensor of ``shape``."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 

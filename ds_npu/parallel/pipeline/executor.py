@@ -17,13 +17,6 @@ from ds_npu.parallel.runtime.paired_passes import PAIRED_PASS, PairedPass, PairR
 from ds_npu.parallel.tensor.weight_gradient import QueuedGradients
 
 
-class WeightPart(Protocol):
-    """The weight gradients that a backward has postponed."""
-
-    def compute(self) -> None:
-        """Compute the weight gradients and accumulate them."""
-
-
 class StageWork(Protocol):
     """One stage of a model on this rank."""
 
@@ -36,7 +29,7 @@ class StageWork(Protocol):
     def state(self) -> AbstractContextManager[object]:
         """Save the random state; a forward in the returned context draws the numbers that it would draw now."""
 
-    def backward(self, outputs: Tensors, gradients: Tensors | None) -> WeightPart:
+    def backward(self, outputs: Tensors, gradients: Tensors | None) -> QueuedGradients:
         """Run the backward of ``outputs`` (None as ``gradients``: of the loss); return the part of weight gradients."""
 
 
@@ -48,7 +41,6 @@ class _Kept:
     outputs: Tensors
     """The outputs with their graph; empty until the recomputation, where there is one."""
     state: AbstractContextManager[object] | None = None
-    """The random state for the recomputation."""
     paired_pass: PairedPass = field(default_factory=PairedPass)
 
 
@@ -84,7 +76,7 @@ class PipelineRun:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._results: dict[Action, Tensors] = {}
         """Results by action, until a stage of this rank uses them or they are sent."""
-        self._weights: dict[tuple[int, int], WeightPart] = {}
+        self._weights: dict[tuple[int, int], QueuedGradients] = {}
         self.losses: dict[int, torch.Tensor] = {}
         """The losses by micro-batch, on the rank of the last stage, without graphs."""
 
@@ -121,7 +113,6 @@ class PipelineRun:
             return False
 
     def _run(self, step: tuple[Action, ...], runner: PairRunner | None) -> None:
-        """Run the one or two actions of ``step``, and keep their results."""
         first, *second = map(self._prepared, step)
         if runner is None or not second:
             first()
@@ -180,7 +171,7 @@ class PipelineRun:
             outputs = differentiable(kept.outputs)
             if given is not None:
                 outputs, given = _with_graph(outputs, given)
-            weights: WeightPart = QueuedGradients({})
+            weights = QueuedGradients({})
             if given is None or outputs:
                 weights = self._stages[action.stage].backward(outputs, given)
             if kept.arrived is not None:

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ds_npu.parallel.pipeline.dualpipe_v import dualpipe_v
 from ds_npu.parallel.pipeline.fill import with_weight_gradients
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Rows, Schedule
-from ds_npu.parallel.pipeline.v_shape import v_half, v_min, zb_v
+from ds_npu.parallel.pipeline.v_shape import dualpipe_v, v_half, v_min, zb_v
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
@@ -106,7 +105,6 @@ SCHEDULES = {
     "v_min": Named(_fixed(v_min), 2),
     "dualpipe_v": Named(_fixed(dualpipe_v), 2, lambda ranks: 2 * ranks),
 }
-"""Schedules by the value of ``ds_npu.pipeline.schedule``."""
 
 
 def paired(schedule: Schedule, forward_first: bool) -> Schedule:

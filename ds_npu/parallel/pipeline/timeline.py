@@ -99,7 +99,6 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     start: Mapping[Action, float]
-    """The begin of each action, and of each send of its result."""
 
     def end(self, action: Action) -> float:
         return self.start[action] + self.costs.of(action)

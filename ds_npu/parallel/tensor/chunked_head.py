@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ds_npu.comm.collectives import all_reduce
 from ds_npu.ops.precision import accumulation_dtype
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
+from ds_npu.parallel.tensor.product import WeightLayout
 
 TOKENS = 1024
 """Tokens whose logits exist at a time: enough that reading the weight does not bound matrix multiplications.
@@ -31,14 +31,12 @@ class HeadShard:
     """This rank's words of a head, and the dtype of its products."""
 
     start: int
-    """Its first word."""
     words: int
     """The number of words of all ranks."""
     group: dist.ProcessGroup | None
     """The tensor ranks; None: the head is whole."""
     dtype: torch.dtype
     layout: WeightLayout = field(default_factory=WeightLayout)
-    """How its products are computed."""
 
     def product(self, hidden_CH: torch.Tensor, cast_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
         """[C, V] in ``dtype``, which ``cast_VH`` has."""

@@ -27,11 +27,10 @@ from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.runtime.paired_passes import running_pass
 from ds_npu.parallel.tensor.chunked_head import TOKENS, HeadGradients, HeadShard, check_head, chunks, product_dtype
 from ds_npu.parallel.tensor.cross_entropy import LocalTargets, check_words
-from ds_npu.parallel.tensor.product import ScaledSum
+from ds_npu.parallel.tensor.product import ScaledSum, WeightLayout
 from ds_npu.parallel.tensor.shard_access import local_shard
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
 from ds_npu.topology.topology import Topology
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -52,8 +51,6 @@ class TargetWords:
 
 @dataclass(frozen=True)
 class _Chunking:
-    """The settings of one loss."""
-
     head: HeadShard
     transform: Transform | None
     tokens: int

@@ -16,9 +16,8 @@ from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.runtime.forward_wraps import has_class_forward, has_own_forward, replace_innermost_forward
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, linear
-from ds_npu.parallel.tensor.product import LookupProduct, Product
+from ds_npu.parallel.tensor.product import LookupProduct, Product, WeightLayout
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
 
 
 class DirectLinear:

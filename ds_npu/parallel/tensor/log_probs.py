@@ -61,8 +61,6 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class _Head:
-    """A head, and the change of its products."""
-
     shard: HeadShard
     transform: LogitTransform
 

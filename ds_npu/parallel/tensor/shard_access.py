@@ -86,7 +86,6 @@ class WeightShard(Shard):
     """The weight that a ShardedParameter is a shard of."""
 
     name: str
-    """The name of the weight in the model."""
     shape: tuple[int, ...]
     """The shape of the whole weight."""
     sharding: Sharding

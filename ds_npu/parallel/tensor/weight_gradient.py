@@ -74,7 +74,6 @@ class GradientSink:
     def __init__(self, weight: nn.Parameter, buffer: Buffer, direct: bool = True) -> None:
         self.weight, self.buffer, self.direct = weight, buffer, direct
         self.name = ""
-        """The name of the weight, for errors."""
         self.queue: GradientQueue | None = None
         self._hooks_run = hooks_run_after_none()
         self._backward = -1

@@ -32,7 +32,7 @@ import turns
 from torch.distributed.pipelining import schedules as of_torch
 
 from ds_npu.parallel.pipeline.executor import PipelineRun
-from ds_npu.parallel.pipeline.recompute_fill import recomputed
+from ds_npu.parallel.pipeline.fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, from_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from ds_npu.ops.adamw import adamw_
-from ds_npu.ops.add_rms_norm import add_rms_norm
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
-from ds_npu.ops.cross_entropy import cross_entropy
+from ds_npu.ops.layers import add_rms_norm, cross_entropy, rms_norm, rotary, softmax, swiglu
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
-from ds_npu.ops.rms_norm import rms_norm
-from ds_npu.ops.rotary import rotary
-from ds_npu.ops.softmax import softmax
-from ds_npu.ops.swiglu import swiglu
 
 __all__ = [
     "CAUSAL",

@@ -5,16 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ds_npu.ops.adamw import adamw_
-from ds_npu.ops.add_rms_norm import add_rms_norm
 from ds_npu.ops.attention import attention_backward, attention_forward
-from ds_npu.ops.cross_entropy import cross_entropy
 from ds_npu.ops.grouped_matmul import grouped_matmul, grouped_outer, grouped_outer_accumulate_
+from ds_npu.ops.layers import add_rms_norm, cross_entropy, rms_norm, rotary, softmax, swiglu
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
 from ds_npu.ops.operator import Operator
-from ds_npu.ops.rms_norm import rms_norm
-from ds_npu.ops.rotary import rotary
-from ds_npu.ops.softmax import softmax
-from ds_npu.ops.swiglu import swiglu
 from ds_npu.ops.token_permutation import token_permute, token_unpermute
 
 OPERATORS: tuple[Operator[..., Any], ...] = (

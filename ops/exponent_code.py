@@ -93,22 +93,16 @@ def overflow_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def encode(x: torch.Tensor, layout: CodeLayout, code: torch.Tensor, overflow: torch.Tensor) -> None:
     """Write the code of ``x`` [numel] into ``code`` [layout.size] and ``overflow`` [>= layout.overflow], both uint8."""
-    parts = layout.parts(code)
-    rest = overflow[: layout.overflow].view(layout.dtype)
-    if x.device.type == "npu":
-        npu_kernels("ds_npu.ops.npu.exponent_code").hans_encode(x, *parts, rest)
-    else:
-        _encode(x, *parts, rest)
+    on_npu = x.device.type == "npu"
+    write = npu_kernels("ds_npu.ops.npu.exponent_code").hans_encode if on_npu else _encode
+    write(x, *layout.parts(code), overflow[: layout.overflow].view(layout.dtype))
 
 
 def decode(out: torch.Tensor, layout: CodeLayout, code: torch.Tensor, overflow: torch.Tensor) -> None:
     """Write into ``out`` [numel] the numbers whose code is ``code`` and ``overflow``."""
-    parts = layout.parts(code)
-    rest = overflow[: layout.overflow].view(layout.dtype)
-    if out.device.type == "npu":
-        npu_kernels("ds_npu.ops.npu.exponent_code").hans_decode(out, *parts, rest)
-    else:
-        _decode(out, *parts, rest)
+    on_npu = out.device.type == "npu"
+    read = npu_kernels("ds_npu.ops.npu.exponent_code").hans_decode if on_npu else _decode
+    read(out, *layout.parts(code), overflow[: layout.overflow].view(layout.dtype))
 
 
 def why_no_codes() -> Unavailable | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_npu.operator_costs import grouped_matmul_cost, grouped_outer_accumulate_cost, grouped_outer_cost
-from ds_npu.ops.operator import Operator
+from ds_npu.ops.operator import Operator, sample_numbers
 
 
 @torch.no_grad()
@@ -58,31 +58,26 @@ def outer_accumulate_reference(
 SAMPLE_COUNTS = (3, 0, 5)
 
 
-def _numbers(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
-
-
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x, weight = _numbers(dtype, (sum(SAMPLE_COUNTS), 32), (len(SAMPLE_COUNTS), 16, 32))
+    x, weight = sample_numbers(dtype, (sum(SAMPLE_COUNTS), 32), (len(SAMPLE_COUNTS), 16, 32))
     return x, weight.transpose(1, 2), torch.tensor(SAMPLE_COUNTS)
 
 
 def outer_sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    a, b = _numbers(dtype, (sum(SAMPLE_COUNTS), 16), (sum(SAMPLE_COUNTS), 32))
+    a, b = sample_numbers(dtype, (sum(SAMPLE_COUNTS), 16), (sum(SAMPLE_COUNTS), 32))
     return a, b, torch.tensor(SAMPLE_COUNTS)
 
 
 def accumulate_sample(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     a, b, counts = outer_sample(dtype)
-    (buffer,) = _numbers(torch.float32, (len(SAMPLE_COUNTS), 16, 32))
+    (buffer,) = sample_numbers(torch.float32, (len(SAMPLE_COUNTS), 16, 32))
     return buffer, a, b, counts
 
 
 grouped_matmul = Operator(
     "grouped_matmul",
     reference,
-    kernel="ds_npu.ops.npu.grouped_matmul:grouped_matmul",
+    kernel="ds_npu.ops.npu.experts:grouped_matmul",
     needs=("npu_grouped_matmul",),
     sample=sample,
     cost=grouped_matmul_cost,
@@ -90,7 +85,7 @@ grouped_matmul = Operator(
 grouped_outer = Operator(
     "grouped_outer",
     outer_reference,
-    kernel="ds_npu.ops.npu.grouped_matmul:grouped_outer",
+    kernel="ds_npu.ops.npu.experts:grouped_outer",
     needs=("npu_grouped_matmul",),
     sample=outer_sample,
     cost=grouped_outer_cost,
@@ -98,7 +93,7 @@ grouped_outer = Operator(
 grouped_outer_accumulate_ = Operator(
     "grouped_outer_accumulate",
     outer_accumulate_reference,
-    kernel="ds_npu.ops.npu.grouped_matmul:grouped_outer_accumulate_",
+    kernel="ds_npu.ops.npu.experts:grouped_outer_accumulate_",
     needs=("npu_grouped_matmul_add_",),
     sample=accumulate_sample,
     cost=grouped_outer_accumulate_cost,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_npu.operator_costs import matmul_accumulate_cost
-from ds_npu.ops.operator import Operator
+from ds_npu.ops.operator import Operator, sample_numbers
 
 
 @torch.no_grad()
@@ -19,15 +19,14 @@ def reference(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.
 
 
 def sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    buffer, dy, x = (torch.randn(*shape, generator=generator) for shape in ((16, 32), (8, 16), (8, 32)))
+    buffer, dy, x = sample_numbers(torch.float32, (16, 32), (8, 16), (8, 32))
     return buffer, dy.to(dtype), x.to(dtype)
 
 
 matmul_accumulate_ = Operator(
     "matmul_accumulate",
     reference,
-    kernel="ds_npu.ops.npu.matmul_accumulate:matmul_accumulate_",
+    kernel="ds_npu.ops.npu.experts:matmul_accumulate_",
     needs=("npu_grouped_matmul_add_",),
     sample=sample,
     cost=matmul_accumulate_cost,

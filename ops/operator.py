@@ -22,6 +22,12 @@ R = TypeVar("R")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def sample_numbers(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Normal random numbers on the CPU, the same at every call, for a ``Sample``."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
 def npu_kernels(module: str) -> Any:
     """The ``module`` with calls of torch_npu, which can be imported only where torch_npu can."""
     return importlib.import_module(module)

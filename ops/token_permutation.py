@@ -55,7 +55,7 @@ def unpermute_sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 token_permute = Operator(
     "token_permute",
     permute_reference,
-    kernel="ds_npu.ops.npu.token_permutation:token_permute",
+    kernel="ds_npu.ops.npu.experts:token_permute",
     needs=("npu_moe_token_permute",),
     sample=permute_sample,
     cost=token_permute_cost,
@@ -63,7 +63,7 @@ token_permute = Operator(
 token_unpermute = Operator(
     "token_unpermute",
     unpermute_reference,
-    kernel="ds_npu.ops.npu.token_permutation:token_unpermute",
+    kernel="ds_npu.ops.npu.experts:token_unpermute",
     needs=("npu_moe_token_unpermute",),
     sample=unpermute_sample,
     cost=token_unpermute_cost,

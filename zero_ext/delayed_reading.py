@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_npu.comm.pinned import pinned
+from ds_npu.comm.host_copy import pinned
 
 
 class DelayedReading:

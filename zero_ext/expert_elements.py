@@ -19,8 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn, optim
 
-from ds_npu.parallel.expert.expert_map import Elements
-from ds_npu.parallel.expert.relocation import HeldElements
+from ds_npu.parallel.expert.expert_map import Elements, HeldElements
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.topology.topology import Topology
 

@@ -16,16 +16,11 @@ from ds_npu.acceptance.case import Case, Scope
 from ds_npu.acceptance.expert_cases import LARGE_EXPERTS, SMALL_EXPERTS
 from ds_npu.acceptance.operator_call import Call, Maker, drawn
 from ds_npu.ops.adamw import AdamStep, adamw_
-from ds_npu.ops.add_rms_norm import add_rms_norm
 from ds_npu.ops.all import OPERATORS
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
-from ds_npu.ops.cross_entropy import cross_entropy
+from ds_npu.ops.layers import add_rms_norm, cross_entropy, rms_norm, rotary, softmax, swiglu
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
-from ds_npu.ops.rms_norm import rms_norm
-from ds_npu.ops.rotary import rotary
 from ds_npu.ops.self_check import ROUNDINGS
-from ds_npu.ops.softmax import softmax
-from ds_npu.ops.swiglu import swiglu
 
 EPS = 1e-5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -19,6 +19,18 @@ class Work(Protocol):
     """A collective in flight, as ``torch.distributed`` returns it, or several as one."""
 
     def wait(self) -> object: ...
+
+
+class Works:
+    """Collectives in flight as one; None, or no work at all, has ended already."""
+
+    def __init__(self, works: Sequence[Work | None] = ()) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            if work is not None:
+                work.wait()
 
 
 class Pending(Generic[T]):

@@ -12,18 +12,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ds_npu.comm.pending import Works
+
 T = TypeVar("T")
 Read = Callable[[list[torch.Tensor]], torch.Tensor]
 
 TIMEOUT_SECONDS = 120
 """How long a rank waits for the others at a collective."""
-
-
-class _Done:
-    """A collective that has ended already."""
-
-    def wait(self) -> None:
-        return None
 
 
 class ThreadGroup(dist.ProcessGroup):
@@ -52,7 +47,7 @@ class ThreadGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     """Names of both in torch 2.12."""
 
-    def _write(self, out: torch.Tensor, mine: torch.Tensor, read: Read) -> _Done:
+    def _write(self, out: torch.Tensor, mine: torch.Tensor, read: Read) -> Works:
         """Write ``read`` of every rank's ``mine`` into ``out``."""
         with torch.no_grad():
             self._given[self._rank] = mine
@@ -61,7 +56,7 @@ class ThreadGroup(dist.ProcessGroup):
             # Nobody overwrites a tensor that another thread still reads.
             self._barrier.wait(TIMEOUT_SECONDS)
             out.copy_(result.view_as(out))
-        return _Done()
+        return Works()
 
 
 def run_in_threads(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_npu.comm.pinned import pinned
+from ds_npu.comm.host_copy import pinned
 
 STEPS_OF_A_DOUBLING = 8
 """Sizes between a power of two and the next, to which requests are rounded up: at most an eighth is not used."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_npu.comm.pinned import pinned
+from ds_npu.comm.host_copy import pinned
 from ds_npu.memory.moment_forms import FP32, Form, Parts, form_of
 from ds_npu.memory.weight_residual import Residual, master_of, residual_of
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ds_npu.parallel.tensor.axis import TensorAxis, tensor_axis
     from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary, vocab_parallel_cross_entropy
     from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
-    from ds_npu.parallel.tensor.gradient import sum_gradient
     from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
     from ds_npu.parallel.tensor.log_probs import LogitTransform, VocabParallelLogProbs
     from ds_npu.parallel.tensor.region import SequenceShards
+    from ds_npu.parallel.tensor.weight_gradient import sum_gradient
     from ds_npu.parallel.tensor.whole_weight import whole_weight
     from ds_npu.topology.degrees import Degrees
     from ds_npu.topology.topology import Topology
@@ -53,7 +53,7 @@ HOMES = {
     "shard_documents": "ds_npu.parallel.context.load_balance",
     "shard_evenly": "ds_npu.parallel.context.load_balance",
     "sharding_of": "ds_npu.parallel.runtime.placement",
-    "sum_gradient": "ds_npu.parallel.tensor.gradient",
+    "sum_gradient": "ds_npu.parallel.tensor.weight_gradient",
     "tensor_axis": "ds_npu.parallel.tensor.axis",
     "ulysses_plan": "ds_npu.parallel.context.attention",
     "vocab_parallel_cross_entropy": "ds_npu.parallel.tensor.cross_entropy",
@@ -98,5 +98,5 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(HOMES[name]), name)
+    found: object = vars(importlib.import_module(HOMES[name]))[name]
     return found

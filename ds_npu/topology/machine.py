@@ -120,13 +120,8 @@ def _positive(where: str, value: Any) -> float:
     return value
 
 
-def _read() -> dict[str, Machine]:
-    found = json.loads(FILE.read_text())
-    common = found.pop(COMMON)
-    return {name: machine_from(name, common | own) for name, own in found.items()}
-
-
-MACHINES = _read()
+_ENTRIES = json.loads(FILE.read_text())
+MACHINES = {name: machine_from(name, _ENTRIES[COMMON] | own) for name, own in _ENTRIES.items() if name != COMMON}
 A2, A3 = MACHINES["A2"], MACHINES["A3"]
 
 

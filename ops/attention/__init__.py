@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ds_npu.ops.attention.conditions import kernel_refusal
 from ds_npu.ops.attention.document import Inputs
 from ds_npu.ops.attention.mask import CAUSAL, FULL, Mask, sliding
 from ds_npu.ops.attention.operator import attention, attention_backward, attention_forward
-from ds_npu.ops.attention.options import Layout, Options
+from ds_npu.ops.attention.options import Layout, Options, kernel_refusal
 from ds_npu.ops.attention.reference import Dropout, Result
 
 __all__ = [

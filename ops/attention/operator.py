@@ -12,7 +12,7 @@ from ds_npu.ops.attention.mask import CAUSAL
 from ds_npu.ops.attention.options import Options
 from ds_npu.ops.attention.reference import Dropout, Result
 from ds_npu.ops.autograd import Context, applied
-from ds_npu.ops.operator import Operator
+from ds_npu.ops.operator import Operator, sample_numbers
 
 
 def attention(
@@ -65,8 +65,7 @@ _attend = applied(_Attend, _Attend.forward)
 
 
 def _sample(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, 24, heads, 32, generator=generator).to(dtype) for heads in (4, 2, 2))
+    q, k, v = sample_numbers(dtype, *((2, 24, heads, 32) for heads in (4, 2, 2)))
     return q, k, v, Options(mask=CAUSAL)
 
 

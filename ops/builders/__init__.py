@@ -2,10 +2,17 @@
 
 from ds_npu.ops.builders.builder import ModuleBuilder, NotImplementedBuilder
 from ds_npu.ops.builders.fused_adam import FusedAdamBuilder
-from ds_npu.ops.builders.fused_optimizer import FusedLambBuilder, FusedLionBuilder
-from ds_npu.ops.builders.host_memory import AsyncIOBuilder, PinMemoryBuilder
-from ds_npu.ops.builders.host_optimizer import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
-from ds_npu.ops.builders.inference import InferenceBuilder, QuantizerBuilder
+from ds_npu.ops.builders.upstream_operators import (
+    AsyncIOBuilder,
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    FusedLambBuilder,
+    FusedLionBuilder,
+    InferenceBuilder,
+    PinMemoryBuilder,
+    QuantizerBuilder,
+)
 
 __all__ = [
     "AsyncIOBuilder",

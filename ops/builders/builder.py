@@ -92,9 +92,8 @@ class NotImplementedBuilder(AscendPaths, npu.NotImplementedBuilder):  # type: ig
 
 def upstream(name: str) -> Any:
     """The base of a builder that only later versions of DeepSpeed have for NPUs (Lamb, Lion, Quantizer: 0.19.8)."""
-    if not hasattr(npu, name):
-        return NotImplementedBuilder
-    return type(name, (AscendPaths, getattr(npu, name)), {"__module__": __name__})
+    base = getattr(npu, name, None)
+    return type(name, (AscendPaths, base), {"__module__": __name__}) if base else NotImplementedBuilder
 
 
 class ModuleBuilder(AscendPaths, npu.builder.NPUOpBuilder):  # type: ignore[misc]

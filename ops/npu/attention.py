@@ -10,10 +10,9 @@ import torch_npu
 
 from ds_npu.log import warn_once
 from ds_npu.ops.attention import lse_column, reference
-from ds_npu.ops.attention.conditions import kernel_refusal
 from ds_npu.ops.attention.document import Inputs
 from ds_npu.ops.attention.mask import Mask
-from ds_npu.ops.attention.options import Options, Sizes, sizes_of
+from ds_npu.ops.attention.options import Options, Sizes, kernel_refusal, sizes_of
 from ds_npu.ops.attention.reference import Dropout, Result
 
 UNLIMITED = 2**31 - 1

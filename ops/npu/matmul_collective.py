@@ -1,9 +1,13 @@
 """Matrix products fused with a collective (MC2): torch_npu's kernels, which find their communicator by its name.
 
-The name of a process group's communicator: ``group._get_backend(torch.device("npu")).get_hccl_comm_name(rank)``.
+The name of a process group's communicator: ``ds_npu.comm.collectives.communicator``. Shape letters of the products of
+experts: S rows that this rank sends, by expert of all ranks; P rows that it gets, by its own experts; E its experts, R
+ranks. ``sent`` and ``received``: [R * E] rows to or from each rank, of each expert of the receiver.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch_npu
@@ -33,3 +37,59 @@ def matmul_reduce_scatter(x_MK: torch.Tensor, matrix_KN: torch.Tensor, communica
         x_MK, matrix_KN, communicator, ranks, reduce_op="sum", bias=None, comm_turn=0
     )
     return out
+
+
+def alltoall_matmul(
+    x_SK: torch.Tensor,
+    weight_EKN: torch.Tensor,
+    communicator: str,
+    sent: Sequence[int],
+    received: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that this rank gets, times the matrix of their expert, [P, N], and the rows themselves, [P, K].
+
+    See ``ds_npu.ops.expert_exchange`` for what must hold. Source: aclnnAlltoAllvGroupedMatMul.
+    """
+    weight, transposed = _stored(weight_EKN)
+    y, _, rows = torch_npu.npu_alltoallv_gmm(
+        x_SK.contiguous(),
+        weight,
+        communicator,
+        len(sent) // len(weight),
+        list(sent),
+        list(received),
+        trans_gmm_weight=transposed,
+        permute_out_flag=True,
+    )
+    return y, rows
+
+
+def matmul_alltoall(
+    x_PK: torch.Tensor,
+    weight_EKN: torch.Tensor,
+    communicator: str,
+    sent: Sequence[int],
+    received: Sequence[int],
+) -> torch.Tensor:
+    """Rows of this rank's experts times their matrix, back at the ranks that they came from: [S, N].
+
+    ``sent`` and ``received`` as in ``alltoall_matmul``, which brought the rows. Source: aclnnGroupedMatMulAlltoAllv.
+    """
+    weight, transposed = _stored(weight_EKN)
+    y: torch.Tensor = torch_npu.npu_gmm_alltoallv(
+        x_PK.contiguous(),
+        weight,
+        communicator,
+        len(sent) // len(weight),
+        list(received),
+        list(sent),
+        trans_gmm_weight=transposed,
+    )[0]
+    return y
+
+
+def _stored(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The contiguous matrices that ``weight`` is a view of, and whether they are transposed."""
+    if weight.is_contiguous() or not weight.transpose(1, 2).is_contiguous():
+        return weight.contiguous(), False
+    return weight.transpose(1, 2), True

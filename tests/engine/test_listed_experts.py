@@ -16,7 +16,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
 from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.models.plan import PlanError
-from ds_npu.parallel.expert.stacked import stacked
+from ds_npu.parallel.expert.weights import stacked
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

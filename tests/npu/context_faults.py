@@ -18,7 +18,7 @@ from ranks import run_on_ranks
 from ds_npu.comm.pending import Pending
 from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.axis import Ring
-from ds_npu.parallel.context.ring_schedule import Hop
+from ds_npu.parallel.context.transfer import Hop
 
 PRIVATE_USE = 20
 """c10's number of what NPUs are to it."""
@@ -68,7 +68,7 @@ def freed(right: SendReceive) -> SendReceive:
         stream = torch.npu.Stream(stream_id=stream_id, device_index=device.index, device_type=PRIVATE_USE)
         torch_npu.erase_stream(copied, stream)
         pending._work.works = [pending._work.works[1 - at]]
-        pending._work.sent = flat
+        pending._sent = flat
         del copied
         torch.full_like(flat, 7.0)
         return pending

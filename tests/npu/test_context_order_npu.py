@@ -11,12 +11,12 @@ from context_cases import axes, check
 from context_rule import Case
 from hccl_ranks import endings
 
-from ds_npu.comm.pending import Pending
+from ds_npu.comm.pending import Pending, Works
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, sliding
 from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.axis import Ring
-from ds_npu.parallel.context.ring_schedule import Hop
+from ds_npu.parallel.context.transfer import Hop
 
 RINGS = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (8, 1), (8, 4)]
 """Ranks, and ranks of an inner ring (1: a single ring)."""
@@ -28,7 +28,7 @@ def all_send_first(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor
         dist.isend(flat, ring.ranks[hop.to], group=ring.group),
         dist.irecv(empty, ring.ranks[hop.origin], group=ring.group),
     ]
-    return Pending(empty, transfer.SendReceive(works, flat))
+    return Pending(empty, Works(works), sent=flat)
 
 
 def body(window: int, send_first: bool) -> None:

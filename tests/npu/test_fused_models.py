@@ -154,7 +154,7 @@ def test_split_over_two_npus(sequence_parallel):
 
 
 def test_a_wrong_kernel_is_found_at_the_start_and_its_operator_left_out(monkeypatch):
-    from ds_npu.ops.rotary import rotary
+    from ds_npu.ops.layers import rotary
 
     monkeypatch.setattr(rotary, "_refusal", None)
     monkeypatch.setattr(rotary, "_on_npu", rotary._on_npu)

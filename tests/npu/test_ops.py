@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 
 from ds_npu.ops.adamw import AdamStep, adamw_, reference
 from ds_npu.ops.all import OPERATORS, report
+from ds_npu.ops.layers import rms_norm, swiglu
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
-from ds_npu.ops.rms_norm import rms_norm
-from ds_npu.ops.swiglu import swiglu
 
 NPU = torch.device("npu")
 dtypes = pytest.mark.parametrize("dtype", FLOATING, ids=str)

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.features.experts.capacity import CapacityLimit
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.capacity import capacity_of
+from ds_npu.parallel.expert.capacity import capacity_of, compute_padded
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
-from ds_npu.parallel.expert.padding import compute_padded
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

@@ -12,7 +12,7 @@ import torch
 from ranks import run_on_ranks
 
 from ds_npu.parallel.runtime.micro_batch import new_forward
-from ds_npu.parallel.runtime.paired_passes import PAIRED_PASS, PairedPass, PairRunner, PassKind, finish_backward
+from ds_npu.parallel.runtime.paired_passes import PAIRED_PASS, PairedPass, PairRunner, PassKind, running_pass
 
 RECOMPUTED = {"recompute": {"layers": "all"}}
 CASES = [("qwen3_moe", "1f1b", {}), ("deepseek_v3", "1f1b", RECOMPUTED), ("qwen3_moe", "dualpipe_v", RECOMPUTED)]
@@ -54,7 +54,7 @@ def test_autograd_in_a_forward_does_not_wait_for_a_backward_that_waits():
         with new_forward() as micro_batch:
             PAIRED_PASS.set(micro_batch, pair[0])
             pair[0].hand_over(PassKind.FORWARD)
-            finish_backward()
+            running_pass().finish_backward()
             y = torch.full((3,), 2.0, device="npu", requires_grad=True)
             found.extend(torch.autograd.grad(y.square().sum(), y))
 

@@ -15,7 +15,7 @@ from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.context.axis import context_axis
 from ds_npu.parallel.context.load_balance import shard_evenly
-from ds_npu.parallel.context.ulysses_heads import share_heads
+from ds_npu.parallel.context.ulysses import share_heads
 from ds_npu.planner.context_choice import algorithm_text
 from ds_npu.planner.context_cost import Layer, Pass, layer_cost, shared_heads
 from ds_npu.topology.degrees import Degrees

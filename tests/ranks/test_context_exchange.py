@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_npu.comm.pending import Pending
-from ds_npu.parallel.context.ulysses import UlyssesAllToAll, post_to_heads, post_to_tokens
-from ds_npu.parallel.context.ulysses_heads import share_heads
+from ds_npu.parallel.context.ulysses import UlyssesAllToAll, post_to_heads, post_to_tokens, share_heads
 
 WORLD_SIZES = (2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)))
 

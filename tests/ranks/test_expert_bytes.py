@@ -18,8 +18,7 @@ from wire import Memory, Wire
 from ds_npu.comm.host_copy import HostCopy
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
-from ds_npu.parallel.expert.replicas import Replicas, gathered_gradients
-from ds_npu.parallel.expert.sharing import SharedRows
+from ds_npu.parallel.expert.sharing import Replicas, SharedRows, gathered_gradients
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.capacity import capacity_of
+from ds_npu.parallel.expert.capacity import capacity_of, compute_in_shares
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
 from ds_npu.parallel.expert.overlap import compute_experts_in_halves
-from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

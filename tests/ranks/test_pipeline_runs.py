@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from ranks import run_on_ranks
 
-from ds_npu.parallel.pipeline.recompute_fill import recomputed
+from ds_npu.parallel.pipeline.fill import recomputed
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 
 

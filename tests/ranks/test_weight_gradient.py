@@ -18,10 +18,9 @@ from transformers.pytorch_utils import Conv1D
 from ds_npu.parallel.runtime.forward_wraps import Level, replace_innermost_forward, wrap_forward
 from ds_npu.parallel.tensor import weight_gradient
 from ds_npu.parallel.tensor.direct_layers import is_plain, use_direct_gradient
-from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, ColumnParallelLinear, RowParallelLinear
-from ds_npu.parallel.tensor.weight_gradient import GradientQueue, GradientSink, gradient_sink
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
+from ds_npu.parallel.tensor.product import WeightLayout
+from ds_npu.parallel.tensor.weight_gradient import GradientQueue, GradientSink, gradient_sink, sum_gradient
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

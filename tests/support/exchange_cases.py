@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_npu.parallel.context.ulysses import UlyssesAllToAll, post_to_heads, post_to_tokens
-from ds_npu.parallel.context.ulysses_heads import Heads, share_heads
+from ds_npu.parallel.context.ulysses import Heads, UlyssesAllToAll, post_to_heads, post_to_tokens, share_heads
 
 
 @dataclass(frozen=True)

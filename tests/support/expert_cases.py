@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from ds_npu.parallel.expert.axis import ExpertAxis
+from ds_npu.parallel.expert.capacity import compute_in_shares
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
-from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

@@ -33,7 +33,7 @@ from ds_npu.ops.attention import operator
 from ds_npu.parallel.context import blockwise_attention, ulysses
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.tensor import chunked_loss, cross_entropy, linear
-from ds_npu.parallel.tensor.gradient import PartialSum
+from ds_npu.parallel.tensor.weight_gradient import PartialSum
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 

@@ -13,6 +13,7 @@ from ds_npu.parallel.expert.expert_map import (
     PAYS,
     Elements,
     ExpertMap,
+    MappedExperts,
     heaviest,
     map_by_load,
     moves_between,
@@ -20,7 +21,6 @@ from ds_npu.parallel.expert.expert_map import (
     sharding_of_map,
     slots_of,
 )
-from ds_npu.parallel.expert.relocation import MappedExperts
 
 RANKS = st.sampled_from([1, 2, 3, 4, 8])
 LOCAL = st.integers(1, 5)

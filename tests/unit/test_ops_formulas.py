@@ -8,8 +8,8 @@ import torch
 from operator_cases import CASES, WITHOUT_KERNEL, Case, drawn, error, outcome
 
 from ds_npu.ops.all import OPERATORS
+from ds_npu.ops.layers import softmax
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
-from ds_npu.ops.softmax import softmax
 
 SOME = [case for case in (*CASES, *WITHOUT_KERNEL) if case.name != "no token"]
 every = pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)

@@ -13,11 +13,9 @@ from ds_npu.config.pipeline import PAIRED as NAMES
 from ds_npu.config.pipeline import PipelineSection
 from ds_npu.config.problems import ConfigError
 from ds_npu.features.pipeline.layout import layout_of
-from ds_npu.parallel.pipeline.pairs import PAIRED, paired
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv, to_csv
-from ds_npu.parallel.pipeline.schedules import SCHEDULES, one_f_one_b
-from ds_npu.parallel.pipeline.timeline import Costs, timeline
-from ds_npu.parallel.pipeline.validation import check_schedule
+from ds_npu.parallel.pipeline.schedules import PAIRED, SCHEDULES, one_f_one_b, paired
+from ds_npu.parallel.pipeline.timeline import Costs, check_schedule, timeline
 
 RANKS, MICRO_BATCHES, CHUNKS = (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 7, 8, 12, 17, 32), (1, 2, 3)
 

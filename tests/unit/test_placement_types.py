@@ -33,7 +33,7 @@ from ds_npu.parallel import (
 )
 from ds_npu.parallel.runtime.placement import placement_of, set_placement
 from ds_npu.parallel.tensor import embedding, region
-from ds_npu.parallel.tensor.gradient import sum_gradient
+from ds_npu.parallel.tensor.weight_gradient import sum_gradient
 from ds_npu.topology.degrees import Degrees
 
 FUSED = ["rms_norm", "swiglu", "rotary", "cross_entropy", "flash_attention"]

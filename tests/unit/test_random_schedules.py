@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import runs_to_its_end, schedules
 
-from ds_npu.parallel.pipeline.recompute_fill import recomputed
+from ds_npu.parallel.pipeline.fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv, to_csv
-from ds_npu.parallel.pipeline.validation import check_schedule
+from ds_npu.parallel.pipeline.timeline import check_schedule
 
 
 @given(schedules())

@@ -25,8 +25,8 @@ from ds_npu.memory import swapped_activations
 from ds_npu.memory.held_tensor import ModifiedTensorError
 from ds_npu.memory.recomputation import Recomputation, RecomputationError, without_outputs
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
+from ds_npu.parallel.expert.overlap import SavingContext
 from ds_npu.parallel.runtime.micro_batch import new_forward
-from ds_npu.parallel.runtime.saving_context import SavingContext
 
 ONE_RANK = SimpleNamespace(size=lambda *axes: 1, rank=lambda *axes: 0)
 """A topology without process groups."""

@@ -10,11 +10,10 @@ import pytest
 from ds_npu.config.pipeline import PipelineSection
 from ds_npu.config.problems import ConfigError
 from ds_npu.features.pipeline.layout import layout_of
-from ds_npu.parallel.pipeline.recompute_fill import recomputed
+from ds_npu.parallel.pipeline.fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv, to_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
-from ds_npu.parallel.pipeline.timeline import Costs, timeline
-from ds_npu.parallel.pipeline.validation import check_schedule
+from ds_npu.parallel.pipeline.timeline import Costs, check_schedule, timeline
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 
 SIZES = ((2, 1), (2, 5), (3, 7), (4, 4), (4, 16), (8, 17))

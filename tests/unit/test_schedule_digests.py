@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from ds_npu.parallel.pipeline.recompute_fill import recomputed
+from ds_npu.parallel.pipeline.fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Schedule, to_csv
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.timeline import Costs, timeline

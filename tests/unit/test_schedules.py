@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as of_torch
 
 from ds_npu.config.pipeline import MOST_STAGES
-from ds_npu.parallel.pipeline.pairs import PAIRED
 from ds_npu.parallel.pipeline.schedule import (
     RECEIVES,
     SENDS,
@@ -23,9 +22,8 @@ from ds_npu.parallel.pipeline.schedule import (
     from_csv,
     to_csv,
 )
-from ds_npu.parallel.pipeline.schedules import SCHEDULES
-from ds_npu.parallel.pipeline.timeline import Costs, timeline
-from ds_npu.parallel.pipeline.validation import check_schedule
+from ds_npu.parallel.pipeline.schedules import PAIRED, SCHEDULES
+from ds_npu.parallel.pipeline.timeline import Costs, check_schedule, timeline
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 
 RANKS = (1, 2, 3, 4, 5, 8)

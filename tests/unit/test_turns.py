@@ -15,8 +15,6 @@ from ds_npu.parallel.runtime.paired_passes import (
     PairedPass,
     PairRunner,
     PassKind,
-    finish_backward,
-    hand_over,
     running_pass,
 )
 
@@ -77,7 +75,7 @@ def test_a_forward_that_runs_autograd_lets_the_backward_end():
             PAIRED_PASS.set(micro_batch, pair[0])
             pair[0].hand_over(FIRST)
             for _ in range(2):
-                finish_backward()
+                running_pass().finish_backward()
                 log.append("autograd")
             pair[0].hand_over(FIRST)
 
@@ -154,7 +152,7 @@ def test_gradients_find_their_turns_by_the_graph():
         @staticmethod
         def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
             log.append("node")
-            hand_over(ctx.paired_pass, SECOND)
+            ctx.paired_pass.hand_over(SECOND)
             return gradient * 2
 
     pair = PairedPass(), PairedPass()

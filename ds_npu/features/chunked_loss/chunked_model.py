@@ -32,7 +32,7 @@ from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.chunked_head import product_dtype
 from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords, Transform
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
+from ds_npu.parallel.tensor.product import WeightLayout
 from ds_npu.planner.chunk_choice import ChunkedHead
 from ds_npu.topology.topology import Topology
 

@@ -21,9 +21,7 @@ from ds_npu.config.moe import MoeSection
 from ds_npu.features.declaration import Change
 from ds_npu.models import names
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.capacity import CapacityPolicy, capacity_of, within_capacity
-from ds_npu.parallel.expert.padding import compute_padded
-from ds_npu.parallel.expert.shares import Compute
+from ds_npu.parallel.expert.capacity import CapacityPolicy, Compute, capacity_of, compute_padded, within_capacity
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 

@@ -35,10 +35,9 @@ from ds_npu.models.guarded_saving import refuse_saving_shards
 from ds_npu.models.hugging_face_model import hugging_face_model, setting
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions
-from ds_npu.parallel.expert.expert_map import plain_map
+from ds_npu.parallel.expert.expert_map import MappedExperts, plain_map
 from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_in_halves, compute_experts_with_shared
-from ds_npu.parallel.expert.relocation import MappedExperts
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import has_experts

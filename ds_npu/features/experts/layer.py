@@ -13,10 +13,10 @@ from ds_npu.features.experts.capacity import CapacityLimit
 from ds_npu.features.experts.layout import Layout
 from ds_npu.features.experts.listed import LISTED_LAYOUT, ListedLayout
 from ds_npu.parallel.expert.axis import ExpertAxis
+from ds_npu.parallel.expert.capacity import compute_in_shares
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
+from ds_npu.parallel.expert.expert_map import MappedExperts
 from ds_npu.parallel.expert.experts import compute_experts
-from ds_npu.parallel.expert.relocation import MappedExperts
-from ds_npu.parallel.expert.shares import compute_in_shares
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.runtime.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.tensor.direct_layers import PRODUCT, USES_SINK

@@ -29,8 +29,7 @@ from ds_npu.features.modules.equivalence import (
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attributes
 from ds_npu.parallel.expert.axis import ExpertAxis
-from ds_npu.parallel.expert.stacked import stacked
-from ds_npu.parallel.expert.weights import Activation, ExpertWeights
+from ds_npu.parallel.expert.weights import Activation, ExpertWeights, stacked
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.sharding import Sharding, shard_sections
 from ds_npu.topology.degrees import Axis

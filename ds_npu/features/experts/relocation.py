@@ -17,13 +17,14 @@ from ds_npu.log import logger
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.expert.expert_map import (
     ExpertMap,
+    MappedExperts,
+    exchange_experts,
     heaviest,
     map_by_load,
     moves_between,
     plain_map,
     sharding_of_map,
 )
-from ds_npu.parallel.expert.relocation import MappedExperts, exchange_experts
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import placement_of, set_placement
 from ds_npu.topology.degrees import Axis

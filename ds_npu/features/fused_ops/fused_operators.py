@@ -22,12 +22,9 @@ from ds_npu.features.fused_ops.fused_model import declare_operators, fused_keys
 from ds_npu.models.plan import PlanError
 from ds_npu.ops.adamw import adamw_
 from ds_npu.ops.attention import attention_backward, attention_forward
-from ds_npu.ops.cross_entropy import cross_entropy
+from ds_npu.ops.layers import cross_entropy, rms_norm, rotary, swiglu
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
 from ds_npu.ops.operator import Operator
-from ds_npu.ops.rms_norm import rms_norm
-from ds_npu.ops.rotary import rotary
-from ds_npu.ops.swiglu import swiglu
 from ds_npu.zero_ext.gradient_buffer import install_gradient_buffers
 
 OPERATORS_OF_KEY: dict[str, tuple[Operator[..., Any], ...]] = {

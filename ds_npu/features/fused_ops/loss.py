@@ -16,7 +16,7 @@ from ds_npu.features.modules.equivalence import computes_the_same, isolated_on_c
 from ds_npu.models import names
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.models.plan import ModelPlan
-from ds_npu.ops.cross_entropy import cross_entropy
+from ds_npu.ops.layers import cross_entropy
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
 

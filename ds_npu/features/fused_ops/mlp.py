@@ -23,7 +23,7 @@ from ds_npu.features.modules.equivalence import (
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import config_of
 from ds_npu.models.plan import ModelPlan
-from ds_npu.ops.swiglu import swiglu
+from ds_npu.ops.layers import swiglu
 from ds_npu.parallel.tensor.linear import stacked_outputs
 
 K, N = 6, 10

@@ -21,7 +21,7 @@ from ds_npu.features.modules.equivalence import (
 from ds_npu.models import kinds
 from ds_npu.models.attributes import attributes
 from ds_npu.models.plan import ModelPlan
-from ds_npu.ops.rms_norm import rms_norm
+from ds_npu.ops.layers import rms_norm
 
 NORMS = (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM)
 OFFSETS = (0.0, 1.0)

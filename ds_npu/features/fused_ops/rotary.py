@@ -18,7 +18,7 @@ from ds_npu.config.roles import Role
 from ds_npu.features.fused_ops.fusion_result import FusionResult, computed_by
 from ds_npu.features.modules.equivalence import computes_the_same, isolated_on_cpu, random_input
 from ds_npu.models.plan import ModelPlan
-from ds_npu.ops.rotary import rotary
+from ds_npu.ops.layers import rotary
 from ds_npu.parallel.runtime.forward_wraps import innermost_forward
 
 PART_OF_NAME = "apply_rotary"

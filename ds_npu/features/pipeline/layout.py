@@ -14,12 +14,10 @@ from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import hugging_face_model, setting
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.pipeline.pairs import PAIRED
-from ds_npu.parallel.pipeline.recompute_fill import recomputed
+from ds_npu.parallel.pipeline.fill import recomputed
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, from_csv
-from ds_npu.parallel.pipeline.schedules import SCHEDULES
-from ds_npu.parallel.pipeline.timeline import Costs
-from ds_npu.parallel.pipeline.validation import check_schedule
+from ds_npu.parallel.pipeline.schedules import PAIRED, SCHEDULES
+from ds_npu.parallel.pipeline.timeline import Costs, check_schedule
 from ds_npu.planner.stage_balance import counts_by_rank, even_counts
 
 KEY = "ds_npu.pipeline"

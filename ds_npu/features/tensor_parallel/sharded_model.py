@@ -52,12 +52,12 @@ from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import keep_shard, sharding_of
 from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding, check_adoptable
-from ds_npu.parallel.tensor.gradient import sum_gradient
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear
+from ds_npu.parallel.tensor.product import WeightLayout
 from ds_npu.parallel.tensor.randomness import RegionRandomness
 from ds_npu.parallel.tensor.region import check_sequences
 from ds_npu.parallel.tensor.sharding import Sharding
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
+from ds_npu.parallel.tensor.weight_gradient import sum_gradient
 from ds_npu.topology.topology import Topology
 
 COLUMN_ROLES = (

@@ -18,8 +18,7 @@ from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.blockwise_attention import KeyValueSource, blockwise_attention
 from ds_npu.parallel.context.load_balance import Tokens, shard_documents, shard_evenly
 from ds_npu.parallel.context.local_attention import LocalAttention
-from ds_npu.parallel.context.ulysses import PostedTensor, UlyssesAllToAll, post_to_heads, post_to_tokens
-from ds_npu.parallel.context.ulysses_heads import share_heads
+from ds_npu.parallel.context.ulysses import PostedTensor, UlyssesAllToAll, post_to_heads, post_to_tokens, share_heads
 
 
 class UlyssesPlan(NamedTuple):
@@ -108,7 +107,6 @@ def _default_tokens(tokens: int, axis: ContextAxis, mask: Mask) -> Tokens:
 
 
 def _check(views: Sequence[torch.Tensor], axis: ContextAxis, options: Options, tokens: Tokens) -> None:
-    """Raise ValueError where sizes, mask and tokens do not match."""
     q, k, v = views
     sizes_of(q, k, v, Options("BSND"))
     wanted = tokens.count(axis.rank)

@@ -145,10 +145,9 @@ def _backward(rows: _Rows, own: Block, kept: list[torch.Tensor], dropouts: list[
     """The gradients of this rank's keys and values; ``kept`` and ``dropouts`` are forward's, in its order."""
     local, of_steps, still_kept = rows.local, iter(dropouts), iter(kept)
     route = local.route()
-    gradients = route.gradients(own)
     for step, received in route.blocks(own[local.cached :]):
         block = own if local.is_own(step) else (*itertools.islice(still_kept, local.cached), *received)
         calls = rows.gradients(block, local.calls(step, rows.q.shape[0] == 1), next(of_steps))
         del block, received  # so that they are freed after the last call, before anything further is received
-        gradients.add(step, calls)
-    return gradients.total()
+        route.add(step, own, calls)
+    return route.total(own)

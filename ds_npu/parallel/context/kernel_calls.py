@@ -19,6 +19,7 @@ from ds_npu.ops.attention import Mask
 from ds_npu.ops.attention.options import Layout
 from ds_npu.parallel.context.load_balance import Tokens
 from ds_npu.parallel.context.mask_tiles import Tile, tiles
+from ds_npu.parallel.tensor.sharding import joined_ranges
 
 TOKEN_DIM = 1
 
@@ -30,13 +31,7 @@ class RangeSelection:
     """A selection of indices along a dim (by default the tokens of [B, S, N, D]): ``ranges``, in this order."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
-        joined: list[range] = []
-        for each in ranges:
-            if joined and joined[-1].stop == each.start:
-                joined[-1] = range(joined[-1].start, each.stop)
-            else:
-                joined.append(each)
-        self.ranges = joined
+        self.ranges = joined_ranges(ranges)
         self._indices: dict[torch.device, torch.Tensor] = {}
 
     @cached_property

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
-from ds_npu.parallel.tensor.sharding import near_even
+from ds_npu.parallel.tensor.sharding import joined_ranges, near_even
 
 Pieces = tuple[range, ...]
 """Ascending, disjoint ranges of tokens."""
@@ -103,12 +103,9 @@ def _zigzag(documents: Pieces, ranks: int) -> tuple[Pieces, ...]:
         next_rank += rest
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=document.start))
         for chunk, (begin, end) in enumerate(bounds):
-            mine = found[min(chunk, 2 * ranks - 1 - chunk)]
-            if begin < end and mine and mine[-1].stop == begin:
-                mine[-1] = range(mine[-1].start, end)
-            elif begin < end:
-                mine.append(range(begin, end))
-    return tuple(tuple(pieces) for pieces in found)
+            if begin < end:
+                found[min(chunk, 2 * ranks - 1 - chunk)].append(range(begin, end))
+    return tuple(tuple(joined_ranges(pieces)) for pieces in found)
 
 
 def shard_documents(samples: int, length: int, documents: Sequence[range], algorithm: ContextAlgorithm) -> Tokens:

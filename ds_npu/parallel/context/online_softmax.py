@@ -38,8 +38,8 @@ class OnlineSoftmax:
             if every:
                 self.out, self.lse = out, lse
                 return
-            self._start(out, lse)
-            assert self.out is not None and self.lse is not None
+            self.out = out.new_zeros(out.shape[0], self.rows, *out.shape[2:])
+            self.lse = lse.new_full((*lse.shape[:2], self.rows), -torch.inf)
         self.out = for_accumulation(self.out)
         before = rows.take(self.lse, LSE_DIM)
         # The difference is nan where neither result has seen a key.
@@ -54,10 +54,6 @@ class OnlineSoftmax:
             mixed = rows.take(self.out).lerp_(out.to(self.out.dtype), weight)
             self.out.index_copy_(1, index, mixed)
             self.lse.index_copy_(LSE_DIM, index, merged)
-
-    def _start(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        self.out = out.new_zeros(out.shape[0], self.rows, *out.shape[2:])
-        self.lse = lse.new_full((*lse.shape[:2], self.rows), -torch.inf)
 
     def result(self, q: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Out in the dtype of the query [B, S, N, D], whose values are ``width`` wide, and lse."""

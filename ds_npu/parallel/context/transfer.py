@@ -11,25 +11,79 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ds_npu.comm.collectives import gather_parts, scatter_parts
-from ds_npu.comm.pending import Pending
+from ds_npu.comm.pending import Pending, Works
 from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.context.axis import Ring
 from ds_npu.parallel.context.kernel_calls import TOKEN_DIM
 from ds_npu.parallel.context.online_softmax import Block, CallGradients, sum_of_calls
-from ds_npu.parallel.context.ring_schedule import Hop, Step, ring_steps
+
+Link = Literal["inner", "outer", "home"]
+"""Link to the next index of the inner ring; to the same index of the next inner ring; to the owner of the block."""
+
+
+class Hop(NamedTuple):
+    """Send a message to ring rank ``to``; receive one, of the block of ring rank ``received``, from ``origin``."""
+
+    link: Link
+    to: int
+    origin: int
+    received: int
+
+
+class Step(NamedTuple):
+    """One step: attention to the block, keys and values, of ring rank ``source``."""
+
+    source: int
+    hops: tuple[Hop, ...]
+    """The messages that travel while this block is computed with."""
+    gradient: Hop | None
+    """The message of the block's gradients, summed so far, after the step; None: this rank owns the block."""
+    adds: bool
+    """Whether the gradients are added to the sum that the step before received."""
+
+
+def ring_steps(rank: int, size: int, window: int, last: int | None = None) -> list[Step]:
+    """The steps of ring rank ``rank`` of ``size``, in inner rings of ``window`` ranks.
+
+    A single ring (``window`` equal to ``size``) may end after the step with number ``last``: masks with a window need
+    the nearest ranks only.
+    """
+    outer, inner = divmod(rank, window)
+    rings, final = size // window, window - 1 if last is None else last
+
+    def at(ring: int, index: int) -> int:
+        return ring % rings * window + index % window
+
+    steps = []
+    for a in range(rings):
+        for i in range(final + 1):
+            source = at(outer - a, inner - i)
+            hops = []
+            if i < final:
+                hops.append(Hop("inner", at(outer, inner + 1), at(outer, inner - 1), at(outer - a, inner - i - 1)))
+            if i == 0 and a < rings - 1:
+                hops.append(Hop("outer", at(outer + 1, inner), at(outer - 1, inner), at(outer - a - 1, inner)))
+            gradient = None
+            if source != rank and i == final:
+                home = a > 0 or final < window - 1
+                gradient = Hop("home" if home else "inner", source, at(outer + a, inner + final), rank)
+            elif source != rank:
+                gradient = Hop("inner", at(outer, inner + 1), at(outer, inner - 1), at(outer - a, inner - i - 1))
+            steps.append(Step(source, tuple(hops), gradient, i > (a == 0)))
+    return steps
 
 
 class Route(Protocol):
-    """The blocks of keys and values that a rank computes with, in order, and where their gradients go."""
+    """The blocks of keys and values that a rank computes with, in order, and the sums of their gradients.
 
-    @property
-    def steps(self) -> Sequence[Step]: ...
+    A route serves one forward, or one backward, which adds the gradients of the blocks in their order.
+    """
 
     def blocks(self, own: Block) -> Iterator[tuple[Step, Block]]:
         """Yield the blocks that this rank, with block ``own``, needs; the next one travels while the caller computes.
@@ -37,23 +91,12 @@ class Route(Protocol):
         Without tensors in ``own`` the others have none either, and nothing is sent. The caller should drop a block
         before it asks for the next one, which frees its memory.
         """
-        ...
 
-    def gradients(self, own: Block) -> BlockGradients:
-        """The sum to which the gradients of those blocks are added, in the same order."""
-        ...
-
-
-class BlockGradients(Protocol):
-    """The sum, over the ranks, of the gradients of each rank's block."""
-
-    def add(self, step: Step, calls: Iterator[CallGradients]) -> None:
+    def add(self, step: Step, own: Block, calls: Iterator[CallGradients]) -> None:
         """Add the gradients of the block of ``step``; iterating over ``calls`` computes them."""
-        ...
 
-    def total(self) -> Block:
-        """The gradients of this rank's block, once those of every step were added."""
-        ...
+    def total(self, own: Block) -> Block:
+        """The sum over the ranks of the gradients of the block ``own``, once those of every step were added."""
 
 
 def flatten_block(block: Block) -> torch.Tensor:
@@ -76,11 +119,20 @@ def block_numel(block: Block, tokens: int) -> int:
 
 
 class RingRoute:
-    """Blocks go around the ring. ``counts`` are the tokens of each ring rank, ``last`` is as in ``ring_steps``."""
+    """Blocks go around the ring. ``counts`` are the tokens of each ring rank, ``last`` is as in ``ring_steps``.
+
+    Sums of gradients go around the ring one step behind the keys and values, in the accumulation dtype. A rank holds
+    two of these sums, one that it sends and one that it receives, and the gradients of its own block.
+    """
 
     def __init__(self, ring: Ring, counts: Sequence[int], last: int | None = None) -> None:
         self.ring, self.counts = ring, counts
         self.steps = ring_steps(ring.rank, len(ring.ranks), ring.window, last)
+        self._mine: Block = ()
+        self._incoming: Pending[torch.Tensor] | None = None
+        """The sum for another rank's block, to which this rank adds next."""
+        self._incoming_own: Pending[torch.Tensor] | None = None
+        """The sum for this rank's block over the other ranks of an inner ring."""
 
     def blocks(self, own: Block) -> Iterator[tuple[Step, Block]]:
         if not own:
@@ -97,85 +149,52 @@ class RingRoute:
             held[hop.received] = send_receive(self.ring, hop, flat, empty, KEYS_AND_VALUES)
         return unflatten_block(flat, own, self.counts[step.source])
 
-    def gradients(self, own: Block) -> RingGradients:
-        return RingGradients(self, own)
-
-
-class RingGradients:
-    """Sums that go around the ring one step behind the keys and values, in the accumulation dtype.
-
-    A rank holds two of these sums, one that it sends and one that it receives, and the gradients of its own block.
-    """
-
-    def __init__(self, route: RingRoute, own: Block) -> None:
-        self.ring, self.counts, self.like = route.ring, route.counts, own
-        self.own: Block = ()
-        self.incoming: Pending[torch.Tensor] | None = None
-        """The sum for another rank's block, to which this rank adds next."""
-        self.incoming_own: Pending[torch.Tensor] | None = None
-        """The sum for this rank's block over the other ranks of an inner ring."""
-
-    def add(self, step: Step, calls: Iterator[CallGradients]) -> None:
-        hop, tokens = step.gradient, self.counts[step.source]
+    def add(self, step: Step, own: Block, calls: Iterator[CallGradients]) -> None:
+        hop = step.gradient
         if hop is None:
-            self.own = sum_of_calls(self.like, tokens, calls)
+            self._mine = sum_of_calls(own, self.counts[step.source], calls)
             return
-        flat = self._sum(step, tokens, list(calls))
+        flat = self._sum(step, own, list(calls))
         is_mine = hop.received == self.ring.rank
         if is_mine:
-            self._add_incoming_own()
-        empty = flat.new_empty(block_numel(self.like, self.counts[hop.received]))
+            self.total(own)
+        empty = flat.new_empty(block_numel(own, self.counts[hop.received]))
         pending = send_receive(self.ring, hop, flat, empty, GRADIENTS)
         if is_mine:
-            self.incoming_own = pending
+            self._incoming_own = pending
         else:
-            self.incoming = pending
+            self._incoming = pending
 
-    def _sum(self, step: Step, tokens: int, computed: list[CallGradients]) -> torch.Tensor:
+    def _sum(self, step: Step, own: Block, computed: list[CallGradients]) -> torch.Tensor:
         """The block's sum so far plus ``computed``; this waits for the sum only after ``computed`` was computed."""
-        if step.adds and self.incoming is not None:
-            flat, self.incoming = self.incoming.wait(), None
+        tokens = self.counts[step.source]
+        if step.adds and self._incoming is not None:
+            flat, self._incoming = self._incoming.wait(), None
         else:
-            like = self.like[0]
-            flat = like.new_zeros(block_numel(self.like, tokens), dtype=accumulation_dtype(like.dtype))
-        sums = unflatten_block(flat, self.like, tokens)
+            flat = own[0].new_zeros(block_numel(own, tokens), dtype=accumulation_dtype(own[0].dtype))
+        sums = unflatten_block(flat, own, tokens)
         for keys, gradients in computed:
             for total, gradient in zip(sums, gradients, strict=True):
                 keys.add(total, gradient)
         return flat
 
-    def _add_incoming_own(self) -> None:
-        if self.incoming_own is None:
-            return
-        flat, self.incoming_own = self.incoming_own.wait(), None
-        sums = unflatten_block(flat, self.like, self.counts[self.ring.rank])
-        for total, gradient in zip(sums, self.own, strict=True):
-            total += gradient
-        self.own = sums
-
-    def total(self) -> Block:
-        self._add_incoming_own()
-        return self.own
+    def total(self, own: Block) -> Block:
+        if self._incoming_own is not None:
+            flat, self._incoming_own = self._incoming_own.wait(), None
+            sums = unflatten_block(flat, own, self.counts[self.ring.rank])
+            for total, gradient in zip(sums, self._mine, strict=True):
+                total += gradient
+            self._mine = sums
+        return self._mine
 
 
+ONLY_STEP = Step(0, (), None, False)
 KEYS_AND_VALUES, GRADIENTS = 1, 2
 """Tags of messages: both kinds go from a rank to the next in one step."""
 
 
-class SendReceive:
-    """A send, whose tensor must not change until it has ended, and a receive."""
-
-    def __init__(self, works: Sequence[dist.Work | None], sent: torch.Tensor) -> None:
-        self.works, self.sent = works, sent
-
-    def wait(self) -> None:
-        for work in self.works:
-            if work is not None:
-                work.wait()
-
-
 def send_receive(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor, tag: int) -> Pending[torch.Tensor]:
-    """Send ``flat`` and receive into ``empty`` as ``hop`` says."""
+    """Send ``flat``, which must not change until that has ended, and receive into ``empty`` as ``hop`` says."""
     to, origin = ring.ranks[hop.to], ring.ranks[hop.origin]
     if hop.link == "home":
         # One batch: in a circle of ranks that all send first, none would receive.
@@ -183,7 +202,7 @@ def send_receive(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor, 
             dist.P2POp(dist.isend, flat, to, group=ring.group, tag=tag),
             dist.P2POp(dist.irecv, empty, origin, group=ring.group, tag=tag),
         ]
-        return Pending(empty, SendReceive(dist.batch_isend_irecv(batch), flat))
+        return Pending(empty, Works(dist.batch_isend_irecv(batch)), sent=flat)
     groups = ring.inner if hop.link == "inner" else ring.outer
     at, of_origin = (
         (rank % ring.window if hop.link == "inner" else rank // ring.window) % 2 for rank in (ring.rank, hop.origin)
@@ -191,48 +210,35 @@ def send_receive(ring: Ring, hop: Hop, flat: torch.Tensor, empty: torch.Tensor, 
     send = functools.partial(dist.isend, flat, to, group=groups[at], tag=tag)
     receive = functools.partial(dist.irecv, empty, origin, group=groups[of_origin], tag=tag)
     calls = (send, receive) if at == 0 else (receive, send)
-    return Pending(empty, SendReceive([call() for call in calls], flat))
+    return Pending(empty, Works([call() for call in calls]), sent=flat)
 
 
 class LocalRoute:
     """One block, this rank's own: nothing is sent."""
 
-    steps = (Step(0, (), None, False),)
-
     def blocks(self, own: Block) -> Iterator[tuple[Step, Block]]:
-        yield self.steps[0], own
+        yield ONLY_STEP, own
 
-    def gradients(self, own: Block) -> LocalGradients:
-        return LocalGradients(own)
+    def add(self, step: Step, own: Block, calls: Iterator[CallGradients]) -> None:
+        self._mine = sum_of_calls(own, own[0].shape[TOKEN_DIM], calls)
 
-
-class LocalGradients:
-    """The gradients of the one block."""
-
-    def __init__(self, own: Block) -> None:
-        self.own = own
-
-    def add(self, step: Step, calls: Iterator[CallGradients]) -> None:
-        self.own = sum_of_calls(self.own, self.own[0].shape[TOKEN_DIM], calls)
-
-    def total(self) -> Block:
-        return self.own
+    def total(self, own: Block) -> Block:
+        return self._mine
 
 
 class GatherRoute:
     """One block: all ring ranks' keys and values, in the order of the sequence.
 
-    ``pieces[r]`` are the tokens of ring rank r.
+    ``pieces[r]`` are the tokens of ring rank r. The gradients of all tokens are summed over the ranks and scattered:
+    each rank gets those of its own tokens.
     """
-
-    steps = (Step(0, (), None, False),)
 
     def __init__(self, group: dist.ProcessGroup, rank: int, pieces: Sequence[Sequence[range]]) -> None:
         self.group, self.rank, self.pieces = group, rank, pieces
         self.counts = [sum(map(len, ranges)) for ranges in pieces]
 
     def blocks(self, own: Block) -> Iterator[tuple[Step, Block]]:
-        yield self.steps[0], self._gathered(own) if own else own
+        yield ONLY_STEP, self._gathered(own) if own else own
 
     def _gathered(self, own: Block) -> Block:
         # Ranks may have one token less than others; not every backend gathers parts of different lengths.
@@ -248,34 +254,21 @@ class GatherRoute:
                     target[:, tokens.start : tokens.stop] = values
         return whole
 
-    def gradients(self, own: Block) -> GatheredGradients:
-        return GatheredGradients(self, own)
-
-
-class GatheredGradients:
-    """The gradients of all tokens, summed over the ranks and scattered: each rank gets those of its own tokens."""
-
-    mine: Pending[torch.Tensor]
-
-    def __init__(self, route: GatherRoute, own: Block) -> None:
-        self.route, self.own = route, own
-
-    def add(self, step: Step, calls: Iterator[CallGradients]) -> None:
-        counts, like = self.route.counts, self.own
-        whole = sum_of_calls(like, sum(counts), calls)
-        longest = block_numel(like, max(counts))
-        of_ranks = like[0].new_empty(len(counts), longest, dtype=accumulation_dtype(like[0].dtype))
-        for flat, count, ranges in zip(of_ranks, counts, self.route.pieces, strict=True):
-            mine, rest = torch.tensor_split(flat, [block_numel(like, count)])
+    def add(self, step: Step, own: Block, calls: Iterator[CallGradients]) -> None:
+        whole = sum_of_calls(own, sum(self.counts), calls)
+        longest = block_numel(own, max(self.counts))
+        of_ranks = own[0].new_empty(len(self.counts), longest, dtype=accumulation_dtype(own[0].dtype))
+        for flat, count, ranges in zip(of_ranks, self.counts, self.pieces, strict=True):
+            mine, rest = torch.tensor_split(flat, [block_numel(own, count)])
             rest.zero_()
-            for target, source in zip(unflatten_block(mine, like, count), whole, strict=True):
+            for target, source in zip(unflatten_block(mine, own, count), whole, strict=True):
                 for tokens, values in _by_range(target, ranges):
                     values.copy_(source[:, tokens.start : tokens.stop])
-        self.mine = scatter_parts(of_ranks.new_empty(longest), of_ranks, self.route.group)
+        self._mine = scatter_parts(of_ranks.new_empty(longest), of_ranks, self.group)
 
-    def total(self) -> Block:
-        count = self.route.counts[self.route.rank]
-        return unflatten_block(self.mine.wait()[: block_numel(self.own, count)], self.own, count)
+    def total(self, own: Block) -> Block:
+        count = self.counts[self.rank]
+        return unflatten_block(self._mine.wait()[: block_numel(own, count)], own, count)
 
 
 def _by_range(x: torch.Tensor, ranges: Sequence[range]) -> Iterator[tuple[range, torch.Tensor]]:

@@ -3,9 +3,12 @@
     to heads     [B, s, N, D] -> [B, S, n, D]    of query, key and value
     to tokens    [B, S, n, D] -> [B, s, N, D]    of the result; a head that several ranks have is summed
 
-Each is the other's gradient. Shape letters: B batch, s tokens of a rank, S tokens of its Ulysses group (the sum of s
-over its ranks), N all heads, n heads of a rank, D width. Neither tokens nor heads need divide by the ranks. Source:
-Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
+A rank computes some of the query heads over all tokens of its group, and receives only the key and value heads that
+those use (``share_heads``).
+
+Each all-to-all is the gradient of the other. Shape letters: B batch, s tokens of a rank, S tokens of its Ulysses group
+(the sum of s over its ranks), N all heads, n heads of a rank, D width. Neither tokens nor heads need divide by the
+ranks. Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
 
 Copies. An all-to-all sends and receives one contiguous run for each rank. In [B, s, N, D] the heads of one rank are not
 contiguous, so that side is copied once, and must be. The other side is not copied: messages are [s, B, n, D], so that
@@ -34,6 +37,50 @@ from torch.autograd.function import once_differentiable
 from ds_npu.comm.pending import InFlight, Pending
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.precision import accumulation_dtype
+from ds_npu.parallel.tensor.sharding import near_even
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Ulysses rank r computes the query heads ``queries[r]``, with the key and value heads ``keys[r]``.
+
+    Each query head belongs to one rank. A key and value head goes to all ranks whose query heads use it: with fewer of
+    them than ranks they are replicated, and where all ranks need all of them, gathered.
+    """
+
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
+    queries_per_key: int
+
+    def key_head_indices(self, rank: int) -> tuple[int, ...] | None:
+        """The index of each query head's key and value head, among those of ``rank``.
+
+        None where consecutive query heads share one evenly: the usual grouped-query attention.
+        """
+        queries, keys = self.queries[rank], self.keys[rank]
+        used = tuple(head // self.queries_per_key - keys.start for head in queries)
+        share = len(queries) // len(keys)
+        return None if used == tuple(index // share for index in range(len(queries))) else used
+
+
+def share_heads(query_heads: int, kv_heads: int, ranks: int) -> Heads:
+    """Divide ``query_heads`` heads, consecutive and near-evenly, over ``ranks`` Ulysses ranks.
+
+    ``query_heads / kv_heads`` consecutive query heads share a key and value head. Raises ValueError where the heads do
+    not divide, or where a rank would have none.
+    """
+    if query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads cannot share {kv_heads} key and value heads evenly")
+    if query_heads < ranks:
+        raise ValueError(
+            f"{query_heads} query heads (of this tensor rank) cannot be shared by {ranks} ranks of "
+            f"ds_npu.context_parallel.ulysses, each of which needs one: found {ranks}, at most {query_heads} are "
+            'possible (algorithm "ulysses" has all of ds_npu.parallel.context, "hybrid" leaves the others to a ring)'
+        )
+    share = query_heads // kv_heads
+    queries = tuple(range(begin, end) for begin, end in near_even(query_heads, ranks))
+    keys = tuple(range(mine[0] // share, mine[-1] // share + 1) for mine in queries)
+    return Heads(queries, keys, share)
 
 
 @dataclass(frozen=True)

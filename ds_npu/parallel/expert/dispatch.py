@@ -124,7 +124,6 @@ class AllToAll:
 
     group: dist.ProcessGroup
     order: Order
-    """The order of sent rows, by rank."""
     sent: tuple[int, ...]
     received: tuple[int, ...]
     """The numbers of rows sent to each rank, and received from it."""
@@ -189,7 +188,6 @@ class AllGather:
 
     group: dist.ProcessGroup
     tokens: int
-    """The tokens of this rank."""
     most_tokens: int
     """The most tokens of any rank; ranks with fewer pad with zeros."""
     pairs_of_experts: tuple[int, ...]
@@ -282,7 +280,7 @@ class Agreement:
     """The dispatches of ``plans``, after one message of counts between the ranks of ``axis`` and one wait of the host.
 
     Where sizes are known there is neither. Every rank of the axis makes it at the same time, with as many plans. The
-    host waits at the first ``dispatch``, or at ``counts``.
+    host waits at the first use of ``dispatches``, or of ``counts``.
     """
 
     def __init__(self, plans: Sequence[Plan], axis: ExpertAxis) -> None:
@@ -304,12 +302,9 @@ class Agreement:
         counts_PRC: list[list[list[int]]] = self._copy.read().transpose(0, 1).tolist()
         return counts_PRC
 
-    def dispatch(self, index: int) -> Dispatch:
-        """The dispatch of ``plans[index]``."""
-        return self._dispatches[index]
-
     @cached_property
-    def _dispatches(self) -> list[Dispatch]:
+    def dispatches(self) -> list[Dispatch]:
+        """The dispatch of each plan."""
         return [plan.dispatch(each) for plan, each in zip(self.plans, self.counts, strict=True)]
 
 

@@ -43,11 +43,10 @@ from ds_npu.parallel.expert.dispatch import (
 )
 from ds_npu.parallel.expert.fused import FusedDispatcher
 from ds_npu.parallel.expert.presized import filled_up
-from ds_npu.parallel.expert.replicas import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
-from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids
+from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids, weighted
+from ds_npu.parallel.expert.sharing import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.weights import ExpertWeights
-from ds_npu.parallel.runtime.paired_passes import PairedPass, PassKind, hand_over, running_pass
-from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
+from ds_npu.parallel.runtime.paired_passes import PairedPass, PassKind, running_pass
 
 
 def compute_experts(
@@ -77,11 +76,11 @@ class RoutedTokens(Routed):
         self._link = _send(x_TH, weights_TK, call)
 
     def compute(self) -> None:
-        hand_over(self._call.paired_pass, PassKind.FORWARD)
+        self._call.paired_pass.hand_over(PassKind.FORWARD)
         self._link = _compute(self._link, self._call, *self._call.parameters)
 
     def finish(self) -> torch.Tensor:
-        hand_over(self._call.paired_pass, PassKind.FORWARD)
+        self._call.paired_pass.hand_over(PassKind.FORWARD)
         return _finish(self._link, None if self._call.zero_memory == "none" else self._x, self._call)
 
 
@@ -124,7 +123,6 @@ class _Call:
     axis: ExpertAxis
     zero_memory: ZeroMemory
     replicas: Replicas | None
-    """Replicas of other ranks' experts."""
     tokens: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The tokens sent to their experts; in backward the gradients of their sums."""
     extra: InFlight[torch.Tensor] = field(default_factory=InFlight)
@@ -132,10 +130,9 @@ class _Call:
     sums: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The sums sent back; in backward the gradients of the tokens."""
     weights: InFlight[torch.Tensor] = field(default_factory=InFlight)
-    """The gradients of routing weights."""
     fetched: InFlight[Parameters] = field(default_factory=InFlight)
     """The weights of this rank's experts, followed by those of its replicas."""
-    paired_pass: PairedPass | None = field(default_factory=running_pass)
+    paired_pass: PairedPass = field(default_factory=running_pass)
 
     @property
     def count(self) -> int:
@@ -163,7 +160,7 @@ class _Call:
 
     @property
     def dispatch(self) -> Dispatch:
-        return self.agreement.dispatch(self.index)
+        return self.agreement.dispatches[self.index]
 
     def routing(self, weights_TK: torch.Tensor) -> torch.Tensor:
         """[T, 2 K]: weights, then experts + 1, as one message; 0 is no expert, as in padding rows."""
@@ -186,13 +183,6 @@ class _Rows:
     def experts(self) -> torch.Tensor:
         """[P] int64: the expert of each pair."""
         return torch.repeat_interleave(self.counts, output_size=len(self.weights))
-
-    def weighted(self, x: torch.Tensor) -> torch.Tensor:
-        """x [P, ...], each row times its routing weight."""
-        return (x * self.weights.unsqueeze(1)).to(x.dtype)
-
-    def add_bias_(self, out_PF: torch.Tensor, bias_EF: torch.Tensor) -> None:
-        out_PF.add_(bias_EF.index_select(0, self.experts))
 
     def products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The inner product [P] of each row of x and y [P, ...], in the dtype of the weights, which is no narrower."""
@@ -234,7 +224,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _CallContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
-        hand_over(ctx.call.paired_pass, PassKind.BACKWARD)
+        ctx.call.paired_pass.hand_over(PassKind.BACKWARD)
         # Autograd casts the gradient of the weights to their dtype.
         return ctx.call.sums.wait(), ctx.call.weights.wait(), None
 
@@ -253,12 +243,12 @@ class _Compute(torch.autograd.Function):
         assert up is not None and down is not None
         first_PF = call.experts.forward(permuted_PH, up, rows.counts)
         if up_bias is not None:
-            rows.add_bias_(first_PF, up_bias)
+            first_PF.add_(up_bias.index_select(0, rows.experts))
         del permuted_PH  # The outputs take its memory.
-        weighted_PI = rows.weighted(call.experts.activation(first_PF))
+        weighted_PI = weighted(call.experts.activation(first_PF), rows.weights)
         y_PH = call.experts.forward(weighted_PI, down, rows.counts)
         if down_bias is not None:
-            y_PH.add_(rows.weighted(down_bias.index_select(0, rows.experts)))
+            y_PH.add_(weighted(down_bias.index_select(0, rows.experts), rows.weights))
         del weighted_PI
         call.sums.post(call.dispatch.combine(token_unpermute(y_PH, rows.order.positions)))
         ctx.call, ctx.rows = call, rows
@@ -271,7 +261,7 @@ class _Compute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _ComputeContext, dlink: torch.Tensor) -> tuple[Optional, ...]:
         call, rows, experts = ctx.call, ctx.rows, ctx.call.experts
-        hand_over(call.paired_pass, PassKind.BACKWARD)
+        call.paired_pass.hand_over(PassKind.BACKWARD)
         rows_NH, first_PF, *parameters = ctx.saved_tensors
         # Computed while the gradients of the sums travel, which it does not need:
         up, down, up_bias, down_bias = call.with_replicas(parameters)
@@ -280,13 +270,13 @@ class _Compute(torch.autograd.Function):
             rows_NH = call.extra.wait()
             first_PF = experts.forward(rows.order.permuted(rows_NH), up, rows.counts)
             if up_bias is not None:
-                rows.add_bias_(first_PF, up_bias)
+                first_PF.add_(up_bias.index_select(0, rows.experts))
         with torch.enable_grad():
             first_PF = first_PF.detach().requires_grad_()
             activated_PI = experts.activation(first_PF)
         dy_PH = rows.order.permuted(call.tokens.wait())
         dweighted_PI = experts.input_gradient(dy_PH, down, rows.counts)
-        (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, rows.weighted(dweighted_PI))
+        (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, weighted(dweighted_PI, rows.weights))
         activated_PI = activated_PI.detach()
         if ctx.needs_input_grad[0]:
             dpermuted_PH = experts.input_gradient(dfirst_PF, up, rows.counts)
@@ -300,14 +290,10 @@ class _Compute(torch.autograd.Function):
         dup = ddown = None
         rows_NH = call.extra.wait() if rows_NH is None else rows_NH
         if ctx.needs_input_grad[2]:
-            permuted_PH = rows.order.permuted(rows_NH)
-            product = experts.weight_gradient(permuted_PH, dfirst_PF, rows.counts)
-            dup = taken(gradient_sink(up), product)
-            del permuted_PH, product
+            dup = experts.gradient_of(up, rows.order.permuted(rows_NH), dfirst_PF, rows.counts)
         if ctx.needs_input_grad[3]:
-            product = experts.weight_gradient(rows.weighted(activated_PI), dy_PH, rows.counts)
-            ddown = taken(gradient_sink(down), product)
-        biases = (_sums(up_bias, dfirst_PF, rows), _sums(down_bias, rows.weighted(dy_PH), rows))
+            ddown = experts.gradient_of(down, weighted(activated_PI, rows.weights), dy_PH, rows.counts)
+        biases = (_sums(up_bias, dfirst_PF, rows), _sums(down_bias, weighted(dy_PH, rows.weights), rows))
         return dlink, None, *gathered_gradients(call.replicas, (dup, ddown, *biases))
 
 

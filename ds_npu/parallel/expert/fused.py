@@ -12,13 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ds_npu.comm.collectives import exchange_rows
+from ds_npu.comm.collectives import communicator, exchange_rows
 from ds_npu.comm.host_copy import copy_to_device
 from ds_npu.config.moe import ABILITIES, Dispatching
 from ds_npu.log import warn_once
@@ -28,16 +27,15 @@ from ds_npu.ops.operator import npu_kernels
 from ds_npu.ops.token_permutation import token_unpermute
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import Agreement, AllToAllPlan, Dispatcher, ExpertOptions, Piece, Routed
-from ds_npu.parallel.expert.replicas import Optional
-from ds_npu.parallel.expert.routing import Order, order_by
+from ds_npu.parallel.expert.routing import Order, order_by, weighted
+from ds_npu.parallel.expert.sharing import Optional
 from ds_npu.parallel.expert.weights import ExpertWeights
-from ds_npu.parallel.tensor.weight_gradient import gradient_sink, taken
 
 Counts = Sequence[int]
 
 
 class Kernels(Protocol):
-    """``ds_npu.ops.npu.expert_exchange``, which can be imported only where torch_npu can."""
+    """``ds_npu.ops.npu.matmul_collective``, which can be imported only where torch_npu can."""
 
     def alltoall_matmul(
         self, x_SK: torch.Tensor, weight_EKN: torch.Tensor, communicator: str, sent: Counts, received: Counts
@@ -51,16 +49,8 @@ class Kernels(Protocol):
 @functools.cache
 def exchange_kernels() -> Kernels:
     """The kernels of torch_npu."""
-    kernels: Kernels = npu_kernels("ds_npu.ops.npu.expert_exchange")
+    kernels: Kernels = npu_kernels("ds_npu.ops.npu.matmul_collective")
     return kernels
-
-
-@functools.cache
-def communicator(group: dist.ProcessGroup) -> str:
-    """HCCL's name of the group's communicator, which is opened if it is not yet open."""
-    backend: Any = group._get_backend(torch.device("npu"))  # torch_npu's
-    name: str = backend.get_hccl_comm_name(dist.get_rank())
-    return name
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,6 @@ class _Exchange:
     experts: ExpertWeights
     axis: ExpertAxis
     order: Order
-    """The order of sent rows."""
     choices: torch.Tensor
     """[S] int64: the index of each sent row's choice among all T * K."""
     sent: tuple[int, ...]
@@ -143,11 +132,13 @@ class _Exchange:
 
     def multiplied(self, x_SK: torch.Tensor, weight_EKN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The products [P, N] of the received rows, and the received rows [P, K]."""
-        return exchange_kernels().alltoall_matmul(x_SK, weight_EKN, self._communicator, self.sent, self.received)
+        name = communicator(self.axis.group)
+        return exchange_kernels().alltoall_matmul(x_SK, weight_EKN, name, self.sent, self.received)
 
     def returned(self, x_PK: torch.Tensor, weight_EKN: torch.Tensor) -> torch.Tensor:
         """The products [S, N] of this rank's rows, which other ranks' experts computed."""
-        return exchange_kernels().matmul_alltoall(x_PK, weight_EKN, self._communicator, self.sent, self.received)
+        name = communicator(self.axis.group)
+        return exchange_kernels().matmul_alltoall(x_PK, weight_EKN, name, self.sent, self.received)
 
     def exchanged(self, values_S: torch.Tensor) -> torch.Tensor:
         """Send one number [S] of each row to the rank of its expert: [P]."""
@@ -170,10 +161,6 @@ class _Exchange:
             for counts in (self.sent, self.received)
         ]
 
-    @property
-    def _communicator(self) -> str:
-        return communicator(self.axis.group)
-
 
 class _FusedContext(Context):
     exchange: _Exchange
@@ -195,7 +182,7 @@ class _Fused(torch.autograd.Function):
         first_PF, rows_PH = exchange.multiplied(
             exchange.order.permuted(x_TH), up if experts.is_transposed else up.transpose(1, 2)
         )
-        weighted_PI = _weighted(experts.activation(first_PF), weights_P)
+        weighted_PI = weighted(experts.activation(first_PF), weights_P)
         y_SH = exchange.returned(weighted_PI, down if experts.is_transposed else down.transpose(1, 2))
         ctx.exchange = exchange
         ctx.save_for_backward(rows_PH, first_PF, weights_P, up, down)
@@ -212,7 +199,7 @@ class _Fused(torch.autograd.Function):
         with torch.enable_grad():
             first_PF = first_PF.detach().requires_grad_()
             activated_PI = experts.activation(first_PF)
-        (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, _weighted(dweighted_PI, weights_P))
+        (dfirst_PF,) = torch.autograd.grad(activated_PI, first_PF, weighted(dweighted_PI, weights_P))
         activated_PI = activated_PI.detach()
         dx_SH = exchange.returned(dfirst_PF, up.transpose(1, 2) if experts.is_transposed else up)
         dx_TH = token_unpermute(dx_SH, exchange.order.positions)
@@ -220,17 +207,10 @@ class _Fused(torch.autograd.Function):
         dweights_TK = exchange.exchanged_back(dweights_P)
         dup = ddown = None
         if ctx.needs_input_grad[3]:
-            product = experts.weight_gradient(rows_PH, dfirst_PF, exchange.counts)
-            dup = taken(gradient_sink(up), product)
+            dup = experts.gradient_of(up, rows_PH, dfirst_PF, exchange.counts)
         if ctx.needs_input_grad[4]:
-            weighted_PI = _weighted(activated_PI, weights_P)
-            product = experts.weight_gradient(weighted_PI, dy_PH, exchange.counts)
-            ddown = taken(gradient_sink(down), product)
+            ddown = experts.gradient_of(down, weighted(activated_PI, weights_P), dy_PH, exchange.counts)
         return dx_TH, dweights_TK, None, dup, ddown
-
-
-def _weighted(x: torch.Tensor, weights_P: torch.Tensor) -> torch.Tensor:
-    return (x * weights_P.unsqueeze(1)).to(x.dtype)
 
 
 _fused = applied(_Fused, _Fused.forward)

@@ -7,23 +7,29 @@ The order in a block that computes shared experts after the routed ones, from an
 The routed experts call the shared experts' module; when the block calls it, its result is ready. Autograd runs the
 youngest of the nodes that are ready, so that backward runs in the reverse order. Sources: MindSpeed
 (moe-alltoall-overlap-comm), Megatron-LM (moe-shared-expert-overlap); for two halves DeepSeek-V3 (arXiv:2412.19437).
+
+The routed experts, computed inside of the shared experts' forward, are no part of it. The recomputation of that module
+must not record them: neither by its hooks on saved tensors nor by its dispatch modes (``SavingContext``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from ds_npu.comm.pending import identity
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
 from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.runtime.forward_wraps import Forward
-from ds_npu.parallel.runtime.saving_context import SavingContext
 
 Compute = Callable[[], None]
 
@@ -54,8 +60,6 @@ def compute_experts_in_halves(
 
 @dataclass
 class _Block:
-    """One forward of a block."""
-
     x: torch.Tensor | None = None
     """The input of the shared experts."""
     state: tuple[object, ...] = ()
@@ -149,3 +153,25 @@ class SharedExperts:
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     found = next(iter((*args, *kwargs.values())), None)
     return found if isinstance(found, torch.Tensor) else None
+
+
+class SavingContext:
+    """The hooks on saved tensors and the number of dispatch modes at the point where this object is made."""
+
+    def __init__(self) -> None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks = hooks or (identity, identity)
+        self._modes = len(_get_current_dispatch_mode_stack())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """A context, inside of the point where this object was made, with the hooks and modes of that point."""
+        inner = []
+        while len(_get_current_dispatch_mode_stack()) > self._modes:
+            inner.append(_pop_mode())
+        try:
+            with saved_tensors_hooks(*self._hooks):
+                yield
+        finally:
+            for mode in reversed(inner):
+                _push_mode(mode)

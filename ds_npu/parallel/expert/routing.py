@@ -30,6 +30,11 @@ class Order:
         return torch.cat([values_P, values_P.new_zeros(1)])[self.positions.long().clamp(max=len(values_P))]
 
 
+def weighted(x: torch.Tensor, weights_P: torch.Tensor) -> torch.Tensor:
+    """x [P, ...], each row times its routing weight, in the dtype of x."""
+    return (x * weights_P.unsqueeze(1)).to(x.dtype)
+
+
 def order_by(keys_NK: torch.Tensor, kept: int) -> Order:
     """Sort copies by key, stably, and keep the first ``kept``."""
     order = torch.argsort(_sortable(keys_NK.reshape(-1)), stable=True)

@@ -14,20 +14,7 @@ from ds_npu.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Sch
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors, differentiable
 from ds_npu.parallel.runtime.micro_batch import new_forward
 from ds_npu.parallel.runtime.paired_passes import PAIRED_PASS, PairedPass, PairRunner
-
-
-class WeightPart(Protocol):
-    """The weight gradients that a backward has postponed."""
-
-    def compute(self) -> None:
-        """Compute the weight gradients and accumulate them."""
-
-
-class _NoWeights:
-    """The weight part of a backward without trained weights."""
-
-    def compute(self) -> None:
-        """Do nothing."""
+from ds_npu.parallel.tensor.weight_gradient import QueuedGradients
 
 
 class StageWork(Protocol):
@@ -42,7 +29,7 @@ class StageWork(Protocol):
     def state(self) -> AbstractContextManager[object]:
         """Save the random state; a forward in the returned context draws the numbers that it would draw now."""
 
-    def backward(self, outputs: Tensors, gradients: Tensors | None) -> WeightPart:
+    def backward(self, outputs: Tensors, gradients: Tensors | None) -> QueuedGradients:
         """Run the backward of ``outputs`` (None as ``gradients``: of the loss); return the part of weight gradients."""
 
 
@@ -54,7 +41,6 @@ class _Kept:
     outputs: Tensors
     """The outputs with their graph; empty until the recomputation, where there is one."""
     state: AbstractContextManager[object] | None = None
-    """The random state for the recomputation."""
     paired_pass: PairedPass = field(default_factory=PairedPass)
 
 
@@ -90,7 +76,7 @@ class PipelineRun:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._results: dict[Action, Tensors] = {}
         """Results by action, until a stage of this rank uses them or they are sent."""
-        self._weights: dict[tuple[int, int], WeightPart] = {}
+        self._weights: dict[tuple[int, int], QueuedGradients] = {}
         self.losses: dict[int, torch.Tensor] = {}
         """The losses by micro-batch, on the rank of the last stage, without graphs."""
 
@@ -127,7 +113,6 @@ class PipelineRun:
             return False
 
     def _run(self, step: tuple[Action, ...], runner: PairRunner | None) -> None:
-        """Run the one or two actions of ``step``, and keep their results."""
         first, *second = map(self._prepared, step)
         if runner is None or not second:
             first()
@@ -186,12 +171,13 @@ class PipelineRun:
             outputs = differentiable(kept.outputs)
             if given is not None:
                 outputs, given = _with_graph(outputs, given)
-            if given is not None and not outputs:
-                weights: WeightPart = _NoWeights()
-            else:
+            weights = QueuedGradients({})
+            if given is None or outputs:
                 weights = self._stages[action.stage].backward(outputs, given)
             if kept.arrived is not None:
-                self._results[action] = tuple(map(_gradient, differentiable(kept.arrived)))
+                self._results[action] = tuple(
+                    torch.zeros_like(each) if each.grad is None else each.grad for each in differentiable(kept.arrived)
+                )
             if action.kind is Kind.BACKWARD:
                 weights.compute()
             else:
@@ -227,8 +213,3 @@ def _with_graph(outputs: Tensors, gradients: Tensors) -> tuple[Tensors, Tensors]
     """Leave out ``outputs`` without a graph: all of them in a first stage of frozen weights."""
     kept = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     return tuple(output for output, _ in kept), tuple(gradient for _, gradient in kept)
-
-
-def _gradient(arrived: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``arrived``; zeros where the stage has not used it."""
-    return torch.zeros_like(arrived) if arrived.grad is None else arrived.grad

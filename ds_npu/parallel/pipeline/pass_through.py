@@ -40,7 +40,6 @@ class Stage:
     index: int
     count: int
     blocks: int
-    """The number of its blocks."""
     before: int = 0
     """The number of blocks of all stages before it."""
 
@@ -105,7 +104,6 @@ class PassThrough(nn.Module):
     """
 
     whose = ""
-    """Name and class of the absent module."""
     weights: Mapping[str, torch.Size] = MappingProxyType({})
     """The shapes of the absent module's parameters and persistent buffers, by name in it."""
     absent_names: tuple[str, ...] = ()

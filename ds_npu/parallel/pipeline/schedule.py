@@ -31,7 +31,6 @@ class Kind(Enum):
     RECOMPUTE = "R"
     """The forward run again, after one that kept only its inputs."""
     SEND_STATES = "SEND_F"
-    """The result of a forward leaves its rank."""
     RECEIVE_STATES = "RECV_F"
     SEND_GRADIENTS = "SEND_B"
     RECEIVE_GRADIENTS = "RECV_B"

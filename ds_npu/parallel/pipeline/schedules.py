@@ -1,14 +1,20 @@
-"""Every schedule by the name that ``ds_npu.pipeline.schedule`` gives it: pure functions of ranks and micro-batches."""
+"""Every schedule by the name that ``ds_npu.pipeline.schedule`` gives it: pure functions of ranks and micro-batches.
+
+In a ``paired`` schedule a forward of one micro-batch and a backward of another overlap on a rank. The tokens of one
+travel between the ranks of experts while the other computes (``parallel.runtime.paired_passes``). A pair begins when
+both can, and its results leave when both have ended: a schedule needs slack for that. DualPipeV has it; 1F1B has it
+where a rank keeps two micro-batches more than the next one, and not one more. Sources: DualPipe (deepseek-ai, arXiv
+2412.19437); Megatron-LM (combined 1F1B); torch.distributed.pipelining (OVERLAP_F_B).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ds_npu.parallel.pipeline.dualpipe_v import dualpipe_v
+from ds_npu.parallel.pipeline.fill import with_weight_gradients
 from ds_npu.parallel.pipeline.schedule import Action, Kind, Rows, Schedule
-from ds_npu.parallel.pipeline.v_shape import v_half, v_min, zb_v
-from ds_npu.parallel.pipeline.weight_fill import with_weight_gradients
+from ds_npu.parallel.pipeline.v_shape import dualpipe_v, v_half, v_min, zb_v
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
@@ -99,4 +105,33 @@ SCHEDULES = {
     "v_min": Named(_fixed(v_min), 2),
     "dualpipe_v": Named(_fixed(dualpipe_v), 2, lambda ranks: 2 * ranks),
 }
-"""Schedules by the value of ``ds_npu.pipeline.schedule``."""
+
+
+def paired(schedule: Schedule, forward_first: bool) -> Schedule:
+    """Pair each forward of ``schedule`` with the whole backward that follows it, of another micro-batch.
+
+    Without ``forward_first`` pair each backward with the forward that follows it, and put the forward before it.
+    """
+    rows, pairs = [], []
+    for row in schedule.rows:
+        made: list[Action] = []
+        for action in row:
+            last = made[-1] if made else None
+            if last is not None and last not in pairs and (len(made) < 2 or made[-2] not in pairs):
+                forward, backward = (last, action) if forward_first else (action, last)
+                kinds = forward.kind is Kind.FORWARD and backward.kind is Kind.BACKWARD
+                if kinds and forward.micro_batch != backward.micro_batch:
+                    made[-1:] = [forward, backward]
+                    pairs.append(forward)
+                    continue
+            made.append(action)
+        rows.append(made)
+    return Schedule.of(rows, pairs)
+
+
+PAIRED: dict[str, Callable[[int, int, int], Schedule]] = {
+    "1f1b": lambda ranks, micro_batches, chunks: paired(interleaved(ranks, micro_batches, 1), forward_first=False),
+    "interleaved": lambda ranks, micro_batches, chunks: paired(interleaved(ranks, micro_batches, chunks), False),
+    "dualpipe_v": lambda ranks, micro_batches, chunks: paired(dualpipe_v(ranks, micro_batches), forward_first=True),
+}
+"""Makers of schedules from (ranks, micro-batches, chunks of each rank), by value of ``ds_npu.pipeline.schedule``."""

@@ -79,10 +79,7 @@ def insert_wrap(owner: object, name: str, wrapper: Wrapper, level: IntEnum, kind
 
     The Wrap is inside of those of outer (smaller) levels, and outside of all others.
     """
-    outer: Wrap | None = None
-    inner: Forward = getattr(owner, name)
-    while isinstance(inner, Wrap) and inner.level < level:
-        outer, inner = inner, inner.inner
+    outer, inner = _inside(owner, name, lambda wrap: wrap.level < level)
     if outer is None:
         setattr(owner, name, kind(wrapper, inner, level))
     else:
@@ -91,10 +88,7 @@ def insert_wrap(owner: object, name: str, wrapper: Wrapper, level: IntEnum, kind
 
 def remove_wrap(owner: object, name: str, wrapper: Wrapper) -> None:
     """Remove the Wrap of ``wrapper`` from the method ``name`` of ``owner``; ValueError where there is none."""
-    outer: Wrap | None = None
-    made: Forward = getattr(owner, name)
-    while isinstance(made, Wrap) and made.wrapper is not wrapper:
-        outer, made = made, made.inner
+    outer, made = _inside(owner, name, lambda wrap: wrap.wrapper is not wrapper)
     if not isinstance(made, Wrap):
         raise ValueError(f"{wrapper} wraps no {name} of this {type(owner).__name__}")
     if outer is not None:
@@ -103,6 +97,15 @@ def remove_wrap(owner: object, name: str, wrapper: Wrapper) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, made.inner)
+
+
+def _inside(owner: object, name: str, is_outside: Callable[[Wrap], bool]) -> tuple[Wrap | None, Forward]:
+    """The innermost of the Wraps that come first and ``is_outside``, and the function inside of them."""
+    outer: Wrap | None = None
+    inner: Forward = getattr(owner, name)
+    while isinstance(inner, Wrap) and is_outside(inner):
+        outer, inner = inner, inner.inner
+    return outer, inner
 
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper, level: Level) -> None:

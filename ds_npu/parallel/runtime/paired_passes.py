@@ -97,7 +97,7 @@ class PairedPass:
             self._pair.hand_over(own)
 
     def finish_backward(self) -> None:
-        """Let the backward that is paired with this forward run to its end."""
+        """Let the backward that is paired with this forward end, before this forward runs autograd."""
         if self._pair is not None and self._own is PassKind.FORWARD:
             self._pair.hand_over(PassKind.FORWARD, until_the_end=True)
 
@@ -114,22 +114,12 @@ class PairedPass:
 PAIRED_PASS: Fact[PairedPass] = Fact()
 
 
-def hand_over(paired_pass: PairedPass | None, own: PassKind) -> None:
-    """Call ``paired_pass.hand_over``, if there is one."""
-    if paired_pass is not None:
-        paired_pass.hand_over(own)
+_UNPAIRED = PairedPass()
 
 
-def finish_backward() -> None:
-    """Let the paired backward end before a forward runs autograd: the paired one may hold autograd's one NPU thread."""
-    paired_pass = running_pass()
-    if paired_pass is not None:
-        paired_pass.finish_backward()
-
-
-def running_pass() -> PairedPass | None:
-    """The PairedPass of the running micro-batch."""
-    return PAIRED_PASS.of(running())
+def running_pass() -> PairedPass:
+    """The PairedPass of the running micro-batch; one that is never in a pair where it has none."""
+    return PAIRED_PASS.of(running()) or _UNPAIRED
 
 
 class PairRunner:

@@ -31,11 +31,9 @@ class Placement:
     """The ranks that hold one parameter's weight, and the axes over which its gradient is summed."""
 
     name: str = ""
-    """The name in the plain model; empty until an engine is made."""
+    """The name and, below, the shape in the plain model; empty until an engine is made."""
     shape: tuple[int, ...] = ()
-    """The shape in the plain model."""
     is_expert: bool = False
-    """Whether it is on the expert view."""
     sharded: Mapping[Axis, Sharding] = field(default_factory=dict)
     absent: frozenset[Axis] = frozenset()
     """Axes along which the other ranks do not have the weight."""

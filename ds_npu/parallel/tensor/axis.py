@@ -27,15 +27,13 @@ class MatmulCollectives(Protocol):
 
         Where ``gathered`` is false the first result may be empty.
         """
-        ...
 
     def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending[torch.Tensor]:
         """Reduce-scatter the sum of the products of [B, S, K_i] and [K_i, N]: [B, S / tp, N], to be waited for."""
-        ...
 
 
 def sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The sum of the products of [B, S, K_i] and [K_i, N], in one buffer [B, S, N]."""
+    """The sum of the products of [..., K_i] and [K_i, N], in one buffer [..., N]."""
     x, matrix = pairs[0]
     out = torch.mm(x.flatten(0, -2), matrix)
     for x, matrix in pairs[1:]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ds_npu.comm.collectives import all_reduce
 from ds_npu.ops.precision import accumulation_dtype
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
+from ds_npu.parallel.tensor.product import WeightLayout
 
 TOKENS = 1024
 """Tokens whose logits exist at a time: enough that reading the weight does not bound matrix multiplications.
@@ -31,19 +31,25 @@ class HeadShard:
     """This rank's words of a head, and the dtype of its products."""
 
     start: int
-    """Its first word."""
     words: int
     """The number of words of all ranks."""
     group: dist.ProcessGroup | None
     """The tensor ranks; None: the head is whole."""
     dtype: torch.dtype
     layout: WeightLayout = field(default_factory=WeightLayout)
-    """How its products are computed."""
 
     def product(self, hidden_CH: torch.Tensor, cast_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
         """[C, V] in ``dtype``, which ``cast_VH`` has."""
         bias_V = None if bias_V is None else bias_V.to(self.dtype)
         return functional.linear(hidden_CH.to(self.dtype), self.layout.forward(cast_VH).t(), bias_V)
+
+
+def check_head(weight: torch.Tensor, own: range, words: int) -> None:
+    """Raise ValueError where ``weight`` has other words of the ``words`` of all ranks than this rank's ``own``."""
+    if len(weight) != len(own):
+        raise ValueError(
+            f"a head of {len(weight)} words was given; this rank's has the {len(own)} from {own.start} on of {words}"
+        )
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:

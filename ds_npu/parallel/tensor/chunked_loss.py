@@ -24,14 +24,13 @@ from torch.autograd.function import once_differentiable
 from ds_npu.comm.collectives import all_gather
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.precision import accumulation_dtype
-from ds_npu.parallel.runtime.paired_passes import finish_backward
-from ds_npu.parallel.tensor.chunked_head import TOKENS, HeadGradients, HeadShard, chunks, product_dtype
-from ds_npu.parallel.tensor.cross_entropy import check_words
+from ds_npu.parallel.runtime.paired_passes import running_pass
+from ds_npu.parallel.tensor.chunked_head import TOKENS, HeadGradients, HeadShard, check_head, chunks, product_dtype
+from ds_npu.parallel.tensor.cross_entropy import LocalTargets, check_words
+from ds_npu.parallel.tensor.product import ScaledSum, WeightLayout
 from ds_npu.parallel.tensor.shard_access import local_shard
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
-from ds_npu.parallel.tensor.weight_product import ScaledSum
 from ds_npu.topology.topology import Topology
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -52,36 +51,11 @@ class TargetWords:
 
 @dataclass(frozen=True)
 class _Chunking:
-    """The settings of one loss."""
-
     head: HeadShard
     transform: Transform | None
     tokens: int
-    """The number of tokens of a chunk."""
     smoothing: float
     with_gradients: bool
-
-
-@dataclass(frozen=True)
-class _Targets:
-    """The targets of C tokens among this rank's words."""
-
-    index: torch.Tensor
-    """[C, 1]: the target's index among this rank's words; 0 where it is none of them."""
-    elsewhere: torch.Tensor
-    """[C]: whether the target is none of this rank's words."""
-    ignored: torch.Tensor
-    """[C]: whether the token has no loss."""
-
-    def of(self, rows: slice) -> _Targets:
-        return _Targets(self.index[rows], self.elsewhere[rows], self.ignored[rows])
-
-    @staticmethod
-    def among(targets_T: torch.Tensor, ignore_index: int, start: int, words: int) -> _Targets:
-        """The targets among this rank's words, ``words`` of them from ``start`` on."""
-        ignored_T, local_T = targets_T == ignore_index, targets_T - start
-        elsewhere_T = (local_T < 0) | (local_T >= words) | ignored_T
-        return _Targets(local_T.masked_fill(elsewhere_T, 0).unsqueeze(1), elsewhere_T, ignored_T)
 
 
 def _over_ranks(
@@ -98,22 +72,16 @@ def _over_ranks(
     return top_C, (sums * (tops - top_C).exp()).sum(0), *(part.sum(0) for part in parts)
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """This rank's shard of the head's weight and bias."""
-
-    cast: torch.Tensor
-    """[V, H], in the dtype of the products."""
-    bias: torch.Tensor | None
-    """[V]."""
-
-
 def _chunk(
-    hidden_CH: torch.Tensor, weights: _Weights, targets: _Targets, chunking: _Chunking
+    hidden_CH: torch.Tensor,
+    cast_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets: LocalTargets,
+    chunking: _Chunking,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The losses [C] of a chunk; the gradient [C, V] of the products, from the sum of losses that count."""
     head, wide = chunking.head, accumulation_dtype(chunking.head.dtype)
-    product_CV = head.product(hidden_CH, weights.cast, weights.bias)
+    product_CV = head.product(hidden_CH, cast_VH, bias_V)
     logits_CV: torch.Tensor | None = None
     if chunking.transform is None:
         e_CV = product_CV.to(wide)
@@ -142,7 +110,8 @@ def _chunk(
     rounded_CV = e_CV.to(head.dtype if logits_CV is None else logits_CV.dtype)
     del e_CV
     if logits_CV is not None:
-        finish_backward()
+        # The paired backward may hold autograd's one NPU thread.
+        running_pass().finish_backward()
         (rounded_CV,) = torch.autograd.grad(logits_CV, product_CV, rounded_CV)
     return losses_C, rounded_CV
 
@@ -160,7 +129,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_TH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
-        targets: _Targets,
+        targets: LocalTargets,
         chunking: _Chunking,
     ) -> torch.Tensor:
         wanted = [needed and chunking.with_gradients for needed in ctx.needs_input_grad[:3]]
@@ -168,11 +137,11 @@ class _ChunkedLoss(torch.autograd.Function):
         head = chunking.head
         gradients = HeadGradients(hidden_TH, weight_VH, bias_V, wanted, head.layout)
         losses_T = hidden_TH.new_empty(len(hidden_TH), dtype=accumulation_dtype(head.dtype))
-        weights = _Weights(local_shard(weight_VH).to(head.dtype), bias_V)
+        cast_VH = local_shard(weight_VH).to(head.dtype)
         for rows in chunks(len(hidden_TH), chunking.tokens):
-            losses_T[rows], gradient_CV = _chunk(hidden_TH[rows], weights, targets.of(rows), chunking)
+            losses_T[rows], gradient_CV = _chunk(hidden_TH[rows], cast_VH, bias_V, targets.of(rows), chunking)
             if gradient_CV is not None:
-                gradients.add(rows, hidden_TH, weights.cast, gradient_CV)
+                gradients.add(rows, hidden_TH, cast_VH, gradient_CV)
             del gradient_CV
         gradients.sum_hidden(head.group)
         ctx.sink, ctx.dtypes = gradient_sink(weight_VH), (hidden_TH.dtype, weight_VH.dtype)
@@ -232,14 +201,10 @@ class ChunkedLoss:
         Raises ValueError for a weight of another shard, and IndexError for targets outside of the vocabulary, which
         are looked for on the CPU only: a device would have to be waited for.
         """
-        if len(weight) != self.stop - self.start:
-            raise ValueError(
-                f"a head of {len(weight)} words was given; this rank's has the {self.stop - self.start} from "
-                f"{self.start} on of {self.words}"
-            )
+        check_head(weight, range(self.start, self.stop), self.words)
         check_words(targets.words, self.words, targets.ignore_index)
         head = HeadShard(self.start, self.words, self.group, product_dtype(hidden), self.layout)
         chunking = _Chunking(head, transform, tokens, targets.smoothing, torch.is_grad_enabled())
-        own = _Targets.among(targets.words.flatten(), targets.ignore_index, self.start, self.stop - self.start)
+        own = LocalTargets.among(targets.words.flatten(), targets.ignore_index, self.start, self.stop - self.start)
         with torch.autocast(hidden.device.type, enabled=False):
             return _chunked_loss(hidden.flatten(0, -2), weight, bias, own, chunking)

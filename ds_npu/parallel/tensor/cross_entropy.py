@@ -7,7 +7,7 @@ cross-entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3), but keeping th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.tensor.sharding import Sharding
-from ds_npu.parallel.tensor.whole_weight import gather_shards
+from ds_npu.parallel.tensor.whole_weight import from_shard, gather_shards
 from ds_npu.topology.topology import Topology
 
 BLOCK_BYTES = {"cpu": 1 << 20, "npu": 1 << 25}
@@ -31,6 +31,28 @@ def _blocks(logits_TV: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
     size = BLOCK_BYTES.get(logits_TV.device.type, BLOCK_BYTES["npu"])
     rows = max(1, size // (words * dtype.itemsize))
     return (slice(first, first + rows) for first in range(0, tokens, rows))
+
+
+@dataclass(frozen=True)
+class LocalTargets:
+    """The targets of T tokens among this rank's words."""
+
+    index: torch.Tensor
+    """[T, 1]: the target's index among this rank's words; 0 where it is none of them."""
+    elsewhere: torch.Tensor
+    """[T]: whether the target is none of this rank's words."""
+    ignored: torch.Tensor
+    """[T]: whether the token has no loss."""
+
+    def of(self, rows: slice) -> LocalTargets:
+        return LocalTargets(self.index[rows], self.elsewhere[rows], self.ignored[rows])
+
+    @staticmethod
+    def among(targets_T: torch.Tensor, ignore_index: int, start: int, words: int) -> LocalTargets:
+        """The targets among this rank's words, ``words`` of them from ``start`` on."""
+        ignored_T, local_T = targets_T == ignore_index, targets_T - start
+        elsewhere_T = (local_T < 0) | (local_T >= words) | ignored_T
+        return LocalTargets(local_T.masked_fill(elsewhere_T, 0).unsqueeze(1), elsewhere_T, ignored_T)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -46,18 +68,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         dtype = accumulation_dtype(logits_TV.dtype)
         top_T = logits_TV.amax(dim=1).to(dtype)
         dist.all_reduce(top_T, dist.ReduceOp.MAX, group)
-        ignored_T = targets_T == ignore_index
-        local_T = targets_T - start
-        elsewhere_T = (local_T < 0) | (local_T >= logits_TV.shape[1]) | ignored_T
-        index_T1 = local_T.masked_fill(elsewhere_T, 0).unsqueeze(1)
+        targets = LocalTargets.among(targets_T, ignore_index, start, logits_TV.shape[1])
         # Row 0: the sum of the exponentials. Row 1: the target's logit, which one rank has. One message for both.
         sums_2T = top_T.new_empty(2, len(top_T))
         for rows in _blocks(logits_TV, dtype):
             sums_2T[0, rows] = (logits_TV[rows] - top_T[rows, None]).exp_().sum(dim=1)
-        sums_2T[1] = (logits_TV.gather(1, index_T1).squeeze(1) - top_T).masked_fill_(elsewhere_T, 0)
+        sums_2T[1] = (logits_TV.gather(1, targets.index).squeeze(1) - top_T).masked_fill_(targets.elsewhere, 0)
         dist.all_reduce(sums_2T, group=group)
-        ctx.save_for_backward(logits_TV, top_T, sums_2T, index_T1, elsewhere_T, ignored_T)
-        return (sums_2T[0].log() - sums_2T[1]).masked_fill_(ignored_T, 0)
+        ctx.save_for_backward(logits_TV, top_T, sums_2T, targets.index, targets.elsewhere, targets.ignored)
+        return (sums_2T[0].log() - sums_2T[1]).masked_fill_(targets.ignored, 0)
 
     @staticmethod
     @once_differentiable
@@ -167,33 +186,13 @@ def check_words(targets: torch.Tensor, words: int, ignore_index: int) -> None:
             raise IndexError(f"label {int(targets[wrong][0])} is no word of a vocabulary of {words}, nor ignore_index")
 
 
-class _VocabularyContext(Context):
-    columns: Sharding
-    rank: int
-
-
-class _GatherVocabulary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _VocabularyContext, logits: torch.Tensor, columns: Sharding, group: dist.ProcessGroup | None
-    ) -> torch.Tensor:
-        ctx.columns, ctx.rank = columns, dist.get_rank(group)
-        return gather_shards(logits, columns, group)
-
-    @staticmethod
-    def backward(ctx: _VocabularyContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.columns.take(gradients[0], ctx.rank), None, None
-
-
-_gather_vocabulary = applied(_GatherVocabulary, _GatherVocabulary.forward)
-
-
 def gather_vocabulary(logits: torch.Tensor, vocabulary: Sharding, group: dist.ProcessGroup | None) -> torch.Tensor:
     """All-gather logits [..., V] on every rank of ``group`` from the shards of its ranks, by ``vocabulary``.
 
     The gradient of the whole must be the same on every rank; each takes its shard of it, without a message.
     """
-    return _gather_vocabulary(logits, replace(vocabulary, dim=-1), group)
+    columns = replace(vocabulary, dim=-1)
+    return from_shard(logits, lambda mine: gather_shards(mine, columns, group), columns, group)
 
 
 @torch.no_grad()

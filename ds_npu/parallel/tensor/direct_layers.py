@@ -17,10 +17,8 @@ from ds_npu.parallel.runtime.forward_wraps import has_class_forward, has_own_for
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear, linear
-from ds_npu.parallel.tensor.product import Product
+from ds_npu.parallel.tensor.product import LookupProduct, Product, WeightLayout
 from ds_npu.parallel.tensor.weight_gradient import GradientSink, gradient_sink, taken
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
-from ds_npu.parallel.tensor.weight_product import LookupProduct
 
 
 class DirectLinear:

@@ -60,7 +60,6 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 
     @classmethod
     def _of(cls, kind: type[nn.Embedding]) -> type[nn.Embedding]:
-        """``kind`` with vocabulary-parallel lookups."""
         if issubclass(cls, kind):
             return cls
         return type(f"VocabParallel{kind.__name__}", (cls, kind), {})

@@ -17,11 +17,10 @@ from ds_npu.comm.collectives import all_gather, all_reduce
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.runtime.placement import keep_shard
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, SerialCollectives, TensorAxis, sum_of_products, tensor_axis
-from ds_npu.parallel.tensor.gradient import sum_gradient
+from ds_npu.parallel.tensor.product import WeightLayout
 from ds_npu.parallel.tensor.region import RegionInput, padded
 from ds_npu.parallel.tensor.sharding import shard_sections
-from ds_npu.parallel.tensor.weight_gradient import GRADIENT_SINK, GradientSink, gradient_sink, taken
-from ds_npu.parallel.tensor.weight_layout import WeightLayout
+from ds_npu.parallel.tensor.weight_gradient import GRADIENT_SINK, GradientSink, gradient_sink, sum_gradient, taken
 from ds_npu.parallel.tensor.whole_weight import ShowsWhole
 from ds_npu.topology.topology import Topology
 
@@ -122,10 +121,13 @@ def _stacked(
     return out
 
 
-class _RowContext(Context):
-    axis: TensorAxis
+class _LinearContext(Context):
     layout: WeightLayout
     sink: GradientSink | None
+
+
+class _RowContext(_LinearContext):
+    axis: TensorAxis
 
 
 class _Row(torch.autograd.Function):
@@ -156,11 +158,6 @@ class _Row(torch.autograd.Function):
 
 
 _row = applied(_Row, _Row.forward)
-
-
-class _LinearContext(Context):
-    layout: WeightLayout
-    sink: GradientSink | None
 
 
 class _Linear(torch.autograd.Function):

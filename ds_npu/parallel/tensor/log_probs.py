@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.ops.precision import accumulation_dtype
-from ds_npu.parallel.tensor.chunked_head import TOKENS, HeadGradients, HeadShard, chunks, product_dtype
+from ds_npu.parallel.tensor.chunked_head import TOKENS, HeadGradients, HeadShard, check_head, chunks, product_dtype
 from ds_npu.parallel.tensor.sharding import Sharding
 
 
@@ -61,8 +61,6 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class _Head:
-    """A head, and the change of its products."""
-
     shard: HeadShard
     transform: LogitTransform
 
@@ -191,11 +189,7 @@ class VocabParallelLogProbs:
         Memory: blocks of ``TOKENS`` x V logits and, in backward, the weight's gradient in float32.
         Raises ValueError for a weight of another shard.
         """
-        if len(weight) != self.stop - self.start:
-            raise ValueError(
-                f"a head of {len(weight)} words was given; this rank's has the {self.stop - self.start} from "
-                f"{self.start} on of {self.words}"
-            )
+        check_head(weight, range(self.start, self.stop), self.words)
         head = _Head(HeadShard(self.start, self.words, self.group, product_dtype(hidden)), self.transform)
         ignored = targets == ignore_index
         targets_T = targets.masked_fill(ignored, 0).flatten()

@@ -11,17 +11,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ds_npu.comm.collectives import all_gather, gather_parts, scatter_parts
-from ds_npu.comm.pending import Pending
+from ds_npu.comm.collectives import all_gather, communicator, gather_parts, scatter_parts
+from ds_npu.comm.pending import Pending, Works
 from ds_npu.log import warn_once
 from ds_npu.ops import matmul_collective
 from ds_npu.ops.operator import npu_kernels
-from ds_npu.parallel.tensor.axis import unflatten_rows
+from ds_npu.parallel.tensor.axis import sum_of_products, unflatten_rows
 from ds_npu.parallel.tensor.product import Multiplier
 from ds_npu.topology.machine import A2
 
@@ -66,17 +66,6 @@ def shard_pieces(batch: int, rows: int, count: int) -> list[Piece]:
 
 
 @dataclass(frozen=True)
-class _AllPieces:
-    """The pieces of one tensor in flight."""
-
-    pieces: list[Pending[torch.Tensor]]
-
-    def wait(self) -> None:
-        for piece in self.pieces:
-            piece.wait()
-
-
-@dataclass(frozen=True)
 class Pipelined:
     """Overlap in pieces: one is sent while another is multiplied (MindSpeed's CoC).
 
@@ -93,10 +82,6 @@ class Pipelined:
     def gather_matmul(
         self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """All-gather [B, s, K] along the sequence: returns [B, S, K] and its product with each matrix, [B, S, N_i].
-
-        Where ``gathered`` is false the first result may be empty.
-        """
         ranks = dist.get_world_size(self.group)
         batch, rows, inner = x_shard.shape
         pieces = self._pieces(batch, rows, x_shard.nbytes * ranks)
@@ -118,20 +103,17 @@ class Pipelined:
         return whole, products
 
     def matmul_scatter(self, pairs: Sequence[Pair]) -> Pending[torch.Tensor]:
-        """Reduce-scatter the sum over pairs of [B, S, K_i] times [K_i, N]: [B, s, N], to be waited for.
-
-        Raises ValueError where the ranks do not divide the sequence.
-        """
+        """As ``MatmulCollectives``. Raises ValueError where the ranks do not divide the sequence."""
         ranks = dist.get_world_size(self.group)
         (x, matrix), *_ = pairs
         batch, sequence = x.shape[:2]
         _check_divides(x, ranks)
         out = x.new_empty(batch, sequence // ranks, matrix.shape[1])
         pending = [
-            self._scatter(_sum_of_products(pairs, piece, ranks), piece.shard(out))
+            self._scatter(sum_of_products([(piece.parts(x, ranks), matrix) for x, matrix in pairs]), piece.shard(out))
             for piece in self._pieces(batch, sequence // ranks, out.nbytes * ranks)
         ]
-        return Pending(out, _AllPieces(pending))
+        return Pending(out, Works(pending))
 
     def _pieces(self, batch: int, rows: int, message_bytes: int) -> list[Piece]:
         # A collective of m bytes in p pieces hides all but m / p bytes, and starting a piece costs the time of l bytes:
@@ -163,16 +145,6 @@ def _multiply_into(out_PbcN: torch.Tensor, parts_PbcK: torch.Tensor, matrix: tor
         torch.mm(x_MK, matrix, out=out_PbcN.flatten(0, -2))
     else:
         out_PbcN.copy_(torch.mm(x_MK, matrix).view(out_PbcN.shape))
-
-
-def _sum_of_products(pairs: Sequence[Pair], piece: Piece, ranks: int) -> torch.Tensor:
-    """The sum of products [P, b, c, N] of ``piece``; a part of an operand that is not contiguous is copied."""
-    operands = [(piece.parts(x, ranks), matrix) for x, matrix in pairs]
-    (first, matrix), *others = operands
-    total = torch.mm(first.flatten(0, -2), matrix)
-    for parts, other in others:
-        total.addmm_(parts.flatten(0, -2), other)
-    return total.view(*first.shape[:-1], -1)
 
 
 class FusedKernels(Protocol):
@@ -216,7 +188,11 @@ class Fused:
             return self.fallback.gather_matmul(x_shard, matrices, gathered)
         fused = _widest(matrices)
         product, rows = self._kernels.all_gather_matmul(
-            x_shard.flatten(0, 1).contiguous(), fused, self._communicator, self._ranks, gathered or len(matrices) > 1
+            x_shard.flatten(0, 1).contiguous(),
+            fused,
+            communicator(self.group),
+            self._ranks,
+            gathered or len(matrices) > 1,
         )
         whole = self._along_sequence(rows, x_shard.shape[0]) if rows.numel() else rows
         fused_BSN = self._along_sequence(product, x_shard.shape[0])
@@ -231,19 +207,12 @@ class Fused:
         batch, sequence = x.shape[:2]
         _check_divides(x, self._ranks)
         by_rank = ALL.parts(x, self._ranks).flatten(0, -2).contiguous()
-        out = self._kernels.matmul_reduce_scatter(by_rank, matrix, self._communicator, self._ranks)
+        out = self._kernels.matmul_reduce_scatter(by_rank, matrix, communicator(self.group), self._ranks)
         return Pending(unflatten_rows(out, (batch, sequence // self._ranks)), None)
 
     @functools.cached_property
     def _ranks(self) -> int:
         return dist.get_world_size(self.group)
-
-    @functools.cached_property
-    def _communicator(self) -> str:
-        """HCCL's name of the group's communicator, which this opens if nothing has."""
-        backend: Any = self.group._get_backend(torch.device("npu"))  # torch_npu's
-        name: str = backend.get_hccl_comm_name(dist.get_rank())
-        return name
 
     @functools.cached_property
     def _kernels(self) -> FusedKernels:

@@ -1,20 +1,111 @@
-"""Products of activations and a weight: the protocol of a kind of product, and its call by torch's functions.
+"""Products of activations and a weight: a protocol for kinds of product, and the products of a weight's gradient.
 
 A layer has the layout of its weight (``WeightLayout``, ``ExpertWeights``), and multiplies by torch's kernels or by the
 ``Product`` that ``use_product`` gave it. Collectives, recomputation and queues do not depend on the kind: they multiply
 whole tensors, or pieces of their rows, by a matrix, which may be a ``Multiplier``.
+
+The sum of products, one for each use of a weight in a forward, is the weight's gradient. A product keeps its operands,
+so that it can be computed after its backward. A ``WeightLayout`` is the memory layout of the weight of a linear layer,
+with its products. Shape letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds_npu.parallel.tensor.weight_product import WeightProduct
+from ds_npu.ops.matmul_accumulate import matmul_accumulate_
+from ds_npu.parallel.tensor.sharding import Ranges
+
+WIDE = (torch.float32, torch.float64)
+
+
+class WeightProduct(Protocol):
+    """One product of a weight's gradient."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the operands."""
+
+    def gradient(self) -> Tensor:
+        """Compute the product, in the weight's shape: a new, contiguous tensor in the dtype of the operands."""
+
+    def add_to(self, buffer: Tensor) -> bool:
+        """Add the product to ``buffer`` [the weight's shape] in its precision, without another tensor of that size.
+
+        Return False, and add nothing, where this product or the buffer's dtype has no such kernel.
+        """
+        return False
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """The product dyᵀ x [rows, columns] of a linear layer, from dy [T, rows] and x [T, columns]."""
+
+    dy: Tensor
+    x: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dy.dtype
+
+    def gradient(self) -> Tensor:
+        return self.dy.t() @ self.x
+
+    def add_to(self, buffer: Tensor) -> bool:
+        if buffer.dtype in WIDE:
+            matmul_accumulate_(buffer, self.dy, self.x)
+        elif buffer.dtype == self.dtype:
+            buffer.addmm_(self.dy.t(), self.x)
+        else:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class LookupProduct(WeightProduct):
+    """The gradient [rows, H] of an embedding: the rows of dy [..., H] summed by word number [...]."""
+
+    dy: Tensor
+    words: Tensor
+    rows: int
+    padding_idx: int
+    """A row that gets no gradient; -1 for none."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dy.dtype
+
+    def gradient(self) -> Tensor:
+        backward = torch.ops.aten.embedding_dense_backward
+        gradient: Tensor = backward(self.dy, self.words, self.rows, self.padding_idx, False)
+        return gradient
+
+
+@dataclass(frozen=True)
+class ScaledSum:
+    """``scale`` (a scalar) times a sum [the weight's shape] that forward has computed (a chunked loss)."""
+
+    sum: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+    """The dtype of the weight."""
+
+    def gradient(self) -> Tensor:
+        return torch.mul(self.sum, self.scale).to(self.dtype)
+
+    def add_to(self, buffer: Tensor) -> bool:
+        if buffer.dtype != self.sum.dtype:
+            return False
+        buffer.addcmul_(self.sum, self.scale)
+        return True
+
 
 PlainGradient = Callable[[Tensor, Tensor], WeightProduct]
 """A function from x and dy to the product of the weight's gradient, in the weight's layout."""
@@ -62,3 +153,81 @@ class Multiplier(Tensor):
         y = y if added is None else y + added
         out = added if func is Tensor.addmm_ else (kwargs or {}).get("out")
         return y if out is None else out.copy_(y)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """The memory layout of a weight, the outputs that are computed from it, and their kind of product."""
+
+    transposed: bool = False
+    """Whether the weight is [K, N] (GPT-2's Conv1D) in place of [N, K]."""
+    outputs: Ranges | None = None
+    """The outputs that are computed, for a weight that is whole on every rank, one perhaps twice; None: all of them."""
+    product: Product | None = None
+    """The kind of product; None: torch's kernels."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The matrix [K, N] by which activations are multiplied."""
+        matrix = self.matrix(weight)
+        return matrix if self.product is None else Multiplier.of(matrix, self.product.forward)
+
+    def input_gradient(self, weight: Tensor) -> Tensor:
+        """The matrix [N, K] by which gradients of outputs are multiplied."""
+        matrix = self.matrix(weight).t()
+        return matrix if self.product is None else Multiplier.of(matrix, self.product.input_gradient)
+
+    def weight_gradient(self, weight: Tensor, x: Tensor, dy: Tensor) -> WeightProduct:
+        """The product of the gradient of ``weight`` from ``x`` [..., K] and ``dy`` [..., N], for its sink."""
+        if self.product is not None:
+            return self.product.weight_gradient(x, dy, partial(replace(self, product=None).weight_gradient, weight))
+        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        if self.outputs is not None:
+            return _PickedProduct(self, dy, x, weight.shape)
+        return MatrixProduct(x, dy) if self.transposed else MatrixProduct(dy, x)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The part of ``weight`` that is used, [K, N]; a view where it is all of it."""
+        matrix = weight if self.transposed else weight.t()
+        return matrix if self.outputs is None else torch.cat(self._pieces(matrix), dim=-1)
+
+    def used(self, bias: Tensor | None) -> Tensor | None:
+        """The part of ``bias`` that is used, [N]."""
+        return bias if bias is None or self.outputs is None else torch.cat(self._pieces(bias), dim=-1)
+
+    def bias_gradient(self, bias: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of ``bias`` from ``dy`` [..., N]."""
+        gradient = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
+        if self.outputs is None:
+            return gradient
+        whole = torch.zeros_like(bias)
+        self.add_used(whole, gradient)
+        return whole
+
+    def add_used(self, whole: Tensor, used: Tensor) -> None:
+        """Add ``used`` [..., N], of the outputs that are computed, to ``whole`` [..., outputs of the whole weight]."""
+        pieces = self._pieces(whole)
+        lengths = [each.shape[-1] for each in pieces]
+        for piece, part in zip(pieces, torch.split(used, lengths, dim=-1), strict=True):
+            piece += part
+
+    def _pieces(self, whole: Tensor) -> list[Tensor]:
+        return [whole.narrow(-1, start, stop - start) for start, stop in self.outputs or ()]
+
+
+@dataclass(frozen=True)
+class _PickedProduct(WeightProduct):
+    """The product for the ``outputs`` of a layout from dy [T, N] and x [T, K]; the weight's other outputs get 0."""
+
+    layout: WeightLayout
+    dy: Tensor
+    x: Tensor
+    shape: torch.Size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dy.dtype
+
+    def gradient(self) -> Tensor:
+        whole = self.dy.new_zeros(self.shape)
+        self.layout.add_used(whole if self.layout.transposed else whole.t(), self.x.t() @ self.dy)
+        return whole

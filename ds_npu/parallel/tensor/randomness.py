@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,8 @@ STEP = 0x9E3779B97F4A7C15
 States = list[torch.Tensor]
 
 
-class _DefaultGenerator(Protocol):
-    """A module of torch with the state of a default generator."""
-
-    def get_rng_state(self) -> torch.Tensor: ...
-
-    def set_rng_state(self, new_state: torch.Tensor) -> None: ...
-
-
-def _generators(device_type: str) -> list[_DefaultGenerator]:
-    """The default generators of the CPU and of the current device of ``device_type``."""
+def _generators(device_type: str) -> list[ModuleType]:
+    """Torch's modules of the default generators of the CPU and of the current device of ``device_type``."""
     return [torch.random] if device_type == "cpu" else [torch.random, torch.get_device_module(device_type)]
 
 
@@ -81,7 +73,7 @@ class RegionRandomness:
         with within(running()) as micro_batch:
             around = self._outside.of(micro_batch) or ()
             draw = int(torch.randint(SEEDS - 1, (), device="cpu"))
-            self._outside.set(micro_batch, (*around, self._states()))
+            self._outside.set(micro_batch, (*around, generator_states(self.device_type)))
             _seed(self.device_type, (draw + self.rank * STEP) % SEEDS)
             try:
                 yield
@@ -94,7 +86,7 @@ class RegionRandomness:
         micro_batch = running()
         outside = self._outside.of(micro_batch)
         if micro_batch is not None and outside:
-            self._restore(outside[-1])
+            restore_generators(self.device_type, outside[-1])
             self._outside.set(micro_batch, outside[:-1])
 
     @contextmanager
@@ -105,19 +97,13 @@ class RegionRandomness:
         if micro_batch is None or not states:
             yield
             return
-        inside = self._states()
-        self._restore(states[0])
+        inside = generator_states(self.device_type)
+        restore_generators(self.device_type, states[0])
         try:
             yield
         finally:
-            self._outside.set(micro_batch, (self._states(), *states[1:]))
-            self._restore(inside)
-
-    def _states(self) -> States:
-        return generator_states(self.device_type)
-
-    def _restore(self, states: States) -> None:
-        restore_generators(self.device_type, states)
+            self._outside.set(micro_batch, (generator_states(self.device_type), *states[1:]))
+            restore_generators(self.device_type, inside)
 
 
 def align_generators(topology: Topology, device_type: str, axis: Axis = "tp") -> None:

@@ -86,7 +86,6 @@ class WeightShard(Shard):
     """The weight that a ShardedParameter is a shard of."""
 
     name: str
-    """The name of the weight in the model."""
     shape: tuple[int, ...]
     """The shape of the whole weight."""
     sharding: Sharding
@@ -112,45 +111,26 @@ class ShardAccessError(RuntimeError):
     """Raised where other code computes with one tensor rank's shard of a weight as if it were the whole."""
 
 
-class _Scopes(threading.local):
-    """The number of scopes of each kind below that this thread is in."""
+class _Scope(threading.local):
+    """A context, made by a call, that each thread may be in any number of times: ``depth``."""
 
-    allowed = 0
-    forwards = 0
-    regions = 0
+    depth = 0
 
-
-_scopes = _Scopes()
-
-
-@contextmanager
-def allow_shard_access() -> Iterator[None]:
-    """A context in which all code of this thread may compute with shards: an optimizer, or a user's module."""
-    _scopes.allowed += 1
-    try:
-        yield
-    finally:
-        _scopes.allowed -= 1
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
 
-@contextmanager
-def model_forward_scope() -> Iterator[None]:
-    """A context for the forward of a sharded model, which every tensor rank runs at the same time."""
-    _scopes.forwards += 1
-    try:
-        yield
-    finally:
-        _scopes.forwards -= 1
-
-
-@contextmanager
-def region_scope() -> Iterator[None]:
-    """A context for the forward of a module in which tensor ranks hold different tokens, heads or columns."""
-    _scopes.regions += 1
-    try:
-        yield
-    finally:
-        _scopes.regions -= 1
+allow_shard_access = _Scope()
+"""A context in which all code of this thread may compute with shards: an optimizer, or a user's module."""
+model_forward_scope = _Scope()
+"""A context for the forward of a sharded model, which every tensor rank runs at the same time."""
+region_scope = _Scope()
+"""A context for the forward of a module in which tensor ranks hold different tokens, heads or columns."""
 
 
 def ranks_agree() -> bool:
@@ -158,12 +138,12 @@ def ranks_agree() -> bool:
 
     That holds in a backward as well (which may recompute parts of the forward).
     """
-    return not _scopes.regions and (_scopes.forwards > 0 or torch._C._current_graph_task_id() >= 0)
+    return not region_scope.depth and (model_forward_scope.depth > 0 or torch._C._current_graph_task_id() >= 0)
 
 
 def is_internal() -> bool:
     """Whether the code that called this module, or ``whole_weight``, may compute with shards."""
-    return _scopes.allowed > 0 or _outsider() is None
+    return allow_shard_access.depth > 0 or _outsider() is None
 
 
 def _outsider() -> FrameType | None:
@@ -210,17 +190,30 @@ def is_metadata(func: Operation) -> bool:
     return attribute not in VALUES if attribute else kind in METADATA
 
 
-def _checked(func: Operation, args: Arguments, kwargs: Keywords | None) -> Any:
-    """Call ``func`` with shards among its arguments, if the caller may do that; else raise ShardAccessError."""
-    kwargs = kwargs or {}
-    with torch._C.DisableTorchFunctionSubclass():
-        if (is_metadata(func) and func not in SERIALIZATION_READS) or is_internal():
-            return func(*args, **kwargs)
-        held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, GuardedParameter | ShardCopy)]
-        return _for_others(func, args, kwargs, held)
+class _Guarded(torch.Tensor):
+    """This rank's shard of a weight, or a copy of it."""
+
+    shard: Shard
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """Call ``func`` with shards among its arguments, if the caller may do that; else raise ShardAccessError."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if (is_metadata(func) and func not in SERIALIZATION_READS) or is_internal():
+                return func(*args, **kwargs)
+            held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded)]
+            return _for_others(func, args, kwargs, held)
+
+    def __deepcopy__(self, memo: dict[int, ShardCopy]) -> ShardCopy:
+        if id(self) not in memo:
+            memo[id(self)] = ShardCopy.of(local_shard(self).clone(), self.shard)
+        return memo[id(self)]
 
 
-def _for_others(func: Operation, args: Arguments, kwargs: Keywords, held: list[GuardedParameter | ShardCopy]) -> Any:
+def _for_others(func: Operation, args: Arguments, kwargs: Keywords, held: list[_Guarded]) -> Any:
     name, shard = _name(func), held[0].shard
     if name == "__repr__":
         return f"one rank's part ({shard.described}): {held[0].detach()!r}"
@@ -235,19 +228,8 @@ def _for_others(func: Operation, args: Arguments, kwargs: Keywords, held: list[G
     raise refusal(shard, f"its {name.rpartition(':')[2]}")
 
 
-class GuardedParameter(nn.Parameter):
+class GuardedParameter(_Guarded, nn.Parameter):
     """A parameter that holds this rank's shard of a weight."""
-
-    shard: Shard
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
-    ) -> Any:
-        return _checked(func, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, ShardCopy]) -> ShardCopy:
-        return _deep_copy(self, memo)
 
 
 class ShardedParameter(GuardedParameter):
@@ -256,31 +238,14 @@ class ShardedParameter(GuardedParameter):
     shard: WeightShard
 
 
-class ShardCopy(torch.Tensor):
+class ShardCopy(_Guarded):
     """A copy of this rank's shard, as ``state_dict()`` returns it to other code than DeepSpeed and ds_npu."""
-
-    shard: Shard
 
     @staticmethod
     def of(values: torch.Tensor, shard: Shard) -> ShardCopy:
         made = values.as_subclass(ShardCopy)
         made.shard = shard
         return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
-    ) -> Any:
-        return _checked(func, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, ShardCopy]) -> ShardCopy:
-        return _deep_copy(self, memo)
-
-
-def _deep_copy(held: GuardedParameter | ShardCopy, memo: dict[int, ShardCopy]) -> ShardCopy:
-    if id(held) not in memo:
-        memo[id(held)] = ShardCopy.of(local_shard(held).clone(), held.shard)
-    return memo[id(held)]
 
 
 def protect(parameter: nn.Parameter, shard: Shard) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,17 @@ class Sharding:
             for piece, (start, stop) in zip(pieces, ranges, strict=True):
                 whole.narrow(self.dim, start, stop - start).copy_(piece)
         return whole
+
+
+def joined_ranges(ranges: Iterable[range]) -> list[range]:
+    """``ranges`` in their order; those that begin where the one before ends are one with it."""
+    found: list[range] = []
+    for each in ranges:
+        if found and found[-1].stop == each.start:
+            found[-1] = range(found[-1].start, each.stop)
+        else:
+            found.append(each)
+    return found
 
 
 def near_even(count: int, parts: int, what: str = "columns") -> list[tuple[int, int]]:

@@ -17,16 +17,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ds_npu.comm.collectives import all_reduce
 from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.runtime.placement import mark_partial
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
-from ds_npu.parallel.tensor.gradient import PartialSum
-from ds_npu.parallel.tensor.weight_product import WeightProduct
+from ds_npu.parallel.tensor.product import WeightProduct
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """A hook on a parameter that sums its gradient over ``group``; it is linear, so it may sum parts one by one."""
+
+    group: dist.ProcessGroup | None
+
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum; None in a backward that has postponed the whole gradient."""
+        if gradient is None:
+            return None
+        # Sum a copy: other code may hold the gradient that autograd passes.
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self.group).wait()
+
+
+def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
+    """Sum every gradient of ``parameter`` over ``group``, the tensor ranks, before ZeRO or an accumulation sees it."""
+    mark_partial(parameter, "tp")
+    register: Callable[[PartialSum], RemovableHandle] = parameter.register_hook
+    # A frozen parameter may be trained later; torch registers hooks only on trained ones, and then keeps them.
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    register(PartialSum(group))
+    parameter.requires_grad_(trained)
+
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -45,7 +74,6 @@ class GradientSink:
     def __init__(self, weight: nn.Parameter, buffer: Buffer, direct: bool = True) -> None:
         self.weight, self.buffer, self.direct = weight, buffer, direct
         self.name = ""
-        """The name of the weight, for errors."""
         self.queue: GradientQueue | None = None
         self._hooks_run = hooks_run_after_none()
         self._backward = -1

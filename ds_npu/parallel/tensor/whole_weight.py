@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ def whole_weight(parameter: nn.Parameter) -> torch.Tensor:
     takes its shard of that. A parameter that is not sharded is returned as it is. Raises ValueError where ZeRO-3 has
     partitioned it.
     """
-    return _gather_weight(parameter, parameter.shard) if isinstance(parameter, ShardedParameter) else parameter
+    if not isinstance(parameter, ShardedParameter):
+        return parameter
+    shard = parameter.shard
+    return from_shard(parameter, partial(_gather, shard=shard), shard.sharding, shard.group)
 
 
 def gather_shards(mine: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -62,38 +66,31 @@ def _gather(parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
     return gather_shards(mine, shard.sharding, shard.group)
 
 
-class _WeightContext(Context):
-    shard: WeightShard
+class _ShardContext(Context):
+    sharding: Sharding
+    rank: int
 
 
-class _GatherWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _WeightContext, parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
-        ctx.shard = shard
-        return _gather(parameter, shard)
+class _FromShard(torch.autograd.Function):
+    """The whole that ``make`` makes of this rank's shard; every rank has its gradient, and takes its shard of that."""
 
     @staticmethod
-    def backward(ctx: _WeightContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _take_shard(ctx.shard, gradients[0]), None
+    def forward(
+        ctx: _ShardContext,
+        mine: torch.Tensor,
+        make: Callable[[torch.Tensor], torch.Tensor],
+        sharding: Sharding,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.sharding, ctx.rank = sharding, dist.get_rank(group)
+        return make(mine)
 
-
-class _ShowWhole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _WeightContext, parameter: torch.Tensor, shard: WeightShard) -> torch.Tensor:
-        ctx.shard = shard
-        return WholeWeight.of(parameter, shard)
-
-    @staticmethod
-    def backward(ctx: _WeightContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _take_shard(ctx.shard, gradients[0]), None
+    def backward(ctx: _ShardContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.sharding.take(gradients[0], ctx.rank), None, None, None
 
 
-_gather_weight = applied(_GatherWeight, _GatherWeight.forward)
-_show_whole = applied(_ShowWhole, _ShowWhole.forward)
-
-
-def _take_shard(shard: WeightShard, gradient: torch.Tensor) -> torch.Tensor:
-    return shard.sharding.take(gradient, dist.get_rank(shard.group))
+from_shard = applied(_FromShard, _FromShard.forward)
 
 
 class WholeWeight(torch.Tensor):
@@ -185,4 +182,5 @@ class ShowsWhole(nn.Module):
         # get_parameter() has to return a parameter, and ZeRO-3 its own; a ShardedParameter protects itself.
         if sys._getframe(1).f_code is nn.Module.get_parameter.__code__ or _DS_ID.is_on(value):
             return value
-        return _show_whole(value, value.shard)
+        shard = value.shard
+        return from_shard(value, partial(WholeWeight.of, shard=shard), shard.sharding, shard.group)

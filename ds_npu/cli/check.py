@@ -15,7 +15,8 @@ from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, node
 from ds_npu.cli.model_part import model_part
 from ds_npu.cli.picture import layout_svg
 from ds_npu.config.batch import Batch
-from ds_npu.config.check import Checked, check, load
+from ds_npu.config.check import Checked, check
+from ds_npu.config.loading import load
 from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import switched_on

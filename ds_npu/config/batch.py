@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from ds_npu.config.problems import Problem
+from ds_npu.config.problems import Config, Problem
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -27,7 +26,7 @@ class Batch:
     train: int | None = None
 
 
-def batch_of(ds_config: dict[str, Any], dp: int | None) -> tuple[Batch, list[Problem]]:
+def batch_of(ds_config: Config, dp: int | None) -> tuple[Batch, list[Problem]]:
     """The batch sizes with ``dp`` data-parallel ranks (None: not known), and their mistakes."""
     found = {key: ds_config.get(key) for key in (TRAIN, MICRO, STEPS)}
     wrong = [
@@ -45,7 +44,7 @@ def batch_of(ds_config: dict[str, Any], dp: int | None) -> tuple[Batch, list[Pro
     return _derived(found, dp)
 
 
-def _derived(found: dict[str, Any], dp: int | None) -> tuple[Batch, list[Problem]]:
+def _derived(found: Config, dp: int | None) -> tuple[Batch, list[Problem]]:
     """Fill in the one size that is left out, if the others and ``dp`` give it."""
     train = found[TRAIN]
     factors = {key: found[key] for key in (MICRO, STEPS) if type(found[key]) is int}

@@ -1,7 +1,7 @@
 """Demands of DeepSpeedConfig on DeepSpeed's own keys, checked here before anything runs.
 
-``deepspeed_schema`` judges the closed sections. DEMANDS has the keys that DeepSpeed reads by hand, READERS and
-RULES_OF_SECTIONS what keys demand of each other. DeepSpeed raises an error for each (runtime/config.py).
+``deepspeed_schema`` judges the closed sections. DEMANDS has the keys that DeepSpeed reads by hand, the functions below
+what keys demand of each other. DeepSpeed raises an error for each (runtime/config.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 
 from ds_npu.config.deepspeed_schema import Read, is_auto, is_torch_dtype, numbers, read_section, schema
 from ds_npu.config.deepspeed_validators import Values
-from ds_npu.config.problems import Problem
+from ds_npu.config.problems import Config, Problem
 
-Config = dict[str, Any]
 NOTHING = object()
 """Stands for the value of a key that is left out."""
 MASTERS = "bf16_master_weights_and_grads"
@@ -139,11 +138,11 @@ def deepspeed_problems(ds_config: Config) -> Iterator[Problem]:
     yield from broken
     # Rules read only sections without mistakes.
     values = {path: read.values for path, read in reads.items() if not read.problems}
-    for rule in RULES_OF_SECTIONS:
+    for rule in (_two_types, _summed_gradients, _sharded_masters):
         yield from rule(ds_config, values)
     if not broken:
-        for reader in READERS:
-            yield from reader(ds_config)
+        yield from _optimizer(ds_config)
+        yield from _sampling(ds_config)
 
 
 def value_of(ds_config: Config, path: str) -> Any:
@@ -215,9 +214,6 @@ def _sampling(ds_config: Config) -> Iterator[Problem]:
             yield Problem(f"{path}.{part}.{key}", found, "an integer")
 
 
-READERS = (_optimizer, _sampling)
-
-
 def _two_types(ds_config: Config, sections: dict[str, Values]) -> Iterator[Problem]:
     bf16 = _bf16(ds_config)
     if sections.get("fp16", {}).get("enabled") and sections.get(bf16, {}).get("enabled"):
@@ -254,6 +250,3 @@ def _sharded_masters(ds_config: Config, sections: dict[str, Values]) -> Iterator
 def _bf16(ds_config: Config) -> str:
     """The name of the section: DeepSpeed reads the old one where the new one is left out."""
     return "bfloat16" if ds_config.get("bf16") is None else "bf16"
-
-
-RULES_OF_SECTIONS = (_two_types, _summed_gradients, _sharded_masters)

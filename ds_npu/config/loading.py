@@ -14,9 +14,7 @@ from typing import Any
 
 import hjson
 
-from ds_npu.config.problems import ConfigError, Problem
-
-Config = dict[str, Any]
+from ds_npu.config.problems import Config, ConfigError, Problem
 
 MOST_BYTES = 2**20
 """Bytes of the largest config file."""
@@ -106,9 +104,8 @@ def json_of(text: str) -> Any:
 
     Raises json.JSONDecodeError, and RecursionError for thousands of objects inside of one another.
     """
-    hooks: dict[str, Any] = {"object_pairs_hook": _object, "parse_int": _integer, "parse_float": _number}
-    hooks["parse_constant"] = functools.partial(NoNumber, accepted=NOT_JSON)
-    return json.loads(text, **hooks)
+    constant = functools.partial(NoNumber, accepted=NOT_JSON)
+    return json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=constant)
 
 
 def flaws(config: Any) -> Iterator[Problem]:
@@ -148,12 +145,10 @@ def _parsed(text: str, name: str) -> Any:
         raise ConfigError([Problem(name, "more", SHALLOW)]) from None
     except OverflowError:
         raise ConfigError([Problem(name, "a number above 1.8e308", LARGEST)]) from None
-    except hjson.HjsonDecodeError as error:
-        theirs = f"{error.msg} in line {error.lineno}, column {error.colno}"
-        raise _syntax_error(text, name, wrong, f"JSON or Hjson (JSON: {wrong.msg}; Hjson: {theirs})") from None
-    except IndexError:
-        # hjson reads past the end.
-        theirs = "a comment or a text that does not end"
+    except (hjson.HjsonDecodeError, IndexError) as error:
+        theirs = "a comment or a text that does not end"  # There hjson reads past the end.
+        if isinstance(error, hjson.HjsonDecodeError):
+            theirs = f"{error.msg} in line {error.lineno}, column {error.colno}"
         raise _syntax_error(text, name, wrong, f"JSON or Hjson (JSON: {wrong.msg}; Hjson: {theirs})") from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -59,11 +59,9 @@ def _known(name: str) -> str:
     return name
 
 
-def _list_names(schema: dict[str, Any]) -> None:
-    schema["enum"] = list(ABILITIES)
-
-
-DispatcherName = Annotated[str, AfterValidator(_known), Field(json_schema_extra=_list_names)]
+DispatcherName = Annotated[
+    str, AfterValidator(_known), Field(json_schema_extra=lambda schema: schema.update(enum=[*ABILITIES]))
+]
 
 
 class AuxLossSection(Section):

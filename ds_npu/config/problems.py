@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+Config = dict[str, Any]
+"""A DeepSpeed config, as its file has it."""
 MOST_CHARACTERS = 200
 """Most characters of a path or a value that a message shows; the middle of more is left out."""
 MOST_PROBLEMS = 50

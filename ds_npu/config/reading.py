@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def read(raw: Any) -> Reading:
                 return _no_section(raw)
             for path in sorted(paths):
                 if not any(path[:length] in found for length in range(len(path))):
-                    found[path] = _remove(rest, path)
+                    found[path] = functools.reduce(operator.getitem, path[:-1], rest).pop(path[-1])
         else:
             problems = {_full(path): _problem(path, value, at) for at, (path, value) in enumerate(found.items())}
             problems |= {path: problem for path, problem in _autos(raw) if not _is_unknown(problems.get(path))}
@@ -105,13 +106,6 @@ def _cut(location: tuple[int | str, ...]) -> Keys:
             break
         path += (str(part),)
     return path
-
-
-def _remove(raw: dict[str, Any], path: Keys) -> Any:
-    """Take the key at ``path`` out of ``raw`` and return its value."""
-    for part in path[:-1]:
-        raw = raw[part]
-    return raw.pop(path[-1])
 
 
 def _problem(path: Keys, found: Any, index: int) -> Problem:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ds_npu.config.chunked_loss import PLANNED
 from ds_npu.config.context_parallel import wrong_factors
 from ds_npu.config.moe import MoeSection, able
-from ds_npu.config.pipeline import PAIRED, too_many_stages
+from ds_npu.config.pipeline import MOST_STAGES, PAIRED
 from ds_npu.config.problems import Problem
-from ds_npu.config.sections import DsNpuConfig, switched_on
+from ds_npu.config.sections import PLANNED, DsNpuConfig, switched_on
 
 NEEDS_RANKS = {
     "parallel.sequence_parallel": "tensor",
@@ -151,10 +151,10 @@ def _planned_as_well(config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
-    asked = {path: value for path, value in switched_on(config) if path in ("recompute.layers", "recompute.modules")}
-    if config.pipeline.recompute is not None:
-        accepted = "nothing beside ds_npu.pipeline.recompute: layers would be computed twice again"
-        yield from (Problem(f"ds_npu.{path}", value, accepted) for path, value in asked.items())
+    for path, value in switched_on(config) if config.pipeline.recompute is not None else ():
+        if path in ("recompute.layers", "recompute.modules"):
+            accepted = "nothing beside ds_npu.pipeline.recompute: layers would be computed twice again"
+            yield Problem(f"ds_npu.{path}", value, accepted)
 
 
 def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
@@ -198,7 +198,15 @@ RULES = (
         ),
         "'none', or ds_npu.parallel.sequence_parallel true: what overlaps are its gathers and scatters",
     ),
-    Rule(("pipeline.schedule", "pipeline.virtual_stages"), lambda section: too_many_stages(section.pipeline)),
+    _refused(
+        "pipeline.virtual_stages",
+        ("pipeline.schedule", "pipeline.virtual_stages"),
+        lambda section: section.pipeline.virtual_stages > MOST_STAGES.get(section.pipeline.schedule or "", math.inf),
+        lambda section: (
+            f"at most {MOST_STAGES[str(section.pipeline.schedule)]} with ds_npu.pipeline.schedule "
+            f"{section.pipeline.schedule!r}"
+        ),
+    ),
     _refused(
         "pipeline.noop_layers",
         ("pipeline.split", "pipeline.noop_layers"),

@@ -75,9 +75,8 @@ class TrainingCase(Case):
 
 def unmet() -> str | None:
     """Why no training can run here; None if it can."""
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed: pip install transformers"
-    return None
+    is_there = importlib.util.find_spec("transformers") is not None
+    return None if is_there else "transformers is not installed: pip install transformers"
 
 
 def training_cases(scope: Scope) -> list[TrainingCase]:
@@ -86,7 +85,7 @@ def training_cases(scope: Scope) -> list[TrainingCase]:
         return list(_small()) if scope.npus > 1 else []
     cases = list(_one_npu())
     if scope.npus > 1:
-        cases += [*_zero(scope.npus), *_two_npus()]
+        cases += _two_npus(scope.npus)
     if scope.npus >= 4:
         cases += _four_npus(scope.npus - scope.npus % 4)
     if scope.npus > 1:
@@ -162,18 +161,13 @@ def _one_npu() -> Iterator[TrainingCase]:
         yield TrainingCase(title, 1, LARGE_S, alone=True, recipe=recipe, section=section, stage=1)
 
 
-def _zero(npus: int) -> list[TrainingCase]:
+def _two_npus(npus: int) -> list[TrainingCase]:
     # Data ranks share the global batch evenly.
     data = max(size for size in (2, 4, 8, 16) if size <= npus)
+    pipeline = {"parallel": {"pipeline": 2}}
     return [
         *(_case(f"data {data}", data, None if stage else {}, stage, "float32") for stage in range(4)),
         *(_case(f"data {data}", data, None, stage, "bfloat16") for stage in (1, 2, 3)),
-    ]
-
-
-def _two_npus() -> list[TrainingCase]:
-    pipeline = {"parallel": {"pipeline": 2}}
-    return [
         _case("tensor 2", 2, _tensor(2), 0, "float32"),
         _case("tensor 2 with sequence parallelism", 2, _tensor(2, True), 1, "bfloat16"),
         *(

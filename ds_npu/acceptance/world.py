@@ -159,8 +159,7 @@ def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, u
     for (_, alone), some in groupby(cases, lambda case: (case.ranks, case.alone)):
         alike = list(some)
         batches += [[case] for case in alike] if alone else [alike]
-    for batch in batches:
-        left = batch
+    for left in batches:
         while left:
             if time.monotonic() > until:
                 for case in left:
@@ -174,11 +173,9 @@ def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, u
                 str(folder),
                 str(folder / f"world-{len(list(folder.glob('world-*')))}"),
             )
-            settled = 0
             for result in _in_one_world(group, left, job, until):
-                settled += 1
+                left = left[1:]
                 yield result
-            left = left[settled:]
 
 
 TIME_OVER = "the time was over: the same command with --resume runs it"
@@ -191,11 +188,9 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Assignment, until: f
         if why:
             world.ask_where_they_stand()
             message = f"its ranks did not start: {why}"
-            output = world.output()
-            for index, case in enumerate(cases):
-                yield CaseResult(
-                    group.name, case.name, case.ranks, "crashed", message=message, output="" if index else output
-                )
+            for case in cases:
+                output = world.output() if case is cases[0] else ""
+                yield CaseResult(group.name, case.name, case.ranks, "crashed", message=message, output=output)
             return
         for case in cases:
             if time.monotonic() > until:

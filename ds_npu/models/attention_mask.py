@@ -155,10 +155,8 @@ def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
 
     (0, 0) where none is seen; None where one between them is not.
     """
-    count = seen.sum(1)
-    first = seen.int().argmax(1)
     past = seen.shape[1] - seen.flip(1).int().argmax(1)
-    found = torch.stack([count, first, past], 1).tolist()
+    found = torch.stack([seen.sum(1), seen.int().argmax(1), past], 1).tolist()
     return [(0, 0) if n == 0 else (begin, end) if end - begin == n else None for n, begin, end in found]
 
 

@@ -24,7 +24,7 @@ def check_not_compiled(model: nn.Module, key: str) -> None:
     """Raise ValueError where ``model``, which ``ds_npu.parallel.<key>`` is to shard, or a module in it, is compiled."""
     for name, module in model.named_modules():
         if _is_compiled(module):
-            raise ValueError(_sentence(type(model).__name__, name or "the model itself", key))
+            _refuse(type(model).__name__, name or "the model itself", key)
 
 
 def refuse_compiling(model: nn.Module, key: str) -> None:
@@ -44,18 +44,14 @@ def _is_compiled(module: nn.Module) -> bool:
     return is_wrapper or module._compiled_call_impl is not None or has_compiled_forward
 
 
-def _refuse(model: str, module: str, key: str, *_: object, **__: object) -> NoReturn:
-    raise ValueError(_sentence(model, module, key))
-
-
 def check_engine_may_compile(model: nn.Module, shards: Mapping[str, bool]) -> None:
     """Raise ValueError where one of the keys of ``ds_npu.parallel`` ``shards`` the model of an engine."""
     for key in (key for key, sharded in shards.items() if sharded):
-        raise ValueError(_sentence(type(model).__name__, "the engine", key))
+        _refuse(type(model).__name__, "the engine", key)
 
 
-def _sentence(model: str, module: str, key: str) -> str:
-    return (
+def _refuse(model: str, module: str, key: str, *_: object, **__: object) -> NoReturn:
+    raise ValueError(
         f"torch.compile: found on {module} of {model}, whose {SHARDED_BY[key]} ds_npu.parallel.{key} divides over "
         "ranks, which a compiled forward cannot do. What to do: leave out torch.compile (model.compile, "
         "engine.compile, the "

@@ -45,13 +45,12 @@ class Draft:
     doubtful: set[str] = field(default_factory=set)
     """Modules that the user gave a role that does not exist; they are reported once."""
     given: set[str] = field(default_factory=set)
-    """Modules that the user gave a role."""
 
 
 def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> ModelPlan:
     """The complete plan of ``draft``; raises PlanError with ``problems`` and everything else that is wrong with it."""
     modules = dict(model.named_modules())
-    plan = _without_heads(modules, _adapted(model, draft.roles))
+    plan = _without_heads(model, draft.roles)
     misfits = dict(_misfits(modules, plan)) | dict(_foreign(modules, plan))
     silent = misfits.keys() | draft.doubtful
     # The role of experts in a list is that of the module around them.
@@ -82,7 +81,7 @@ def partial_plan(model: nn.Module, draft: Draft, problems: Iterable[str]) -> Mod
     An attention whose linears contradict its heads counts as one of unknown heads.
     """
     modules = dict(model.named_modules())
-    plan = _without_heads(modules, _adapted(model, draft.roles))
+    plan = _without_heads(model, draft.roles)
     misfits = dict(_misfits(modules, plan))
     told = [*problems, *_told(modules, [fault for fault in misfits.items() if fault[0] in draft.given])]
     if told:
@@ -103,16 +102,12 @@ def _with_heads(
     return replace(plan, attentions={name: shape for name, shape in shapes.items() if shape is not None})
 
 
-def _adapted(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
-    """``roles`` with those of LoRA factors; the factors of a replicated layer are replicated."""
-    factors = adapters(model)
+def _without_heads(model: nn.Module, given: dict[str, Role]) -> ModelPlan:
+    """The plan without attentions, which are not known yet; LoRA's factors of a replicated layer are replicated."""
+    modules, factors = dict(model.named_modules()), adapters(model)
     layers = {name: f"{name.rpartition('.lora_')[0]}.{names.BASE_LAYER}" for name in factors}
-    whole = {name: Role.REPLICATED for name in factors if roles.get(layers[name]) is Role.REPLICATED}
-    return factors | whole | roles
-
-
-def _without_heads(modules: dict[str, nn.Module], given: dict[str, Role]) -> ModelPlan:
-    """The plan without attentions, which are not known yet."""
+    whole = {name: Role.REPLICATED for name in factors if given.get(layers[name]) is Role.REPLICATED}
+    given = factors | whole | given
     roles = {
         name: given[name] for name, module in modules.items() if name in given and kinds.counts(module, given[name])
     }

@@ -1,4 +1,4 @@
-"""Guards ``model.save_pretrained`` on a rank that holds a part of the model: it writes whole weights, or nothing."""
+"""Guards a model of which a rank holds a part: save_pretrained writes whole weights, or nothing; no copies are made."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
-from ds_npu.models.copying import refuse_copies
 from ds_npu.models.hugging_face_model import is_hugging_face, transformers_module
 from ds_npu.parallel.runtime.placement import placement_of
 
@@ -83,6 +82,19 @@ def refuse_saving_shards(model: nn.Module) -> None:
     """Make ``copy.deepcopy(model)``, and ``model.save_pretrained`` of weight shards, raise RuntimeError."""
     refuse_copies(model)
     check_before_saving(model, functools.partial(_check_whole, model))
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Make ``copy.deepcopy(model)`` raise RuntimeError."""
+    # A copy's forwards, which are closures, would call the modules of the original.
+    set_attribute(model, "__deepcopy__", functools.partial(_no_copy, type(model).__name__))
+
+
+def _no_copy(model: str, memory: dict[int, object]) -> NoReturn:
+    raise RuntimeError(
+        f"{model} is sharded over ranks and cannot be copied: copy it before "
+        "deepspeed.initialize, and give the copy to an engine of its own"
+    )
 
 
 def _check_whole(

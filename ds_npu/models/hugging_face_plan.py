@@ -15,9 +15,8 @@ from torch import nn
 from ds_npu.config.roles import ORDER, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention_modules import configured
-from ds_npu.models.draft import Draft, finished
+from ds_npu.models.draft import Draft
 from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
-from ds_npu.models.plan import ModelPlan
 from ds_npu.models.tree import Tree
 from ds_npu.parallel.expert.weights import is_experts
 
@@ -58,11 +57,6 @@ STYLES: dict[str, tuple[Role, ...]] = {
 PACKED = "packed_colwise"
 """The style of experts' gate_up_proj in which all gates stand before all ups."""
 ORDER_UNKNOWN = "its weight holds several parts, whose order is not known"
-
-
-def plan_of(model: nn.Module) -> ModelPlan:
-    """The plan of a Hugging Face model, also one inside of PEFT's; raises PlanError where a module is not known."""
-    return finished(model, draft_of(model))
 
 
 def draft_of(model: nn.Module) -> Draft:

@@ -85,9 +85,8 @@ def abbreviated(names: Collection[str]) -> str:
 def _joined(parts: list[str]) -> str:
     if len(parts) == 1:
         return parts[0]
-    numbers = sorted(int(part) for part in parts)
     runs: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(map(int, parts)):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
@@ -102,8 +101,7 @@ def matches(glob: str, name: str) -> bool:
     ``*``, ``?`` and ``[...]`` stand for characters of one part of a name, ``**`` for any number of parts (also none),
     ``{0,2..5}`` for one of these numbers: ``layers.*`` are the blocks, ``layers.**`` the list and all that is in it.
     """
-    globs = DOTS.split(glob)
-    return any(_match(globs, each.split(".") if each else []) for each in {name, plain(name)})
+    return any(_match(DOTS.split(glob), each.split(".") if each else []) for each in {name, plain(name)})
 
 
 def _match(globs: list[str], parts: list[str]) -> bool:

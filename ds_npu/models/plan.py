@@ -30,16 +30,13 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The heads of one attention."""
+    """The numbers of query heads, and of heads of keys and values, of one attention, and their widths."""
 
     heads: int
-    """Number of query heads."""
     kv_heads: int
-    """Number of heads of keys and values."""
     head_dim: int
     """Width of a head of the queries and keys, its rotary part included."""
     value_dim: int
-    """Width of a head of the values."""
     latent_key_dim: int = 0
     """Width of a key head's part that LATENT_KEY_VALUE makes: heads * (latent_key_dim + value_dim) outputs, by head."""
 
@@ -51,10 +48,9 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The role of each module of one model, by its name in ``named_modules``."""
+    """The role of each module of a ``model`` (its class), by name; ``tied``: embedding and head share their weight."""
 
     model: str
-    """The model's class."""
     roles: Mapping[str, Role]
     """Roles of the modules that hold parameters themselves and of the structural ones, in the model's order."""
     blocks: tuple[str, ...]
@@ -62,7 +58,6 @@ class ModelPlan:
     attentions: Mapping[str, AttentionShape]
     """Shapes of the attentions whose heads are known."""
     tied: bool = False
-    """Whether embedding and head have the same weight."""
     stages: tuple[tuple[str, ...], ...] = ()
     """The blocks of each forward, where several pipeline stages of the model are on this rank; else none."""
     is_partial: bool = field(default=False, compare=False)

@@ -35,8 +35,7 @@ def _run(arguments: Namespace) -> int:
     npus = npus_here()
     if not npus.names:
         return refused(f"no NPU to try: {npus.why_none} To see what this command does, on simulated NPUs: {TRY}")
-    code: int = cli_module("acceptance_run").run_acceptance(arguments, npus)
-    return code
+    return int(cli_module("acceptance_run").run_acceptance(arguments, npus))
 
 
 def refused(why: str) -> int:

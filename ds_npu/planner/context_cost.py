@@ -39,16 +39,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward of one layer, on the rank with the most work."""
+    """A forward or backward of one layer, on the rank with the most work; far bytes go to other nodes."""
 
     near_bytes: float = 0.0
-    """Bytes sent to ranks of the same node."""
     far_bytes: float = 0.0
-    """Bytes sent to other nodes."""
     messages: int = 0
-    """Number of messages and collectives."""
     attention_s: float = 0.0
-    """Seconds of attention kernels."""
     exposed_s: float = 0.0
     """Seconds of communication that does not overlap with attention."""
     copy_s: float = 0.0
@@ -64,7 +60,6 @@ class LayerCost:
     kept_bytes: float
     """Bytes kept from forward to backward for each layer, without the rank's own queries, keys, values and result."""
     working_bytes: float
-    """Bytes of buffers while the layer runs."""
 
     @cached_property
     def both(self) -> Pass:

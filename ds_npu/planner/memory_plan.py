@@ -47,22 +47,18 @@ class PlannedLayer:
     name: str
     options: tuple[Option, ...]
     forward_seconds: float = 0.0
-    """Seconds of a forward."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An interval of a step, in which every layer had its first option."""
+    """An interval of a step, in which every layer had its first option, and the layers whose passes were running."""
 
     what: str
     peak_bytes: int
-    """The most that was allocated."""
     calls: tuple[int, ...]
     """The number of forwards of each layer that wait for their backward."""
     forward: int | None = None
-    """Index of the layer whose forward was running."""
     backward: int | None = None
-    """Index of the layer whose backward was running."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,6 @@ class MemoryPlan:
 
     options: tuple[Option, ...]
     peak_bytes: int
-    """The most that is allocated in any moment."""
     tightest: str
     """The moment with this peak."""
     pattern: SwapPattern = NOTHING_SWAPPED

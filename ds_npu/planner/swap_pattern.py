@@ -30,7 +30,6 @@ class SwapPattern:
     layers: tuple[int, ...] = ()
     """Ascending; the last one of each stage remains on the device."""
     forward_seconds: tuple[float, ...] = ()
-    """Seconds of every layer of the rank."""
     bandwidth: float = math.inf
     """Bytes/s of copies in one direction."""
     ends: tuple[int, ...] = ()

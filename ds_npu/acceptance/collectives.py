@@ -211,7 +211,6 @@ EXCHANGES: dict[str, Callable[[Peers], Exchange]] = {
 
 
 def _reals(peers: Peers, kind: str) -> Check:
-    """A sum of normal numbers over the ranks, all-reduced or reduce-scattered."""
     each = [_normal(rank, (peers.size, peers.count), peers.dtype) for rank in peers.ranks]
     terms = torch.stack([x.double() for x in each])
     exact, size = terms.sum(0), terms.abs().sum(0)

@@ -94,7 +94,6 @@ def training_cases(scope: Scope) -> list[TrainingCase]:
 
 
 def _small() -> Iterator[TrainingCase]:
-    """Cases of each axis and each ZeRO stage, once."""
     cases: tuple[tuple[str, Mapping[str, object] | None, int, Model], ...] = (
         ("tensor 2 with sequence parallelism", _tensor(2, True), 1, "decoder"),
         ("context 2 by ring", _context(2, "ring"), 3, "decoder"),

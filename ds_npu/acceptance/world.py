@@ -44,7 +44,6 @@ class CaseResult:
     """The check of all ranks that is nearest to failing, or fails."""
     call_s: float | None = None
     message: str = ""
-    """The reason why it did not pass."""
     output: str = ""
     """The last lines that ranks printed, where the case did not end."""
     series: Mapping[str, Sequence[float]] = field(default_factory=dict)

@@ -10,8 +10,6 @@ from ds_npu.acceptance.case import GROUP_NAMES
 from ds_npu.acceptance.machine import npus_here
 from ds_npu.cli.command import Command, cli_module
 
-TRY = "ds_npu sim -- ds_npu accept"
-
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
@@ -34,7 +32,8 @@ def _run(arguments: Namespace) -> int:
     # Another process asks before this one imports torch, so that a missing NPU is reported once, below.
     npus = npus_here()
     if not npus.names:
-        return refused(f"no NPU to try: {npus.why_none} To see what this command does, on simulated NPUs: {TRY}")
+        trial = "To see what this command does, on simulated NPUs: ds_npu sim -- ds_npu accept"
+        return refused(f"no NPU to try: {npus.why_none} {trial}")
     return int(cli_module("acceptance_run").run_acceptance(arguments, npus))
 
 

@@ -9,6 +9,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,16 +17,21 @@ from ds_npu.cli.command import Command
 from ds_npu.config.problems import printable
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import ELSEWHERE, BuildError
-from ds_npu.simulator.contents import markdown
-from ds_npu.simulator.environment import SOCS, Simulation, bytes_of, count_of, seed_of
-from ds_npu.simulator.fault import fault_of, run, unknown_function
+from ds_npu.simulator.environment import MOST_DEVICES, SOCS, Simulation, bytes_of, integer_of
+from ds_npu.simulator.fault import fault_of, markdown, run, unknown_function
 
 T = TypeVar("T")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     standard = Simulation()
-    parser.add_argument("--devices", type=_argument(count_of), default=standard.devices, metavar="N", help="NPUs (8)")
+    parser.add_argument(
+        "--devices",
+        type=_argument(partial(integer_of, 1, MOST_DEVICES)),
+        default=standard.devices,
+        metavar="N",
+        help="NPUs (8)",
+    )
     parser.add_argument("--soc", choices=SOCS, default=standard.soc, metavar="NAME", help=f"{', '.join(SOCS)} (910B2)")
     parser.add_argument(
         "--memory",
@@ -35,7 +41,10 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help=f"memory of each NPU ({standard.memory_bytes >> 30}GiB)",
     )
     parser.add_argument(
-        "--chaos", type=_argument(seed_of), metavar="SEED", help="run streams in a random order that the seed decides"
+        "--chaos",
+        type=_argument(partial(integer_of, 0, 2**64 - 1)),
+        metavar="SEED",
+        help="run streams in a random order that the seed decides",
     )
     parser.add_argument(
         "--fault",

@@ -12,8 +12,6 @@ MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 MOST = 2**63 - 1
 """Largest number of samples."""
-AUTO = "auto"
-"""The Hugging Face Trainer fills such a value in later."""
 COUNTED = ", or nothing: leave the key out (or 'auto' for the Hugging Face Trainer to fill in)"
 
 
@@ -29,10 +27,11 @@ class Batch:
 def batch_of(ds_config: Config, dp: int | None) -> tuple[Batch, list[Problem]]:
     """The batch sizes with ``dp`` data-parallel ranks (None: not known), and their mistakes."""
     found = {key: ds_config.get(key) for key in (TRAIN, MICRO, STEPS)}
+    # The Hugging Face Trainer fills in an "auto" later.
     wrong = [
         Problem(key, value, f"an integer >= 1, or 'auto' for the Hugging Face Trainer to fill in, and <= {MOST}")
         for key, value in found.items()
-        if value not in (None, AUTO) and not (type(value) is int and 1 <= value <= MOST)
+        if value not in (None, "auto") and not (type(value) is int and 1 <= value <= MOST)
     ]
     if wrong:
         return Batch(), wrong

@@ -16,10 +16,12 @@ from ds_npu.config.sections import DsNpuConfig, switched_on
 SIZES = {"sequence_parallel_size": "context", "pipeline.stages": "pipeline"}
 """DeepSpeed's keys that state the size of an axis, which must be the size in ``parallel``."""
 
-NEIGHBOURS = "DeepSpeed joins ranks next to each other, which are tensor ranks, whose shards differ"
 KERNEL = "its kernel is not there for NPUs and CPUs, so it was not tried"
 ZERO_PLUS_PLUS: dict[str, tuple[int, str]] = {
-    "zero_hpz_partition_size": (1, NEIGHBOURS),
+    "zero_hpz_partition_size": (
+        1,
+        "DeepSpeed joins ranks next to each other, which are tensor ranks, whose shards differ",
+    ),
     "zero_quantized_weights": (False, KERNEL),
     "zero_quantized_nontrainable_weights": (False, KERNEL),
 }
@@ -43,7 +45,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 """DeepSpeed's keys: the accepted values, and why others are refused."""
 ADAM = ("adam", "adamw")
 SECTION = "ds_npu"
-LIKE_THE_SECTION = (SECTION, "npu", "deepspeed_npu")
 MOST_UNKNOWN = 100
 """Unknown top-level keys that are compared with known ones."""
 
@@ -136,7 +137,6 @@ def _plus_plus(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _optimizer_memory(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:
-    """Keys that ``ds_npu.optimizer_memory`` refuses where it is on."""
     asked = [path for path, _ in switched_on(config.optimizer_memory, "ds_npu.optimizer_memory.")]
     if not asked:
         return
@@ -161,7 +161,7 @@ def _optimizer_memory(ds_config: Config, config: DsNpuConfig) -> Iterator[Proble
 def misspelt(ds_config: Config) -> list[str]:
     """Top-level keys that look like the section's name or like DeepSpeed's, and that it would ignore in silence."""
     known = {*schema().top_level, *schema().removed, SECTION}
-    names = dict.fromkeys(LIKE_THE_SECTION, SECTION) | {key: key for key in sorted(known)}
+    names = dict.fromkeys((SECTION, "npu", "deepspeed_npu"), SECTION) | {key: key for key in sorted(known)}
     warnings = []
     for key in itertools.islice((str(key) for key in ds_config if key not in known), MOST_UNKNOWN):
         for near in near_miss(key.lower(), names, cutoff=0.8):

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_npu.config.deepspeed_schema import Read, is_auto, is_torch_dtype, numbers, read_section, schema
-from ds_npu.config.deepspeed_validators import Values
+from ds_npu.config.deepspeed_validators import Values, converted
 from ds_npu.config.problems import Config, Problem
 
 NOTHING = object()
 """Stands for the value of a key that is left out."""
 MASTERS = "bf16_master_weights_and_grads"
-MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Demand:
 
 
 def _one_of(*names: str, null: bool = False) -> tuple[str, Callable[[Any], bool]]:
-    """A demand for one of the texts ``names``, in upper or lower case."""
     known = [name.lower() for name in names]
     words = "one of " + ", ".join(repr(name) for name in names) + (" or null" if null else "")
     return words, lambda value: (null and value is None) or (isinstance(value, str) and value.lower() in known)
@@ -50,19 +48,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _is_integer_like(value: Any) -> bool:
-    try:
-        int(value)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
-
-
 OBJECT = ("an object", lambda value: isinstance(value, dict))
 OBJECT_OR_NULL = ("an object or null", _is_object_or_null)
 FLAG = ("true or false", lambda value: isinstance(value, int))
 TEXT = ("a text that is not empty", bool)
-INTEGER = ("an integer", _is_integer_like)
+INTEGER = ("an integer", lambda value: converted(int, value) is not None)
 DTYPES = ("fp16", "bf16", "fp32")
 AUTOCAST_DTYPES = [
     *("torch.float16", "fp16", "float16", "half", "torch.float32", "fp32", "float32", "float"),
@@ -178,10 +168,10 @@ def _sections(ds_config: Config) -> Iterator[tuple[str, Read]]:
             yield path, zero_section(ds_config)
         elif path == "bfloat16" and _bf16(ds_config) != path:
             continue
-        elif found is NOTHING or (path == "bf16" and found is None) or (path in MONITORS and is_auto(found)):
-            yield path, read_section(node, {}, path)
         else:
-            yield path, read_section(node, found, path)
+            left_out = found is NOTHING or (path == "bf16" and found is None)
+            filled_in = path in ("tensorboard", "wandb", "csv_monitor", "comet") and is_auto(found)
+            yield path, read_section(node, {} if left_out or filled_in else found, path)
 
 
 def _broken_demands(ds_config: Config) -> Iterator[Problem]:
@@ -210,7 +200,7 @@ def _sampling(ds_config: Config) -> Iterator[Problem]:
             continue
         if found is NOTHING:
             yield Problem(f"{path}.{part}.{key}", None, f"a value, as {part} is enabled")
-        elif key == "max_tokens" and not _is_integer_like(found):
+        elif key == "max_tokens" and converted(int, found) is None:
             yield Problem(f"{path}.{part}.{key}", found, "an integer")
 
 

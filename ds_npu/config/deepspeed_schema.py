@@ -47,12 +47,10 @@ class Schema:
     is_installed: bool
     """Whether this is the installed version; if not, it is the next older known one, or the newest of all."""
     top_level: tuple[str, ...]
-    """Keys that DeepSpeed reads."""
     removed: dict[str, str]
     """Top-level keys that older versions had, and what DeepSpeed says of them."""
     removed_from_zero: dict[str, str]
     sections: dict[str, Node]
-    """Models of the closed sections by path."""
 
 
 @dataclass
@@ -139,14 +137,12 @@ def _unknown(key: str, node: Node, path: str, index: int) -> str:
 
 
 def _keys(node: Node) -> str:
-    """The first keys of a section."""
     names = [each.get("alias", name) for name, each in node["properties"].items()]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
 
 def _given_twice(node: Node, names: dict[str, str], given: Values, path: str) -> Iterator[Problem]:
-    """A deprecated key that is given together with its successor."""
     keys = {names[key]: key for key in given if key in names}
     for name, each in node["properties"].items():
         new = each.get("replaced_by")
@@ -155,7 +151,6 @@ def _given_twice(node: Node, names: dict[str, str], given: Values, path: str) ->
 
 
 def _value(node: Node, name: str, raw: Any, path: str) -> tuple[Any, list[Problem]]:
-    """The value of a field as DeepSpeed reads it, and what is wrong with it."""
     each, validators = node["properties"][name], node["validators"]
     model = next((option for option in each.get("anyOf", [each]) if "properties" in option), None)
     if model is not None:

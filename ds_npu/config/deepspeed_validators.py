@@ -62,11 +62,11 @@ AFTER: dict[str, Callable[[Values], Refusals]] = {
 
 
 def _is_scale(raw: Any) -> bool:
-    found = None if isinstance(raw, bool) else _converted(float, raw)
+    found = None if isinstance(raw, bool) else converted(float, raw)
     return found is not None and math.isfinite(found) and found >= 0
 
 
-def _converted(kind: type, raw: Any) -> Any:
+def converted(kind: type, raw: Any) -> Any:
     try:
         return kind(raw)
     except (TypeError, ValueError, OverflowError):
@@ -77,7 +77,7 @@ BEFORE: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "_validate_loss_scale": {"loss_scale": ("a finite number >= 0; 0 is a dynamic scale", _is_scale)},
     "_reject_non_integer_scale_params": dict.fromkeys(
         ("loss_scale_window", "min_loss_scale"),
-        ("an integer", lambda raw: not isinstance(raw, bool) and _converted(int, raw) is not None),
+        ("an integer", lambda raw: not isinstance(raw, bool) and converted(int, raw) is not None),
     ),
 }
 """(accepted values, test of a value) of a field before it is converted, by validator and field."""

@@ -22,10 +22,7 @@ MOST_HJSON_CHARACTERS = 2**16
 """Characters of the largest config file that is no JSON: hjson's time grows with the square of some texts."""
 DEEPEST = 64
 """Most objects and lists inside of one another."""
-WANTED = "a readable file of JSON or Hjson, a regular one, as it is read more than once"
-NOT_JSON = "a number: JSON has no NaN and no Infinity"
 LARGEST = "a number of at most 1.8e308"
-MOST_DIGITS = "an integer of at most 4,300 digits"
 SHALLOW = f"at most {DEEPEST} objects and lists inside of one another"
 ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK": "zip"}
 """Other encodings by the bytes with which they begin."""
@@ -61,7 +58,7 @@ class Repeating(dict[str, Any]):
 
 def load(config: str | os.PathLike[str] | Config) -> Config:
     """The config as a dict; raises ConfigError for a file that cannot be read, with line and column of wrong syntax."""
-    return config if isinstance(config, dict) else load_text(read_text(config, WANTED), os.fspath(config))
+    return config if isinstance(config, dict) else load_text(read_text(config), os.fspath(config))
 
 
 def load_text(text: str, name: str) -> Config:
@@ -74,7 +71,10 @@ def load_text(text: str, name: str) -> Config:
     return dict(found)
 
 
-def read_text(path: str | os.PathLike[str], wanted: str) -> str:
+def read_text(
+    path: str | os.PathLike[str],
+    wanted: str = "a readable file of JSON or Hjson, a regular one, as it is read more than once",
+) -> str:
     """The text of a regular file in UTF-8 of at most MOST_BYTES; raises ConfigError where it is none."""
     file = Path(path)
     found, reason = b"", None
@@ -104,7 +104,7 @@ def json_of(text: str) -> Any:
 
     Raises json.JSONDecodeError, and RecursionError for thousands of objects inside of one another.
     """
-    constant = functools.partial(NoNumber, accepted=NOT_JSON)
+    constant = functools.partial(NoNumber, accepted="a number: JSON has no NaN and no Infinity")
     return json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=constant)
 
 
@@ -132,7 +132,6 @@ def _joined(path: tuple[str, ...]) -> str:
 
 
 def _parsed(text: str, name: str) -> Any:
-    """Parse ``text`` as JSON, else as Hjson."""
     try:
         try:
             return json_of(text)
@@ -166,7 +165,7 @@ def _integer(text: str) -> int | NoNumber:
     try:
         return int(text)
     except ValueError:
-        return NoNumber(text, MOST_DIGITS)
+        return NoNumber(text, "an integer of at most 4,300 digits")
 
 
 def _number(text: str) -> int | float | NoNumber:

@@ -65,7 +65,6 @@ def _degrees(section: ParallelSection, dp: int) -> Degrees:
 
 
 def _must_divide(factors: dict[str, int], what: str) -> Problem:
-    """A problem with ``factors``; those that are 1 are not named."""
     product = math.prod(factors.values())
     large = {key: factor for key, factor in factors.items() if factor > 1}
     path = ", ".join(f"ds_npu.parallel.{key}" for key in large)

@@ -12,10 +12,9 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_
 ScheduleFile = Annotated[str, Field(pattern=r"^.+\.csv$", description="a file name that ends in .csv")]
 
 ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2")
-TWO_STAGES = ("zb_v", "v_half", "v_min", "dualpipe_v")
 PAIRED = ("1f1b", "interleaved", "dualpipe_v")
 """Schedules in which a forward and a backward of a rank may run together."""
-MOST_STAGES = dict.fromkeys(ONE_STAGE, 1) | dict.fromkeys(TWO_STAGES, 2)
+MOST_STAGES = dict.fromkeys(ONE_STAGE, 1) | dict.fromkeys(("zb_v", "v_half", "v_min", "dualpipe_v"), 2)
 """Model chunks that a rank holds in the schedules that fix it."""
 
 

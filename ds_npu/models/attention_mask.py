@@ -19,8 +19,6 @@ from ds_npu.models.hugging_face_model import transformers_module
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 
-MASKING = "transformers.masking_utils"
-
 
 @dataclass(frozen=True, eq=False)
 class PackedMask:
@@ -98,7 +96,7 @@ def pattern_of(function: Callable[..., Any]) -> Pattern | None:
     after: list[int] = []
     documents = None
     for part in _parts(function):
-        if part.__module__ != MASKING:
+        if part.__module__ != "transformers.masking_utils":
             return None
         kept = inspect.getclosurevars(part).nonlocals
         match part.__qualname__.removesuffix(".<locals>.inner_mask"):

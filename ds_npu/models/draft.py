@@ -15,7 +15,6 @@ from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
 from ds_npu.models.tree import adapters
 
-UNPLACED = "nothing says what it is"
 ROLE_REMEDY = """\
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {"plan": {"%s": "<role>"}}
@@ -63,7 +62,7 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
         and name not in silent
         and not any(names.is_inside(name, each) for each in listed)
     ]
-    unplaced = [(name, draft.notes.get(name, UNPLACED)) for name in missing]
+    unplaced = [(name, draft.notes.get(name, "nothing says what it is")) for name in missing]
     linears = _linears(modules, plan, leave_out=misfits)
     plan = _with_heads(modules, plan, draft, linears)
     misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
@@ -147,7 +146,6 @@ def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
 
 
 def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: Collection[str]) -> Mapping[str, Linears]:
-    """The modules of each attention and MLP, by role."""
     found: defaultdict[str, defaultdict[Role, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
     for name, role in plan.roles.items():
         holder = plan.around(name, PARENT[role]) if role in PARENT else None

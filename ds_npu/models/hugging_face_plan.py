@@ -54,8 +54,6 @@ STYLES: dict[str, tuple[Role, ...]] = {
     "rowwise_split_input": (Role.ATTENTION_OUTPUT, Role.DOWN),
 }
 """Roles that a linear of a style in transformers' ``base_model_tp_plan`` can have."""
-PACKED = "packed_colwise"
-"""The style of experts' gate_up_proj in which all gates stand before all ups."""
 ORDER_UNKNOWN = "its weight holds several parts, whose order is not known"
 
 
@@ -85,7 +83,6 @@ class _Assignment:
         return inner[0] if not self.stacks_in(stated) and len(inner) == 1 else stated
 
     def stacks_in(self, name: str) -> list[str]:
-        """The lists of blocks directly in the module ``name``."""
         return [each for each in self.tree.within(name).values() if self.is_stack(each)]
 
     @cached_property
@@ -209,9 +206,10 @@ class _Assignment:
         return kinds.is_linear(module) and kinds.sizes(module)[1] == experts
 
     def experts(self, name: str) -> None:
-        packed = self.style(f"{name}.gate_up_proj") == PACKED and self.style(f"{name}.down_proj") == "rowwise"
+        # A packed gate_up_proj has all gates before all ups.
+        styles = self.style(f"{name}.gate_up_proj"), self.style(f"{name}.down_proj")
         # Transposed experts have an axis of their own, or are refused.
-        if packed or kinds.is_transposed(self.tree.module(name)):
+        if styles == ("packed_colwise", "rowwise") or kinds.is_transposed(self.tree.module(name)):
             self.assign(name, Role.EXPERTS)
         else:
             self.refuse(name, f"{ORDER_UNKNOWN}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")

@@ -15,7 +15,6 @@ TRAINED_COPIES = "modules_to_save"
 """The attribute in which PEFT keeps a layer that it trains as a whole: the original, and the trained copies."""
 COMPILED = "_orig_mod"
 """The attribute in which torch.compile keeps the module that it has compiled."""
-PEFT_PREFIX = "base_model.model."
 WRAPPERS = re.compile(
     rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{TRAINED_COPIES}\.[^.]+|{COMPILED})(?=\.|$)|^(?:{COMPILED}(?:\.|$))+"
 )
@@ -30,7 +29,7 @@ NEAR = 3
 
 def plain(name: str) -> str:
     """The name that a module has in the model without wrappers: ``base_model.model.a.base_layer`` is ``a``."""
-    return f"{WRAPPERS.sub('', name)}.".removeprefix(PEFT_PREFIX)[:-1]
+    return f"{WRAPPERS.sub('', name)}.".removeprefix("base_model.model.")[:-1]
 
 
 def parent(name: str) -> str:

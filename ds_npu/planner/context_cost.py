@@ -106,8 +106,6 @@ def shared_heads(shape: AttentionShape, tensor: int, ulysses: int) -> tuple[list
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank, its sizes and its speeds."""
-
     layer: Layer
     algorithm: ContextAlgorithm
     degrees: Degrees

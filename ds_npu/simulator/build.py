@@ -205,7 +205,6 @@ class _Progress:
         )
 
     def count(self, source: Path) -> None:
-        """Count ``source`` as compiled."""
         self.done, self.bytes = self.done + 1, self.bytes + self.sizes[source]
         now = time.monotonic()
         if self.done == self.files:

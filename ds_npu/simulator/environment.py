@@ -77,17 +77,8 @@ def bytes_of(text: str) -> int:
     return int(size)
 
 
-def count_of(text: str) -> int:
-    """``"8"`` devices. Raises ValueError for anything but an integer from 1 to MOST_DEVICES."""
-    return _integer(text, 1, MOST_DEVICES)
-
-
-def seed_of(text: str) -> int:
-    """A seed of 64 bits. Raises ValueError for anything else."""
-    return _integer(text, 0, 2**64 - 1)
-
-
-def _integer(text: str, least: int, most: int) -> int:
+def integer_of(least: int, most: int, text: str) -> int:
+    """The integer that ``text`` is. Raises ValueError for anything but one from ``least`` to ``most``."""
     if not re.fullmatch(r"[0-9]{1,20}", text) or not least <= int(text) <= most:
         raise ValueError(f"found {text!r}; an integer from {least} to {most}")
     return int(text)

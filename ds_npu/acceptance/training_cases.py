@@ -156,8 +156,7 @@ def _one_npu() -> Iterator[TrainingCase]:
     )
     for name, section, dtype in fused_adams:
         recipe = TrainingRecipe("decoder", LARGE_SIZES, dtype, "AdamW")
-        title = f"{name}, ZeRO 1, {dtype}"
-        yield TrainingCase(title, 1, LARGE_S, alone=True, recipe=recipe, section=section, stage=1)
+        yield TrainingCase(f"{name}, ZeRO 1, {dtype}", 1, LARGE_S, alone=True, recipe=recipe, section=section, stage=1)
 
 
 def _two_npus(npus: int) -> list[TrainingCase]:

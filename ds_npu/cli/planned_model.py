@@ -122,8 +122,7 @@ def pipeline_lines(path: Path, checked: Checked, svg: Path | None) -> Iterator[s
     run = timeline(schedule, Costs(share, share, share))
     text = schedule_text(layout.name, run)
     picture = (each if len(each) <= WIDEST else f"{each[: WIDEST - 4]} ..." for each in text.splitlines())
-    parts = (*picture, *bubble_lines(run, planned.loads), *pair_lines(schedule))
-    yield from (f"  {line}" for line in parts)
+    yield from (f"  {line}" for line in (*picture, *bubble_lines(run, planned.loads), *pair_lines(schedule)))
     yield from ("", "Pipeline ranks", *(f"  {line}" for line in rank_table(planned, schedule)))
     if svg is not None:
         file = svg.with_name(f"{svg.stem}_schedule{svg.suffix}")

@@ -87,5 +87,8 @@ def _pipeline(ds_config: Config, ranks: int, stages: int | None, doubtful: froze
     if stages is not None and stage in (2, 3):
         yield Problem("zero_optimization.stage", stage, f"0 or 1, all that {PIPELINES_REFUSE}")
     elif ranks > 1 and stage == 3:
-        accepted = "0, 1 or 2 with ds_npu.parallel.pipeline: each micro-batch would gather every weight of a stage"
-        yield Problem("zero_optimization.stage", stage, accepted)
+        yield Problem(
+            "zero_optimization.stage",
+            stage,
+            "0, 1 or 2 with ds_npu.parallel.pipeline: each micro-batch would gather every weight of a stage",
+        )

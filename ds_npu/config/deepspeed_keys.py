@@ -86,12 +86,18 @@ def _other_engines(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:
     """DeepSpeed's AutoTP and AutoEP bring their own process groups."""
     autotp = value_at(ds_config, "tensor_parallel.autotp_size")
     if autotp not in (None, 0, 1):
-        accepted = "0 or 1 beside a ds_npu section (see ds_npu.parallel.tensor): AutoTP replaces its process groups"
-        yield Problem("tensor_parallel.autotp_size", autotp, accepted)
+        yield Problem(
+            "tensor_parallel.autotp_size",
+            autotp,
+            "0 or 1 beside a ds_npu section (see ds_npu.parallel.tensor): AutoTP replaces its process groups",
+        )
     autoep, expert = value_at(ds_config, "expert_parallel.autoep_size"), config.parallel.expert
     if value_at(ds_config, "expert_parallel.enabled") and (autoep not in (None, 1) or expert > 1):
-        accepted = f"1, with ds_npu.parallel.expert 1 (found {expert}): AutoEP makes its own process groups"
-        yield Problem("expert_parallel.autoep_size", autoep, accepted)
+        yield Problem(
+            "expert_parallel.autoep_size",
+            autoep,
+            f"1, with ds_npu.parallel.expert 1 (found {expert}): AutoEP makes its own process groups",
+        )
 
 
 def _ranks_taken_for_alike(ds_config: Config, parallel: ParallelSection) -> Iterator[Problem]:
@@ -122,8 +128,9 @@ def _recomputed_twice(ds_config: Config, config: DsNpuConfig) -> Iterator[Proble
     theirs = value_at(ds_config, "activation_checkpointing")
     ours = [path for path, _ in switched_on(config.recompute, "ds_npu.recompute.")]
     if isinstance(theirs, dict) and any(theirs.values()) and ours:
-        accepted = f"nothing, or nothing at {', '.join(ours)}: both recompute activations"
-        yield Problem("activation_checkpointing", theirs, accepted)
+        yield Problem(
+            "activation_checkpointing", theirs, f"nothing, or nothing at {', '.join(ours)}: both recompute activations"
+        )
 
 
 def _plus_plus(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:
@@ -132,8 +139,9 @@ def _plus_plus(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:
     for key, (off, why) in ZERO_PLUS_PLUS.items():
         found = value_at(ds_config, f"zero_optimization.{key}")
         if tensor > 1 and found not in (None, off):
-            accepted = f"{str(off).lower()} with ds_npu.parallel.tensor {tensor}: {why}"
-            yield Problem(f"zero_optimization.{key}", found, accepted)
+            yield Problem(
+                f"zero_optimization.{key}", found, f"{str(off).lower()} with ds_npu.parallel.tensor {tensor}: {why}"
+            )
 
 
 def _optimizer_memory(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:
@@ -146,16 +154,22 @@ def _optimizer_memory(ds_config: Config, config: DsNpuConfig) -> Iterator[Proble
         yield Problem("bf16.enabled", value_at(ds_config, "bf16.enabled"), f"true with {keys}; or leave {keys} out")
     optimizer = value_at(ds_config, "optimizer.type")
     if isinstance(optimizer, str) and optimizer.lower() not in ADAM:
-        accepted = f"'Adam' or 'AdamW' with {keys}, whose steps can be divided into chunks; or leave {keys} out"
-        yield Problem("optimizer.type", optimizer, accepted)
+        yield Problem(
+            "optimizer.type",
+            optimizer,
+            f"'Adam' or 'AdamW' with {keys}, whose steps can be divided into chunks; or leave {keys} out",
+        )
     for path, (fine, why) in REFUSED.items():
         found = value_at(ds_config, path)
         if found is not None and found not in fine:
             accepted = " or ".join(repr(each) for each in fine) or "nothing"
             yield Problem(path, found, f"{accepted}: {why} {keys}. Leave one of them out")
     if config.moe.placement_interval:
-        accepted = f"0 with {keys}: experts that move take the optimizer's state with them"
-        yield Problem("ds_npu.moe.placement_interval", config.moe.placement_interval, accepted)
+        yield Problem(
+            "ds_npu.moe.placement_interval",
+            config.moe.placement_interval,
+            f"0 with {keys}: experts that move take the optimizer's state with them",
+        )
 
 
 def misspelt(ds_config: Config) -> list[str]:

@@ -104,8 +104,13 @@ def json_of(text: str) -> Any:
 
     Raises json.JSONDecodeError, and RecursionError for thousands of objects inside of one another.
     """
-    constant = functools.partial(NoNumber, accepted="a number: JSON has no NaN and no Infinity")
-    return json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=constant)
+    return json.loads(
+        text,
+        object_pairs_hook=_object,
+        parse_int=_integer,
+        parse_float=_number,
+        parse_constant=functools.partial(NoNumber, accepted="a number: JSON has no NaN and no Infinity"),
+    )
 
 
 def flaws(config: Any) -> Iterator[Problem]:

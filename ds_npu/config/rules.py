@@ -61,8 +61,11 @@ def _refused(
 
     def problems(config: DsNpuConfig) -> Iterator[Problem]:
         if when(config):
-            text = accepted if isinstance(accepted, str) else accepted(config)
-            yield Problem(f"ds_npu.{path}", functools.reduce(getattr, path.split("."), config), text)
+            yield Problem(
+                f"ds_npu.{path}",
+                functools.reduce(getattr, path.split("."), config),
+                accepted if isinstance(accepted, str) else accepted(config),
+            )
 
     return Rule(reads, problems)
 
@@ -77,8 +80,11 @@ def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
     moe, parallel = config.moe, config.axes
     if parallel.expert * parallel.expert_tensor > 1:
         if moe.grouped_matmul is False:
-            accepted = "true or left out: experts on ranks of ds_npu.parallel.expert are always computed so"
-            yield Problem("ds_npu.moe.grouped_matmul", False, accepted)
+            yield Problem(
+                "ds_npu.moe.grouped_matmul",
+                False,
+                "true or left out: experts on ranks of ds_npu.parallel.expert are always computed so",
+            )
         return
     accepted = "only with ds_npu.parallel.expert or expert_tensor > 1"
     if moe.dispatcher is not None:
@@ -126,16 +132,22 @@ def _row_margin(config: DsNpuConfig) -> Iterator[Problem]:
         if dict(moe)[name]:
             yield Problem(key, moe.row_margin, f"left out with ds_npu.moe.{name} {dict(moe)[name]}")
     if config.parallel.pipeline > 1:
-        accepted = f"left out with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not run again"
-        yield Problem(key, moe.row_margin, accepted)
+        yield Problem(
+            key,
+            moe.row_margin,
+            f"left out with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not run again",
+        )
 
 
 def _blocks(config: DsNpuConfig) -> Iterator[Problem]:
     """A weight of which ranks hold copies shares a scale with its neighbours, which differ by rank."""
     sharing = [axis for axis in ("tensor", "pipeline", "expert_tensor") if dict(config.parallel)[axis] > 1]
     if config.optimizer_memory.moments == "int8" and sharing:
-        accepted = f"'fp32' or 'bf16' with ds_npu.parallel.{sharing[0]} > 1: blocks of 8 bits differ between its ranks"
-        yield Problem("ds_npu.optimizer_memory.moments", "int8", accepted)
+        yield Problem(
+            "ds_npu.optimizer_memory.moments",
+            "int8",
+            f"'fp32' or 'bf16' with ds_npu.parallel.{sharing[0]} > 1: blocks of 8 bits differ between its ranks",
+        )
 
 
 def _planned_as_well(config: DsNpuConfig) -> Iterator[Problem]:
@@ -153,8 +165,11 @@ def _planned_as_well(config: DsNpuConfig) -> Iterator[Problem]:
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
     for path, value in switched_on(config) if config.pipeline.recompute is not None else ():
         if path in ("recompute.layers", "recompute.modules"):
-            accepted = "nothing beside ds_npu.pipeline.recompute: layers would be computed twice again"
-            yield Problem(f"ds_npu.{path}", value, accepted)
+            yield Problem(
+                f"ds_npu.{path}",
+                value,
+                "nothing beside ds_npu.pipeline.recompute: layers would be computed twice again",
+            )
 
 
 def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
@@ -165,11 +180,13 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
     schedule = config.pipeline.schedule
     if schedule is not None and schedule not in PAIRED:
         own = "; a file has pairs of its own, as (0F2;0B1)OVERLAP_F_B, and goes without the key"
-        accepted = f"{', '.join(PAIRED)} {why}{own if schedule.endswith('.csv') else ''}"
-        yield Problem("ds_npu.pipeline.schedule", schedule, accepted)
+        yield Problem(
+            "ds_npu.pipeline.schedule", schedule, f"{', '.join(PAIRED)} {why}{own if schedule.endswith('.csv') else ''}"
+        )
     if not config.moe.dispatching.overlaps:
-        accepted = f"{able('overlaps')} {why}, which leaves it no message"
-        yield Problem("ds_npu.moe.dispatcher", config.moe.dispatcher, accepted)
+        yield Problem(
+            "ds_npu.moe.dispatcher", config.moe.dispatcher, f"{able('overlaps')} {why}, which leaves it no message"
+        )
     for path, value in switched_on(config):
         if path in ("pipeline.recompute", "recompute.budget_gib", "swap.activations"):
             yield Problem(f"ds_npu.{path}", value, f"left out {why}: they know one forward or backward at a time")

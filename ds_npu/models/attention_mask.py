@@ -174,8 +174,9 @@ def _padded(pattern: Pattern, bounds: list[tuple[int, int] | None], length: int)
     # A causal row before the first key sees none; one past the last key sees all: the band counts from the first.
     rows = [range(0 if band == (None, None) else begin, length if end else begin) for begin, end in known]
     ends_q, ends_k = (list(accumulate(map(len, each))) for each in (rows, keys))
-    mask = Mask(*band, from_start=not to_the_left).packed(ends_q, ends_k)
-    return PackedMask(mask, _tokens(rows, length), _tokens(keys, length))
+    return PackedMask(
+        Mask(*band, from_start=not to_the_left).packed(ends_q, ends_k), _tokens(rows, length), _tokens(keys, length)
+    )
 
 
 def _tokens(parts: list[range], length: int) -> torch.Tensor | None:

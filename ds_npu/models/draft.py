@@ -67,8 +67,10 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     plan = _with_heads(modules, plan, draft, linears)
     misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
     sizes = [(name, why + _replicated_note(name, plan, draft)) for name, why in _wrong_sizes(modules, plan, linears)]
-    faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
-    told = [*problems, *_told(modules, faults)]
+    told = [
+        *problems,
+        *_told(modules, [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]),
+    ]
     if told:
         raise PlanError(plan.model, told, _kind(model, plan), _remedy(plan, unplaced))
     return plan

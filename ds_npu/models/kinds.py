@@ -30,8 +30,7 @@ def own_shapes(module: nn.Module) -> dict[str, Shape]:
 
 def described(module: nn.Module) -> str:
     """``module`` as messages name it: ``Linear, weight [96, 32]``."""
-    shapes = [f"{name} {list(shape)}" for name, shape in own_shapes(module).items()]
-    return ", ".join([type(module).__name__, *shapes])
+    return ", ".join([type(module).__name__, *[f"{name} {list(shape)}" for name, shape in own_shapes(module).items()]])
 
 
 def is_norm(module: nn.Module) -> bool:

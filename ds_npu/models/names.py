@@ -90,8 +90,7 @@ def _joined(parts: list[str]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    texts = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return "{" + ",".join(texts) + "}"
+    return "{" + ",".join([f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]) + "}"
 
 
 def matches(glob: str, name: str) -> bool:

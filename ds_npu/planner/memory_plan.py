@@ -118,10 +118,9 @@ def measured(
 ) -> MemoryPlan:
     """The plan that takes these ``options`` and swaps ``pattern``, with its peak."""
     columns = list(enumerate(options))
-    needs = [
-        (moment.peak_bytes + sum(_more_bytes(layers, columns, moment, pattern)), moment.what) for moment in moments
-    ]
-    peak, what = max(needs)
+    peak, what = max(
+        [(moment.peak_bytes + sum(_more_bytes(layers, columns, moment, pattern)), moment.what) for moment in moments]
+    )
     return MemoryPlan(tuple(options), peak, what, pattern)
 
 

@@ -54,7 +54,8 @@ class Simulation:
     def environment(self, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
         """``inherited`` and the variables for the simulated NPUs whose libraries are in ``home``."""
         paths = [str(home), *filter(None, [inherited.get("LD_LIBRARY_PATH")])]
-        chosen = {
+        return {
+            **inherited,
             "LD_LIBRARY_PATH": ":".join(paths),
             "ASCEND_HOME_PATH": str(home),
             "ASCEND_OPP_PATH": str(home / "opp"),
@@ -65,7 +66,6 @@ class Simulation:
             "DS_NPU_SIM_FAULT": ",".join(self.faults),
             "DS_NPU_SIM_TRACE": self.trace,
         }
-        return {**inherited, **chosen}
 
 
 def bytes_of(text: str) -> int:

@@ -292,7 +292,7 @@ def run_collective(case: CollectiveCase, job: Assignment) -> Measured:
     else:
         exchange = EXCHANGES[case.kind](peers)
         check = peers.differing(exchange.call(), exchange.expected)
-        call_s = None if job.small or case.count < TIMED_FROM else timed(exchange.call)
+        call_s = None if job.scope.small or case.count < TIMED_FROM else timed(exchange.call)
     if group is not None:
         npu_module().synchronize()
         dist.destroy_process_group(group)

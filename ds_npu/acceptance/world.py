@@ -167,8 +167,7 @@ def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, u
             job = Assignment(
                 tuple(case.name for case in left),
                 left[0].ranks,
-                scope.npus,
-                scope.small,
+                scope,
                 str(folder),
                 str(folder / f"world-{len(list(folder.glob('world-*')))}"),
             )

@@ -28,7 +28,6 @@ SHARED: dict[Axis, str] = {
     "ep": "they hold other experts of the same layers",
     "etp": "they hold shards of the same experts",
 }
-"""The meaning of a group along each axis."""
 
 ROW = 8
 """Ranks in a row of a node."""

@@ -35,7 +35,6 @@ SCALARS: dict[str, Any] = {
 }
 BOUNDS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
 MOST_NAMES = 12
-"""Most keys of a section that a message lists."""
 TORCH_DTYPE = "a torch.dtype, which no file can hold: leave the key out"
 
 

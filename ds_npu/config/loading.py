@@ -17,11 +17,9 @@ import hjson
 from ds_npu.config.problems import Config, ConfigError, Problem
 
 MOST_BYTES = 2**20
-"""Bytes of the largest config file."""
 MOST_HJSON_CHARACTERS = 2**16
 """Characters of the largest config file that is no JSON: hjson's time grows with the square of some texts."""
 DEEPEST = 64
-"""Most objects and lists inside of one another."""
 LARGEST = "a number of at most 1.8e308"
 SHALLOW = f"at most {DEEPEST} objects and lists inside of one another"
 ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK": "zip"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -50,7 +50,7 @@ DEFAULT_DISPATCHER = "alltoall"
 
 def able(ability: str) -> str:
     """The dispatchers with an ability, as errors list them: ``'alltoall' or 'allgather'``."""
-    return " or ".join(repr(name) for name, each in ABILITIES.items() if getattr(each, ability))
+    return " or ".join(repr(name) for name, each in ABILITIES.items() if asdict(each)[ability])
 
 
 def _known(name: str) -> str:

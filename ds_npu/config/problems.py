@@ -11,7 +11,6 @@ Config = dict[str, Any]
 MOST_CHARACTERS = 200
 """Most characters of a path or a value that a message shows; the middle of more is left out."""
 MOST_PROBLEMS = 50
-"""Most problems that a message lists; more are counted."""
 
 
 @dataclass(frozen=True)

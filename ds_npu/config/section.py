@@ -7,7 +7,6 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_RANKS = 2**20
-"""Most ranks of a world, and so along an axis."""
 
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 ContextRanks = Annotated[int, Field(ge=1, le=2**10)]

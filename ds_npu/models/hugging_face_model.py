@@ -115,9 +115,9 @@ def logits_recorders(module: nn.Module) -> Iterator[tuple[type[nn.Module], int]]
     recorded: Mapping[str, Any] = getattr(module, "_can_record_outputs", None) or {}
     recorders = recorded.get("router_logits")
     for each in recorders if isinstance(recorders, list) else [recorders]:
-        kind, index = getattr(each, "target_class", None), getattr(each, "index", None)
-        if isinstance(kind, type) and isinstance(index, int):
-            yield kind, index
+        match each:
+            case object(target_class=type() as kind, index=int() as index):
+                yield kind, index
 
 
 def logits_index(model: nn.Module, router: nn.Module) -> int:

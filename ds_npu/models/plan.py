@@ -100,8 +100,8 @@ class ModelPlan:
 
     def inside(self, name: str, *roles: Role) -> list[str]:
         """The modules inside of ``name`` that have one of ``roles``; with no roles, all that have one."""
-        within = [each for each in self.roles if each != name and names.is_inside(each, name)]
-        return [each for each in within if not roles or self.roles[each] in roles]
+        wanted = self.named(*(roles or Role))
+        return [each for each in wanted if each != name and names.is_inside(each, name)]
 
     def adapted(self, name: str) -> str | None:
         """The layer that PEFT adds ``name`` to: for ``q_proj.lora_A.default`` it is ``q_proj.base_layer``."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.models.plan import AttentionShape
@@ -97,11 +98,8 @@ def shared_heads(shape: AttentionShape, tensor: int, ulysses: int) -> tuple[list
     """Query heads of each Ulysses rank, and the key heads that they need, of the tensor rank with the most heads."""
     short, longer = divmod(math.ceil(shape.heads / tensor), ulysses)
     queries = [short + (rank < longer) for rank in range(ulysses)]
-    share, keys, begin = shape.heads // shape.kv_heads, [], 0
-    for count in queries:
-        keys.append((begin + count - 1) // share - begin // share + 1)
-        begin += count
-    return queries, keys
+    share, ends = shape.heads // shape.kv_heads, accumulate(queries)
+    return queries, [(end - 1) // share - (end - count) // share + 1 for end, count in zip(ends, queries, strict=True)]
 
 
 @dataclass(frozen=True)

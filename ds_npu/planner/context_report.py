@@ -16,7 +16,6 @@ from ds_npu.planner.model_file import attention_of
 from ds_npu.topology.machine import MACHINES, Machine
 
 CANDIDATES_SHOWN = 12
-"""How many candidates the table shows."""
 MIB = 2**20
 
 

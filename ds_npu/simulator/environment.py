@@ -36,8 +36,7 @@ class Simulation:
 
     def excess(self) -> str | None:
         """Why the devices' memory does not fit into a process's addresses; None if it does."""
-        total = self.devices * self.memory_bytes
-        if total <= MOST_IN_ALL:
+        if self.devices * self.memory_bytes <= MOST_IN_ALL:
             return None
         return (
             f"found --devices {self.devices} with {self.memory_bytes / 2**30:g} GiB each; {MOST_IN_ALL // 2**30} GiB "

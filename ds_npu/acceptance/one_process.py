@@ -131,7 +131,10 @@ def trained(recipe: TrainingRecipe, compute: torch.dtype) -> Curve:
     whole = model_of(recipe).to(torch.promote_types(compute, torch.float32))
     model = copy.deepcopy(whole).to(compute)
     masters, weights = list(whole.parameters()), list(model.parameters())
-    optimizer = optimizer_of(recipe, masters)
+    rate = LEARNING_RATES[recipe.optimizer]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(masters, lr=rate)
+    if recipe.optimizer == "AdamW":
+        optimizer = torch.optim.AdamW(masters, lr=rate, betas=BETAS, eps=EPS, weight_decay=DECAY)
     losses, norms = [], []
     for step in range(recipe.steps):
         loss = 0.0
@@ -152,14 +155,6 @@ def trained(recipe: TrainingRecipe, compute: torch.dtype) -> Curve:
             for master, weight in zip(masters, weights, strict=True):
                 weight.copy_(master)
     return Curve(losses, norms)
-
-
-def optimizer_of(recipe: TrainingRecipe, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's own optimizer, as ``recipe`` names it."""
-    rate = LEARNING_RATES[recipe.optimizer]
-    if recipe.optimizer == "SGD":
-        return torch.optim.SGD(weights, lr=rate)
-    return torch.optim.AdamW(weights, lr=rate, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
 def kept_curves(recipe: TrainingRecipe, folder: Path) -> tuple[Curve, Curve]:

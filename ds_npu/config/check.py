@@ -12,7 +12,7 @@ from ds_npu.config.batch import Batch, batch_of
 from ds_npu.config.deepspeed_keys import conflicts, misspelt, value_at, zero_stage
 from ds_npu.config.deepspeed_readers import deepspeed_problems
 from ds_npu.config.loading import flaws
-from ds_npu.config.parallel import UNDIVIDED, ParallelSection, fit
+from ds_npu.config.parallel import ParallelSection, fit
 from ds_npu.config.problems import Config, ConfigError, Problem
 from ds_npu.config.reading import read
 from ds_npu.config.rules import broken_rules
@@ -72,7 +72,11 @@ def check(
     if problems:
         raise ConfigError(problems)
     if config.parallel.context > 1 and stages is not None:
-        warnings.append(f"ds_npu.parallel.context is {config.parallel.context}: {UNDIVIDED}")
+        warnings.append(
+            f"ds_npu.parallel.context is {config.parallel.context}: a deepspeed.PipelineModule's sequences are not "
+            "divided: the script must give each of its ranks other tokens, and return each one's share of the loss; "
+            "shares are added up"
+        )
     if config.parallel.pipeline > 1 and stages is None and zero_stage(ds_config) == 2:
         warnings.append(f"zero_optimization.stage is 2: 0 and 1 are all that {PIPELINES_REFUSE}")
     if config.parallel.pipeline > 1 and stages is None and value_at(ds_config, "flops_profiler.enabled"):

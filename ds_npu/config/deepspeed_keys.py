@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ds_npu.config.deepspeed_readers import value_of, zero_section
+from ds_npu.config.deepspeed_readers import NOTHING, value_of, zero_section
 from ds_npu.config.deepspeed_schema import is_auto, schema
 from ds_npu.config.parallel import ParallelSection
 from ds_npu.config.problems import Config, Problem, printable
@@ -51,10 +51,8 @@ MOST_UNKNOWN = 100
 
 def value_at(ds_config: Config, path: str) -> Any:
     """The value at a dotted path; None where it is missing, or "auto" (not known yet)."""
-    value: Any = ds_config
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return None if value == "auto" else value
+    value = value_of(ds_config, path)
+    return None if value is NOTHING or is_auto(value) else value
 
 
 def zero_stage(ds_config: Config) -> int | None:
@@ -105,23 +103,31 @@ def _ranks_taken_for_alike(ds_config: Config, parallel: ParallelSection) -> Iter
     sharing = parallel.tensor * parallel.context * parallel.pipeline
     path = "zero_optimization.zero_quantized_gradients"
     if value_at(ds_config, path) and sharing > 1:
-        accepted = "false with ds_npu.parallel.tensor, context or pipeline > 1: DeepSpeed averages such gradients over"
-        yield Problem(path, True, f"{accepted} all ranks of the world, as if each had samples of its own")
-    path = "autotuning.model_info.profile"
-    if value_at(ds_config, path) and sharing > 1:
-        accepted = "false, or ds_npu.parallel.tensor, context and pipeline 1: deepspeed --autotuning divides the "
         yield Problem(
             path,
             True,
-            f"{accepted}parameters of a rank, which has a part of them, by mp_size once more. Compare "
+            "false with ds_npu.parallel.tensor, context or pipeline > 1: DeepSpeed averages such gradients over all "
+            "ranks of the world, as if each had samples of its own",
+        )
+    path = "autotuning.model_info.profile"
+    if value_at(ds_config, path) and sharing > 1:
+        yield Problem(
+            path,
+            True,
+            "false, or ds_npu.parallel.tensor, context and pipeline 1: deepspeed --autotuning divides the "
+            "parameters of a rank, which has a part of them, by mp_size once more. Compare "
             "batch sizes without it: ds_npu check --model estimates bytes, a run's log has tokens per second",
         )
         return
     path = "autotuning.mp_size"
     found = value_at(ds_config, path)
     if value_at(ds_config, "autotuning.enabled") and (1 if found is None else found) != sharing:
-        accepted = "the product of ds_npu.parallel.tensor, context and pipeline, by which the autotuner derives"
-        yield Problem(path, found, f"{sharing}, {accepted} batch sizes")
+        yield Problem(
+            path,
+            found,
+            f"{sharing}, the product of ds_npu.parallel.tensor, context and pipeline, by which the autotuner derives "
+            "batch sizes",
+        )
 
 
 def _recomputed_twice(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:

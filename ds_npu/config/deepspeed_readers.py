@@ -10,8 +10,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ds_npu.config.deepspeed_schema import Read, is_auto, is_torch_dtype, numbers, read_section, schema
-from ds_npu.config.deepspeed_validators import Values, converted
+from ds_npu.config.deepspeed_schema import (
+    Read,
+    Values,
+    converted,
+    is_auto,
+    is_torch_dtype,
+    numbers,
+    read_section,
+    schema,
+)
 from ds_npu.config.problems import Config, Problem
 
 NOTHING = object()

@@ -8,12 +8,6 @@ from ds_npu.config.problems import Problem
 from ds_npu.config.section import MOST_RANKS, ContextRanks, Ranks, Section
 from ds_npu.topology.degrees import Degrees
 
-UNDIVIDED = (
-    "a deepspeed.PipelineModule's sequences are not divided: the script must give each of its ranks other tokens, and "
-    "return each one's share of the loss; shares are added up"
-)
-"""The warning about a context axis with a deepspeed.PipelineModule."""
-
 
 class ParallelSection(Section):
     """Sizes of the axes; the data-parallel size is what the world leaves: world / (tensor * context * pipeline)."""

@@ -104,8 +104,12 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
             if value not in ("probs", False):
                 yield Problem(f"ds_npu.moe.{key}", value, "only with ds_npu.moe.capacity_factor")
     elif moe.pad_to_capacity and moe.dispatching.padded is None:
-        why = "or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks only"
-        yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, f"{able('padded')} {why}")
+        yield Problem(
+            "ds_npu.moe.dispatcher",
+            moe.dispatcher,
+            f"{able('padded')} or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks "
+            "only",
+        )
 
 
 def _dispatcher(config: DsNpuConfig) -> Iterator[Problem]:

@@ -50,7 +50,7 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
     """The complete plan of ``draft``; raises PlanError with ``problems`` and everything else that is wrong with it."""
     modules = dict(model.named_modules())
     plan = _without_heads(model, draft.roles)
-    misfits = dict(_misfits(modules, plan)) | dict(_foreign(modules, plan))
+    misfits = _misfits(modules, plan) | dict(_foreign(modules, plan))
     silent = misfits.keys() | draft.doubtful
     # The role of experts in a list is that of the module around them.
     listed = [name for name in plan.named(Role.EXPERTS) if not kinds.own_shapes(modules[name])]
@@ -83,7 +83,7 @@ def partial_plan(model: nn.Module, draft: Draft, problems: Iterable[str]) -> Mod
     """
     modules = dict(model.named_modules())
     plan = _without_heads(model, draft.roles)
-    misfits = dict(_misfits(modules, plan))
+    misfits = _misfits(modules, plan)
     told = [*problems, *_told(modules, [fault for fault in misfits.items() if fault[0] in draft.given])]
     if told:
         raise PlanError(plan.model, told, _kind(model, plan))
@@ -124,10 +124,9 @@ def _tied(modules: dict[str, nn.Module], plan: ModelPlan) -> bool:
     return any(weight is other for weight in weights for other in modules[plan.embedding].parameters(recurse=False))
 
 
-def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
-    for name, role in plan.roles.items():
-        if why := kinds.misfit(role, modules[name]):
-            yield name, why
+def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> dict[str, str]:
+    found = {name: kinds.misfit(role, modules[name]) for name, role in plan.roles.items()}
+    return {name: why for name, why in found.items() if why}
 
 
 def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:

@@ -253,8 +253,14 @@ def _included(source: Path, found: frozenset[Path] = frozenset()) -> frozenset[P
 
 def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home: Path) -> None:
     """Link the library, with a symbol for all that torch_npu may look up: what is not simulated fails when called."""
+    operators = {half for name in operators_of(toolchain.torch_npu) for half in (name, f"{name}GetWorkspaceSize")}
+    missing = sorted((operators | _linked_symbols(toolchain)) - defined)
+    functions = (
+        f'extern "C" __attribute__((visibility("default"))) int {name}() {{ return sim::not_simulated("{name}"); }}\n'
+        for name in missing
+    )
     stubs = home.parent / "not_simulated.cpp"
-    stubs.write_text(_not_simulated(toolchain, defined))
+    stubs.write_text("".join(["namespace sim { int not_simulated(const char* name); }\n", *functions]))
     torch_lib = toolchain.torch / "lib"
     libraries = [f"-l:{name}" for name in LINKED]
     _run([toolchain.compiler, *FLAGS, "-shared", "-o", str(home / LIBRARY), *map(str, objects), str(stubs),
@@ -280,16 +286,6 @@ def _linked_symbols(toolchain: Toolchain) -> set[str]:
     libraries = [*(toolchain.torch_npu / "lib").glob("lib*.so"), *toolchain.torch_npu.glob("_C*.so")]
     listing = _run(["nm", "-D", "--undefined-only", "--format=just-symbols", *map(str, libraries)])
     return set(re.findall(r"^(?:acl|Hccl|Msprof|rt[A-Z])\w+$", listing, re.MULTILINE))
-
-
-def _not_simulated(toolchain: Toolchain, defined: set[str]) -> str:
-    operators = {half for name in operators_of(toolchain.torch_npu) for half in (name, f"{name}GetWorkspaceSize")}
-    missing = sorted((operators | _linked_symbols(toolchain)) - defined)
-    stubs = [
-        f'extern "C" __attribute__((visibility("default"))) int {name}() {{ return sim::not_simulated("{name}"); }}\n'
-        for name in missing
-    ]
-    return "".join(["namespace sim { int not_simulated(const char* name); }\n", *stubs])
 
 
 def _run(command: Sequence[str]) -> str:

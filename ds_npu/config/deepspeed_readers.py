@@ -44,20 +44,12 @@ def _one_of(*names: str, null: bool = False) -> tuple[str, Callable[[Any], bool]
     return words, lambda value: (null and value is None) or (isinstance(value, str) and value.lower() in known)
 
 
-def _is_object_or_null(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
-
-
 def _is_text_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
 OBJECT = ("an object", lambda value: isinstance(value, dict))
-OBJECT_OR_NULL = ("an object or null", _is_object_or_null)
+OBJECT_OR_NULL = ("an object or null", lambda value: isinstance(value, dict | None))
 FLAG = ("true or false", lambda value: isinstance(value, int))
 TEXT = ("a text that is not empty", bool)
 INTEGER = ("an integer", lambda value: converted(int, value) is not None)
@@ -74,7 +66,7 @@ DEMANDS_OF_ALL = tuple(
         "seq_parallel_communication_data_type": _one_of(*DTYPES, null=True),
         "gradient_allreduce_op": _one_of("mean", "sum"),
         "wall_clock_breakdown": FLAG,
-        "vocabulary_size": ("an integer", lambda value: not value or _is_number(value)),
+        "vocabulary_size": ("an integer", lambda value: not value or isinstance(value, int | float)),
         "activation_checkpointing": OBJECT,
         "optimizer": OBJECT,
         "optimizer.type": ("a text or null", lambda value: value is None or isinstance(value, str)),
@@ -193,10 +185,10 @@ def _optimizer(ds_config: Config) -> Iterator[Problem]:
     params = value_of(ds_config, "optimizer.params")
     if value_of(ds_config, "optimizer.type") in (NOTHING, None) or params is NOTHING:
         return
-    if not _is_object_or_null(params):
+    if not isinstance(params, dict | None):
         yield Problem("optimizer.params", params, "an object or null")
     norm = value_of(ds_config, "optimizer.params.max_grad_norm")
-    if norm is not NOTHING and not _is_number(norm):
+    if norm is not NOTHING and not isinstance(norm, int | float):
         yield Problem("optimizer.params.max_grad_norm", norm, "a number; better, gradient_clipping in its place")
 
 
@@ -236,8 +228,7 @@ def _summed_gradients(ds_config: Config, sections: dict[str, Values]) -> Iterato
 def _sharded_masters(ds_config: Config, sections: dict[str, Values]) -> Iterator[Problem]:
     unsharded = sections.get("zero_optimization", {}).get("stage") == 0
     bf16 = _bf16(ds_config)
-    keys = (("fp16", "fp16_master_weights_and_grads"), (bf16, MASTERS), (bf16, "bf16_optimizer_states"))
-    for section, key in keys:
+    for section, key in (("fp16", "fp16_master_weights_and_grads"), (bf16, MASTERS), (bf16, "bf16_optimizer_states")):
         if unsharded and sections.get(section, {}).get(key):
             yield Problem(f"{section}.{key}", True, "false without ZeRO: zero_optimization.stage is 0")
     values = sections.get(bf16, {})

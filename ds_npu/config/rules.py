@@ -41,12 +41,17 @@ def broken_rules(config: DsNpuConfig, doubtful: frozenset[str]) -> Iterator[Prob
             yield from rule.problems(config)
 
 
+def _asked(config: DsNpuConfig, keys: tuple[str, ...], accepted: str) -> Iterator[Problem]:
+    """Refuse each of ``keys``, and each key of those that are sections, which asks for something."""
+    for path, value in switched_on(config):
+        if f"{path}.".startswith(tuple(f"{key}." for key in keys)):
+            yield Problem(f"ds_npu.{path}", value, accepted)
+
+
 def _axis_rule(key: str, axis: str) -> Rule:
     def problems(config: DsNpuConfig) -> Iterator[Problem]:
         if dict(config.axes)[axis] == 1:
-            for path, value in switched_on(config):
-                if path == key or path.startswith(f"{key}."):
-                    yield Problem(f"ds_npu.{path}", value, f"only with ds_npu.parallel.{axis} > 1")
+            yield from _asked(config, (key,), f"only with ds_npu.parallel.{axis} > 1")
 
     return Rule((f"parallel.{axis}", *(("parallel.tensor", "moe") if axis == "expert" else ())), problems)
 
@@ -156,24 +161,17 @@ def _blocks(config: DsNpuConfig) -> Iterator[Problem]:
 
 def _planned_as_well(config: DsNpuConfig) -> Iterator[Problem]:
     """Keys that a plan for a budget decides itself, or does not see."""
-    if config.recompute.budget_gib is None:
-        return
-    keys = ("recompute.", "swap.", "pipeline.recompute", "moe.zero_memory")
-    for path, value in switched_on(config):
-        if path.startswith(keys) and path != "recompute.budget_gib":
-            yield Problem(
-                f"ds_npu.{path}", value, "nothing beside ds_npu.recompute.budget_gib, which chooses what is kept"
-            )
+    if config.recompute.budget_gib is not None:
+        keys = ("swap", "pipeline.recompute", "moe.zero_memory")
+        recompute = (f"recompute.{key}" for key, _ in config.recompute if key != "budget_gib")
+        accepted = "nothing beside ds_npu.recompute.budget_gib, which chooses what is kept"
+        yield from _asked(config, (*recompute, *keys), accepted)
 
 
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
-    for path, value in switched_on(config) if config.pipeline.recompute is not None else ():
-        if path in ("recompute.layers", "recompute.modules"):
-            yield Problem(
-                f"ds_npu.{path}",
-                value,
-                "nothing beside ds_npu.pipeline.recompute: layers would be computed twice again",
-            )
+    if config.pipeline.recompute is not None:
+        accepted = "nothing beside ds_npu.pipeline.recompute: layers would be computed twice again"
+        yield from _asked(config, ("recompute.layers", "recompute.modules"), accepted)
 
 
 def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
@@ -191,9 +189,8 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem(
             "ds_npu.moe.dispatcher", config.moe.dispatcher, f"{able('overlaps')} {why}, which leaves it no message"
         )
-    for path, value in switched_on(config):
-        if path in ("pipeline.recompute", "recompute.budget_gib", "swap.activations"):
-            yield Problem(f"ds_npu.{path}", value, f"left out {why}: they know one forward or backward at a time")
+    keys = ("pipeline.recompute", "recompute.budget_gib", "swap.activations")
+    yield from _asked(config, keys, f"left out {why}: they know one forward or backward at a time")
 
 
 RULES = (

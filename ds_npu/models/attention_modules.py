@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -69,9 +69,7 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
         Role.LATENT_KEY_VALUE: shape.heads * (shape.latent_key_dim + shape.value_dim),
     }
     for role, expected in outputs.items():
-        for linear in linears[role]:
-            if (found := kinds.sizes(linear)[1]) != expected:
-                yield linear, f"the {role} of {shape} has {expected} outputs, not {found}"
+        yield from _other_outputs(linears[role], expected, f"the {role} of {shape}")
     expected = shape.heads * shape.value_dim
     for linear in linears[Role.ATTENTION_OUTPUT]:
         if (found := kinds.sizes(linear)[0]) != expected:
@@ -79,6 +77,12 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
     for linear in (*linears[Role.KEY], *linears[Role.QUERY_KEY_VALUE]) if shape.heads % shape.kv_heads else ():
         yield linear, f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values evenly"
     yield from _wrong_norms(shape, linears)
+
+
+def _other_outputs(linears: Iterable[nn.Module], expected: int, what: str) -> Iterator[tuple[nn.Module, str]]:
+    for linear in linears:
+        if (found := kinds.sizes(linear)[1]) != expected:
+            yield linear, f"{what} has {expected} outputs, not {found}"
 
 
 def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
@@ -96,9 +100,7 @@ def wrong_widths(linears: Linears) -> Iterator[tuple[nn.Module, str]]:
     for down in linears[Role.DOWN]:
         width = kinds.sizes(down)[0]
         for role, expected in ((Role.GATE, width), (Role.UP, width), (Role.GATE_UP, 2 * width)):
-            for linear in linears[role]:
-                if (found := kinds.sizes(linear)[1]) != expected:
-                    yield linear, f"the {role} beside a down with {width} inputs has {expected} outputs, not {found}"
+            yield from _other_outputs(linears[role], expected, f"the {role} beside a down with {width} inputs")
 
 
 @dataclass(frozen=True)

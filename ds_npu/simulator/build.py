@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -172,7 +172,6 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
     }
     # Sources that need not wait for torch's headers come first, then the longest: no core has one left at the end.
     missing.sort(key=lambda source: (source in with_torch, -source.stat().st_size))
-    progress = _Progress(missing)
 
     def compiled(source: Path) -> None:
         made = folder / targets[source].name
@@ -185,34 +184,26 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         headers = pool.submit(_precompiled, toolchain, folder, len(with_torch))
-        for source, _ in zip(missing, pool.map(compiled, missing), strict=True):
-            progress.count(source)
+        _tell_progress(missing, pool.map(compiled, missing))
     return list(targets.values())
 
 
-class _Progress:
-    """Lines that tell how long the compilation of ``sources`` takes, and how far it is."""
-
-    def __init__(self, sources: Sequence[Path]) -> None:
-        self.files, self.done = len(sources), 0
-        self.sizes = {source: source.stat().st_size for source in sources}
-        self.bytes = 0
-        self.begun = self.reported = time.monotonic()
-        cores = os.cpu_count() or 1
-        say(
-            f"building the simulated NPUs, {self.files} files on {cores} cores: about "
-            f"{_duration(self.files * SECONDS_A_FILE / cores)}, once for this torch and torch_npu"
-        )
-
-    def count(self, source: Path) -> None:
-        self.done, self.bytes = self.done + 1, self.bytes + self.sizes[source]
+def _tell_progress(sources: Sequence[Path], compiled: Iterable[None]) -> None:
+    """Say how long the compilation of ``sources`` takes, and, as ``compiled`` counts them in order, how far it is."""
+    cores, sizes = os.cpu_count() or 1, [source.stat().st_size for source in sources]
+    begun = reported = time.monotonic()
+    say(
+        f"building the simulated NPUs, {len(sources)} files on {cores} cores: about "
+        f"{_duration(len(sources) * SECONDS_A_FILE / cores)}, once for this torch and torch_npu"
+    )
+    for done, _ in enumerate(compiled, start=1):
         now = time.monotonic()
-        if self.done == self.files:
-            say(f"{self.done} of {self.files} files compiled, in {_duration(now - self.begun)}")
-        elif now - self.reported >= SECONDS_BETWEEN:
-            self.reported = now
-            left = (now - self.begun) * (sum(self.sizes.values()) / self.bytes - 1)
-            say(f"{self.done} of {self.files} files compiled, about {_duration(left)} left")
+        if done == len(sources):
+            say(f"{done} of {len(sources)} files compiled, in {_duration(now - begun)}")
+        elif now - reported >= SECONDS_BETWEEN:
+            reported = now
+            left = (now - begun) * (sum(sizes) / sum(sizes[:done]) - 1)
+            say(f"{done} of {len(sources)} files compiled, about {_duration(left)} left")
 
 
 def _duration(seconds: float) -> str:

@@ -36,9 +36,7 @@ def fault_of(text: str) -> str:
             f"operator, as aclrtMalloc:2=207001 or HcclAllReduce:3@1=exit"
         )
     for key, digits, least in (("CALL", found[2], 1), ("RANK", found[3], 0), ("CODE", found[4], 1)):
-        if digits is None or digits == "exit":
-            continue
-        if len(digits) > 10 or not least <= int(digits) <= LARGEST[key]:
+        if digits and digits != "exit" and not (len(digits) <= 10 and least <= int(digits) <= LARGEST[key]):
             raise ValueError(f"found {key} {digits!r} in {text!r}; an integer from {least} to {LARGEST[key]}")
     return text
 

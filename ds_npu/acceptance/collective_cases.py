@@ -88,7 +88,6 @@ def collective_cases(scope: Scope) -> list[CollectiveCase]:
 
 
 def _of_kind(kind: str, ranks: int, small: bool, whole: bool) -> list[CollectiveCase]:
-    """Cases of every dtype at a size that nothing divides, and of every size, those over the buffer included."""
     dtypes = REDUCED if "reduce" in kind else MOVED
     found = [_case(kind, ranks, dtype, 1003) for dtype in (dtypes[:2] if small else dtypes)]
     found.append(_case(kind, ranks, torch.bfloat16, 1))

@@ -182,7 +182,6 @@ def _broadcast(peers: Peers) -> Exchange:
 
 
 def _two_in_flight(peers: Peers) -> Exchange:
-    """Start a gather and a sum, then compute on the device, then wait for both in the other order."""
     mine = peers.mine()
 
     def call() -> torch.Tensor:

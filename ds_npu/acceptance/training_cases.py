@@ -128,7 +128,6 @@ def _case(
 
 
 def _real(npus: int) -> Iterator[TrainingCase]:
-    """Cases of a block of a real model, on as many NPUs as have key heads, over each axis that shards it."""
     ranks = max(size for size in (2, 4, 8) if size <= npus)
     axes = {"tensor": _tensor(ranks, True), "context": _context(ranks, "ring")}
     if ranks >= 4:

@@ -202,7 +202,6 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Assignment, until: f
 
 
 def _broken(group: Group, case: Case, world: World, why: str) -> CaseResult:
-    """The result of a case in which a rank raised an error, ended, or did not answer."""
     outcome: Outcome = "timed out" if why.startswith(NO_ANSWER) else "crashed"
     if outcome == "timed out":
         world.ask_where_they_stand()

@@ -5,6 +5,7 @@ It imports neither torch nor torch_npu until asked. Every answer that is "no" is
 
 from ds_npu.capability.releases import (
     SUPPORTED,
+    Unavailable,
     Versions,
     cann_home,
     cann_version,
@@ -33,7 +34,6 @@ from ds_npu.capability.runtime import (
     try_import,
 )
 from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
-from ds_npu.capability.unavailable import Unavailable
 
 __all__ = [
     "DEFAULTS_MARK",

@@ -17,9 +17,19 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from ds_npu.capability.unavailable import SOURCE_CANN, Unavailable
-
 DRIVER_INFO = Path("/usr/local/Ascend/driver/version.info")
+SOURCE_CANN = "source <CANN>/set_env.sh in this shell (/usr/local/Ascend/ascend-toolkit/set_env.sh by default)"
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """Why something cannot be used, and what to do about it; neither ends in a full stop."""
+
+    reason: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}. What to do: {self.advice}."
 
 
 @dataclass(frozen=True)

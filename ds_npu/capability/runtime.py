@@ -18,11 +18,12 @@ from typing import Any, cast
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ds_npu.capability.releases import installed_version
-from ds_npu.capability.unavailable import SOURCE_CANN, Unavailable, use_cpu
+from ds_npu.capability.releases import SOURCE_CANN, Unavailable, installed_version
 
 DEV = Path("/dev")
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+CPU_VARIABLES = {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""Variables with which neither DeepSpeed nor torch imports torch_npu by itself."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,18 @@ def missing_functions(names: Sequence[str]) -> Unavailable | None:
         return None
     version = installed_version("torch_npu")
     return Unavailable(f"torch_npu {version} has no {', '.join(absent)}", "install the newest torch_npu for this torch")
+
+
+def use_cpu() -> str:
+    """How to run on the CPU on purpose, as far as it is not done yet."""
+    missing = [f"{name}={value}" for name, value in CPU_VARIABLES.items() if os.environ.get(name) != value]
+    if missing:
+        return f"set {' and '.join(missing)} to run on the CPU on purpose"
+    return (
+        "uninstall torch_npu to run on the CPU on purpose: DS_ACCELERATOR=cpu and TORCH_DEVICE_BACKEND_AUTOLOAD=0 are "
+        "set and keep DeepSpeed and torch from importing it, but the script or a library imports it by itself; for one "
+        "that only looks whether there is a torch_npu (transformers), unset TORCH_DEVICE_BACKEND_AUTOLOAD"
+    )
 
 
 def ascend_hardware_present() -> bool:

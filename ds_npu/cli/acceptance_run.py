@@ -13,7 +13,7 @@ from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.machine import Npus, simulated
 from ds_npu.acceptance.record import Record, entry_of, first_line, is_clean, verdict
 from ds_npu.acceptance.world import CaseResult, run_group
-from ds_npu.cli.accept import refused
+from ds_npu.cli.command import refused
 from ds_npu.config.problems import printable
 
 LAST_BEGIN_S = 48 * 60.0
@@ -30,7 +30,7 @@ def run_acceptance(arguments: Namespace, npus: Npus) -> int:
         record = record.continued() if arguments.resume else record
         record.write(["nothing was run yet"])
     except (OSError, ValueError) as error:
-        return refused(str(error))
+        return refused("accept", str(error))
     chosen = [group for group in GROUPS if group.name in (arguments.only or GROUP_NAMES)]
     left = {group: _left(group, scope, record) for group in chosen}
     total = sum(map(len, left.values()))
@@ -55,8 +55,7 @@ def run_acceptance(arguments: Namespace, npus: Npus) -> int:
 
 
 def _left(group: Group, scope: Scope, record: Record) -> list[Case]:
-    cases = group.cases(scope) or [Case("all of it")]
-    return [case for case in cases if not record.passed(group.name, case.name)]
+    return [case for case in group.cases(scope) or [Case("all of it")] if not record.passed(group.name, case.name)]
 
 
 def _results(group: Group, left: list[Case], scope: Scope, folder: Path, until: float) -> Iterator[CaseResult]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_npu.capability import try_import
-from ds_npu.cli.command import Command, cli_module
+from ds_npu.cli.command import Command, cli_module, refused
 from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, nodes_line, zero_line
 from ds_npu.cli.picture import layout_svg
 from ds_npu.config.batch import Batch
@@ -50,8 +50,7 @@ def _at_least_one(text: str) -> int:
 
 def _run(arguments: Namespace) -> int:
     if arguments.svg is not None and arguments.world_size is None:
-        print("ds_npu check: --svg draws the ranks of a world: say how many, --world-size N", file=sys.stderr)
-        return 2
+        return refused("check", "--svg draws the ranks of a world: say how many, --world-size N")
     try:
         ds_config = load(arguments.config)
         checked = check(ds_config, arguments.world_size)

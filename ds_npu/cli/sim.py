@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ds_npu.cli.command import Command
+from ds_npu.cli.command import Command, refused
 from ds_npu.config.problems import printable
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import ELSEWHERE, BuildError
@@ -74,20 +74,20 @@ def _run(arguments: Namespace) -> int:
     program = shutil.which(command[0]) if command else None
     if program is None and not arguments.list:
         wrong = f"there is no command {command[0]!r}" if command else "no command to run"
-        return _refused(f"{wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", 127 if command else 2)
+        return refused("sim", f"{wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", 127 if command else 2)
     faults = tuple(arguments.fault)
     simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults)
     if (excess := simulation.excess()) is not None:
-        return _refused(excess)
+        return refused("sim", excess)
     try:
         home = built()
         if unknown := next(filter(None, (unknown_function(fault, home) for fault in faults)), None):
-            return _refused(unknown)
+            return refused("sim", unknown)
         simulation = replace(simulation, trace=_made(arguments.trace) if arguments.trace else "")
     except BuildError as error:
-        return _refused(str(error), 1)
+        return refused("sim", str(error), 1)
     except OSError as error:
-        return _refused(f"{error}{'' if arguments.trace else f'; {ELSEWHERE}'}", 1)
+        return refused("sim", f"{error}{'' if arguments.trace else f'; {ELSEWHERE}'}", 1)
     if program is None:
         print(markdown(home))
         return 0
@@ -99,12 +99,7 @@ def _run(arguments: Namespace) -> int:
             return run(program, command, environment, faults)
         os.execve(program, command, environment)
     except OSError as error:
-        return _refused(f"{program} cannot be run: {error}", 126)
-
-
-def _refused(why: str, code: int = 2) -> int:
-    print(f"ds_npu sim: {why}", file=sys.stderr)
-    return code
+        return refused("sim", f"{program} cannot be run: {error}", 126)
 
 
 def _made(folder: str) -> str:

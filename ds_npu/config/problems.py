@@ -15,10 +15,9 @@ MOST_PROBLEMS = 50
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config: its path, the value there, and the accepted values."""
+    """One mistake in a config: its path, as ``ds_npu.parallel.tensor``, the value there, and the accepted values."""
 
     path: str
-    """The full key path, as ``ds_npu.parallel.tensor``."""
     found: Any
     accepted: str
 

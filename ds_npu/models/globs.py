@@ -59,7 +59,6 @@ def _assign(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[s
 
 
 def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:
-    """The matched modules that get ``role``: for a role of linears and norms, those that hold parameters."""
     for name, module in matched.items():
         if role is Role.REPLICATED:
             inside = module.named_modules(prefix=name)

@@ -185,7 +185,8 @@ class _Assignment:
                 self.experts(each)
             count = len(next(iter(self.tree.module(experts[0]).parameters(recurse=False))))
             for each in inner.values():
-                if self.is_router(each, count):
+                module = self.tree.module(each)
+                if kinds.is_linear(module) and kinds.sizes(module)[1] == count:
                     self.assign(each, Role.ROUTER)
                 elif each not in experts:
                     self.in_feed_forward(each)
@@ -200,10 +201,6 @@ class _Assignment:
             role = IN_MLP.get(attribute) or by_style.get(self.style(name) or "")
             if role and kinds.is_linear(self.tree.module(name)):
                 yield name, role
-
-    def is_router(self, name: str, experts: int) -> bool:
-        module = self.tree.module(name)
-        return kinds.is_linear(module) and kinds.sizes(module)[1] == experts
 
     def experts(self, name: str) -> None:
         # A packed gate_up_proj has all gates before all ups.

@@ -77,9 +77,7 @@ def works_on_tokens(module: nn.Module) -> bool:
         return dims <= {1}
     if is_sparse(module) and (dims <= {1, 2} or is_experts(module)):
         return True
-    if is_linear(module):
-        return name.endswith(("Linear", "Conv1D"))
-    return "Rotary" in name and not dims
+    return name.endswith(("Linear", "Conv1D")) if is_linear(module) else "Rotary" in name and not dims
 
 
 def output_dim(module: nn.Module) -> int:

@@ -128,7 +128,6 @@ class ModelPlan:
 
 
 def _groups(plan: ModelPlan) -> Iterator[tuple[str, list[str]]]:
-    """Yield each text of the table, and the modules in its row."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, role in plan.roles.items():
         whole = _all_replicated(plan, name) if role is Role.REPLICATED else None

@@ -115,7 +115,6 @@ class _Rank:
 
     @cached_property
     def heads(self) -> tuple[list[int], list[int]]:
-        """Query and key heads of each Ulysses rank."""
         return shared_heads(self.layer.shape, self.degrees.tp, self.algorithm.ulysses)
 
     @property
@@ -144,7 +143,6 @@ class _Rank:
 
     @property
     def share_again(self) -> float:
-        """``again`` as a part of keys and values."""
         return sum(self.again) / sum(self.widths)
 
     def attention(self, backward: bool = False) -> Pass:

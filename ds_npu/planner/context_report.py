@@ -92,7 +92,6 @@ def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
 
 
 def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator[str]:
-    """A row for each candidate, the fastest first; of many, the first ones and the one that is ``taken``."""
     yield f"{'':<36}    total attention  exposed  copying   MiB to   MiB to               MiB      MiB"
     yield f"{'':<36}       ms        ms  wait ms       ms the node   others messages     kept  buffers"
     for index, each in enumerate(candidates):

@@ -101,8 +101,10 @@ class BudgetError(ValueError):
         super().__init__(budget_bytes, least)
 
     def __str__(self) -> str:
-        least, budget_bytes = self.least, self.budget_bytes
-        return f"no plan needs less than {least.peak_bytes:,} bytes (in {least.tightest}); found {budget_bytes:,}"
+        return (
+            f"no plan needs less than {self.least.peak_bytes:,} bytes (in {self.least.tightest}); "
+            f"found {self.budget_bytes:,}"
+        )
 
 
 def missing_solver() -> list[str]:

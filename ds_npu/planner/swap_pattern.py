@@ -38,8 +38,11 @@ class SwapPattern:
     @cached_property
     def behind(self) -> dict[int, int]:
         """The next swapped layer of the same stage, for each layer that waits on the host."""
-        pairs = itertools.pairwise(self.layers)
-        return {index: after for index, after in pairs if not any(index < end <= after for end in self.ends)}
+        return {
+            index: after
+            for index, after in itertools.pairwise(self.layers)
+            if not any(index < end <= after for end in self.ends)
+        }
 
     @property
     def on_host(self) -> tuple[int, ...]:

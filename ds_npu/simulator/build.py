@@ -259,7 +259,6 @@ def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home
 
 
 def _defined(compiled: Path) -> list[str]:
-    """The functions of CANN's interface in an object file, sorted."""
     listing = _run(["nm", "--defined-only", "--extern-only", "--format=just-symbols", str(compiled)])
     return sorted(re.findall(r"^(?:acl|Hccl)\w+$", listing, re.MULTILINE))
 

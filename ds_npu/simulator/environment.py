@@ -52,10 +52,9 @@ class Simulation:
 
     def environment(self, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
         """``inherited`` and the variables for the simulated NPUs whose libraries are in ``home``."""
-        paths = [str(home), *filter(None, [inherited.get("LD_LIBRARY_PATH")])]
         return {
             **inherited,
-            "LD_LIBRARY_PATH": ":".join(paths),
+            "LD_LIBRARY_PATH": ":".join(filter(None, (str(home), inherited.get("LD_LIBRARY_PATH")))),
             "ASCEND_HOME_PATH": str(home),
             "ASCEND_OPP_PATH": str(home / "opp"),
             "DS_NPU_SIM_DEVICES": str(self.devices),

@@ -76,7 +76,6 @@ class Group:
     tolerance: str
     """Derivation of the allowed errors, for the file."""
     advice: str
-    """Advice for cases that failed."""
     cases: Callable[[Scope], Sequence[Case]]
     unmet: Callable[[], str | None] = lambda: None
     """Why none of its cases can be run here; None if they can."""

@@ -74,9 +74,8 @@ def collective_cases(scope: Scope) -> list[CollectiveCase]:
     found = []
     most = min(scope.npus, SMALL_RANKS if scope.small else MOST_RANKS)
     for ranks in sorted({2, most} if scope.npus > 1 else ()):
-        whole = ranks == most
         for kind in KINDS:
-            found += _of_kind(kind, ranks, scope.small, whole)
+            found += _of_kind(kind, ranks, scope.small, ranks == most)
         found.append(CollectiveCase(f"objects, {ranks} ranks", ranks, kind=OBJECTS))
         if ranks in (2, 4, 8):
             found += [
@@ -89,7 +88,6 @@ def collective_cases(scope: Scope) -> list[CollectiveCase]:
 
 
 def _of_kind(kind: str, ranks: int, small: bool, whole: bool) -> list[CollectiveCase]:
-    """Cases of every dtype at a size that nothing divides, and of every size, those over the buffer included."""
     dtypes = REDUCED if "reduce" in kind else MOVED
     found = [_case(kind, ranks, dtype, 1003) for dtype in (dtypes[:2] if small else dtypes)]
     found.append(_case(kind, ranks, torch.bfloat16, 1))

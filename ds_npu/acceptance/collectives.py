@@ -104,10 +104,9 @@ def _all_reduce_largest(peers: Peers) -> Exchange:
 def _all_reduce_in_pairs(peers: Peers) -> Exchange:
     """All-reduce in all pairs of ranks at once, each with its own communicator, as tensor ranks do."""
     pairs = [list(peers.ranks[first : first + 2]) for first in peers.ranks[::2]]
-    groups = [dist.new_group(pair) for pair in pairs]
-    pair, group = pairs[peers.rank // 2], groups[peers.rank // 2]
+    group = [dist.new_group(pair) for pair in pairs][peers.rank // 2]
     mine = peers.mine()
-    total = torch.stack([peers.period(rank) for rank in pair]).sum(0)
+    total = torch.stack([peers.period(rank) for rank in pairs[peers.rank // 2]]).sum(0)
     return Exchange(lambda: all_reduce(mine.clone(), group).wait(), [Part(total, peers.count)])
 
 
@@ -119,9 +118,8 @@ def _all_gather(peers: Peers) -> Exchange:
 
 def _reduce_scatter(peers: Peers) -> Exchange:
     whole = peers.sent(Part(peers.period(peers.rank), peers.count * peers.size))
-    begins = peers.rank * peers.count % PERIOD
-    parts = [Part(peers.total().roll(-begins), peers.count)]
-    return Exchange(lambda: reduce_scatter(whole, 0, peers.group).wait(), parts)
+    total = peers.total().roll(-(peers.rank * peers.count % PERIOD))
+    return Exchange(lambda: reduce_scatter(whole, 0, peers.group).wait(), [Part(total, peers.count)])
 
 
 def _all_to_all(peers: Peers, count: Callable[[int, int], int]) -> Exchange:
@@ -144,10 +142,9 @@ def _batched(peers: Peers) -> Exchange:
 
     def call() -> torch.Tensor:
         found = torch.empty_like(mine)
-        following = (peers.rank + 1) % peers.size
         for work in dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, mine, following, group=peers.group),
+                dist.P2POp(dist.isend, mine, (peers.rank + 1) % peers.size, group=peers.group),
                 dist.P2POp(dist.irecv, found, previous, group=peers.group),
             ]
         ):
@@ -165,13 +162,10 @@ def _send_and_receive(peers: Peers) -> Exchange:
 
     def call() -> torch.Tensor:
         found = torch.empty_like(mine)
-        if peers.rank < other:
-            works = [dist.isend(mine, other, group=peers.group), dist.irecv(found, other, group=peers.group)]
-        else:
-            works = [dist.irecv(found, other, group=peers.group), dist.isend(mine, other, group=peers.group)]
-        for work in works:
-            if work is not None:
-                work.wait()
+        calls = [(dist.isend, mine), (dist.irecv, found)]
+        works = [start(x, other, group=peers.group) for start, x in (calls if peers.rank < other else calls[::-1])]
+        for work in filter(None, works):
+            work.wait()
         return found
 
     return Exchange(call, [Part(peers.period(other), peers.count)])
@@ -188,7 +182,6 @@ def _broadcast(peers: Peers) -> Exchange:
 
 
 def _two_in_flight(peers: Peers) -> Exchange:
-    """Start a gather and a sum, then compute on the device, then wait for both in the other order."""
     mine = peers.mine()
 
     def call() -> torch.Tensor:
@@ -217,7 +210,6 @@ EXCHANGES: dict[str, Callable[[Peers], Exchange]] = {
 
 
 def _reals(peers: Peers, kind: str) -> Check:
-    """A sum of normal numbers over the ranks, all-reduced or reduce-scattered."""
     each = [_normal(rank, (peers.size, peers.count), peers.dtype) for rank in peers.ranks]
     terms = torch.stack([x.double() for x in each])
     exact, size = terms.sum(0), terms.abs().sum(0)
@@ -299,7 +291,7 @@ def run_collective(case: CollectiveCase, job: Assignment) -> Measured:
     else:
         exchange = EXCHANGES[case.kind](peers)
         check = peers.differing(exchange.call(), exchange.expected)
-        call_s = None if job.small or case.count < TIMED_FROM else timed(exchange.call)
+        call_s = None if job.scope.small or case.count < TIMED_FROM else timed(exchange.call)
     if group is not None:
         npu_module().synchronize()
         dist.destroy_process_group(group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_npu.acceptance.operator_call import Call, Maker, drawn
+from ds_npu.acceptance.operator_call import Arguments, Call, drawn, maker
 from ds_npu.ops.grouped_matmul import grouped_matmul, grouped_outer, grouped_outer_accumulate_
 from ds_npu.ops.token_permutation import token_permute, token_unpermute
 
@@ -21,55 +21,49 @@ def group_sizes(groups: int, rows: int) -> torch.Tensor:
     return sizes
 
 
-def grouped_args(groups: int, rows: int, inner: int, columns: int, transposed: bool) -> Maker:
+@maker
+def grouped_args(dtype: torch.dtype, groups: int, rows: int, inner: int, columns: int, transposed: bool) -> Arguments:
     """x [rows, inner], weight [groups, inner, columns] (``transposed``: a view of the other order), sizes."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        order = (columns, inner) if transposed else (inner, columns)
-        weight = drawn(groups, *order, seed=2, dtype=dtype, gradient=False)
-        x = drawn(rows, inner, seed=1, dtype=dtype, gradient=False)
-        return x, weight.transpose(1, 2) if transposed else weight, group_sizes(groups, rows)
-
-    return make
+    order = (columns, inner) if transposed else (inner, columns)
+    weight = drawn(groups, *order, seed=2, dtype=dtype, gradient=False)
+    x = drawn(rows, inner, seed=1, dtype=dtype, gradient=False)
+    return x, weight.transpose(1, 2) if transposed else weight, group_sizes(groups, rows)
 
 
-def outer_args(groups: int, rows: int, left: int, right: int) -> Maker:
+@maker
+def outer_args(dtype: torch.dtype, groups: int, rows: int, left: int, right: int) -> Arguments:
     """a [rows, left], b [rows, right], sizes."""
-    return lambda dtype: (
+    return (
         drawn(rows, left, seed=1, dtype=dtype, gradient=False),
         drawn(rows, right, seed=2, dtype=dtype, gradient=False),
         group_sizes(groups, rows),
     )
 
 
-def outer_accumulate_args(groups: int, rows: int, left: int, right: int) -> Maker:
+@maker
+def outer_accumulate_args(dtype: torch.dtype, groups: int, rows: int, left: int, right: int) -> Arguments:
     """buffer [groups, left, right] float32, then the arguments of ``outer_args``."""
-    return lambda dtype: (
+    return (
         drawn(groups, left, right, seed=3, dtype=torch.promote_types(dtype, torch.float32), gradient=False),
         *outer_args(groups, rows, left, right)(dtype),
     )
 
 
-def permute_args(tokens: int, choices: int, experts: int, hidden: int, kept: float = 1.0) -> Maker:
+@maker
+def permute_args(
+    dtype: torch.dtype, tokens: int, choices: int, experts: int, hidden: int, kept: float = 1.0
+) -> Arguments:
     """x [T, H], experts [T, K], and the number of rows: a share ``kept`` of all copies."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        x = drawn(tokens, hidden, seed=1, dtype=dtype, gradient=False)
-        ids = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :choices]
-        return x, ids, int(kept * tokens * choices)
-
-    return make
+    ids = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :choices]
+    return drawn(tokens, hidden, seed=1, dtype=dtype, gradient=False), ids, int(kept * tokens * choices)
 
 
-def unpermute_args(tokens: int, choices: int, hidden: int, kept: float = 1.0) -> Maker:
+@maker
+def unpermute_args(dtype: torch.dtype, tokens: int, choices: int, hidden: int, kept: float = 1.0) -> Arguments:
     """rows [P, H] and positions [T, K], of which P have a row."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        positions = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(3)).int()
-        rows = drawn(int(kept * tokens * choices), hidden, seed=1, dtype=dtype, gradient=False)
-        return rows, positions.view(tokens, choices)
-
-    return make
+    positions = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(3)).int()
+    rows = drawn(int(kept * tokens * choices), hidden, seed=1, dtype=dtype, gradient=False)
+    return rows, positions.view(tokens, choices)
 
 
 SMALL_EXPERTS = (

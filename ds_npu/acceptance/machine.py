@@ -92,7 +92,6 @@ def software_and_machine() -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """The commit of the clone that is run; None for an installed package."""
     if not (CLONE / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(CLONE), "describe", "--always", "--dirty"]

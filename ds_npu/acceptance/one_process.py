@@ -60,17 +60,6 @@ class Block(nn.Module):
         return y_BSH
 
 
-def pipeline_layers(sizes: ModelSizes) -> list[nn.Module]:
-    """The layers of a pipeline, with the same weights at every call."""
-    torch.manual_seed(3)
-    return [
-        nn.Embedding(sizes.vocabulary, sizes.hidden),
-        *(Block(sizes) for _ in range(sizes.layers)),
-        nn.LayerNorm(sizes.hidden),
-        nn.Linear(sizes.hidden, sizes.vocabulary),
-    ]
-
-
 def token_loss(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of all tokens, computed in float32 at least."""
     wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
@@ -78,8 +67,7 @@ def token_loss(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tenso
 
 
 def decoder(sizes: ModelSizes, kind: Model) -> nn.Module:
-    """A Llama, or a Mixtral with EXPERTS experts, in training mode, with the same weights at every call."""
-    torch.manual_seed(3)
+    """A Llama, or a Mixtral with EXPERTS experts, in training mode."""
     values: dict[str, int | str | bool] = {
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.hidden,
@@ -119,10 +107,18 @@ def loss_of(recipe: TrainingRecipe, model: nn.Module, tokens: torch.Tensor) -> t
 
 
 def model_of(recipe: TrainingRecipe) -> nn.Module:
-    """The whole model in float32, its weights rounded to the recipe's dtype."""
+    """The whole model in float32, with the same weights at every call, rounded to the recipe's dtype."""
+    torch.manual_seed(3)
     sizes = recipe.sizes
-    model = nn.Sequential(*pipeline_layers(sizes)) if recipe.model == "layers" else decoder(sizes, recipe.model)
-    return model.to(dtype_of(recipe)).float()
+    if recipe.model != "layers":
+        return decoder(sizes, recipe.model).to(dtype_of(recipe)).float()
+    layers = [
+        nn.Embedding(sizes.vocabulary, sizes.hidden),
+        *(Block(sizes) for _ in range(sizes.layers)),
+        nn.LayerNorm(sizes.hidden),
+        nn.Linear(sizes.hidden, sizes.vocabulary),
+    ]
+    return nn.Sequential(*layers).to(dtype_of(recipe)).float()
 
 
 def dtype_of(recipe: TrainingRecipe) -> torch.dtype:
@@ -135,7 +131,10 @@ def trained(recipe: TrainingRecipe, compute: torch.dtype) -> Curve:
     whole = model_of(recipe).to(torch.promote_types(compute, torch.float32))
     model = copy.deepcopy(whole).to(compute)
     masters, weights = list(whole.parameters()), list(model.parameters())
-    optimizer = optimizer_of(recipe, masters)
+    rate = LEARNING_RATES[recipe.optimizer]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(masters, lr=rate)
+    if recipe.optimizer == "AdamW":
+        optimizer = torch.optim.AdamW(masters, lr=rate, betas=BETAS, eps=EPS, weight_decay=DECAY)
     losses, norms = [], []
     for step in range(recipe.steps):
         loss = 0.0
@@ -156,14 +155,6 @@ def trained(recipe: TrainingRecipe, compute: torch.dtype) -> Curve:
             for master, weight in zip(masters, weights, strict=True):
                 weight.copy_(master)
     return Curve(losses, norms)
-
-
-def optimizer_of(recipe: TrainingRecipe, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's own optimizer, as ``recipe`` names it."""
-    rate = LEARNING_RATES[recipe.optimizer]
-    if recipe.optimizer == "SGD":
-        return torch.optim.SGD(weights, lr=rate)
-    return torch.optim.AdamW(weights, lr=rate, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
 def kept_curves(recipe: TrainingRecipe, folder: Path) -> tuple[Curve, Curve]:

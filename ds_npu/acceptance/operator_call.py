@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec
 
 import torch
 
-Maker = Callable[[torch.dtype], tuple[object, ...]]
+Arguments = tuple[object, ...]
+Maker = Callable[[torch.dtype], Arguments]
 """Makes the arguments of a call, in a dtype, on the CPU."""
+Sizes = ParamSpec("Sizes")
+
+
+def maker(make: Callable[Concatenate[torch.dtype, Sizes], Arguments]) -> Callable[Sizes, Maker]:
+    """Let ``make`` be called with sizes alone: it returns a Maker, which ``make`` is once it has the dtype, too."""
+
+    @functools.wraps(make)
+    def with_sizes(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Maker:
+        return lambda dtype: make(dtype, *args, **kwargs)
+
+    return with_sizes
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from ds_npu.acceptance.case import Case, Scope
 from ds_npu.acceptance.expert_cases import LARGE_EXPERTS, SMALL_EXPERTS
-from ds_npu.acceptance.operator_call import Call, Maker, drawn
+from ds_npu.acceptance.operator_call import Arguments, Call, drawn, maker
 from ds_npu.ops.adamw import AdamStep, adamw_
 from ds_npu.ops.all import OPERATORS
 from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
@@ -65,9 +65,10 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def norm_args(*shape: int, offset: float) -> Maker:
+@maker
+def norm_args(dtype: torch.dtype, *shape: int, offset: float) -> Arguments:
     """x [*shape] and weight [H]."""
-    return lambda dtype: (
+    return (
         drawn(*shape, seed=1, dtype=dtype),
         drawn(shape[-1], seed=2, dtype=dtype),
         EPS,
@@ -75,18 +76,20 @@ def norm_args(*shape: int, offset: float) -> Maker:
     )
 
 
-def add_norm_args(*shape: int) -> Maker:
+@maker
+def add_norm_args(dtype: torch.dtype, *shape: int) -> Arguments:
     """x and residual [*shape], weight [H]."""
-    return lambda dtype: (
+    return (
         *(drawn(*shape, seed=seed, dtype=dtype) for seed in (1, 2)),
         drawn(shape[-1], seed=3, dtype=dtype),
         EPS,
     )
 
 
-def swiglu_args(*shape: int, dim: int = -1) -> Maker:
+@maker
+def swiglu_args(dtype: torch.dtype, *shape: int, dim: int = -1) -> Arguments:
     """gate_up [*shape]."""
-    return lambda dtype: (drawn(*shape, seed=1, dtype=dtype), dim)
+    return (drawn(*shape, seed=1, dtype=dtype), dim)
 
 
 def angles(positions: int, head: int, interleaved: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,63 +100,51 @@ def angles(positions: int, head: int, interleaved: bool, dtype: torch.dtype) -> 
     return both.cos().bfloat16().to(dtype), both.sin().bfloat16().to(dtype)
 
 
-def rotary_args(x_shape: tuple[int, ...], angle_shape: tuple[int, ...], interleaved: bool = False) -> Maker:
+@maker
+def rotary_args(
+    dtype: torch.dtype, x_shape: tuple[int, ...], angle_shape: tuple[int, ...], interleaved: bool = False
+) -> Arguments:
     """x, and cos and sin that broadcast to it."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        cos, sin = angles(math.prod(angle_shape[:-1]), x_shape[-1], interleaved, dtype)
-        return drawn(*x_shape, seed=1, dtype=dtype), cos.view(angle_shape), sin.view(angle_shape), interleaved
-
-    return make
+    cos, sin = angles(math.prod(angle_shape[:-1]), x_shape[-1], interleaved, dtype)
+    return drawn(*x_shape, seed=1, dtype=dtype), cos.view(angle_shape), sin.view(angle_shape), interleaved
 
 
-def softmax_args(*shape: int, scale: float, masked: bool = True) -> Maker:
+@maker
+def softmax_args(dtype: torch.dtype, *shape: int, scale: float, masked: bool = True) -> Arguments:
     """x [B, N, S, T] and a causal mask [B, 1, S, T]."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        mask = torch.ones(shape[0], 1, *shape[2:], dtype=torch.bool).triu(1 + shape[3] - shape[2])
-        return drawn(*shape, seed=1, dtype=dtype), mask if masked else None, scale
-
-    return make
+    mask = torch.ones(shape[0], 1, *shape[2:], dtype=torch.bool).triu(1 + shape[3] - shape[2])
+    return drawn(*shape, seed=1, dtype=dtype), mask if masked else None, scale
 
 
-def cross_entropy_args(tokens: int, words: int, ignored: int | None, ignore_index: int = -100) -> Maker:
+@maker
+def cross_entropy_args(
+    dtype: torch.dtype, tokens: int, words: int, ignored: int | None, ignore_index: int = -100
+) -> Arguments:
     """logits [T, V] and targets [T], every ``ignored``-th of them ignored."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        targets = torch.randint(0, words, (tokens,), generator=torch.Generator().manual_seed(2))
-        if ignored:
-            targets[::ignored] = ignore_index
-        return drawn(tokens, words, seed=1, dtype=dtype), targets, ignore_index
-
-    return make
+    targets = torch.randint(0, words, (tokens,), generator=torch.Generator().manual_seed(2))
+    if ignored:
+        targets[::ignored] = ignore_index
+    return drawn(tokens, words, seed=1, dtype=dtype), targets, ignore_index
 
 
-def accumulate_args(out: int, into: int, tokens: int) -> Maker:
+@maker
+def accumulate_args(dtype: torch.dtype, out: int, into: int, tokens: int) -> Arguments:
     """buffer [out, in] in float32, dy [T, out] and x [T, in]."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        buffer, dy, x = (
-            drawn(*shape, seed=seed, dtype=torch.float32, gradient=False)
-            for seed, shape in enumerate(((out, into), (tokens, out), (tokens, into)))
-        )
-        return buffer, dy.to(dtype), x.to(dtype)
-
-    return make
+    buffer, dy, x = (
+        drawn(*shape, seed=seed, dtype=torch.float32, gradient=False)
+        for seed, shape in enumerate(((out, into), (tokens, out), (tokens, into)))
+    )
+    return buffer, dy.to(dtype), x.to(dtype)
 
 
-def adamw_args(*sizes: int) -> Maker:
+@maker
+def adamw_args(dtype: torch.dtype, *sizes: int) -> Arguments:
     """Parameters, gradients, both moments, and the numbers of the third step."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        lists = [
-            [drawn(size, seed=10 * i + j, dtype=dtype, gradient=False) for j, size in enumerate(sizes)]
-            for i in range(4)
-        ]
-        lists[3] = [x.abs() for x in lists[3]]
-        return (*lists, AdamStep(lr=0.05, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, step=3))
-
-    return make
+    lists = [
+        [drawn(size, seed=10 * i + j, dtype=dtype, gradient=False) for j, size in enumerate(sizes)] for i in range(4)
+    ]
+    lists[3] = [x.abs() for x in lists[3]]
+    return (*lists, AdamStep(lr=0.05, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, step=3))
 
 
 @dataclass(frozen=True)
@@ -167,19 +158,16 @@ class AttentionSizes:
     batch: int = 1
 
 
-def attention_args(sizes: AttentionSizes, options: Options) -> Maker:
+@maker
+def attention_args(dtype: torch.dtype, sizes: AttentionSizes, options: Options) -> Arguments:
     """q, k and v in the layout of ``options``."""
-
-    def make(dtype: torch.dtype) -> tuple[object, ...]:
-        shapes = (
-            (sizes.batch, sizes.rows, sizes.heads[0], sizes.widths[0]),
-            (sizes.batch, sizes.keys, sizes.heads[1], sizes.widths[0]),
-            (sizes.batch, sizes.keys, sizes.heads[1], sizes.widths[1]),
-        )
-        tensors = (drawn(*shape, seed=i, dtype=dtype, gradient=False) for i, shape in enumerate(shapes))
-        return (*(_laid_out(x, options).requires_grad_() for x in tensors), options)
-
-    return make
+    shapes = (
+        (sizes.batch, sizes.rows, sizes.heads[0], sizes.widths[0]),
+        (sizes.batch, sizes.keys, sizes.heads[1], sizes.widths[0]),
+        (sizes.batch, sizes.keys, sizes.heads[1], sizes.widths[1]),
+    )
+    tensors = (drawn(*shape, seed=i, dtype=dtype, gradient=False) for i, shape in enumerate(shapes))
+    return (*(_laid_out(x, options).requires_grad_() for x in tensors), options)
 
 
 def _laid_out(x_BSND: torch.Tensor, options: Options) -> torch.Tensor:

@@ -32,7 +32,7 @@ def run_operator(case: OperatorCase, job: Assignment) -> Measured:
         return Measured(wrong=f"it gives {', '.join(found)}, and the reference {', '.join(expected)}")
     checks = [check for name, true in expected.items() for check in comparisons(name, found[name].cpu(), true)]
     on_npu = _copied(args, device, None)
-    return Measured(checks, call_s=None if job.small else timed(lambda: outcome(function, on_npu)))
+    return Measured(checks, call_s=None if job.scope.small else timed(lambda: outcome(function, on_npu)))
 
 
 def comparisons(name: str, found: torch.Tensor, true: torch.Tensor) -> Iterator[Check]:

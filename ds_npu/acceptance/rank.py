@@ -27,7 +27,6 @@ from ds_npu.acceptance.machine import simulated
 C = TypeVar("C", bound=Case)
 
 MESSAGE_CHARACTERS = 1500
-"""Characters of an error's text that a report keeps."""
 READY = "ready"
 """Case of the first report: the rank has its NPU and has met the others."""
 GROUP_TIMEOUT_S = 300
@@ -42,8 +41,8 @@ class Assignment:
 
     names: tuple[str, ...]
     ranks: int
-    npus: int
-    small: bool
+    scope: Scope
+    """The scope of the whole run."""
     folder: str
     """Folder of files that cases leave to later ones of the run."""
     world: str
@@ -52,16 +51,11 @@ class Assignment:
     @staticmethod
     def parsed(text: str) -> Assignment:
         found = json.loads(text)
-        return Assignment(**found | {"names": tuple(found["names"])})
+        return Assignment(**found | {"names": tuple(found["names"]), "scope": Scope(*found["scope"])})
 
     def text(self) -> str:
         """The inverse of ``parsed``."""
         return json.dumps(asdict(self))
-
-    @property
-    def scope(self) -> Scope:
-        """The scope of the whole run."""
-        return Scope(self.npus, self.small)
 
 
 @dataclass(frozen=True)

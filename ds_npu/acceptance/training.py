@@ -28,12 +28,11 @@ def run_training(case: TrainingCase, job: Assignment) -> Measured:
     """Train for the steps of the recipe; the first rank compares."""
     # A PipelineModule needs process groups before there is an engine.
     deepspeed.init_distributed()
-    exact = own = None
-    if dist.get_rank() == 0:
-        exact, own = one_process.kept_curves(case.recipe, Path(job.folder))
+    curves = one_process.kept_curves(case.recipe, Path(job.folder)) if dist.get_rank() == 0 else None
     found = _pipeline_curve(case) if case.recipe.model == "layers" else _decoder_curve(case)
-    if exact is None or own is None:
+    if curves is None:
         return Measured()
+    exact, own = curves
     checks = [
         *curve_checks("loss", found.losses, exact.losses, own.losses, UNITS[case.recipe.dtype]),
         *curve_checks("gradient norm", found.norms, exact.norms, own.norms, UNITS[case.recipe.dtype]),

@@ -75,9 +75,8 @@ class TrainingCase(Case):
 
 def unmet() -> str | None:
     """Why no training can run here; None if it can."""
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed: pip install transformers"
-    return None
+    is_there = importlib.util.find_spec("transformers") is not None
+    return None if is_there else "transformers is not installed: pip install transformers"
 
 
 def training_cases(scope: Scope) -> list[TrainingCase]:
@@ -86,7 +85,7 @@ def training_cases(scope: Scope) -> list[TrainingCase]:
         return list(_small()) if scope.npus > 1 else []
     cases = list(_one_npu())
     if scope.npus > 1:
-        cases += [*_zero(scope.npus), *_two_npus()]
+        cases += _two_npus(scope.npus)
     if scope.npus >= 4:
         cases += _four_npus(scope.npus - scope.npus % 4)
     if scope.npus > 1:
@@ -95,7 +94,6 @@ def training_cases(scope: Scope) -> list[TrainingCase]:
 
 
 def _small() -> Iterator[TrainingCase]:
-    """Cases of each axis and each ZeRO stage, once."""
     cases: tuple[tuple[str, Mapping[str, object] | None, int, Model], ...] = (
         ("tensor 2 with sequence parallelism", _tensor(2, True), 1, "decoder"),
         ("context 2 by ring", _context(2, "ring"), 3, "decoder"),
@@ -130,7 +128,6 @@ def _case(
 
 
 def _real(npus: int) -> Iterator[TrainingCase]:
-    """Cases of a block of a real model, on as many NPUs as have key heads, over each axis that shards it."""
     ranks = max(size for size in (2, 4, 8) if size <= npus)
     axes = {"tensor": _tensor(ranks, True), "context": _context(ranks, "ring")}
     if ranks >= 4:
@@ -158,22 +155,16 @@ def _one_npu() -> Iterator[TrainingCase]:
     )
     for name, section, dtype in fused_adams:
         recipe = TrainingRecipe("decoder", LARGE_SIZES, dtype, "AdamW")
-        title = f"{name}, ZeRO 1, {dtype}"
-        yield TrainingCase(title, 1, LARGE_S, alone=True, recipe=recipe, section=section, stage=1)
+        yield TrainingCase(f"{name}, ZeRO 1, {dtype}", 1, LARGE_S, alone=True, recipe=recipe, section=section, stage=1)
 
 
-def _zero(npus: int) -> list[TrainingCase]:
+def _two_npus(npus: int) -> list[TrainingCase]:
     # Data ranks share the global batch evenly.
     data = max(size for size in (2, 4, 8, 16) if size <= npus)
+    pipeline = {"parallel": {"pipeline": 2}}
     return [
         *(_case(f"data {data}", data, None if stage else {}, stage, "float32") for stage in range(4)),
         *(_case(f"data {data}", data, None, stage, "bfloat16") for stage in (1, 2, 3)),
-    ]
-
-
-def _two_npus() -> list[TrainingCase]:
-    pipeline = {"parallel": {"pipeline": 2}}
-    return [
         _case("tensor 2", 2, _tensor(2), 0, "float32"),
         _case("tensor 2 with sequence parallelism", 2, _tensor(2, True), 1, "bfloat16"),
         *(

@@ -44,7 +44,6 @@ class CaseResult:
     """The check of all ranks that is nearest to failing, or fails."""
     call_s: float | None = None
     message: str = ""
-    """The reason why it did not pass."""
     output: str = ""
     """The last lines that ranks printed, where the case did not end."""
     series: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -159,8 +158,7 @@ def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, u
     for (_, alone), some in groupby(cases, lambda case: (case.ranks, case.alone)):
         alike = list(some)
         batches += [[case] for case in alike] if alone else [alike]
-    for batch in batches:
-        left = batch
+    for left in batches:
         while left:
             if time.monotonic() > until:
                 for case in left:
@@ -169,16 +167,13 @@ def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, u
             job = Assignment(
                 tuple(case.name for case in left),
                 left[0].ranks,
-                scope.npus,
-                scope.small,
+                scope,
                 str(folder),
                 str(folder / f"world-{len(list(folder.glob('world-*')))}"),
             )
-            settled = 0
             for result in _in_one_world(group, left, job, until):
-                settled += 1
+                left = left[1:]
                 yield result
-            left = left[settled:]
 
 
 TIME_OVER = "the time was over: the same command with --resume runs it"
@@ -191,11 +186,9 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Assignment, until: f
         if why:
             world.ask_where_they_stand()
             message = f"its ranks did not start: {why}"
-            output = world.output()
-            for index, case in enumerate(cases):
-                yield CaseResult(
-                    group.name, case.name, case.ranks, "crashed", message=message, output="" if index else output
-                )
+            for case in cases:
+                output = world.output() if case is cases[0] else ""
+                yield CaseResult(group.name, case.name, case.ranks, "crashed", message=message, output=output)
             return
         for case in cases:
             if time.monotonic() > until:
@@ -209,7 +202,6 @@ def _in_one_world(group: Group, cases: Sequence[Case], job: Assignment, until: f
 
 
 def _broken(group: Group, case: Case, world: World, why: str) -> CaseResult:
-    """The result of a case in which a rank raised an error, ended, or did not answer."""
     outcome: Outcome = "timed out" if why.startswith(NO_ANSWER) else "crashed"
     if outcome == "timed out":
         world.ask_where_they_stand()

@@ -4,12 +4,16 @@ It imports neither torch nor torch_npu until asked. Every answer that is "no" is
 """
 
 from ds_npu.capability.releases import (
+    SUPPORTED,
+    Unavailable,
     Versions,
     cann_home,
     cann_version,
+    installed_release,
     installed_version,
     mismatches,
     missing_cann,
+    unsupported,
     versions,
 )
 from ds_npu.capability.runtime import (
@@ -30,8 +34,6 @@ from ds_npu.capability.runtime import (
     try_import,
 )
 from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
-from ds_npu.capability.supported import SUPPORTED, installed_release, unsupported
-from ds_npu.capability.unavailable import Unavailable
 
 __all__ = [
     "DEFAULTS_MARK",

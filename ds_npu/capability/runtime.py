@@ -18,11 +18,12 @@ from typing import Any, cast
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ds_npu.capability.releases import installed_version
-from ds_npu.capability.unavailable import SOURCE_CANN, Unavailable, use_cpu
+from ds_npu.capability.releases import SOURCE_CANN, Unavailable, installed_version
 
 DEV = Path("/dev")
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+CPU_VARIABLES = {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""Variables with which neither DeepSpeed nor torch imports torch_npu by itself."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def try_import(name: str) -> tuple[ModuleType | None, Exception | None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _torch_npu() -> tuple[ModuleType | None, Exception | None]:
+def _torch_npu() -> tuple[Any, Exception | None]:
     # The answer is kept: importing torch_npu again after a failure ends in a different, misleading error.
     module, error = try_import("torch_npu")
     return module, _failures[0] if error and _failures else error
@@ -82,7 +83,7 @@ def torch_npu_state() -> TorchNpuState:
     if why:
         installed = version is not None or why.reason != "torch_npu is not installed"
         return TorchNpuState(installed, version, False, why.reason, why.advice)
-    module: Any = _torch_npu()[0]
+    module, _ = _torch_npu()
     version = version or str(module.__version__)
     why = None if module.npu.device_count() > 0 else (hidden_devices() or _SILENT_DRIVER)
     return TorchNpuState(True, version, not why, why.reason if why else "", why.advice if why else "")
@@ -96,6 +97,18 @@ def missing_functions(names: Sequence[str]) -> Unavailable | None:
         return None
     version = installed_version("torch_npu")
     return Unavailable(f"torch_npu {version} has no {', '.join(absent)}", "install the newest torch_npu for this torch")
+
+
+def use_cpu() -> str:
+    """How to run on the CPU on purpose, as far as it is not done yet."""
+    missing = [f"{name}={value}" for name, value in CPU_VARIABLES.items() if os.environ.get(name) != value]
+    if missing:
+        return f"set {' and '.join(missing)} to run on the CPU on purpose"
+    return (
+        "uninstall torch_npu to run on the CPU on purpose: DS_ACCELERATOR=cpu and TORCH_DEVICE_BACKEND_AUTOLOAD=0 are "
+        "set and keep DeepSpeed and torch from importing it, but the script or a library imports it by itself; for one "
+        "that only looks whether there is a torch_npu (transformers), unset TORCH_DEVICE_BACKEND_AUTOLOAD"
+    )
 
 
 def ascend_hardware_present() -> bool:
@@ -133,14 +146,13 @@ def missing_devices() -> Unavailable | None:
     Where there are nodes the runtime is left alone: started here, it could not be used after a fork.
     """
     why = hidden_devices()
-    module: Any = _torch_npu()[0] if why else None
+    module, _ = _torch_npu() if why else (None, None)
     return None if module and module.npu.device_count() > 0 else why
 
 
 def current_npu() -> int | None:
     """The NPU that this process has made current, by set_device or by using one; None before that. Opens none."""
-    module: Any = _torch_npu()[0]
-    index = int(module._C._npu_getDeviceWithoutSet())
+    index = int(_torch_npu()[0]._C._npu_getDeviceWithoutSet())
     return None if index < 0 else index
 
 
@@ -248,15 +260,11 @@ def hccl_options(buffer_mib: int) -> object | None:
         raise ValueError(f"an HCCL buffer of {buffer_mib} MiB was asked for; it needs at least 1 MiB")
     if not torch_npu_state().usable:
         return None
-    module: Any = _torch_npu()[0]
-    options = module._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options = _torch_npu()[0]._C._distributed_c10d.ProcessGroupHCCL.Options()
     options.hccl_config = {"hccl_buffer_size": buffer_mib}
     return cast(object, options)
 
 
 def range_marker() -> Any | None:
     """torch_npu's ``mstx`` (named ranges in a profile), None where torch_npu cannot be imported."""
-    if torch_npu_importable():
-        return None
-    module: Any = _torch_npu()[0]
-    return getattr(module.npu, "mstx", None)
+    return None if torch_npu_importable() else getattr(_torch_npu()[0].npu, "mstx", None)

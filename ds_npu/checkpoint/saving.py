@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.checkpoint.loading import Coordinates, Part, shardings_of
-from ds_npu.models.guarded_saving import writer
+from ds_npu.models.guards import writer
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.tensor.sharding import Sharding

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from ds_npu.acceptance.case import GROUP_NAMES
 from ds_npu.acceptance.machine import npus_here
-from ds_npu.cli.command import Command, cli_module
-
-TRY = "ds_npu sim -- ds_npu accept"
+from ds_npu.cli.command import Command, cli_module, refused
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -30,19 +27,13 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     if arguments.out.exists() and not arguments.resume:
-        return refused(f"{arguments.out} is there already: --resume continues it, --out names another file")
+        return refused("accept", f"{arguments.out} is there already: --resume continues it, --out names another file")
     # Another process asks before this one imports torch, so that a missing NPU is reported once, below.
     npus = npus_here()
     if not npus.names:
-        return refused(f"no NPU to try: {npus.why_none} To see what this command does, on simulated NPUs: {TRY}")
-    code: int = cli_module("acceptance_run").run_acceptance(arguments, npus)
-    return code
-
-
-def refused(why: str) -> int:
-    """Say why nothing is run; returns the exit code."""
-    print(f"ds_npu accept: {why}", file=sys.stderr)
-    return 2
+        trial = "To see what this command does, on simulated NPUs: ds_npu sim -- ds_npu accept"
+        return refused("accept", f"no NPU to try: {npus.why_none} {trial}")
+    return int(cli_module("acceptance_run").run_acceptance(arguments, npus))
 
 
 COMMAND = Command("accept", "try all of ds_npu on this machine's NPUs, in an hour at most", _add_arguments, _run)

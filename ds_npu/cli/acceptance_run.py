@@ -6,16 +6,14 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ds_npu.acceptance.case import GROUP_NAMES, Case, Group, Scope
 from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.machine import Npus, simulated
-from ds_npu.acceptance.record import Record, entry_of
-from ds_npu.acceptance.verdict import first_line, is_clean, verdict
+from ds_npu.acceptance.record import Record, entry_of, first_line, is_clean, verdict
 from ds_npu.acceptance.world import CaseResult, run_group
-from ds_npu.cli.accept import refused
+from ds_npu.cli.command import refused
 from ds_npu.config.problems import printable
 
 LAST_BEGIN_S = 48 * 60.0
@@ -32,9 +30,10 @@ def run_acceptance(arguments: Namespace, npus: Npus) -> int:
         record = record.continued() if arguments.resume else record
         record.write(["nothing was run yet"])
     except (OSError, ValueError) as error:
-        return refused(str(error))
-    plan = [_plan(group, scope, record) for group in GROUPS if group.name in (arguments.only or GROUP_NAMES)]
-    total = sum(len(part.cases) for part in plan)
+        return refused("accept", str(error))
+    chosen = [group for group in GROUPS if group.name in (arguments.only or GROUP_NAMES)]
+    left = {group: _left(group, scope, record) for group in chosen}
+    total = sum(map(len, left.values()))
     print(
         f"ds_npu accept: {npus.summary}{', SIMULATED by ds_npu sim: this says nothing about a real NPU' * simulated()}"
     )
@@ -42,9 +41,9 @@ def run_acceptance(arguments: Namespace, npus: Npus) -> int:
     print(f"{total} cases, an hour at most; results go into {printable(str(arguments.out))}")
     number = 0
     with tempfile.TemporaryDirectory(prefix="ds_npu-accept-") as folder:
-        for part in plan:
-            print(f"\n{part.group.name}: {part.group.purpose}", flush=True)
-            for result in part.results(scope, Path(folder), begun + LAST_BEGIN_S):
+        for group, cases in left.items():
+            print(f"\n{group.name}: {group.purpose}", flush=True)
+            for result in _results(group, cases, scope, Path(folder), begun + LAST_BEGIN_S):
                 number += 1
                 record.add(result)
                 print(f"[{number:>{len(str(total))}}/{total}] {_line(result)}", flush=True)
@@ -55,27 +54,16 @@ def run_acceptance(arguments: Namespace, npus: Npus) -> int:
     return 0 if is_clean(entries) else 1
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The cases of a group that are left, and why they cannot run ("" if they can)."""
-
-    group: Group
-    cases: list[Case]
-    why_not: str
-
-    def results(self, scope: Scope, folder: Path, until: float) -> Iterator[CaseResult]:
-        if self.why_not:
-            for case in self.cases:
-                yield CaseResult(self.group.name, case.name, case.ranks, "not run", message=self.why_not)
-        else:
-            yield from run_group(self.group, self.cases, scope, folder, until)
+def _left(group: Group, scope: Scope, record: Record) -> list[Case]:
+    return [case for case in group.cases(scope) or [Case("all of it")] if not record.passed(group.name, case.name)]
 
 
-def _plan(group: Group, scope: Scope, record: Record) -> _Part:
-    cases = list(group.cases(scope))
-    why_not = group.unmet() or ("" if cases else "it needs two NPUs or more")
-    left = [case for case in cases or [Case("all of it")] if not record.passed(group.name, case.name)]
-    return _Part(group, left, why_not)
+def _results(group: Group, left: list[Case], scope: Scope, folder: Path, until: float) -> Iterator[CaseResult]:
+    why_not = group.unmet() or ("" if group.cases(scope) else "it needs two NPUs or more")
+    for case in left if why_not else ():
+        yield CaseResult(group.name, case.name, case.ranks, "not run", message=why_not)
+    if not why_not:
+        yield from run_group(group, left, scope, folder, until)
 
 
 def _line(result: CaseResult) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
@@ -10,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_npu.cli.command import Command
+from ds_npu.capability import try_import
+from ds_npu.cli.command import Command, cli_module, refused
 from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, nodes_line, zero_line
-from ds_npu.cli.model_part import model_part
 from ds_npu.cli.picture import layout_svg
 from ds_npu.config.batch import Batch
-from ds_npu.config.check import Checked, check, load
+from ds_npu.config.check import Checked, check
+from ds_npu.config.loading import load
 from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import switched_on
@@ -49,11 +51,7 @@ def _at_least_one(text: str) -> int:
 
 def _run(arguments: Namespace) -> int:
     if arguments.svg is not None and arguments.world_size is None:
-        print("ds_npu check: --svg draws the ranks of a world: say how many, --world-size N", file=sys.stderr)
-        return 2
-    if arguments.changes and arguments.model is None:
-        print("ds_npu check: --changes shows what ds_npu leaves on a model: name it, --model PATH", file=sys.stderr)
-        return 2
+        return refused("check", "--svg draws the ranks of a world: say how many, --world-size N")
     try:
         ds_config = load(arguments.config)
         checked = check(ds_config, arguments.world_size)
@@ -86,7 +84,7 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)
         yield from ("", *_communicators(ds_config, checked, arguments))
-        yield from (_watch(checked), *model_part(checked, arguments), "", *_features(checked))
+        yield from (_watch(checked), *_model(checked, arguments), "", *_features(checked))
     if checked.warnings:
         yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
     if traps := trainer_traps(ds_config) if "ds_npu" in ds_config else []:
@@ -126,6 +124,20 @@ def _batch(batch: Batch, dp: int, sequence_length: int | None) -> str:
     if batch.train and sequence_length:
         line += f" = {batch.train * sequence_length:,} tokens"
     return line + (" (the Hugging Face Trainer fills in ?)" if "?" in line else "")
+
+
+def _model(checked: Checked, arguments: Namespace) -> Iterator[str]:
+    """Lines about rank 0 of the world; none where no model is named. Raises ValueError for a model that is refused."""
+    if arguments.model is None:
+        return
+    # It imports torch, which takes seconds; no device is used.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if try_import("transformers")[0] is None:
+        yield from ("", "What ds_npu changes of a model is shown where transformers is installed")
+    else:
+        planned = cli_module("planned_model")
+        yield from planned.lines(Path(arguments.model), checked, arguments.changes)
+        yield from planned.pipeline_lines(Path(arguments.model), checked, arguments.svg)
 
 
 def _features(checked: Checked) -> Iterator[str]:

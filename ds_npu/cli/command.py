@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ class Parser(ArgumentParser):
 def cli_module(name: str) -> Any:
     """The module ``ds_npu.cli.<name>``, imported when it is needed, as some imports take seconds."""
     return importlib.import_module(f"ds_npu.cli.{name}")
+
+
+def refused(command: str, why: str, code: int = 2) -> int:
+    """Say why ``ds_npu COMMAND`` runs nothing; returns the exit code."""
+    print(f"ds_npu {command}: {why}", file=sys.stderr)
+    return code
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,14 @@ from ds_npu.config.problems import shown
 COMMANDS = ("accept", "check", "schema", "sim")
 """Each is ``COMMAND`` of the module ``ds_npu.cli.NAME``."""
 
-PACKAGES = ("torch", "torch_npu", "deepspeed", "transformers")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``ds_npu ARGUMENTS`` (those of the command line by default) and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--version"]:
         # Metadata has the versions: nothing is imported.
-        installed = [f"{each} {installed_version(each) or 'not installed'}" for each in PACKAGES]
+        packages = ("torch", "torch_npu", "deepspeed", "transformers")
+        installed = [f"{each} {installed_version(each) or 'not installed'}" for each in packages]
         print(f"ds_npu {installed_version('ds_npu')} ({', '.join(installed)}, Python {platform.python_version()})")
         return 0
     parser = Parser(prog="ds_npu", description="Tools around the ds_npu section of a DeepSpeed config.")

@@ -28,7 +28,6 @@ SHARED: dict[Axis, str] = {
     "ep": "they hold other experts of the same layers",
     "etp": "they hold shards of the same experts",
 }
-"""The meaning of a group along each axis."""
 
 ROW = 8
 """Ranks in a row of a node."""
@@ -36,8 +35,6 @@ MOST_ROWS = 32
 """Rows that are drawn; the middle of more is left out."""
 CELL, LINE, GAP, MARGIN, LABEL, TITLE, WIDTH = 50, 34, 8, 24, 76, 58, 520
 """Pixels: width and height of a rank, between nodes, around panels, of a node's name, a panel's title, a panel."""
-PANELS = 2
-"""Panels in a row."""
 HEADING, STRONG, PLAIN, SMALL = (
     {"font_size": "16", "font_weight": "bold"},
     {"font_size": "13", "font_weight": "bold"},
@@ -68,7 +65,7 @@ def layout_svg(degrees: Degrees, zero_stage: int | None, machine: Machine) -> st
     """
     nodes = _nodes(degrees.world_size, machine.node)
     panels = [*_panels(degrees, zero_stage, nodes, machine.node)]
-    columns = min(PANELS, len(panels))
+    columns = min(2, len(panels))
     height = TITLE + sum(_rows(node) * LINE + GAP for node in nodes) + MARGIN
     lines = [text(MARGIN, MARGIN + 6, _headline(degrees, machine), **HEADING)]
     for number, panel in enumerate(panels):

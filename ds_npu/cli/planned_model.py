@@ -1,4 +1,4 @@
-"""A model as rank 0 of a planned world would hold it: made, changed and given placements on the meta device."""
+"""A model as a planned world would hold it, on the meta device: its changes and placements, and its pipeline."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from torch import nn
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.config.check import Checked
 from ds_npu.config.problems import printable
+from ds_npu.engine.pipeline.planned_stages import PlannedStages, planned_stages
 from ds_npu.engine.placements import complete_placements
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import table
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import setting
+from ds_npu.parallel.pipeline.schedule import Schedule
+from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
 from ds_npu.parallel.runtime.forward_wraps import wraps_of
 from ds_npu.parallel.runtime.marks import marks_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
+from ds_npu.planner.memory_plan_table import aligned
+from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import PlannedTopology
 
 ASSUMED = (
     "Assumed: NPUs whose kernels pass their checks, and weights that agree with their roles (the probe was not run)."
 )
-
 MOST_LAYERS = 1000
 OF_DS_NPU = "ds_npu_"
 """The beginning of the names of the attributes that ds_npu gives tensors."""
-
-Row = tuple[str, str, str, str, str]
+WIDEST = 160
+"""Columns of the schedule in text."""
+MOST_ACTIONS = 100_000
+"""Actions of the largest schedule that is drawn."""
 
 
 def lines(path: Path, checked: Checked, all_changes: bool) -> Iterator[str]:
@@ -90,28 +96,20 @@ def left_on(model: nn.Module) -> Iterator[str]:
     for *row, name in found:
         groups.setdefault((*row, names.generic(name)), []).append(name)
     rows = [(*row[:3], names.abbreviated(parts) or "the model") for row, parts in groups.items()]
-    yield from columns(rows) if rows else ["nothing"]
-
-
-def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """``rows`` as lines whose columns begin below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{each:<{width}}" for each, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows) if rows else ["nothing"]
 
 
 def placements(model: nn.Module, degrees: Degrees) -> Iterator[str]:
     """A table with a row for parameters that differ only in indices, and the sums below it."""
-    groups: dict[Row, list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     whole = held = 0
     for parameter in model.parameters():
         placement = placement_of(parameter)
         whole, held = whole + math.prod(placement.shape), held + parameter.numel()
         row = (names.generic(placement.name), str(list(placement.shape)), *_along(placement, degrees))
         groups.setdefault(row, []).append(placement.name)
-    rows: list[Row] = [("parameter", "whole shape", "held by this rank", "same values over", "gradient")]
-    rows += [(names.abbreviated(parts), *row[1:]) for row, parts in groups.items()]
-    yield from columns(rows)
+    rows = [("parameter", "whole shape", "held by this rank", "same values over", "gradient")]
+    yield from aligned([*rows, *((names.abbreviated(parts), *row[1:]) for row, parts in groups.items())])
     yield f"{held:,} of {whole:,} numbers, before ZeRO shards them"
 
 
@@ -125,3 +123,101 @@ def _along(placement: Placement, degrees: Degrees) -> tuple[str, str, str]:
     partial = "".join(f"summed over {axis}, then " for axis in placement.partial)
     same = [axis for axis in placement.view if axis in (*placement.data_axes, *placement.copied)]
     return ", ".join(held) or "all", ranks(same), f"{partial}reduced over {ranks(placement.data_axes)}"
+
+
+def pipeline_lines(path: Path, checked: Checked, svg: Path | None) -> Iterator[str]:
+    """Lines about the pipeline of the model of the config at ``path``; none with one pipeline rank.
+
+    Writes the schedule's picture next to ``svg``, which has the layout. Raises ValueError for a model, a division or a
+    file of a schedule that is refused.
+    """
+    model = model_without_weights(path) if checked.degrees.pp > 1 else ""
+    if isinstance(model, str):
+        return
+    planned = planned_stages(model, checked.config, checked.degrees)
+    layout = planned.layout
+    count, how = micro_batches_of(checked)
+    yield from ("", f"Pipeline over {layout.ranks} ranks, {count:,} micro-batches ({how})")
+    actions = 3 * count * layout.stages
+    if actions > MOST_ACTIONS:
+        yield f"  The schedule has up to {actions:,} actions, and is shown where it has {MOST_ACTIONS:,} at most."
+        return
+    schedule = layout.make(count)
+    # All stages of a rank together take 1 for each of F, I and W.
+    share = layout.ranks / layout.stages
+    run = timeline(schedule, Costs(share, share, share))
+    text = schedule_text(layout.name, run)
+    picture = (each if len(each) <= WIDEST else f"{each[: WIDEST - 4]} ..." for each in text.splitlines())
+    yield from (f"  {line}" for line in (*picture, *bubble_lines(run, planned.loads), *pair_lines(schedule)))
+    yield from ("", "Pipeline ranks", *(f"  {line}" for line in rank_table(planned, schedule)))
+    if svg is not None:
+        file = svg.with_name(f"{svg.stem}_schedule{svg.suffix}")
+        file.write_text(schedule_svg(layout.name, run), encoding="utf-8")
+        yield f"  The schedule is drawn in {printable(str(file))}"
+
+
+def micro_batches_of(checked: Checked) -> tuple[int, str]:
+    """The number of micro-batches of a batch, and what decides it."""
+    asked, samples = checked.config.pipeline.micro_batches, checked.batch.micro
+    if asked and samples and asked > samples:
+        return samples, f"the samples of a batch, of which ds_npu.pipeline.micro_batches {asked:,} would need more"
+    if asked:
+        return asked, "ds_npu.pipeline.micro_batches"
+    if samples:
+        return samples, "one for each sample of train_micro_batch_size_per_gpu"
+    return 4 * checked.degrees.pp, "assumed: the config says neither pipeline.micro_batches nor a micro-batch size"
+
+
+def bubble_lines(run: Timeline, loads: Sequence[float]) -> Iterator[str]:
+    """The bubble as a share of the makespan: where all stages are alike, and with the cost of each."""
+    alike = run.bubble / run.makespan if run.makespan else 0.0
+    own = timeline(run.schedule, Costs(stages=loads))
+    yield (
+        f"Bubble: {alike:.1%} of the makespan at most, between a rank's first and last action; with what ranks wait "
+        f"before and after, {mean_idle(run):.1%} on average (F = I = W, and R; stages alike; messages take no time)"
+    )
+    yield (
+        f"With the cost of each stage (matrix products of its blocks and the head; attention not counted): "
+        f"{mean_idle(own):.1%} on average"
+    )
+
+
+def pair_lines(schedule: Schedule) -> Iterator[str]:
+    """How many forwards run together with a backward; nothing where none do."""
+    if schedule.paired:
+        yield (
+            f"Together: {len(schedule.paired):,} of {schedule.stages * schedule.micro_batches:,} forwards run beside a "
+            "backward of another micro-batch of their rank"
+        )
+
+
+def mean_idle(run: Timeline) -> float:
+    """The part of the makespan in which a rank does nothing, the mean of all."""
+    ranks = range(len(run.schedule.rows))
+    return sum(map(run.idle, ranks)) / len(ranks)
+
+
+def rank_table(planned: PlannedStages, schedule: Schedule) -> Iterator[str]:
+    """A row for each pipeline rank; other ranks of the same stages hold as much."""
+    layout, own = planned.layout, timeline(schedule, Costs(stages=planned.loads))
+    rows: list[tuple[str, ...]] = [("rank", "stages", "layers", "parameters", "peak activations", "work", "waits")]
+    heaviest = max(map(own.work, range(layout.ranks)))
+    for rank in range(layout.ranks):
+        stages = layout.own(rank)
+        blocks = [block for stage in stages for block in planned.blocks[stage]]
+        layers = " + ".join(str(len(planned.blocks[stage])) for stage in stages)
+        rows.append(
+            (
+                str(rank),
+                ", ".join(map(str, stages)),
+                f"{layers} ({names.abbreviated(blocks)})" if blocks else layers,
+                f"{planned.held[rank]:,}",
+                str(schedule.peak_activations[rank]),
+                f"{own.work(rank) / heaviest:.0%}" if heaviest else "-",
+                f"{own.idle(rank):.0%}",
+            )
+        )
+    yield from aligned(rows)
+    of = "a micro-batch of one stage" + (f" (1/{layout.chunks} of a rank's layers)" if layout.chunks > 1 else "")
+    again = " from its second forward (R) on; of the others inputs are kept" if layout.recomputes else ""
+    yield f"Parameters: before ZeRO shards them. Peak activations: of {of}{again}. Work: of the slowest rank's."

@@ -9,23 +9,29 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ds_npu.cli.command import Command
+from ds_npu.cli.command import Command, refused
 from ds_npu.config.problems import printable
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import ELSEWHERE, BuildError
-from ds_npu.simulator.contents import markdown
-from ds_npu.simulator.environment import SOCS, Simulation, bytes_of, count_of, seed_of
-from ds_npu.simulator.fault import fault_of, run, unknown_function
+from ds_npu.simulator.environment import MOST_DEVICES, SOCS, Simulation, bytes_of, integer_of
+from ds_npu.simulator.fault import fault_of, markdown, run, unknown_function
 
 T = TypeVar("T")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     standard = Simulation()
-    parser.add_argument("--devices", type=_argument(count_of), default=standard.devices, metavar="N", help="NPUs (8)")
+    parser.add_argument(
+        "--devices",
+        type=_argument(partial(integer_of, 1, MOST_DEVICES)),
+        default=standard.devices,
+        metavar="N",
+        help="NPUs (8)",
+    )
     parser.add_argument("--soc", choices=SOCS, default=standard.soc, metavar="NAME", help=f"{', '.join(SOCS)} (910B2)")
     parser.add_argument(
         "--memory",
@@ -35,7 +41,10 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help=f"memory of each NPU ({standard.memory_bytes >> 30}GiB)",
     )
     parser.add_argument(
-        "--chaos", type=_argument(seed_of), metavar="SEED", help="run streams in a random order that the seed decides"
+        "--chaos",
+        type=_argument(partial(integer_of, 0, 2**64 - 1)),
+        metavar="SEED",
+        help="run streams in a random order that the seed decides",
     )
     parser.add_argument(
         "--fault",
@@ -65,20 +74,20 @@ def _run(arguments: Namespace) -> int:
     program = shutil.which(command[0]) if command else None
     if program is None and not arguments.list:
         wrong = f"there is no command {command[0]!r}" if command else "no command to run"
-        return _refused(f"{wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", 127 if command else 2)
+        return refused("sim", f"{wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", 127 if command else 2)
     faults = tuple(arguments.fault)
     simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults)
     if (excess := simulation.excess()) is not None:
-        return _refused(excess)
+        return refused("sim", excess)
     try:
         home = built()
         if unknown := next(filter(None, (unknown_function(fault, home) for fault in faults)), None):
-            return _refused(unknown)
+            return refused("sim", unknown)
         simulation = replace(simulation, trace=_made(arguments.trace) if arguments.trace else "")
     except BuildError as error:
-        return _refused(str(error), 1)
+        return refused("sim", str(error), 1)
     except OSError as error:
-        return _refused(f"{error}{'' if arguments.trace else f'; {ELSEWHERE}'}", 1)
+        return refused("sim", f"{error}{'' if arguments.trace else f'; {ELSEWHERE}'}", 1)
     if program is None:
         print(markdown(home))
         return 0
@@ -90,12 +99,7 @@ def _run(arguments: Namespace) -> int:
             return run(program, command, environment, faults)
         os.execve(program, command, environment)
     except OSError as error:
-        return _refused(f"{program} cannot be run: {error}", 126)
-
-
-def _refused(why: str, code: int = 2) -> int:
-    print(f"ds_npu sim: {why}", file=sys.stderr)
-    return code
+        return refused("sim", f"{program} cannot be run: {error}", 126)
 
 
 def _made(folder: str) -> str:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from ds_npu.config.problems import Problem
+from ds_npu.config.problems import Config, Problem
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 MOST = 2**63 - 1
 """Largest number of samples."""
-AUTO = "auto"
-"""The Hugging Face Trainer fills such a value in later."""
 COUNTED = ", or nothing: leave the key out (or 'auto' for the Hugging Face Trainer to fill in)"
 
 
@@ -27,13 +24,14 @@ class Batch:
     train: int | None = None
 
 
-def batch_of(ds_config: dict[str, Any], dp: int | None) -> tuple[Batch, list[Problem]]:
+def batch_of(ds_config: Config, dp: int | None) -> tuple[Batch, list[Problem]]:
     """The batch sizes with ``dp`` data-parallel ranks (None: not known), and their mistakes."""
     found = {key: ds_config.get(key) for key in (TRAIN, MICRO, STEPS)}
+    # The Hugging Face Trainer fills in an "auto" later.
     wrong = [
         Problem(key, value, f"an integer >= 1, or 'auto' for the Hugging Face Trainer to fill in, and <= {MOST}")
         for key, value in found.items()
-        if value not in (None, AUTO) and not (type(value) is int and 1 <= value <= MOST)
+        if value not in (None, "auto") and not (type(value) is int and 1 <= value <= MOST)
     ]
     if wrong:
         return Batch(), wrong
@@ -45,7 +43,7 @@ def batch_of(ds_config: dict[str, Any], dp: int | None) -> tuple[Batch, list[Pro
     return _derived(found, dp)
 
 
-def _derived(found: dict[str, Any], dp: int | None) -> tuple[Batch, list[Problem]]:
+def _derived(found: Config, dp: int | None) -> tuple[Batch, list[Problem]]:
     """Fill in the one size that is left out, if the others and ``dp`` give it."""
     train = found[TRAIN]
     factors = {key: found[key] for key in (MICRO, STEPS) if type(found[key]) is int}

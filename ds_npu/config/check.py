@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ds_npu.config.batch import Batch, batch_of
 from ds_npu.config.deepspeed_keys import conflicts, misspelt, value_at, zero_stage
 from ds_npu.config.deepspeed_readers import deepspeed_problems
-from ds_npu.config.loading import flaws, load
-from ds_npu.config.optimizer_memory_keys import optimizer_memory_problems
-from ds_npu.config.parallel import UNDIVIDED, ParallelSection, fit
-from ds_npu.config.problems import ConfigError, Problem
+from ds_npu.config.loading import flaws
+from ds_npu.config.parallel import ParallelSection, fit
+from ds_npu.config.problems import Config, ConfigError, Problem
 from ds_npu.config.reading import read
 from ds_npu.config.rules import broken_rules
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.topology.degrees import Degrees
-
-__all__ = ["Checked", "check", "load"]
 
 PIPELINES_REFUSE = "a deepspeed.PipelineModule trains with: DeepSpeed's pipelines refuse stages 2 and 3"
 
@@ -40,7 +36,7 @@ class Checked:
 
 
 def check(
-    ds_config: dict[str, Any],
+    ds_config: Config,
     world_size: int | None,
     stages: int | None = None,
     unmet: Callable[[DsNpuConfig], Iterable[Problem]] = lambda config: (),
@@ -67,10 +63,8 @@ def check(
         *reading.problems,
         *broken_rules(config, doubtful),
         *misfits,
-        *_other_stages(config, stages, doubtful),
-        *_sharded_pipeline(ds_config, config.parallel, stages),
+        *_pipeline(ds_config, config.parallel.pipeline, stages, doubtful),
         *conflicts(ds_config, config, dp, doubtful),
-        *optimizer_memory_problems(ds_config, config),
         *deepspeed_problems(ds_config),
         *batch_problems,
         *unmet(config),
@@ -78,7 +72,11 @@ def check(
     if problems:
         raise ConfigError(problems)
     if config.parallel.context > 1 and stages is not None:
-        warnings.append(f"ds_npu.parallel.context is {config.parallel.context}: {UNDIVIDED}")
+        warnings.append(
+            f"ds_npu.parallel.context is {config.parallel.context}: a deepspeed.PipelineModule's sequences are not "
+            "divided: the script must give each of its ranks other tokens, and return each one's share of the loss; "
+            "shares are added up"
+        )
     if config.parallel.pipeline > 1 and stages is None and zero_stage(ds_config) == 2:
         warnings.append(f"zero_optimization.stage is 2: 0 and 1 are all that {PIPELINES_REFUSE}")
     if config.parallel.pipeline > 1 and stages is None and value_at(ds_config, "flops_profiler.enabled"):
@@ -86,16 +84,15 @@ def check(
     return Checked(config, degrees, batch, zero_stage(ds_config), tuple(warnings))
 
 
-def _other_stages(config: DsNpuConfig, stages: int | None, doubtful: frozenset[str]) -> Iterator[Problem]:
-    found = config.parallel.pipeline
-    if stages not in (None, found) and "parallel.pipeline" not in doubtful:
-        yield Problem("ds_npu.parallel.pipeline", found, f"{stages}, the stages of the deepspeed.PipelineModule")
-
-
-def _sharded_pipeline(ds_config: dict[str, Any], parallel: ParallelSection, stages: int | None) -> Iterator[Problem]:
+def _pipeline(ds_config: Config, ranks: int, stages: int | None, doubtful: frozenset[str]) -> Iterator[Problem]:
     stage = zero_stage(ds_config)
+    if stages not in (None, ranks) and "parallel.pipeline" not in doubtful:
+        yield Problem("ds_npu.parallel.pipeline", ranks, f"{stages}, the stages of the deepspeed.PipelineModule")
     if stages is not None and stage in (2, 3):
         yield Problem("zero_optimization.stage", stage, f"0 or 1, all that {PIPELINES_REFUSE}")
-    elif parallel.pipeline > 1 and stage == 3:
-        accepted = "0, 1 or 2 with ds_npu.parallel.pipeline: each micro-batch would gather every weight of a stage"
-        yield Problem("zero_optimization.stage", stage, accepted)
+    elif ranks > 1 and stage == 3:
+        yield Problem(
+            "zero_optimization.stage",
+            stage,
+            "0, 1 or 2 with ds_npu.parallel.pipeline: each micro-batch would gather every weight of a stage",
+        )

@@ -64,8 +64,11 @@ def wrong_factors(section: ContextParallelSection, context: int) -> Iterator[Pro
         other = () if section.algorithm == "hybrid" else ("left out",)
         yield Problem(ULYSSES, section.ulysses, _listed({each.ulysses for each in left}, *other) + where)
     else:
-        accepted = f"another one: the {context} ranks of ds_npu.parallel.context are no groups in a ring"
-        yield Problem(ALGORITHM, section.algorithm, accepted)
+        yield Problem(
+            ALGORITHM,
+            section.algorithm,
+            f"another one: the {context} ranks of ds_npu.parallel.context are no groups in a ring",
+        )
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Demands of DeepSpeedConfig on DeepSpeed's own keys, checked here before anything runs.
 
-``deepspeed_schema`` judges the closed sections. DEMANDS has the keys that DeepSpeed reads by hand, READERS and
-RULES_OF_SECTIONS what keys demand of each other. DeepSpeed raises an error for each (runtime/config.py).
+``deepspeed_schema`` judges the closed sections. DEMANDS has the keys that DeepSpeed reads by hand, the functions below
+what keys demand of each other. DeepSpeed raises an error for each (runtime/config.py).
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ds_npu.config.deepspeed_schema import Read, is_auto, is_torch_dtype, numbers, read_section, schema
-from ds_npu.config.deepspeed_validators import Values
-from ds_npu.config.problems import Problem
+from ds_npu.config.deepspeed_schema import (
+    Read,
+    Values,
+    converted,
+    is_auto,
+    is_torch_dtype,
+    numbers,
+    read_section,
+    schema,
+)
+from ds_npu.config.problems import Config, Problem
 
-Config = dict[str, Any]
 NOTHING = object()
 """Stands for the value of a key that is left out."""
 MASTERS = "bf16_master_weights_and_grads"
-MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 @dataclass(frozen=True)
@@ -33,37 +39,20 @@ class Demand:
 
 
 def _one_of(*names: str, null: bool = False) -> tuple[str, Callable[[Any], bool]]:
-    """A demand for one of the texts ``names``, in upper or lower case."""
     known = [name.lower() for name in names]
     words = "one of " + ", ".join(repr(name) for name in names) + (" or null" if null else "")
     return words, lambda value: (null and value is None) or (isinstance(value, str) and value.lower() in known)
-
-
-def _is_object_or_null(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
 
 
 def _is_text_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def _is_integer_like(value: Any) -> bool:
-    try:
-        int(value)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
-
-
 OBJECT = ("an object", lambda value: isinstance(value, dict))
-OBJECT_OR_NULL = ("an object or null", _is_object_or_null)
+OBJECT_OR_NULL = ("an object or null", lambda value: isinstance(value, dict | None))
 FLAG = ("true or false", lambda value: isinstance(value, int))
 TEXT = ("a text that is not empty", bool)
-INTEGER = ("an integer", _is_integer_like)
+INTEGER = ("an integer", lambda value: converted(int, value) is not None)
 DTYPES = ("fp16", "bf16", "fp32")
 AUTOCAST_DTYPES = [
     *("torch.float16", "fp16", "float16", "half", "torch.float32", "fp32", "float32", "float"),
@@ -77,7 +66,7 @@ DEMANDS_OF_ALL = tuple(
         "seq_parallel_communication_data_type": _one_of(*DTYPES, null=True),
         "gradient_allreduce_op": _one_of("mean", "sum"),
         "wall_clock_breakdown": FLAG,
-        "vocabulary_size": ("an integer", lambda value: not value or _is_number(value)),
+        "vocabulary_size": ("an integer", lambda value: not value or isinstance(value, int | float)),
         "activation_checkpointing": OBJECT,
         "optimizer": OBJECT,
         "optimizer.type": ("a text or null", lambda value: value is None or isinstance(value, str)),
@@ -139,11 +128,11 @@ def deepspeed_problems(ds_config: Config) -> Iterator[Problem]:
     yield from broken
     # Rules read only sections without mistakes.
     values = {path: read.values for path, read in reads.items() if not read.problems}
-    for rule in RULES_OF_SECTIONS:
+    for rule in (_two_types, _summed_gradients, _sharded_masters):
         yield from rule(ds_config, values)
     if not broken:
-        for reader in READERS:
-            yield from reader(ds_config)
+        yield from _optimizer(ds_config)
+        yield from _sampling(ds_config)
 
 
 def value_of(ds_config: Config, path: str) -> Any:
@@ -179,10 +168,10 @@ def _sections(ds_config: Config) -> Iterator[tuple[str, Read]]:
             yield path, zero_section(ds_config)
         elif path == "bfloat16" and _bf16(ds_config) != path:
             continue
-        elif found is NOTHING or (path == "bf16" and found is None) or (path in MONITORS and is_auto(found)):
-            yield path, read_section(node, {}, path)
         else:
-            yield path, read_section(node, found, path)
+            left_out = found is NOTHING or (path == "bf16" and found is None)
+            filled_in = path in ("tensorboard", "wandb", "csv_monitor", "comet") and is_auto(found)
+            yield path, read_section(node, {} if left_out or filled_in else found, path)
 
 
 def _broken_demands(ds_config: Config) -> Iterator[Problem]:
@@ -196,10 +185,10 @@ def _optimizer(ds_config: Config) -> Iterator[Problem]:
     params = value_of(ds_config, "optimizer.params")
     if value_of(ds_config, "optimizer.type") in (NOTHING, None) or params is NOTHING:
         return
-    if not _is_object_or_null(params):
+    if not isinstance(params, dict | None):
         yield Problem("optimizer.params", params, "an object or null")
     norm = value_of(ds_config, "optimizer.params.max_grad_norm")
-    if norm is not NOTHING and not _is_number(norm):
+    if norm is not NOTHING and not isinstance(norm, int | float):
         yield Problem("optimizer.params.max_grad_norm", norm, "a number; better, gradient_clipping in its place")
 
 
@@ -211,11 +200,8 @@ def _sampling(ds_config: Config) -> Iterator[Problem]:
             continue
         if found is NOTHING:
             yield Problem(f"{path}.{part}.{key}", None, f"a value, as {part} is enabled")
-        elif key == "max_tokens" and not _is_integer_like(found):
+        elif key == "max_tokens" and converted(int, found) is None:
             yield Problem(f"{path}.{part}.{key}", found, "an integer")
-
-
-READERS = (_optimizer, _sampling)
 
 
 def _two_types(ds_config: Config, sections: dict[str, Values]) -> Iterator[Problem]:
@@ -242,8 +228,7 @@ def _summed_gradients(ds_config: Config, sections: dict[str, Values]) -> Iterato
 def _sharded_masters(ds_config: Config, sections: dict[str, Values]) -> Iterator[Problem]:
     unsharded = sections.get("zero_optimization", {}).get("stage") == 0
     bf16 = _bf16(ds_config)
-    keys = (("fp16", "fp16_master_weights_and_grads"), (bf16, MASTERS), (bf16, "bf16_optimizer_states"))
-    for section, key in keys:
+    for section, key in (("fp16", "fp16_master_weights_and_grads"), (bf16, MASTERS), (bf16, "bf16_optimizer_states")):
         if unsharded and sections.get(section, {}).get(key):
             yield Problem(f"{section}.{key}", True, "false without ZeRO: zero_optimization.stage is 0")
     values = sections.get(bf16, {})
@@ -254,6 +239,3 @@ def _sharded_masters(ds_config: Config, sections: dict[str, Values]) -> Iterator
 def _bf16(ds_config: Config) -> str:
     """The name of the section: DeepSpeed reads the old one where the new one is left out."""
     return "bfloat16" if ds_config.get("bf16") is None else "bf16"
-
-
-RULES_OF_SECTIONS = (_two_types, _summed_gradients, _sharded_masters)

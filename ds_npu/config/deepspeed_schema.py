@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -17,13 +18,15 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from ds_npu.config.deepspeed_validators import AFTER, BEFORE, COERCES, Values, silent
 from ds_npu.config.problems import MOST_PROBLEMS, Problem
 from ds_npu.config.reading import near_miss
 from ds_npu.config.schema import accepted
 
 FOLDER = Path(__file__).with_name("deepspeed_versions")
 Node = dict[str, Any]
+Values = dict[str, Any]
+Refusals = Iterator[tuple[str, Any, str]]
+"""(key, found value, accepted values) of each refusal."""
 
 SCALARS: dict[str, Any] = {
     "integer": int,
@@ -35,7 +38,6 @@ SCALARS: dict[str, Any] = {
 }
 BOUNDS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
 MOST_NAMES = 12
-"""Most keys of a section that a message lists."""
 TORCH_DTYPE = "a torch.dtype, which no file can hold: leave the key out"
 
 
@@ -47,12 +49,10 @@ class Schema:
     is_installed: bool
     """Whether this is the installed version; if not, it is the next older known one, or the newest of all."""
     top_level: tuple[str, ...]
-    """Keys that DeepSpeed reads."""
     removed: dict[str, str]
     """Top-level keys that older versions had, and what DeepSpeed says of them."""
     removed_from_zero: dict[str, str]
     sections: dict[str, Node]
-    """Models of the closed sections by path."""
 
 
 @dataclass
@@ -139,14 +139,12 @@ def _unknown(key: str, node: Node, path: str, index: int) -> str:
 
 
 def _keys(node: Node) -> str:
-    """The first keys of a section."""
     names = [each.get("alias", name) for name, each in node["properties"].items()]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
 
 def _given_twice(node: Node, names: dict[str, str], given: Values, path: str) -> Iterator[Problem]:
-    """A deprecated key that is given together with its successor."""
     keys = {names[key]: key for key in given if key in names}
     for name, each in node["properties"].items():
         new = each.get("replaced_by")
@@ -155,7 +153,6 @@ def _given_twice(node: Node, names: dict[str, str], given: Values, path: str) ->
 
 
 def _value(node: Node, name: str, raw: Any, path: str) -> tuple[Any, list[Problem]]:
-    """The value of a field as DeepSpeed reads it, and what is wrong with it."""
     each, validators = node["properties"][name], node["validators"]
     model = next((option for option in each.get("anyOf", [each]) if "properties" in option), None)
     if model is not None:
@@ -206,3 +203,79 @@ def _torch_dtype(value: Any) -> Any:
     if not is_torch_dtype(value):
         raise ValueError(TORCH_DTYPE)
     return value
+
+
+# Below are the refusals of the validators of DeepSpeed's models, beyond the types of the fields. A validator's code is
+# hashed in ``deepspeed_versions``; a test names those that have changed in the installed version.
+
+
+def silent(values: Values) -> Refusals:
+    """Refuse nothing."""
+    return iter(())
+
+
+def _norm_only_of_sharded_states(values: Values) -> Refusals:
+    if not values["compute_grad_norm"] and values["stage"] not in (1, 2):
+        yield "compute_grad_norm", False, f"true with stage {values['stage']}: only ZeRO 1 and 2 can leave the norm out"
+
+
+def _partial_offload(values: Values) -> Refusals:
+    offload = values["offload_optimizer"]
+    if offload and offload["ratio"] < 1.0 and values["stage"] != 3:
+        yield "offload_optimizer.ratio", offload["ratio"], f"1.0 with stage {values['stage']}: ZeRO 3 offloads a part"
+
+
+def _dynamic_loss_scale(values: Values) -> Refusals:
+    if values["enabled"] and values["loss_scale"] == 0:
+        for key in ("loss_scale_window", "min_loss_scale"):
+            if values[key] <= 0:
+                yield key, values[key], "an integer > 0, as loss_scale 0 is a dynamic one"
+
+
+def _zenflow(values: Values) -> Refusals:
+    if values["select_strategy"] not in ("auto", "step", "epoch"):
+        yield "select_strategy", values["select_strategy"], "one of 'auto', 'step', 'epoch'"
+    for key in ("select_interval", "update_interval"):
+        if isinstance(values[key], str) and values[key] != "auto":
+            yield key, values[key], "'auto' or an integer >= 1"
+    if isinstance(values["update_interval"], int) and values["update_interval"] < 1:
+        yield "update_interval", values["update_interval"], "'auto' or an integer >= 1"
+
+
+AFTER: dict[str, Callable[[Values], Refusals]] = {
+    "compute_grad_norm_valid": _norm_only_of_sharded_states,
+    "offload_ratio_check": _partial_offload,
+    "_validate_dynamic_loss_scale_params": _dynamic_loss_scale,
+    "validate_fields": _zenflow,
+    # These validators fill in values, or warn.
+    "overlap_comm_valid": silent,
+    "elastic_checkpoint_deprecated": silent,
+    "set_pipeline": silent,
+    "_validate_entries": silent,
+}
+"""Checks of a section whose fields are right, by validator."""
+
+
+def _is_scale(raw: Any) -> bool:
+    found = None if isinstance(raw, bool) else converted(float, raw)
+    return found is not None and math.isfinite(found) and found >= 0
+
+
+def converted(kind: type, raw: Any) -> Any:
+    try:
+        return kind(raw)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+BEFORE: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "_validate_loss_scale": {"loss_scale": ("a finite number >= 0; 0 is a dynamic scale", _is_scale)},
+    "_reject_non_integer_scale_params": dict.fromkeys(
+        ("loss_scale_window", "min_loss_scale"),
+        ("an integer", lambda raw: not isinstance(raw, bool) and converted(int, raw) is not None),
+    ),
+}
+"""(accepted values, test of a value) of a field before it is converted, by validator and field."""
+
+COERCES = "_coerce_container_types"
+"""The validator that takes a text for a list of one, and null for an empty section."""

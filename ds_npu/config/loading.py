@@ -14,20 +14,13 @@ from typing import Any
 
 import hjson
 
-from ds_npu.config.problems import ConfigError, Problem
-
-Config = dict[str, Any]
+from ds_npu.config.problems import Config, ConfigError, Problem
 
 MOST_BYTES = 2**20
-"""Bytes of the largest config file."""
 MOST_HJSON_CHARACTERS = 2**16
 """Characters of the largest config file that is no JSON: hjson's time grows with the square of some texts."""
 DEEPEST = 64
-"""Most objects and lists inside of one another."""
-WANTED = "a readable file of JSON or Hjson, a regular one, as it is read more than once"
-NOT_JSON = "a number: JSON has no NaN and no Infinity"
 LARGEST = "a number of at most 1.8e308"
-MOST_DIGITS = "an integer of at most 4,300 digits"
 SHALLOW = f"at most {DEEPEST} objects and lists inside of one another"
 ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK": "zip"}
 """Other encodings by the bytes with which they begin."""
@@ -63,7 +56,7 @@ class Repeating(dict[str, Any]):
 
 def load(config: str | os.PathLike[str] | Config) -> Config:
     """The config as a dict; raises ConfigError for a file that cannot be read, with line and column of wrong syntax."""
-    return config if isinstance(config, dict) else load_text(read_text(config, WANTED), os.fspath(config))
+    return config if isinstance(config, dict) else load_text(read_text(config), os.fspath(config))
 
 
 def load_text(text: str, name: str) -> Config:
@@ -76,7 +69,10 @@ def load_text(text: str, name: str) -> Config:
     return dict(found)
 
 
-def read_text(path: str | os.PathLike[str], wanted: str) -> str:
+def read_text(
+    path: str | os.PathLike[str],
+    wanted: str = "a readable file of JSON or Hjson, a regular one, as it is read more than once",
+) -> str:
     """The text of a regular file in UTF-8 of at most MOST_BYTES; raises ConfigError where it is none."""
     file = Path(path)
     found, reason = b"", None
@@ -106,9 +102,13 @@ def json_of(text: str) -> Any:
 
     Raises json.JSONDecodeError, and RecursionError for thousands of objects inside of one another.
     """
-    hooks: dict[str, Any] = {"object_pairs_hook": _object, "parse_int": _integer, "parse_float": _number}
-    hooks["parse_constant"] = functools.partial(NoNumber, accepted=NOT_JSON)
-    return json.loads(text, **hooks)
+    return json.loads(
+        text,
+        object_pairs_hook=_object,
+        parse_int=_integer,
+        parse_float=_number,
+        parse_constant=functools.partial(NoNumber, accepted="a number: JSON has no NaN and no Infinity"),
+    )
 
 
 def flaws(config: Any) -> Iterator[Problem]:
@@ -135,7 +135,6 @@ def _joined(path: tuple[str, ...]) -> str:
 
 
 def _parsed(text: str, name: str) -> Any:
-    """Parse ``text`` as JSON, else as Hjson."""
     try:
         try:
             return json_of(text)
@@ -148,12 +147,10 @@ def _parsed(text: str, name: str) -> Any:
         raise ConfigError([Problem(name, "more", SHALLOW)]) from None
     except OverflowError:
         raise ConfigError([Problem(name, "a number above 1.8e308", LARGEST)]) from None
-    except hjson.HjsonDecodeError as error:
-        theirs = f"{error.msg} in line {error.lineno}, column {error.colno}"
-        raise _syntax_error(text, name, wrong, f"JSON or Hjson (JSON: {wrong.msg}; Hjson: {theirs})") from None
-    except IndexError:
-        # hjson reads past the end.
-        theirs = "a comment or a text that does not end"
+    except (hjson.HjsonDecodeError, IndexError) as error:
+        theirs = "a comment or a text that does not end"  # There hjson reads past the end.
+        if isinstance(error, hjson.HjsonDecodeError):
+            theirs = f"{error.msg} in line {error.lineno}, column {error.colno}"
         raise _syntax_error(text, name, wrong, f"JSON or Hjson (JSON: {wrong.msg}; Hjson: {theirs})") from None
 
 
@@ -171,7 +168,7 @@ def _integer(text: str) -> int | NoNumber:
     try:
         return int(text)
     except ValueError:
-        return NoNumber(text, MOST_DIGITS)
+        return NoNumber(text, "an integer of at most 4,300 digits")
 
 
 def _number(text: str) -> int | float | NoNumber:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -50,7 +50,7 @@ DEFAULT_DISPATCHER = "alltoall"
 
 def able(ability: str) -> str:
     """The dispatchers with an ability, as errors list them: ``'alltoall' or 'allgather'``."""
-    return " or ".join(repr(name) for name, each in ABILITIES.items() if getattr(each, ability))
+    return " or ".join(repr(name) for name, each in ABILITIES.items() if asdict(each)[ability])
 
 
 def _known(name: str) -> str:
@@ -59,11 +59,9 @@ def _known(name: str) -> str:
     return name
 
 
-def _list_names(schema: dict[str, Any]) -> None:
-    schema["enum"] = list(ABILITIES)
-
-
-DispatcherName = Annotated[str, AfterValidator(_known), Field(json_schema_extra=_list_names)]
+DispatcherName = Annotated[
+    str, AfterValidator(_known), Field(json_schema_extra=lambda schema: schema.update(enum=[*ABILITIES]))
+]
 
 
 class AuxLossSection(Section):

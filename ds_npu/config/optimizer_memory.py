@@ -8,15 +8,13 @@ from pydantic import Field
 
 from ds_npu.config.section import Section
 
-GibOrNothing = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
 
 class OptimizerMemorySection(Section):
     """Ways to make the optimizer's state smaller."""
 
     swap: bool = False
     """Keep master weights and moments in host memory and bring them in piece by piece during the step."""
-    resident_gib: GibOrNothing = 0
+    resident_gib: Annotated[float, Field(ge=0)] = 0
     """Optimizer state that swap leaves on the device, in GiB of each rank."""
     share_fp32: bool = False
     """Keep only those bits of each fp32 master weight that its bf16 weight does not have: 2 bytes less, lossless."""

@@ -8,12 +8,6 @@ from ds_npu.config.problems import Problem
 from ds_npu.config.section import MOST_RANKS, ContextRanks, Ranks, Section
 from ds_npu.topology.degrees import Degrees
 
-UNDIVIDED = (
-    "a deepspeed.PipelineModule's sequences are not divided: the script must give each of its ranks other tokens, and "
-    "return each one's share of the loss; shares are added up"
-)
-"""The warning about a context axis with a deepspeed.PipelineModule."""
-
 
 class ParallelSection(Section):
     """Sizes of the axes; the data-parallel size is what the world leaves: world / (tensor * context * pipeline)."""
@@ -65,7 +59,6 @@ def _degrees(section: ParallelSection, dp: int) -> Degrees:
 
 
 def _must_divide(factors: dict[str, int], what: str) -> Problem:
-    """A problem with ``factors``; those that are 1 are not named."""
     product = math.prod(factors.values())
     large = {key: factor for key, factor in factors.items() if factor > 1}
     path = ", ".join(f"ds_npu.parallel.{key}" for key in large)

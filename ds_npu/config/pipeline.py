@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_npu.config.problems import Problem
 from ds_npu.config.section import AtLeastOne, AtLeastZero, Section
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
 ScheduleFile = Annotated[str, Field(pattern=r"^.+\.csv$", description="a file name that ends in .csv")]
 
 ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2")
-TWO_STAGES = ("zb_v", "v_half", "v_min", "dualpipe_v")
 PAIRED = ("1f1b", "interleaved", "dualpipe_v")
 """Schedules in which a forward and a backward of a rank may run together."""
-MOST_STAGES = dict.fromkeys(ONE_STAGE, 1) | dict.fromkeys(TWO_STAGES, 2)
+MOST_STAGES = dict.fromkeys(ONE_STAGE, 1) | dict.fromkeys(("zb_v", "v_half", "v_min", "dualpipe_v"), 2)
 """Model chunks that a rank holds in the schedules that fix it."""
 
 
@@ -38,11 +35,3 @@ class PipelineSection(Section):
     """Keep each stage's inputs only, and run its forward again just before the backward, or where the rank waits."""
     overlap_experts: bool = False
     """Run a forward during the backward of another micro-batch: one's tokens travel while the other computes."""
-
-
-def too_many_stages(section: PipelineSection) -> Iterator[Problem]:
-    """More ``virtual_stages`` than the schedule has."""
-    most = MOST_STAGES.get(section.schedule or "", section.virtual_stages)
-    if section.virtual_stages > most:
-        accepted = f"at most {most} with ds_npu.pipeline.schedule {section.schedule!r}"
-        yield Problem("ds_npu.pipeline.virtual_stages", section.virtual_stages, accepted)

@@ -6,18 +6,18 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+Config = dict[str, Any]
+"""A DeepSpeed config, as its file has it."""
 MOST_CHARACTERS = 200
 """Most characters of a path or a value that a message shows; the middle of more is left out."""
 MOST_PROBLEMS = 50
-"""Most problems that a message lists; more are counted."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config: its path, the value there, and the accepted values."""
+    """One mistake in a config: its path, as ``ds_npu.parallel.tensor``, the value there, and the accepted values."""
 
     path: str
-    """The full key path, as ``ds_npu.parallel.tensor``."""
     found: Any
     accepted: str
 

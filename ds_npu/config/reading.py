@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,9 @@ KEY = "[key]"
 
 @dataclass(frozen=True)
 class Reading:
-    """The readable part of a section, and its mistakes."""
+    """A section without its wrong keys, and its mistakes."""
 
     config: DsNpuConfig
-    """The section without its wrong keys."""
     problems: list[Problem]
     doubtful: frozenset[str]
     """Paths within the section of keys whose intended value is not known, a misspelt neighbour's included."""
@@ -49,10 +49,11 @@ def read(raw: Any) -> Reading:
                 return _no_section(raw)
             for path in sorted(paths):
                 if not any(path[:length] in found for length in range(len(path))):
-                    found[path] = _remove(rest, path)
+                    found[path] = functools.reduce(operator.getitem, path[:-1], rest).pop(path[-1])
         else:
             problems = {_full(path): _problem(path, value, at) for at, (path, value) in enumerate(found.items())}
-            problems |= {path: problem for path, problem in _autos(raw) if not _is_unknown(problems.get(path))}
+            unknown = {path for path, problem in problems.items() if problem.accepted.startswith(UNKNOWN)}
+            problems |= {path: problem for path, problem in _autos(raw) if path not in unknown}
             return Reading(config, list(problems.values()), _below(_intended(found)))
 
 
@@ -88,7 +89,6 @@ def _of_any_key(node: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _below(paths: set[Keys]) -> frozenset[str]:
-    """The keys at and below ``paths``."""
     if not paths:
         # The schema costs more than the rest of a check in which nothing is wrong.
         return frozenset()
@@ -105,13 +105,6 @@ def _cut(location: tuple[int | str, ...]) -> Keys:
             break
         path += (str(part),)
     return path
-
-
-def _remove(raw: dict[str, Any], path: Keys) -> Any:
-    """Take the key at ``path`` out of ``raw`` and return its value."""
-    for part in path[:-1]:
-        raw = raw[part]
-    return raw.pop(path[-1])
 
 
 def _problem(path: Keys, found: Any, index: int) -> Problem:
@@ -157,10 +150,6 @@ def _unknown(path: Keys) -> str:
     meant = _meant(path)
     hint = f", did you mean {_full(meant)}?" if meant else ""
     return f"{UNKNOWN}{hint} (keys of {_full(path[:-1])}: {', '.join(_neighbours(path))})"
-
-
-def _is_unknown(problem: Problem | None) -> bool:
-    return problem is not None and problem.accepted.startswith(UNKNOWN)
 
 
 def _autos(raw: Any, path: str = "ds_npu") -> Iterator[tuple[str, Problem]]:

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_npu.config.section import AtLeastOne, Section
+from ds_npu.config.section import AboveZero, AtLeastOne, Section
 
-Gib = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ModuleGlob = Annotated[str, Field(min_length=1, description="a non-empty string")]
 
 
@@ -29,5 +28,5 @@ class RecomputeSection(Section):
     """Recompute the norms (globs: in these modules), and do not keep their outputs."""
     attention_core: bool = False
     """Recompute attention between its projections, which keeps its scores where it is not one kernel (eager)."""
-    budget_gib: Gib | None = None
+    budget_gib: AboveZero | None = None
     """Most device memory of a rank, in GiB: ds_npu chooses what to recompute; null: no budget."""

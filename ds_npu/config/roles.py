@@ -114,7 +114,6 @@ ORDER: dict[Role, str] = {
 }
 """Order of the parts in a weight of each role, which its shape does not tell."""
 FUSED = (Role.QUERY_KEY_VALUE, Role.LATENT_KEY_VALUE, Role.GATE_UP, Role.EXPERTS)
-"""Roles of weights that hold several parts."""
 ORDERS = "\n".join(
     [
         "Of a weight that holds several parts, the role says the order:",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ds_npu.config.chunked_loss import PLANNED
 from ds_npu.config.context_parallel import wrong_factors
 from ds_npu.config.moe import MoeSection, able
-from ds_npu.config.pipeline import PAIRED, too_many_stages
+from ds_npu.config.pipeline import MOST_STAGES, PAIRED
 from ds_npu.config.problems import Problem
-from ds_npu.config.sections import DsNpuConfig, switched_on
+from ds_npu.config.sections import PLANNED, DsNpuConfig, switched_on
 
 NEEDS_RANKS = {
     "parallel.sequence_parallel": "tensor",
@@ -41,12 +41,17 @@ def broken_rules(config: DsNpuConfig, doubtful: frozenset[str]) -> Iterator[Prob
             yield from rule.problems(config)
 
 
+def _asked(config: DsNpuConfig, keys: tuple[str, ...], accepted: str) -> Iterator[Problem]:
+    """Refuse each of ``keys``, and each key of those that are sections, which asks for something."""
+    for path, value in switched_on(config):
+        if f"{path}.".startswith(tuple(f"{key}." for key in keys)):
+            yield Problem(f"ds_npu.{path}", value, accepted)
+
+
 def _axis_rule(key: str, axis: str) -> Rule:
     def problems(config: DsNpuConfig) -> Iterator[Problem]:
         if dict(config.axes)[axis] == 1:
-            for path, value in switched_on(config):
-                if path == key or path.startswith(f"{key}."):
-                    yield Problem(f"ds_npu.{path}", value, f"only with ds_npu.parallel.{axis} > 1")
+            yield from _asked(config, (key,), f"only with ds_npu.parallel.{axis} > 1")
 
     return Rule((f"parallel.{axis}", *(("parallel.tensor", "moe") if axis == "expert" else ())), problems)
 
@@ -61,8 +66,11 @@ def _refused(
 
     def problems(config: DsNpuConfig) -> Iterator[Problem]:
         if when(config):
-            text = accepted if isinstance(accepted, str) else accepted(config)
-            yield Problem(f"ds_npu.{path}", functools.reduce(getattr, path.split("."), config), text)
+            yield Problem(
+                f"ds_npu.{path}",
+                functools.reduce(getattr, path.split("."), config),
+                accepted if isinstance(accepted, str) else accepted(config),
+            )
 
     return Rule(reads, problems)
 
@@ -77,8 +85,11 @@ def _computed_experts(config: DsNpuConfig) -> Iterator[Problem]:
     moe, parallel = config.moe, config.axes
     if parallel.expert * parallel.expert_tensor > 1:
         if moe.grouped_matmul is False:
-            accepted = "true or left out: experts on ranks of ds_npu.parallel.expert are always computed so"
-            yield Problem("ds_npu.moe.grouped_matmul", False, accepted)
+            yield Problem(
+                "ds_npu.moe.grouped_matmul",
+                False,
+                "true or left out: experts on ranks of ds_npu.parallel.expert are always computed so",
+            )
         return
     accepted = "only with ds_npu.parallel.expert or expert_tensor > 1"
     if moe.dispatcher is not None:
@@ -98,8 +109,12 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
             if value not in ("probs", False):
                 yield Problem(f"ds_npu.moe.{key}", value, "only with ds_npu.moe.capacity_factor")
     elif moe.pad_to_capacity and moe.dispatching.padded is None:
-        why = "or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks only"
-        yield Problem("ds_npu.moe.dispatcher", moe.dispatcher, f"{able('padded')} {why}")
+        yield Problem(
+            "ds_npu.moe.dispatcher",
+            moe.dispatcher,
+            f"{able('padded')} or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks "
+            "only",
+        )
 
 
 def _dispatcher(config: DsNpuConfig) -> Iterator[Problem]:
@@ -126,35 +141,37 @@ def _row_margin(config: DsNpuConfig) -> Iterator[Problem]:
         if dict(moe)[name]:
             yield Problem(key, moe.row_margin, f"left out with ds_npu.moe.{name} {dict(moe)[name]}")
     if config.parallel.pipeline > 1:
-        accepted = f"left out with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not run again"
-        yield Problem(key, moe.row_margin, accepted)
+        yield Problem(
+            key,
+            moe.row_margin,
+            f"left out with ds_npu.parallel.pipeline {config.parallel.pipeline}: stages do not run again",
+        )
 
 
 def _blocks(config: DsNpuConfig) -> Iterator[Problem]:
     """A weight of which ranks hold copies shares a scale with its neighbours, which differ by rank."""
     sharing = [axis for axis in ("tensor", "pipeline", "expert_tensor") if dict(config.parallel)[axis] > 1]
     if config.optimizer_memory.moments == "int8" and sharing:
-        accepted = f"'fp32' or 'bf16' with ds_npu.parallel.{sharing[0]} > 1: blocks of 8 bits differ between its ranks"
-        yield Problem("ds_npu.optimizer_memory.moments", "int8", accepted)
+        yield Problem(
+            "ds_npu.optimizer_memory.moments",
+            "int8",
+            f"'fp32' or 'bf16' with ds_npu.parallel.{sharing[0]} > 1: blocks of 8 bits differ between its ranks",
+        )
 
 
 def _planned_as_well(config: DsNpuConfig) -> Iterator[Problem]:
     """Keys that a plan for a budget decides itself, or does not see."""
-    if config.recompute.budget_gib is None:
-        return
-    keys = ("recompute.", "swap.", "pipeline.recompute", "moe.zero_memory")
-    for path, value in switched_on(config):
-        if path.startswith(keys) and path != "recompute.budget_gib":
-            yield Problem(
-                f"ds_npu.{path}", value, "nothing beside ds_npu.recompute.budget_gib, which chooses what is kept"
-            )
+    if config.recompute.budget_gib is not None:
+        keys = ("swap", "pipeline.recompute", "moe.zero_memory")
+        recompute = (f"recompute.{key}" for key, _ in config.recompute if key != "budget_gib")
+        accepted = "nothing beside ds_npu.recompute.budget_gib, which chooses what is kept"
+        yield from _asked(config, (*recompute, *keys), accepted)
 
 
 def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
-    asked = {path: value for path, value in switched_on(config) if path in ("recompute.layers", "recompute.modules")}
     if config.pipeline.recompute is not None:
         accepted = "nothing beside ds_npu.pipeline.recompute: layers would be computed twice again"
-        yield from (Problem(f"ds_npu.{path}", value, accepted) for path, value in asked.items())
+        yield from _asked(config, ("recompute.layers", "recompute.modules"), accepted)
 
 
 def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
@@ -165,14 +182,15 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
     schedule = config.pipeline.schedule
     if schedule is not None and schedule not in PAIRED:
         own = "; a file has pairs of its own, as (0F2;0B1)OVERLAP_F_B, and goes without the key"
-        accepted = f"{', '.join(PAIRED)} {why}{own if schedule.endswith('.csv') else ''}"
-        yield Problem("ds_npu.pipeline.schedule", schedule, accepted)
+        yield Problem(
+            "ds_npu.pipeline.schedule", schedule, f"{', '.join(PAIRED)} {why}{own if schedule.endswith('.csv') else ''}"
+        )
     if not config.moe.dispatching.overlaps:
-        accepted = f"{able('overlaps')} {why}, which leaves it no message"
-        yield Problem("ds_npu.moe.dispatcher", config.moe.dispatcher, accepted)
-    for path, value in switched_on(config):
-        if path in ("pipeline.recompute", "recompute.budget_gib", "swap.activations"):
-            yield Problem(f"ds_npu.{path}", value, f"left out {why}: they know one forward or backward at a time")
+        yield Problem(
+            "ds_npu.moe.dispatcher", config.moe.dispatcher, f"{able('overlaps')} {why}, which leaves it no message"
+        )
+    keys = ("pipeline.recompute", "recompute.budget_gib", "swap.activations")
+    yield from _asked(config, keys, f"left out {why}: they know one forward or backward at a time")
 
 
 RULES = (
@@ -198,7 +216,15 @@ RULES = (
         ),
         "'none', or ds_npu.parallel.sequence_parallel true: what overlaps are its gathers and scatters",
     ),
-    Rule(("pipeline.schedule", "pipeline.virtual_stages"), lambda section: too_many_stages(section.pipeline)),
+    _refused(
+        "pipeline.virtual_stages",
+        ("pipeline.schedule", "pipeline.virtual_stages"),
+        lambda section: section.pipeline.virtual_stages > MOST_STAGES.get(section.pipeline.schedule or "", math.inf),
+        lambda section: (
+            f"at most {MOST_STAGES[str(section.pipeline.schedule)]} with ds_npu.pipeline.schedule "
+            f"{section.pipeline.schedule!r}"
+        ),
+    ),
     _refused(
         "pipeline.noop_layers",
         ("pipeline.split", "pipeline.noop_layers"),

@@ -12,7 +12,6 @@ from ds_npu.config.sections import DsNpuConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 LONGEST_CELL = 160
-"""Characters of what a key accepts, in the table."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 

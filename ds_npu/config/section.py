@@ -7,12 +7,10 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_RANKS = 2**20
-"""Most ranks of a world, and so along an axis."""
-MOST_CONTEXT_RANKS = 2**10
-"""Most ranks along the context axis: estimating every algorithm for so many takes seconds."""
 
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-ContextRanks = Annotated[int, Field(ge=1, le=MOST_CONTEXT_RANKS)]
+ContextRanks = Annotated[int, Field(ge=1, le=2**10)]
+"""Ranks along the context axis: estimating every algorithm for more takes many seconds."""
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ds_npu.config.chunked_loss import ChunkedLossTokens
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.config.fused_ops import FusedOpsSection
-from ds_npu.config.memory_report import MemoryReport
 from ds_npu.config.moe import MoeSection
 from ds_npu.config.optimizer_memory import OptimizerMemorySection
 from ds_npu.config.parallel import ParallelSection
 from ds_npu.config.pipeline import PipelineSection
-from ds_npu.config.plan import Plan
-from ds_npu.config.recompute import RecomputeSection
-from ds_npu.config.section import Section
+from ds_npu.config.recompute import ModuleGlob, RecomputeSection
+from ds_npu.config.roles import Role
+from ds_npu.config.section import AtLeastOne, Section
 from ds_npu.config.swap import SwapSection
-from ds_npu.config.tensor_overlap import TensorOverlap
 from ds_npu.config.watch import WatchSection
+
+# Strict mode would want a Role, which JSON does not have.
+Plan = dict[ModuleGlob, Annotated[Role, Field(strict=False)]]
+TensorOverlap = Literal["none", "pipelined", "fused"]
+PLANNED = "planned"
+"""The plan for ``recompute.budget_gib`` chooses the tokens of a chunk of the loss."""
+ChunkedLossTokens = bool | Literal["planned"] | AtLeastOne
+MemoryReport = bool | Annotated[str, Field(pattern=r"\.svg$", description="the name of an .svg file")]
 
 
 class DsNpuConfig(Section):

@@ -9,14 +9,11 @@ from pydantic import Field
 from ds_npu.config.recompute import ModuleGlob
 from ds_npu.config.section import Section
 
-Swapped = bool | list[ModuleGlob]
-"""Whether every block swaps, or the modules that the globs match."""
-
 
 class SwapSection(Section):
     """Activations that move to host memory and back."""
 
-    activations: Swapped = Field(default=False)
+    activations: bool | list[ModuleGlob] = Field(default=False)
     """Keep what blocks save for backward in host memory until then; globs: what these modules save."""
     hidden_only: bool = False
     """Swap of each module only so much that a copy takes no longer than the module computes, largest tensors first."""

@@ -7,15 +7,12 @@ They fill in ``"auto"``, so a config that holds one is theirs. Source: transform
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ds_npu.config.batch import STEPS
 from ds_npu.config.deepspeed_keys import SECTION, value_at, zero_stage
 from ds_npu.config.deepspeed_readers import NOTHING, value_of
 from ds_npu.config.deepspeed_schema import is_auto
-from ds_npu.config.problems import printable, shown
-
-Config = dict[str, Any]
+from ds_npu.config.problems import Config, printable, shown
 
 ARGUMENTS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -51,7 +48,9 @@ def trainer_traps(ds_config: Config) -> list[str]:
     autos = [*_autos({key: value for key, value in ds_config.items() if key != SECTION})]
     if not autos:
         return []
-    return [*_left_auto(autos), *_compared(ds_config), *_defaults(ds_config), *_replaced(ds_config), *_saved(ds_config)]
+    left = [printable(path) for path in autos if path not in FILLED]
+    first = f'{", ".join(left)} "auto": nobody fills this in, and accelerate raises ValueError. Leave the key out'
+    return [*([first] if left else []), *_compared(ds_config), *_differing(ds_config), *_saved(ds_config)]
 
 
 def _autos(values: Config, prefix: str = "") -> Iterator[str]:
@@ -60,11 +59,6 @@ def _autos(values: Config, prefix: str = "") -> Iterator[str]:
             yield from _autos(value, f"{prefix}{key}.")
         elif is_auto(value):
             yield f"{prefix}{key}"
-
-
-def _left_auto(autos: list[str]) -> Iterator[str]:
-    if left := [printable(path) for path in autos if path not in FILLED]:
-        yield f'{", ".join(left)} "auto": nobody fills this in, and accelerate raises ValueError. Leave the key out'
 
 
 def _compared(ds_config: Config) -> Iterator[str]:
@@ -81,16 +75,13 @@ def _compared(ds_config: Config) -> Iterator[str]:
         )
 
 
-def _defaults(ds_config: Config) -> Iterator[str]:
+def _differing(ds_config: Config) -> Iterator[str]:
     if ZERO not in ds_config:
         yield f'{ZERO} is left out: accelerate raises ValueError. {{"stage": 0}} is accepted'
     if STEPS not in ds_config:
         yield f'{STEPS} is left out: accelerate takes 1, whatever the argument says. "auto" takes the argument'
     if "gradient_clipping" not in ds_config:
         yield 'gradient_clipping is left out: DeepSpeed clips to 1.0, whatever max_grad_norm says. "auto" takes it'
-
-
-def _replaced(ds_config: Config) -> Iterator[str]:
     if "optimizer" in ds_config:
         yield (
             "optimizer is DeepSpeed's: the argument optim is ignored, and weight_decay decays biases and norms, too, "

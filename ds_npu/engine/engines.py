@@ -54,7 +54,7 @@ from ds_npu.features.experts.listed import gathered_whole
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger, warn_once
-from ds_npu.models.compiled import check_engine_may_compile
+from ds_npu.models.guards import check_engine_may_compile
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.topology.degrees import AXES, Axis
 from ds_npu.zero_ext.data_average import average_over_data_ranks

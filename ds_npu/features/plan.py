@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ds_npu.config.plan import Plan
+from ds_npu.config.sections import Plan
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change
 from ds_npu.features.feature import Feature

@@ -19,8 +19,6 @@ from ds_npu.models.hugging_face_model import transformers_module
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 
-MASKING = "transformers.masking_utils"
-
 
 @dataclass(frozen=True, eq=False)
 class PackedMask:
@@ -98,7 +96,7 @@ def pattern_of(function: Callable[..., Any]) -> Pattern | None:
     after: list[int] = []
     documents = None
     for part in _parts(function):
-        if part.__module__ != MASKING:
+        if part.__module__ != "transformers.masking_utils":
             return None
         kept = inspect.getclosurevars(part).nonlocals
         match part.__qualname__.removesuffix(".<locals>.inner_mask"):
@@ -155,10 +153,8 @@ def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
 
     (0, 0) where none is seen; None where one between them is not.
     """
-    count = seen.sum(1)
-    first = seen.int().argmax(1)
     past = seen.shape[1] - seen.flip(1).int().argmax(1)
-    found = torch.stack([count, first, past], 1).tolist()
+    found = torch.stack([seen.sum(1), seen.int().argmax(1), past], 1).tolist()
     return [(0, 0) if n == 0 else (begin, end) if end - begin == n else None for n, begin, end in found]
 
 
@@ -178,8 +174,9 @@ def _padded(pattern: Pattern, bounds: list[tuple[int, int] | None], length: int)
     # A causal row before the first key sees none; one past the last key sees all: the band counts from the first.
     rows = [range(0 if band == (None, None) else begin, length if end else begin) for begin, end in known]
     ends_q, ends_k = (list(accumulate(map(len, each))) for each in (rows, keys))
-    mask = Mask(*band, from_start=not to_the_left).packed(ends_q, ends_k)
-    return PackedMask(mask, _tokens(rows, length), _tokens(keys, length))
+    return PackedMask(
+        Mask(*band, from_start=not to_the_left).packed(ends_q, ends_k), _tokens(rows, length), _tokens(keys, length)
+    )
 
 
 def _tokens(parts: list[range], length: int) -> torch.Tensor | None:

@@ -1,8 +1,10 @@
-"""The number and width of an attention's heads, and the sizes that its linears, and those of an MLP, must have."""
+"""The heads of an attention, those of each tensor rank, and the sizes of its linears and of those of an MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -11,6 +13,7 @@ from ds_npu.models import kinds
 from ds_npu.models.attributes import attribute, attributes
 from ds_npu.models.hugging_face_model import HuggingFaceConfig, setting
 from ds_npu.models.plan import AttentionShape
+from ds_npu.parallel.tensor.sharding import near_even
 
 Linears = Mapping[Role, list[nn.Module]]
 """The linears (and norms) of one attention or MLP, by role; an empty list where there are none."""
@@ -66,9 +69,7 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
         Role.LATENT_KEY_VALUE: shape.heads * (shape.latent_key_dim + shape.value_dim),
     }
     for role, expected in outputs.items():
-        for linear in linears[role]:
-            if (found := kinds.sizes(linear)[1]) != expected:
-                yield linear, f"the {role} of {shape} has {expected} outputs, not {found}"
+        yield from _other_outputs(linears[role], expected, f"the {role} of {shape}")
     expected = shape.heads * shape.value_dim
     for linear in linears[Role.ATTENTION_OUTPUT]:
         if (found := kinds.sizes(linear)[0]) != expected:
@@ -76,6 +77,12 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
     for linear in (*linears[Role.KEY], *linears[Role.QUERY_KEY_VALUE]) if shape.heads % shape.kv_heads else ():
         yield linear, f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values evenly"
     yield from _wrong_norms(shape, linears)
+
+
+def _other_outputs(linears: Iterable[nn.Module], expected: int, what: str) -> Iterator[tuple[nn.Module, str]]:
+    for linear in linears:
+        if (found := kinds.sizes(linear)[1]) != expected:
+            yield linear, f"{what} has {expected} outputs, not {found}"
 
 
 def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
@@ -93,6 +100,28 @@ def wrong_widths(linears: Linears) -> Iterator[tuple[nn.Module, str]]:
     for down in linears[Role.DOWN]:
         width = kinds.sizes(down)[0]
         for role, expected in ((Role.GATE, width), (Role.UP, width), (Role.GATE_UP, 2 * width)):
-            for linear in linears[role]:
-                if (found := kinds.sizes(linear)[1]) != expected:
-                    yield linear, f"the {role} beside a down with {width} inputs has {expected} outputs, not {found}"
+            yield from _other_outputs(linears[role], expected, f"the {role} beside a down with {width} inputs")
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """The heads of one attention that one tensor rank computes."""
+
+    queries: range
+    key_values: tuple[int, ...]
+    """One for each group of query heads, or one for each query head where the rank's groups differ in size."""
+
+
+def local_heads(shape: AttentionShape, tensor_size: int) -> list[LocalHeads]:
+    """The heads of each of ``tensor_size`` ranks; raises ValueError for fewer query heads than ranks."""
+    group = shape.heads // shape.kv_heads
+    return [
+        LocalHeads(range(start, stop), _key_values(range(start, stop), group))
+        for start, stop in near_even(shape.heads, tensor_size, "heads")
+    ]
+
+
+def _key_values(queries: range, group: int) -> tuple[int, ...]:
+    each = [query // group for query in queries]
+    counts = {len(list(same)) for _, same in itertools.groupby(each)}
+    return tuple(dict.fromkeys(each)) if len(counts) == 1 else tuple(each)

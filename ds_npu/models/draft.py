@@ -15,7 +15,6 @@ from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
 from ds_npu.models.tree import adapters
 
-UNPLACED = "nothing says what it is"
 ROLE_REMEDY = """\
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {"plan": {"%s": "<role>"}}
@@ -45,14 +44,13 @@ class Draft:
     doubtful: set[str] = field(default_factory=set)
     """Modules that the user gave a role that does not exist; they are reported once."""
     given: set[str] = field(default_factory=set)
-    """Modules that the user gave a role."""
 
 
 def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> ModelPlan:
     """The complete plan of ``draft``; raises PlanError with ``problems`` and everything else that is wrong with it."""
     modules = dict(model.named_modules())
-    plan = _without_heads(modules, _adapted(model, draft.roles))
-    misfits = dict(_misfits(modules, plan)) | dict(_foreign(modules, plan))
+    plan = _without_heads(model, draft.roles)
+    misfits = _misfits(modules, plan) | dict(_foreign(modules, plan))
     silent = misfits.keys() | draft.doubtful
     # The role of experts in a list is that of the module around them.
     listed = [name for name in plan.named(Role.EXPERTS) if not kinds.own_shapes(modules[name])]
@@ -64,13 +62,15 @@ def finished(model: nn.Module, draft: Draft, problems: Iterable[str] = ()) -> Mo
         and name not in silent
         and not any(names.is_inside(name, each) for each in listed)
     ]
-    unplaced = [(name, draft.notes.get(name, UNPLACED)) for name in missing]
+    unplaced = [(name, draft.notes.get(name, "nothing says what it is")) for name in missing]
     linears = _linears(modules, plan, leave_out=misfits)
     plan = _with_heads(modules, plan, draft, linears)
     misplaced = [fault for fault in _misplaced(plan) if silent.isdisjoint((fault[0], *names.ancestors(fault[0])))]
     sizes = [(name, why + _replicated_note(name, plan, draft)) for name, why in _wrong_sizes(modules, plan, linears)]
-    faults = [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]
-    told = [*problems, *_told(modules, faults)]
+    told = [
+        *problems,
+        *_told(modules, [*unplaced, *misfits.items(), *misplaced, *sizes, *_different_blocks(modules, plan)]),
+    ]
     if told:
         raise PlanError(plan.model, told, _kind(model, plan), _remedy(plan, unplaced))
     return plan
@@ -82,8 +82,8 @@ def partial_plan(model: nn.Module, draft: Draft, problems: Iterable[str]) -> Mod
     An attention whose linears contradict its heads counts as one of unknown heads.
     """
     modules = dict(model.named_modules())
-    plan = _without_heads(modules, _adapted(model, draft.roles))
-    misfits = dict(_misfits(modules, plan))
+    plan = _without_heads(model, draft.roles)
+    misfits = _misfits(modules, plan)
     told = [*problems, *_told(modules, [fault for fault in misfits.items() if fault[0] in draft.given])]
     if told:
         raise PlanError(plan.model, told, _kind(model, plan))
@@ -103,16 +103,12 @@ def _with_heads(
     return replace(plan, attentions={name: shape for name, shape in shapes.items() if shape is not None})
 
 
-def _adapted(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
-    """``roles`` with those of LoRA factors; the factors of a replicated layer are replicated."""
-    factors = adapters(model)
+def _without_heads(model: nn.Module, given: dict[str, Role]) -> ModelPlan:
+    """The plan without attentions, which are not known yet; LoRA's factors of a replicated layer are replicated."""
+    modules, factors = dict(model.named_modules()), adapters(model)
     layers = {name: f"{name.rpartition('.lora_')[0]}.{names.BASE_LAYER}" for name in factors}
-    whole = {name: Role.REPLICATED for name in factors if roles.get(layers[name]) is Role.REPLICATED}
-    return factors | whole | roles
-
-
-def _without_heads(modules: dict[str, nn.Module], given: dict[str, Role]) -> ModelPlan:
-    """The plan without attentions, which are not known yet."""
+    whole = {name: Role.REPLICATED for name in factors if given.get(layers[name]) is Role.REPLICATED}
+    given = factors | whole | given
     roles = {
         name: given[name] for name, module in modules.items() if name in given and kinds.counts(module, given[name])
     }
@@ -128,10 +124,9 @@ def _tied(modules: dict[str, nn.Module], plan: ModelPlan) -> bool:
     return any(weight is other for weight in weights for other in modules[plan.embedding].parameters(recurse=False))
 
 
-def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
-    for name, role in plan.roles.items():
-        if why := kinds.misfit(role, modules[name]):
-            yield name, why
+def _misfits(modules: dict[str, nn.Module], plan: ModelPlan) -> dict[str, str]:
+    found = {name: kinds.misfit(role, modules[name]) for name, role in plan.roles.items()}
+    return {name: why for name, why in found.items() if why}
 
 
 def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
@@ -152,7 +147,6 @@ def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
 
 
 def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: Collection[str]) -> Mapping[str, Linears]:
-    """The modules of each attention and MLP, by role."""
     found: defaultdict[str, defaultdict[Role, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
     for name, role in plan.roles.items():
         holder = plan.around(name, PARENT[role]) if role in PARENT else None

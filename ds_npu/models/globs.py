@@ -22,7 +22,7 @@ def plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
     also holds for everything inside of the module. Raises PlanError with everything that is wrong.
     """
     draft = draft_of(model)
-    return finished(model, draft, [each for glob, role in globs.items() for each in _assign(draft, model, glob, role)])
+    return finished(model, draft, [each for item in globs.items() for each in _assign(draft, model, *item)])
 
 
 def partial_plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
@@ -31,8 +31,7 @@ def partial_plan_for(model: nn.Module, globs: Mapping[str, str]) -> ModelPlan:
     Raises PlanError with what is wrong with ``globs``.
     """
     draft = draft_of(model)
-    problems = [each for glob, role in globs.items() for each in _assign(draft, model, glob, role)]
-    return partial_plan(model, draft, problems)
+    return partial_plan(model, draft, [each for item in globs.items() for each in _assign(draft, model, *item)])
 
 
 def _assign(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[str]:
@@ -60,7 +59,6 @@ def _assign(draft: Draft, model: nn.Module, glob: str, value: str) -> Iterator[s
 
 
 def _chosen(matched: dict[str, nn.Module], role: Role) -> Iterator[str]:
-    """The matched modules that get ``role``: for a role of linears and norms, those that hold parameters."""
     for name, module in matched.items():
         if role is Role.REPLICATED:
             inside = module.named_modules(prefix=name)

@@ -6,7 +6,7 @@ transformers comes without type information, and importing it takes seconds.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol, TypeGuard, TypeVar
 
@@ -31,7 +31,6 @@ class HuggingFaceConfig(Protocol):
     """transformers' own tensor-parallel plan: the style of a module, by its name with * for indices."""
     is_encoder_decoder: bool
     model_type: str
-    """The name of the family."""
     num_attention_heads: int
     _attn_implementation: str
     _experts_implementation: str | None
@@ -108,3 +107,20 @@ def outermost_hugging_face_models(model: nn.Module) -> list[HuggingFaceModel]:
 def transformers_module(name: str) -> ModuleType:
     """The module ``transformers.<name>``, imported where a model of transformers shows that it is there."""
     return importlib.import_module(f"transformers.{name}")
+
+
+def logits_recorders(module: nn.Module) -> Iterator[tuple[type[nn.Module], int]]:
+    """Yield the classes of routers that ``module`` names, and which of their outputs are the logits."""
+    # transformers 5 names both for each family, as what can be recorded of a model.
+    recorded: Mapping[str, Any] = getattr(module, "_can_record_outputs", None) or {}
+    recorders = recorded.get("router_logits")
+    for each in recorders if isinstance(recorders, list) else [recorders]:
+        match each:
+            case object(target_class=type() as kind, index=int() as index):
+                yield kind, index
+
+
+def logits_index(model: nn.Module, router: nn.Module) -> int:
+    """The index of the logits among the outputs of ``router``, as transformers tells; 0 where it tells nothing."""
+    recorders = (each for module in model.modules() for each in logits_recorders(module))
+    return next((index for kind, index in recorders if type(router) is kind), 0)

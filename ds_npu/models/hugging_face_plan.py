@@ -15,9 +15,8 @@ from torch import nn
 from ds_npu.config.roles import ORDER, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention_modules import configured
-from ds_npu.models.draft import Draft, finished
+from ds_npu.models.draft import Draft
 from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
-from ds_npu.models.plan import ModelPlan
 from ds_npu.models.tree import Tree
 from ds_npu.parallel.expert.weights import is_experts
 
@@ -55,14 +54,7 @@ STYLES: dict[str, tuple[Role, ...]] = {
     "rowwise_split_input": (Role.ATTENTION_OUTPUT, Role.DOWN),
 }
 """Roles that a linear of a style in transformers' ``base_model_tp_plan`` can have."""
-PACKED = "packed_colwise"
-"""The style of experts' gate_up_proj in which all gates stand before all ups."""
 ORDER_UNKNOWN = "its weight holds several parts, whose order is not known"
-
-
-def plan_of(model: nn.Module) -> ModelPlan:
-    """The plan of a Hugging Face model, also one inside of PEFT's; raises PlanError where a module is not known."""
-    return finished(model, draft_of(model))
 
 
 def draft_of(model: nn.Module) -> Draft:
@@ -91,7 +83,6 @@ class _Assignment:
         return inner[0] if not self.stacks_in(stated) and len(inner) == 1 else stated
 
     def stacks_in(self, name: str) -> list[str]:
-        """The lists of blocks directly in the module ``name``."""
         return [each for each in self.tree.within(name).values() if self.is_stack(each)]
 
     @cached_property
@@ -194,7 +185,8 @@ class _Assignment:
                 self.experts(each)
             count = len(next(iter(self.tree.module(experts[0]).parameters(recurse=False))))
             for each in inner.values():
-                if self.is_router(each, count):
+                module = self.tree.module(each)
+                if kinds.is_linear(module) and kinds.sizes(module)[1] == count:
                     self.assign(each, Role.ROUTER)
                 elif each not in experts:
                     self.in_feed_forward(each)
@@ -210,14 +202,11 @@ class _Assignment:
             if role and kinds.is_linear(self.tree.module(name)):
                 yield name, role
 
-    def is_router(self, name: str, experts: int) -> bool:
-        module = self.tree.module(name)
-        return kinds.is_linear(module) and kinds.sizes(module)[1] == experts
-
     def experts(self, name: str) -> None:
-        packed = self.style(f"{name}.gate_up_proj") == PACKED and self.style(f"{name}.down_proj") == "rowwise"
+        # A packed gate_up_proj has all gates before all ups.
+        styles = self.style(f"{name}.gate_up_proj"), self.style(f"{name}.down_proj")
         # Transposed experts have an axis of their own, or are refused.
-        if packed or kinds.is_transposed(self.tree.module(name)):
+        if styles == ("packed_colwise", "rowwise") or kinds.is_transposed(self.tree.module(name)):
             self.assign(name, Role.EXPERTS)
         else:
             self.refuse(name, f"{ORDER_UNKNOWN}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")

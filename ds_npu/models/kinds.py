@@ -11,14 +11,9 @@ from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.expert.weights import is_experts
 from ds_npu.parallel.pipeline.pass_through import PassThrough
 
-NORM_ENDINGS = ("RMSNorm", "LayerNorm")
-CONV1D = "Conv1D"
-"""transformers' linear whose weight is [in, out]."""
-
 DENSE_CLASSES = re.compile("MLP|Mlp|FeedForward|FFN")
 SPARSE_CLASSES = re.compile("M[oO][eE]|Expert|Router|Gate$")
 """Parts of the class names of transformers' MLPs, and of modules that send tokens to experts or hold them."""
-LINEAR = ("Linear", "Conv1D")
 OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 """Activations of torch that may run over the sequence dim."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
@@ -35,13 +30,12 @@ def own_shapes(module: nn.Module) -> dict[str, Shape]:
 
 def described(module: nn.Module) -> str:
     """``module`` as messages name it: ``Linear, weight [96, 32]``."""
-    shapes = [f"{name} {list(shape)}" for name, shape in own_shapes(module).items()]
-    return ", ".join([type(module).__name__, *shapes])
+    return ", ".join([type(module).__name__, *[f"{name} {list(shape)}" for name, shape in own_shapes(module).items()]])
 
 
 def is_norm(module: nn.Module) -> bool:
     """Whether the class of ``module`` says that it is a norm."""
-    return type(module).__name__.endswith(NORM_ENDINGS) or isinstance(module, nn.LayerNorm)
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) or isinstance(module, nn.LayerNorm)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -83,14 +77,12 @@ def works_on_tokens(module: nn.Module) -> bool:
         return dims <= {1}
     if is_sparse(module) and (dims <= {1, 2} or is_experts(module)):
         return True
-    if is_linear(module):
-        return name.endswith(LINEAR)
-    return "Rotary" in name and not dims
+    return name.endswith(("Linear", "Conv1D")) if is_linear(module) else "Rotary" in name and not dims
 
 
 def output_dim(module: nn.Module) -> int:
     """The dim of a linear's weight that its outputs index: 0, or 1 for transformers' Conv1D."""
-    return 1 if type(module).__name__ == CONV1D else 0
+    return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:

@@ -15,7 +15,6 @@ TRAINED_COPIES = "modules_to_save"
 """The attribute in which PEFT keeps a layer that it trains as a whole: the original, and the trained copies."""
 COMPILED = "_orig_mod"
 """The attribute in which torch.compile keeps the module that it has compiled."""
-PEFT_PREFIX = "base_model.model."
 WRAPPERS = re.compile(
     rf"\.(?:{BASE_LAYER}|{ORIGINAL}|{TRAINED_COPIES}\.[^.]+|{COMPILED})(?=\.|$)|^(?:{COMPILED}(?:\.|$))+"
 )
@@ -30,7 +29,7 @@ NEAR = 3
 
 def plain(name: str) -> str:
     """The name that a module has in the model without wrappers: ``base_model.model.a.base_layer`` is ``a``."""
-    return f"{WRAPPERS.sub('', name)}.".removeprefix(PEFT_PREFIX)[:-1]
+    return f"{WRAPPERS.sub('', name)}.".removeprefix("base_model.model.")[:-1]
 
 
 def parent(name: str) -> str:
@@ -85,15 +84,13 @@ def abbreviated(names: Collection[str]) -> str:
 def _joined(parts: list[str]) -> str:
     if len(parts) == 1:
         return parts[0]
-    numbers = sorted(int(part) for part in parts)
     runs: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(map(int, parts)):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    texts = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return "{" + ",".join(texts) + "}"
+    return "{" + ",".join([f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]) + "}"
 
 
 def matches(glob: str, name: str) -> bool:
@@ -102,8 +99,7 @@ def matches(glob: str, name: str) -> bool:
     ``*``, ``?`` and ``[...]`` stand for characters of one part of a name, ``**`` for any number of parts (also none),
     ``{0,2..5}`` for one of these numbers: ``layers.*`` are the blocks, ``layers.**`` the list and all that is in it.
     """
-    globs = DOTS.split(glob)
-    return any(_match(globs, each.split(".") if each else []) for each in {name, plain(name)})
+    return any(_match(DOTS.split(glob), each.split(".") if each else []) for each in {name, plain(name)})
 
 
 def _match(globs: list[str], parts: list[str]) -> bool:

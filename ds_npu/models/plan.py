@@ -30,16 +30,13 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The heads of one attention."""
+    """The numbers of query heads, and of heads of keys and values, of one attention, and their widths."""
 
     heads: int
-    """Number of query heads."""
     kv_heads: int
-    """Number of heads of keys and values."""
     head_dim: int
     """Width of a head of the queries and keys, its rotary part included."""
     value_dim: int
-    """Width of a head of the values."""
     latent_key_dim: int = 0
     """Width of a key head's part that LATENT_KEY_VALUE makes: heads * (latent_key_dim + value_dim) outputs, by head."""
 
@@ -51,10 +48,9 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The role of each module of one model, by its name in ``named_modules``."""
+    """The role of each module of a ``model`` (its class), by name; ``tied``: embedding and head share their weight."""
 
     model: str
-    """The model's class."""
     roles: Mapping[str, Role]
     """Roles of the modules that hold parameters themselves and of the structural ones, in the model's order."""
     blocks: tuple[str, ...]
@@ -62,7 +58,6 @@ class ModelPlan:
     attentions: Mapping[str, AttentionShape]
     """Shapes of the attentions whose heads are known."""
     tied: bool = False
-    """Whether embedding and head have the same weight."""
     stages: tuple[tuple[str, ...], ...] = ()
     """The blocks of each forward, where several pipeline stages of the model are on this rank; else none."""
     is_partial: bool = field(default=False, compare=False)
@@ -105,8 +100,8 @@ class ModelPlan:
 
     def inside(self, name: str, *roles: Role) -> list[str]:
         """The modules inside of ``name`` that have one of ``roles``; with no roles, all that have one."""
-        within = [each for each in self.roles if each != name and names.is_inside(each, name)]
-        return [each for each in within if not roles or self.roles[each] in roles]
+        wanted = self.named(*(roles or Role))
+        return [each for each in wanted if each != name and names.is_inside(each, name)]
 
     def adapted(self, name: str) -> str | None:
         """The layer that PEFT adds ``name`` to: for ``q_proj.lora_A.default`` it is ``q_proj.base_layer``."""
@@ -133,7 +128,6 @@ class ModelPlan:
 
 
 def _groups(plan: ModelPlan) -> Iterator[tuple[str, list[str]]]:
-    """Yield each text of the table, and the modules in its row."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, role in plan.roles.items():
         whole = _all_replicated(plan, name) if role is Role.REPLICATED else None

@@ -110,10 +110,9 @@ def planned_communicators(
     before the first batch.
     """
     stated = {"buckets": bucket_mib(ds_config), "hidden states": hidden_mib}
-    world = degrees.box("pp", "dp", "cp", "tp")
     # Box -> name, messages, MiB of each buffer.
     found: dict[Box, tuple[str, list[str], int]] = {
-        world: ("world", ["barriers, checkpoints"], default_mib(GROUP_BUFFER))
+        degrees.box("pp", "dp", "cp", "tp"): ("world", ["barriers, checkpoints"], default_mib(GROUP_BUFFER))
     }
     for each in TRAFFIC:
         box = degrees.box(*each.axes)

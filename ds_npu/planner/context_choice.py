@@ -16,7 +16,6 @@ from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.machine import A2, Machine
 
 EQUAL_FACTOR = 1.001
-"""Times within this factor count as equal."""
 
 
 @dataclass(frozen=True)

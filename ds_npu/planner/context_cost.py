@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.models.plan import AttentionShape
@@ -39,16 +40,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward of one layer, on the rank with the most work."""
+    """A forward or backward of one layer, on the rank with the most work; far bytes go to other nodes."""
 
     near_bytes: float = 0.0
-    """Bytes sent to ranks of the same node."""
     far_bytes: float = 0.0
-    """Bytes sent to other nodes."""
     messages: int = 0
-    """Number of messages and collectives."""
     attention_s: float = 0.0
-    """Seconds of attention kernels."""
     exposed_s: float = 0.0
     """Seconds of communication that does not overlap with attention."""
     copy_s: float = 0.0
@@ -64,7 +61,6 @@ class LayerCost:
     kept_bytes: float
     """Bytes kept from forward to backward for each layer, without the rank's own queries, keys, values and result."""
     working_bytes: float
-    """Bytes of buffers while the layer runs."""
 
     @cached_property
     def both(self) -> Pass:
@@ -102,17 +98,12 @@ def shared_heads(shape: AttentionShape, tensor: int, ulysses: int) -> tuple[list
     """Query heads of each Ulysses rank, and the key heads that they need, of the tensor rank with the most heads."""
     short, longer = divmod(math.ceil(shape.heads / tensor), ulysses)
     queries = [short + (rank < longer) for rank in range(ulysses)]
-    share, keys, begin = shape.heads // shape.kv_heads, [], 0
-    for count in queries:
-        keys.append((begin + count - 1) // share - begin // share + 1)
-        begin += count
-    return queries, keys
+    share, ends = shape.heads // shape.kv_heads, accumulate(queries)
+    return queries, [(end - 1) // share - (end - count) // share + 1 for end, count in zip(ends, queries, strict=True)]
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank, its sizes and its speeds."""
-
     layer: Layer
     algorithm: ContextAlgorithm
     degrees: Degrees
@@ -124,7 +115,6 @@ class _Rank:
 
     @cached_property
     def heads(self) -> tuple[list[int], list[int]]:
-        """Query and key heads of each Ulysses rank."""
         return shared_heads(self.layer.shape, self.degrees.tp, self.algorithm.ulysses)
 
     @property
@@ -153,7 +143,6 @@ class _Rank:
 
     @property
     def share_again(self) -> float:
-        """``again`` as a part of keys and values."""
         return sum(self.again) / sum(self.widths)
 
     def attention(self, backward: bool = False) -> Pass:

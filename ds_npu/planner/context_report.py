@@ -16,7 +16,6 @@ from ds_npu.planner.model_file import attention_of
 from ds_npu.topology.machine import MACHINES, Machine
 
 CANDIDATES_SHOWN = 12
-"""How many candidates the table shows."""
 MIB = 2**20
 
 
@@ -93,7 +92,6 @@ def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
 
 
 def _table(candidates: Sequence[Candidate], taken: ContextAlgorithm) -> Iterator[str]:
-    """A row for each candidate, the fastest first; of many, the first ones and the one that is ``taken``."""
     yield f"{'':<36}    total attention  exposed  copying   MiB to   MiB to               MiB      MiB"
     yield f"{'':<36}       ms        ms  wait ms       ms the node   others messages     kept  buffers"
     for index, each in enumerate(candidates):

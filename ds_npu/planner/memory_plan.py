@@ -47,22 +47,18 @@ class PlannedLayer:
     name: str
     options: tuple[Option, ...]
     forward_seconds: float = 0.0
-    """Seconds of a forward."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An interval of a step, in which every layer had its first option."""
+    """An interval of a step, in which every layer had its first option, and the layers whose passes were running."""
 
     what: str
     peak_bytes: int
-    """The most that was allocated."""
     calls: tuple[int, ...]
     """The number of forwards of each layer that wait for their backward."""
     forward: int | None = None
-    """Index of the layer whose forward was running."""
     backward: int | None = None
-    """Index of the layer whose backward was running."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,6 @@ class MemoryPlan:
 
     options: tuple[Option, ...]
     peak_bytes: int
-    """The most that is allocated in any moment."""
     tightest: str
     """The moment with this peak."""
     pattern: SwapPattern = NOTHING_SWAPPED
@@ -106,8 +101,10 @@ class BudgetError(ValueError):
         super().__init__(budget_bytes, least)
 
     def __str__(self) -> str:
-        least, budget_bytes = self.least, self.budget_bytes
-        return f"no plan needs less than {least.peak_bytes:,} bytes (in {least.tightest}); found {budget_bytes:,}"
+        return (
+            f"no plan needs less than {self.least.peak_bytes:,} bytes (in {self.least.tightest}); "
+            f"found {self.budget_bytes:,}"
+        )
 
 
 def missing_solver() -> list[str]:
@@ -123,10 +120,9 @@ def measured(
 ) -> MemoryPlan:
     """The plan that takes these ``options`` and swaps ``pattern``, with its peak."""
     columns = list(enumerate(options))
-    needs = [
-        (moment.peak_bytes + sum(_more_bytes(layers, columns, moment, pattern)), moment.what) for moment in moments
-    ]
-    peak, what = max(needs)
+    peak, what = max(
+        [(moment.peak_bytes + sum(_more_bytes(layers, columns, moment, pattern)), moment.what) for moment in moments]
+    )
     return MemoryPlan(tuple(options), peak, what, pattern)
 
 

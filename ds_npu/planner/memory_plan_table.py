@@ -103,9 +103,7 @@ def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int
     for stage in stages:
         of = f", pipeline rank {stage.stage}" if len(stages) > 1 else ""
         rows = [("layers", "computed again", "kept of each, MiB", "extra ms of each"), *_rows(stage)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield from (f"  {row}" for row in aligned(rows))
         least = measured(stage.layers, stage.moments, [smallest(each) for each in stage.layers])
         most = measured(stage.layers, stage.moments, [fastest(each) for each in stage.layers])
         yield (
@@ -123,6 +121,13 @@ def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int
             f"{size_text(least.peak_bytes + buffer_bytes)} and {1e3 * least.seconds:.3g} ms"
         )
     yield f'  the same without a budget: "ds_npu": {json.dumps(section_of(stages))}'
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: each column is as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _rows(stage: StagePlan) -> Iterator[tuple[str, str, str, str]]:

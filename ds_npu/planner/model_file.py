@@ -18,7 +18,6 @@ OTHER_NAMES = {
 }
 """Other names that some models have for the usual keys."""
 LARGEST_SIZE = 2**20
-"""The largest accepted number of heads, and width."""
 
 
 def attention_of(path: str) -> AttentionShape:

@@ -90,7 +90,6 @@ def _row(run: Timeline, rank: int, top: int, scale: float) -> Iterator[str]:
 
 
 def _transfers(run: Timeline, top: int, scale: float) -> Iterator[str]:
-    """A line for each message, from the end of the action that has made it to its arrival, where it has a dot."""
     for send, receive in run.schedule.transfers.values():
         colour, wide = COLOURS[send.kind][0], min(1.0, scale * run.costs.forward / 12)
         # States and gradients that leave at once are drawn next to each other.

@@ -104,7 +104,6 @@ def _filled(costs: Sequence[float], stages: int, behind: float, most: float, few
 
 
 def _load(costs: Sequence[float], counts: Sequence[int], behind: float) -> float:
-    """The load of the slowest stage."""
     blocks = iter(costs)
     loads = [sum(islice(blocks, count)) for count in counts]
     return max([*loads[:-1], loads[-1] + behind])

@@ -30,7 +30,6 @@ class SwapPattern:
     layers: tuple[int, ...] = ()
     """Ascending; the last one of each stage remains on the device."""
     forward_seconds: tuple[float, ...] = ()
-    """Seconds of every layer of the rank."""
     bandwidth: float = math.inf
     """Bytes/s of copies in one direction."""
     ends: tuple[int, ...] = ()
@@ -39,8 +38,11 @@ class SwapPattern:
     @cached_property
     def behind(self) -> dict[int, int]:
         """The next swapped layer of the same stage, for each layer that waits on the host."""
-        pairs = itertools.pairwise(self.layers)
-        return {index: after for index, after in pairs if not any(index < end <= after for end in self.ends)}
+        return {
+            index: after
+            for index, after in itertools.pairwise(self.layers)
+            if not any(index < end <= after for end in self.ends)
+        }
 
     @property
     def on_host(self) -> tuple[int, ...]:

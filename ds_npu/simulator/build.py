@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -172,7 +172,6 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
     }
     # Sources that need not wait for torch's headers come first, then the longest: no core has one left at the end.
     missing.sort(key=lambda source: (source in with_torch, -source.stat().st_size))
-    progress = _Progress(missing)
 
     def compiled(source: Path) -> None:
         made = folder / targets[source].name
@@ -185,35 +184,26 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         headers = pool.submit(_precompiled, toolchain, folder, len(with_torch))
-        for source, _ in zip(missing, pool.map(compiled, missing), strict=True):
-            progress.count(source)
+        _tell_progress(missing, pool.map(compiled, missing))
     return list(targets.values())
 
 
-class _Progress:
-    """Lines that tell how long the compilation of ``sources`` takes, and how far it is."""
-
-    def __init__(self, sources: Sequence[Path]) -> None:
-        self.files, self.done = len(sources), 0
-        self.sizes = {source: source.stat().st_size for source in sources}
-        self.bytes = 0
-        self.begun = self.reported = time.monotonic()
-        cores = os.cpu_count() or 1
-        say(
-            f"building the simulated NPUs, {self.files} files on {cores} cores: about "
-            f"{_duration(self.files * SECONDS_A_FILE / cores)}, once for this torch and torch_npu"
-        )
-
-    def count(self, source: Path) -> None:
-        """Count ``source`` as compiled."""
-        self.done, self.bytes = self.done + 1, self.bytes + self.sizes[source]
+def _tell_progress(sources: Sequence[Path], compiled: Iterable[None]) -> None:
+    """Say how long the compilation of ``sources`` takes, and, as ``compiled`` counts them in order, how far it is."""
+    cores, sizes = os.cpu_count() or 1, [source.stat().st_size for source in sources]
+    begun = reported = time.monotonic()
+    say(
+        f"building the simulated NPUs, {len(sources)} files on {cores} cores: about "
+        f"{_duration(len(sources) * SECONDS_A_FILE / cores)}, once for this torch and torch_npu"
+    )
+    for done, _ in enumerate(compiled, start=1):
         now = time.monotonic()
-        if self.done == self.files:
-            say(f"{self.done} of {self.files} files compiled, in {_duration(now - self.begun)}")
-        elif now - self.reported >= SECONDS_BETWEEN:
-            self.reported = now
-            left = (now - self.begun) * (sum(self.sizes.values()) / self.bytes - 1)
-            say(f"{self.done} of {self.files} files compiled, about {_duration(left)} left")
+        if done == len(sources):
+            say(f"{done} of {len(sources)} files compiled, in {_duration(now - begun)}")
+        elif now - reported >= SECONDS_BETWEEN:
+            reported = now
+            left = (now - begun) * (sum(sizes) / sum(sizes[:done]) - 1)
+            say(f"{done} of {len(sources)} files compiled, about {_duration(left)} left")
 
 
 def _duration(seconds: float) -> str:
@@ -254,8 +244,14 @@ def _included(source: Path, found: frozenset[Path] = frozenset()) -> frozenset[P
 
 def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home: Path) -> None:
     """Link the library, with a symbol for all that torch_npu may look up: what is not simulated fails when called."""
+    operators = {half for name in operators_of(toolchain.torch_npu) for half in (name, f"{name}GetWorkspaceSize")}
+    missing = sorted((operators | _linked_symbols(toolchain)) - defined)
+    functions = (
+        f'extern "C" __attribute__((visibility("default"))) int {name}() {{ return sim::not_simulated("{name}"); }}\n'
+        for name in missing
+    )
     stubs = home.parent / "not_simulated.cpp"
-    stubs.write_text(_not_simulated(toolchain, defined))
+    stubs.write_text("".join(["namespace sim { int not_simulated(const char* name); }\n", *functions]))
     torch_lib = toolchain.torch / "lib"
     libraries = [f"-l:{name}" for name in LINKED]
     _run([toolchain.compiler, *FLAGS, "-shared", "-o", str(home / LIBRARY), *map(str, objects), str(stubs),
@@ -263,7 +259,6 @@ def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home
 
 
 def _defined(compiled: Path) -> list[str]:
-    """The functions of CANN's interface in an object file, sorted."""
     listing = _run(["nm", "--defined-only", "--extern-only", "--format=just-symbols", str(compiled)])
     return sorted(re.findall(r"^(?:acl|Hccl)\w+$", listing, re.MULTILINE))
 
@@ -281,16 +276,6 @@ def _linked_symbols(toolchain: Toolchain) -> set[str]:
     libraries = [*(toolchain.torch_npu / "lib").glob("lib*.so"), *toolchain.torch_npu.glob("_C*.so")]
     listing = _run(["nm", "-D", "--undefined-only", "--format=just-symbols", *map(str, libraries)])
     return set(re.findall(r"^(?:acl|Hccl|Msprof|rt[A-Z])\w+$", listing, re.MULTILINE))
-
-
-def _not_simulated(toolchain: Toolchain, defined: set[str]) -> str:
-    operators = {half for name in operators_of(toolchain.torch_npu) for half in (name, f"{name}GetWorkspaceSize")}
-    missing = sorted((operators | _linked_symbols(toolchain)) - defined)
-    stubs = [
-        f'extern "C" __attribute__((visibility("default"))) int {name}() {{ return sim::not_simulated("{name}"); }}\n'
-        for name in missing
-    ]
-    return "".join(["namespace sim { int not_simulated(const char* name); }\n", *stubs])
 
 
 def _run(command: Sequence[str]) -> str:

@@ -26,23 +26,19 @@ class BuildError(Exception):
     """The simulator cannot be built here; the text says why and what to do."""
 
 
-def cache_folder() -> Path:
-    """Where builds are kept: DS_NPU_CACHE, or ``ds_npu`` in the user's cache folder. Raises BuildError without one."""
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """The folder of builds, created if it is missing; files created in the context are not writable for other users.
+
+    It is in DS_NPU_CACHE, or in ``ds_npu`` in the user's cache folder. Raises BuildError where there is neither, or
+    another user may write into the folder: Python would load what they put there.
+    """
     named = os.environ.get("DS_NPU_CACHE")
     try:
         base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_npu"
-        return (base / "simulator").resolve()
+        folder = (base / "simulator").resolve()
     except (RuntimeError, OSError) as error:
         raise BuildError(f"no folder to keep the simulated NPUs in: {error}; {ELSEWHERE}") from error
-
-
-@contextmanager
-def own_folder() -> Iterator[Path]:
-    """``cache_folder``, created if it is missing; files created in the context are not writable for other users.
-
-    Raises BuildError where another user may write into the folder: Python would load what they put there.
-    """
-    folder = cache_folder()
     before = os.umask(0o077)
     os.umask(before | 0o022)
     try:

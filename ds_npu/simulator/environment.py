@@ -36,8 +36,7 @@ class Simulation:
 
     def excess(self) -> str | None:
         """Why the devices' memory does not fit into a process's addresses; None if it does."""
-        total = self.devices * self.memory_bytes
-        if total <= MOST_IN_ALL:
+        if self.devices * self.memory_bytes <= MOST_IN_ALL:
             return None
         return (
             f"found --devices {self.devices} with {self.memory_bytes / 2**30:g} GiB each; {MOST_IN_ALL // 2**30} GiB "
@@ -53,9 +52,9 @@ class Simulation:
 
     def environment(self, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
         """``inherited`` and the variables for the simulated NPUs whose libraries are in ``home``."""
-        paths = [str(home), *filter(None, [inherited.get("LD_LIBRARY_PATH")])]
-        chosen = {
-            "LD_LIBRARY_PATH": ":".join(paths),
+        return {
+            **inherited,
+            "LD_LIBRARY_PATH": ":".join(filter(None, (str(home), inherited.get("LD_LIBRARY_PATH")))),
             "ASCEND_HOME_PATH": str(home),
             "ASCEND_OPP_PATH": str(home / "opp"),
             "DS_NPU_SIM_DEVICES": str(self.devices),
@@ -65,7 +64,6 @@ class Simulation:
             "DS_NPU_SIM_FAULT": ",".join(self.faults),
             "DS_NPU_SIM_TRACE": self.trace,
         }
-        return {**inherited, **chosen}
 
 
 def bytes_of(text: str) -> int:
@@ -77,17 +75,8 @@ def bytes_of(text: str) -> int:
     return int(size)
 
 
-def count_of(text: str) -> int:
-    """``"8"`` devices. Raises ValueError for anything but an integer from 1 to MOST_DEVICES."""
-    return _integer(text, 1, MOST_DEVICES)
-
-
-def seed_of(text: str) -> int:
-    """A seed of 64 bits. Raises ValueError for anything else."""
-    return _integer(text, 0, 2**64 - 1)
-
-
-def _integer(text: str, least: int, most: int) -> int:
+def integer_of(least: int, most: int, text: str) -> int:
+    """The integer that ``text`` is. Raises ValueError for anything but one from ``least`` to ``most``."""
     if not re.fullmatch(r"[0-9]{1,20}", text) or not least <= int(text) <= most:
         raise ValueError(f"found {text!r}; an integer from {least} to {most}")
     return int(text)

@@ -1,14 +1,16 @@
-"""Faults of ``ds_npu sim --fault``: their syntax, the functions that can fail, and whether a fault has fired."""
+"""The simulated functions, and faults of ``ds_npu sim --fault``: their syntax, and whether one has fired."""
 
 from __future__ import annotations
 
 import ctypes
 import difflib
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,9 +36,7 @@ def fault_of(text: str) -> str:
             f"operator, as aclrtMalloc:2=207001 or HcclAllReduce:3@1=exit"
         )
     for key, digits, least in (("CALL", found[2], 1), ("RANK", found[3], 0), ("CODE", found[4], 1)):
-        if digits is None or digits == "exit":
-            continue
-        if len(digits) > 10 or not least <= int(digits) <= LARGEST[key]:
+        if digits and digits != "exit" and not (len(digits) <= 10 and least <= int(digits) <= LARGEST[key]):
             raise ValueError(f"found {key} {digits!r} in {text!r}; an integer from {least} to {LARGEST[key]}")
     return text
 
@@ -57,13 +57,27 @@ def unknown_function(fault: str, home: Path) -> str | None:
 def faultable(home: Path) -> set[str]:
     """The functions of the build in ``home`` that return an error code, without operators' GetWorkspaceSize."""
     defined = {name for names in json.loads((home / CONTENTS).read_text()).values() for name in names}
-    plain = {name for source in SOURCES.rglob("*.cpp") for name in _PLAIN.findall(source.read_text())}
-    graph = {f"aclop{name}" for source in SOURCES.rglob("*.cpp") for name in _GRAPH.findall(source.read_text())}
+    sources = "\n".join(source.read_text() for source in SOURCES.rglob("*.cpp"))
+    plain = set(re.findall(r"^SIM_PLAIN [^(]*?(\w+)\(", sources, re.MULTILINE))
+    graph = {f"aclop{name}" for name in re.findall(r"^GRAPH_OPERATOR\((\w+)\)", sources, re.MULTILINE)}
     return defined - plain - graph - {f"{name}GetWorkspaceSize" for name in defined}
 
 
-_PLAIN = re.compile(r"^SIM_PLAIN [^(]*?(\w+)\(", re.MULTILINE)
-_GRAPH = re.compile(r"^GRAPH_OPERATOR\((\w+)\)", re.MULTILINE)
+def markdown(home: Path) -> str:
+    """A point for each source of the build in ``home``: its purpose and its functions of CANN's interface."""
+    lines = []
+    for source, functions in sorted(json.loads((home / CONTENTS).read_text()).items()):
+        shown = [name for name in functions if not name.endswith("GetWorkspaceSize")]
+        if shown:
+            lines += textwrap.wrap(f"- `{source}`: {_purpose(SOURCES / source)}", 118, subsequent_indent="  ")
+            lines += textwrap.wrap(", ".join(shown), 118, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _purpose(source: Path) -> str:
+    """The first sentence of the comment at the top of ``source``."""
+    comment = itertools.takewhile(lambda line: line.startswith("// "), source.read_text().splitlines())
+    return " ".join(line[3:] for line in comment).partition(". ")[0].rstrip(".") + "."
 
 
 def run(program: str, command: Sequence[str], environment: dict[str, str], faults: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ from ds_npu.acceptance.collective_cases import FOR_EACH_RANK, KINDS, collective_
 from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.machine import Npus, without_names
 from ds_npu.acceptance.operator_cases import attention_output, operator_cases
+from ds_npu.acceptance.record import is_clean, verdict
 from ds_npu.acceptance.training_cases import (
     LARGE_SIZES,
     SMALL_SIZES,
@@ -31,7 +32,6 @@ from ds_npu.acceptance.training_cases import (
     TrainingRecipe,
     training_cases,
 )
-from ds_npu.acceptance.verdict import is_clean, verdict
 from ds_npu.acceptance.world import CaseResult, run_group
 from ds_npu.capability.releases import CANN_OF_TORCH_NPU, PYTHON_OF_TORCH
 from ds_npu.cli import accept, acceptance_run

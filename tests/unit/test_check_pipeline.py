@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from ds_npu.cli.main import main
-from ds_npu.cli.planned_pipeline import mean_idle
+from ds_npu.cli.planned_model import mean_idle
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
 from ds_npu.parallel.pipeline.timeline import Costs, timeline
 

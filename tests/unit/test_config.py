@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ds_npu.config.batch import MICRO, STEPS, TRAIN, batch_of
-from ds_npu.config.check import check, load
+from ds_npu.config.check import check
+from ds_npu.config.loading import load
 from ds_npu.config.problems import ConfigError
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import DsNpuConfig

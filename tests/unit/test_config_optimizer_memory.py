@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_npu.config.check import check
-from ds_npu.config.optimizer_memory_keys import REFUSED
+from ds_npu.config.deepspeed_keys import REFUSED
 from ds_npu.config.problems import ConfigError
 
 SECTIONS = {

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from ds_npu.config import deepspeed_schema as reader
 from ds_npu.config.check import check
 from ds_npu.config.deepspeed_readers import DEMANDS, deepspeed_problems
-from ds_npu.config.deepspeed_schema import schema
-from ds_npu.config.deepspeed_validators import AFTER, BEFORE, COERCES
+from ds_npu.config.deepspeed_schema import AFTER, BEFORE, COERCES, schema
 from ds_npu.config.problems import ConfigError
 from ds_npu.engine.session import world_size
 

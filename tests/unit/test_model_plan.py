@@ -13,7 +13,7 @@ from planned_models import GROUPED, SIZES, gpt2, llama, made, qwen2_5_vl
 from torch import nn
 
 from ds_npu.config.roles import ORDER, Role
-from ds_npu.models.hugging_face_plan import plan_of
+from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import AttentionShape, ModelPlan, PlanError
 
 ATTENTION = {
@@ -137,7 +137,7 @@ def test_every_module_has_its_role(family):
     make, expected, shape = FAMILIES[family]
     model = make()
     before = copy.deepcopy(model)
-    plan = plan_of(model)
+    plan = plan_for(model, {})
     assert dict(plan.roles) == expected
     assert list(plan.roles) == [name for name, _ in model.named_modules() if name in expected]
     blocks = [name for name, role in expected.items() if role == "block"]
@@ -150,13 +150,13 @@ def test_every_module_has_its_role(family):
 def test_all_that_is_trained_is_in_a_plan():
     for make, _, _ in FAMILIES.values():
         model = make()
-        roles = plan_of(model).roles
+        roles = plan_for(model, {}).roles
         assert {name.rpartition(".")[0] for name, _ in model.named_parameters()} <= set(roles)
 
 
 def test_the_vision_tower_is_whole_and_the_language_part_is_planned():
     model = qwen2_5_vl()
-    plan = plan_of(model)
+    plan = plan_for(model, {})
     vision = {name: role for name, role in plan.roles.items() if name.startswith("model.visual.")}
     trained = {name.rpartition(".")[0] for name, _ in model.model.visual.named_parameters(prefix="model.visual")}
     # The patches, of each of 2 blocks 2 norms and 5 linears, of the merger a norm and 2 linears.
@@ -169,7 +169,7 @@ def test_the_vision_tower_is_whole_and_the_language_part_is_planned():
 
 def test_queries_without_a_latent():
     """As in the small models of DeepSeek."""
-    plan = plan_of(models.deepseek_v3(q_lora_rank=None))
+    plan = plan_for(models.deepseek_v3(q_lora_rank=None), {})
     assert plan.of("model.layers.0.self_attn.q_proj") is Role.QUERY
     assert plan.named(Role.LATENT_QUERY) == []
     assert plan.attentions["model.layers.0.self_attn"] == AttentionShape(4, 4, 12, 10, 4)
@@ -185,22 +185,22 @@ def test_queries_without_a_latent():
     ],
 )
 def test_whether_the_head_is_the_embedding(make, embedding, tied):
-    plan = plan_of(make(tied))
+    plan = plan_for(make(tied), {})
     assert (plan.embedding, plan.head, plan.tied) == (embedding, "lm_head", tied)
 
 
 def test_without_a_head_nothing_is_tied():
-    plan = plan_of(llama("LlamaModel", tie_word_embeddings=True))
+    plan = plan_for(llama("LlamaModel", tie_word_embeddings=True), {})
     assert (plan.embedding, plan.head, plan.tied) == ("embed_tokens", None, False)
 
 
 def test_the_order_of_more_than_ten_blocks():
-    plan = plan_of(made("LlamaForCausalLM", **{**GROUPED, "num_hidden_layers": 12}))
+    plan = plan_for(made("LlamaForCausalLM", **{**GROUPED, "num_hidden_layers": 12}), {})
     assert plan.blocks == tuple(f"model.layers.{index}" for index in range(12))
 
 
 def test_what_stands_around_a_module():
-    plan = plan_of(models.deepseek_v3())
+    plan = plan_for(models.deepseek_v3(), {})
     shared = "model.layers.1.mlp.shared_experts"
     assert plan.sublayer(f"{shared}.gate_proj") == shared
     assert plan.sublayer(shared) == plan.sublayer("model.layers.1.mlp.experts") == "model.layers.1.mlp"
@@ -219,7 +219,7 @@ def test_what_stands_around_a_module():
 
 
 def test_a_plan_is_data():
-    plan = plan_of(llama())
+    plan = plan_for(llama(), {})
     assert pickle.loads(pickle.dumps(plan)) == plan and isinstance(plan, ModelPlan)
     with pytest.raises(FrozenInstanceError):
         plan.tied = True
@@ -227,7 +227,7 @@ def test_a_plan_is_data():
 
 def test_the_picture():
     assert (
-        plan_of(models.deepseek_v3(tie_word_embeddings=True)).picture()
+        plan_for(models.deepseek_v3(tie_word_embeddings=True), {}).picture()
         == """\
 Plan of DeepseekV3ForCausalLM
   model.embed_tokens                                embedding
@@ -260,7 +260,7 @@ Plan of DeepseekV3ForCausalLM
 
 
 def test_the_picture_of_a_tower_is_one_row():
-    lines = plan_of(qwen2_5_vl()).picture().splitlines()
+    lines = plan_for(qwen2_5_vl(), {}).picture().splitlines()
     assert lines[1].split() == ["model.visual.**", "replicated"]
     attention = "attention: 4 heads of 8, 2 for keys and values"
     assert next(line for line in lines if "self_attn " in line).split(maxsplit=1)[1] == attention
@@ -272,7 +272,7 @@ def test_the_picture_of_a_tower_is_one_row():
 
 def refused(model):
     with pytest.raises(PlanError) as caught:
-        plan_of(model)
+        plan_for(model, {})
     return caught.value
 
 
@@ -397,4 +397,4 @@ def test_weights_that_zero_3_has_split_have_their_whole_shape():
     for parameter in model.parameters():
         vars(parameter)["ds_shape"] = parameter.shape
         parameter.data = torch.empty(0, device="meta")
-    assert dict(plan_of(model).roles) == FAMILIES["llama"][1]
+    assert dict(plan_for(model, {}).roles) == FAMILIES["llama"][1]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
-from ds_npu.cli.planned_pipeline import pair_lines
+from ds_npu.cli.planned_model import pair_lines
 from ds_npu.config.check import check
 from ds_npu.config.pipeline import PAIRED as NAMES
 from ds_npu.config.pipeline import PipelineSection

@@ -10,7 +10,6 @@ from torch import nn
 
 from ds_npu.config.roles import ORDERS, STRUCTURAL, Role
 from ds_npu.models.globs import plan_for
-from ds_npu.models.hugging_face_plan import plan_of
 from ds_npu.models.names import abbreviated, matches, suggestion
 from ds_npu.models.plan import AttentionShape, PlanError
 
@@ -216,8 +215,7 @@ def test_globs_match_modules_without_parameters_by_the_way():
 
 def test_globs_on_top_of_a_hugging_face_model():
     model = llama()
-    plain = dict(plan_of(model).roles)
-    assert dict(plan_for(model, {}).roles) == plain
+    plain = dict(plan_for(model, {}).roles)
     changed = dict(plan_for(model, {"lm_head": "replicated", "model.layers.*.mlp": "replicated"}).roles)
     mlps = [name for name in plain if ".mlp" in name]
     linears = [name for name in mlps if not name.endswith(".mlp")]
@@ -239,7 +237,7 @@ def test_a_hugging_face_model_inside_of_somebodys_own():
     (problem,) = refused(model, {}).problems
     assert problem == "value (Linear, weight [1, 32], bias [1]): nothing says what it is"
     plan = plan_for(model, {"value": "replicated"})
-    inner = plan_of(model.trunk)
+    inner = plan_for(model.trunk, {})
     assert dict(plan.roles) == {f"trunk.{name}": role for name, role in inner.roles.items()} | {"value": "replicated"}
     assert plan.blocks == ("trunk.layers.0", "trunk.layers.1")
     assert plan.attentions == {f"trunk.{name}": shape for name, shape in inner.attentions.items()}

@@ -10,7 +10,6 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.models.globs import plan_for
-from ds_npu.models.hugging_face_plan import plan_of
 from ds_npu.models.plan import PlanError
 
 PREFIX = "base_model.model."
@@ -44,8 +43,8 @@ def with_adapters(plain, *targets):
     ],
 )
 def test_layers_with_adapters_keep_their_roles(make, targets):
-    plain = plan_of(make())
-    plan = plan_of(adapted(make(), *targets))
+    plain = plan_for(make(), {})
+    plan = plan_for(adapted(make(), *targets), {})
     assert dict(plan.roles) == with_adapters(plain, *targets)
     assert plan.blocks == tuple(f"{PREFIX}{name}" for name in plain.blocks)
     assert plan.attentions == {f"{PREFIX}{name}": shape for name, shape in plain.attentions.items()}
@@ -53,7 +52,7 @@ def test_layers_with_adapters_keep_their_roles(make, targets):
 
 
 def test_a_factor_knows_its_layer():
-    plan = plan_of(adapted(llama(), "q_proj", "lm_head"))
+    plan = plan_for(adapted(llama(), "q_proj", "lm_head"), {})
     attention = f"{PREFIX}model.layers.1.self_attn"
     for factor in ("lora_A", "lora_B"):
         name = f"{attention}.q_proj.{factor}.default"
@@ -64,7 +63,7 @@ def test_a_factor_knows_its_layer():
 
 
 def test_an_adapter_of_the_embedding():
-    plan = plan_of(adapted(llama(), "embed_tokens"))
+    plan = plan_for(adapted(llama(), "embed_tokens"), {})
     embedding = f"{PREFIX}model.embed_tokens"
     assert plan.embedding == f"{embedding}.base_layer"
     assert plan.of(f"{embedding}.lora_embedding_A") is Role.LORA_A
@@ -76,7 +75,7 @@ def test_two_adapters_on_some_of_the_blocks():
     model = adapted(llama(), "q_proj", layers_to_transform=[1])
     with torch.device("meta"):
         model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"]))
-    plan = plan_of(model)
+    plan = plan_for(model, {})
     block = f"{PREFIX}model.layers.1.self_attn"
     expected = [f"{block}.q_proj.lora_A.default", f"{block}.q_proj.lora_A.other", f"{block}.k_proj.lora_A.other"]
     assert plan.inside(block, Role.LORA_A) == expected
@@ -86,11 +85,11 @@ def test_two_adapters_on_some_of_the_blocks():
 
 
 def test_copies_that_are_trained_have_the_role_of_what_they_stand_for():
-    plan = plan_of(adapted(llama("LlamaForSequenceClassification"), "q_proj", task_type="SEQ_CLS"))
+    plan = plan_for(adapted(llama("LlamaForSequenceClassification"), "q_proj", task_type="SEQ_CLS"), {})
     score = f"{PREFIX}score"
     assert plan.inside(score) == [f"{score}.original_module", f"{score}.modules_to_save.default"]
     assert {plan.of(name) for name in plan.inside(score)} == {Role.REPLICATED}
-    plan = plan_of(adapted(llama(), "q_proj", modules_to_save=["lm_head"]))
+    plan = plan_for(adapted(llama(), "q_proj", modules_to_save=["lm_head"]), {})
     head = f"{PREFIX}lm_head"
     assert plan.named(Role.HEAD) == [f"{head}.original_module", f"{head}.modules_to_save.default"]
     # Of both, the copy gives the logits.
@@ -98,7 +97,7 @@ def test_copies_that_are_trained_have_the_role_of_what_they_stand_for():
 
 
 def test_adapters_of_what_is_whole_are_whole():
-    plan = plan_of(adapted(qwen2_5_vl(), "qkv", "q_proj"))
+    plan = plan_for(adapted(qwen2_5_vl(), "qkv", "q_proj"), {})
     tower = plan.inside(f"{PREFIX}model.visual")
     assert sum("lora_" in name for name in tower) == 4 and {plan.of(name) for name in tower} == {Role.REPLICATED}
     assert len(plan.named(Role.LORA_A)) == len(plan.named(Role.LORA_B)) == 2
@@ -122,7 +121,7 @@ def model_without_adapters():
 def test_adapters_of_experts_have_roles(parameters):
     """Tensor ranks alone cannot shard them: tests/engine/test_experts.py."""
     model = made("MixtralForCausalLM", **GROUPED, num_local_experts=4)
-    plan = plan_of(adapted(model, "q_proj", target_parameters=[f"mlp.experts.{name}" for name in parameters]))
+    plan = plan_for(adapted(model, "q_proj", target_parameters=[f"mlp.experts.{name}" for name in parameters]), {})
     for role in (Role.LORA_A, Role.LORA_B):
         of_experts = [name for name in plan.named(role) if ".experts." in name]
         assert len(of_experts) == 2 * len(parameters)

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ds_npu import capability
-from ds_npu.capability import SUPPORTED, supported, unsupported
+from ds_npu.capability import SUPPORTED, releases, unsupported
 from ds_npu.engine import hooks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +34,12 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_which_releases_are_held(version, held):
-    assert supported.Releases("5.6.0", "5.23.0").hold(version) is held
+    assert releases.Releases("5.6.0", "5.23.0").hold(version) is held
 
 
 def test_a_release_outside_of_its_range_is_named_with_the_range(monkeypatch):
     found = {"transformers": "4.57.6", "accelerate": "1.12.0", "trl": None, "peft": "0.30.1"}
-    monkeypatch.setattr(supported, "installed_version", found.get)
+    monkeypatch.setattr(releases, "installed_version", found.get)
     assert unsupported(found) == [
         f"peft 0.30.1 is installed, and ds_npu supports {SUPPORTED['peft']}",
         f"transformers 4.57.6 is installed, and ds_npu supports {SUPPORTED['transformers']}",
@@ -50,7 +50,7 @@ def test_a_release_outside_of_its_range_is_named_with_the_range(monkeypatch):
 def test_only_what_is_imported_is_warned_of(monkeypatch):
     said = []
     monkeypatch.setattr(hooks, "warn_once", said.append)
-    monkeypatch.setattr(supported, "installed_version", {"transformers": "4.57.6", "trl": "0.9"}.get)
+    monkeypatch.setattr(releases, "installed_version", {"transformers": "4.57.6", "trl": "0.9"}.get)
     monkeypatch.setitem(sys.modules, "transformers", sys)
     monkeypatch.delitem(sys.modules, "trl", raising=False)
     hooks.warn_of_unsupported_releases()
@@ -69,5 +69,5 @@ def test_what_is_installed_and_written_elsewhere_agrees_with_the_table():
     wanted = Requirement(line).specifier
     assert wanted.contains(SUPPORTED["deepspeed"].oldest) and wanted.contains(SUPPORTED["deepspeed"].newest)
     page = (ROOT / "docs" / "environment.md").read_text()
-    for name, releases in SUPPORTED.items():
-        assert f"| {name} | {releases.oldest} | {releases.newest} |" in page, name
+    for name, each in SUPPORTED.items():
+        assert f"| {name} | {each.oldest} | {each.newest} |" in page, name

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import nn
 
-from ds_npu.config.chunked_loss import ChunkedLossTokens
 from ds_npu.config.roles import Role
+from ds_npu.config.sections import ChunkedLossTokens
 from ds_npu.features.build import Build
 from ds_npu.features.chunked_loss.chunked_model import ELSEWHERE, KEY, ChunkedModel
 from ds_npu.features.declaration import Change, Phase

@@ -32,8 +32,7 @@ from ds_npu.features.loss.model_loss import LossLevel
 from ds_npu.features.loss.token_targets import shifts
 from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.models.attention_function import check_exchangeable
-from ds_npu.models.compiled import check_not_compiled, refuse_compiling
-from ds_npu.models.copying import refuse_copies
+from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan

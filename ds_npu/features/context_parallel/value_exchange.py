@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch
-from ds_npu.models.local_heads import local_heads
+from ds_npu.models.attention_modules import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.attention import ulysses_plan
 from ds_npu.parallel.context.ulysses import PostedTensor, post_to_heads

@@ -30,8 +30,7 @@ from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.experts.traffic import traffic
 from ds_npu.features.feature import Feature
 from ds_npu.models import names
-from ds_npu.models.compiled import check_not_compiled, refuse_compiling
-from ds_npu.models.guarded_saving import refuse_saving_shards
+from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_saving_shards
 from ds_npu.models.hugging_face_model import hugging_face_model, setting
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions

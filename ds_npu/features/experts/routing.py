@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_npu.features.experts.scaled_inputs import SCALED
 from ds_npu.models import names
-from ds_npu.models.routers import logits_recorders
+from ds_npu.models.hugging_face_model import logits_recorders
 from ds_npu.parallel.expert.balance import Routing, Scores
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.marks import Mark

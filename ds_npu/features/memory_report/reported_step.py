@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_npu.config.memory_report import MemoryReport
+from ds_npu.config.sections import MemoryReport
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change
 from ds_npu.features.feature import Feature

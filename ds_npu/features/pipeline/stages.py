@@ -24,7 +24,7 @@ from ds_npu.features.pipeline.deep_stack import link_deep_stack
 from ds_npu.features.pipeline.images import check_images, without_pixels
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attributes, set_attribute
-from ds_npu.models.guarded_saving import check_before_saving
+from ds_npu.models.guards import check_before_saving
 from ds_npu.models.hugging_face_model import hugging_face_model, is_hugging_face, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS
 from ds_npu.models.plan import ModelPlan

@@ -16,9 +16,8 @@ from ds_npu.features.tensor_parallel.experts import show_all_tokens
 from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES
 from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
 from ds_npu.models import names
-from ds_npu.models.hugging_face_model import config_of, has_setting
+from ds_npu.models.hugging_face_model import config_of, has_setting, logits_index
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.routers import logits_index
 from ds_npu.parallel.runtime.forward_wraps import Level
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.linear import ColumnLinear, group_projections

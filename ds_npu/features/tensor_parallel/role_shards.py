@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ds_npu.config.roles import Role
 from ds_npu.models import names
-from ds_npu.models.local_heads import local_heads
+from ds_npu.models.attention_modules import local_heads
 from ds_npu.models.plan import AttentionShape, ModelPlan
 from ds_npu.parallel.tensor.sharding import Ranges, Sharding, near_even
 

@@ -41,11 +41,10 @@ from ds_npu.features.tensor_parallel.role_shards import (
 )
 from ds_npu.features.tensor_parallel.vocabulary import local_axis, shard_logits
 from ds_npu.models import kinds, names
+from ds_npu.models.attention_modules import local_heads
 from ds_npu.models.attributes import attribute, set_attribute
-from ds_npu.models.compiled import check_not_compiled, refuse_compiling
-from ds_npu.models.guarded_saving import refuse_saving_shards
+from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_saving_shards
 from ds_npu.models.hugging_face_model import config_of
-from ds_npu.models.local_heads import local_heads
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.marks import Mark

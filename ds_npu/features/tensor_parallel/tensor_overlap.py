@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from ds_npu.config.tensor_overlap import TensorOverlap
+from ds_npu.config.sections import TensorOverlap
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change
 from ds_npu.features.feature import Feature

@@ -1,4 +1,8 @@
-"""Guards ``model.save_pretrained`` on a rank that holds a part of the model: it writes whole weights, or nothing."""
+"""Guards of a model of which a rank holds a part: it is saved whole or not at all, neither copied nor compiled.
+
+A compiled forward is traced through what ds_npu puts around modules: collectives inside of autograd functions, tensors
+that stand for others, state of the current batch. torch 2.13 ends in internal errors there, or leaves parts out.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,19 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from types import FunctionType
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from ds_npu.models.attributes import attribute, set_attribute
-from ds_npu.models.copying import refuse_copies
+from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.hugging_face_model import is_hugging_face, transformers_module
 from ds_npu.parallel.runtime.placement import placement_of
 
 SAVE = "save_pretrained"
+SHARDED_BY = {"tensor": "weights", "context": "sequences"}
+"""The part of a model that each key of ``ds_npu.parallel`` shards."""
 Check = Callable[[str, Mapping[str, torch.Tensor] | None, bool], None]
 """``check(folder, weights, writes)`` raises to refuse: ``weights`` are to be written (None: the model's own), by a
 process that writes them or one that takes part only."""
@@ -85,6 +91,19 @@ def refuse_saving_shards(model: nn.Module) -> None:
     check_before_saving(model, functools.partial(_check_whole, model))
 
 
+def refuse_copies(model: nn.Module) -> None:
+    """Make ``copy.deepcopy(model)`` raise RuntimeError."""
+    # A copy's forwards, which are closures, would call the modules of the original.
+    set_attribute(model, "__deepcopy__", functools.partial(_no_copy, type(model).__name__))
+
+
+def _no_copy(model: str, memory: dict[int, object]) -> NoReturn:
+    raise RuntimeError(
+        f"{model} is sharded over ranks and cannot be copied: copy it before "
+        "deepspeed.initialize, and give the copy to an engine of its own"
+    )
+
+
 def _check_whole(
     model: nn.Module, folder: str, state_dict: Mapping[str, torch.Tensor] | None, is_main_process: bool
 ) -> None:
@@ -103,3 +122,42 @@ def _check_whole(
                     "What to do: call engine.save_pretrained(folder), on every rank; with accelerate, pass "
                     "state_dict=accelerator.get_state_dict(model), which every rank calls"
                 )
+
+
+def check_not_compiled(model: nn.Module, key: str) -> None:
+    """Raise ValueError where ``model``, which ``ds_npu.parallel.<key>`` is to shard, or a module in it, is compiled."""
+    for name, module in model.named_modules():
+        if _is_compiled(module):
+            _refuse(type(model).__name__, name or "the model itself", key)
+
+
+def refuse_compiling(model: nn.Module, key: str) -> None:
+    """Make ``compile`` of ``model``, and of each module in it, raise ValueError."""
+    for name, module in model.named_modules():
+        if not has_attribute(module, "compile"):
+            refusal = functools.partial(_refuse, type(model).__name__, name or "the model itself", key)
+            set_attribute(module, "compile", refusal)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # By name: importing torch._dynamo takes seconds, and without it nothing is compiled.
+    bases = ((base.__module__, base.__name__) for base in type(module).__mro__)
+    is_wrapper = ("torch._dynamo.eval_frame", "OptimizedModule") in bases
+    forward = attribute(module, "forward", FunctionType)
+    has_compiled_forward = forward is not None and has_attribute(forward, "_torchdynamo_orig_callable")
+    return is_wrapper or module._compiled_call_impl is not None or has_compiled_forward
+
+
+def check_engine_may_compile(model: nn.Module, shards: Mapping[str, bool]) -> None:
+    """Raise ValueError where one of the keys of ``ds_npu.parallel`` ``shards`` the model of an engine."""
+    for key in (key for key, sharded in shards.items() if sharded):
+        _refuse(type(model).__name__, "the engine", key)
+
+
+def _refuse(model: str, module: str, key: str, *_: object, **__: object) -> NoReturn:
+    raise ValueError(
+        f"torch.compile: found on {module} of {model}, whose {SHARDED_BY[key]} ds_npu.parallel.{key} divides over "
+        "ranks, which a compiled forward cannot do. What to do: leave out torch.compile (model.compile, "
+        "engine.compile, the "
+        f"Trainer's torch_compile, accelerate's dynamo_backend), or ds_npu.parallel.{key}"
+    )

@@ -21,22 +21,15 @@ from ds_npu.engine.checkpoints.expert_checkpoints import ExpertCheckpoints
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.runtime.placement import has_experts, placement_of
-from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.expert_norm import count_on_every_rank
 from ds_npu.zero_ext.gradient_norm import take_joint_norm
 from ds_npu.zero_ext.method_wraps import MethodLevel
-from ds_npu.zero_ext.training_engine import EngineEvents
 
 ParameterGroup = dict[str, Any]
 IN_16_BITS = (FP16_Optimizer, FP16_UnfusedOptimizer)
 LEGACY = ("fused_adam_legacy", "fused_lamb_legacy")
 """Attributes of DeepSpeed's optimizers in 16 bits: with apex's old optimizers they take a norm that is not ours."""
-
-
-def engine_has_fp16(engine: Any) -> bool:
-    """Whether the config of ``engine`` asks for fp16."""
-    return bool(engine.fp16_enabled())
 
 
 def tell_deepspeed_of_experts(topology: Topology) -> None:
@@ -112,13 +105,6 @@ def _as_groups(parameters: Iterable[Any]) -> list[ParameterGroup]:
 class ExpertView(ExpertCheckpoints):
     """Changes in an engine whose model has weights on the expert view."""
 
-    module: nn.Module
-    topology: Topology
-    events: EngineEvents
-    model_axes: tuple[Axis, ...]
-    has_moe_layers: bool
-    client_lr_scheduler: Any
-    lr_scheduler: Any
     expert_groups: SeparateGroups | None = None
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
@@ -129,8 +115,7 @@ class ExpertView(ExpertCheckpoints):
             )
             tell_deepspeed_of_experts(self.topology)
             self.expert_groups = SeparateGroups(self.topology)
-        upstream: Any = super()
-        upstream._configure_distributed_model(model)
+        super()._configure_distributed_model(model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         separate = self.expert_groups
@@ -146,13 +131,12 @@ class ExpertView(ExpertCheckpoints):
                 separate.separate_in(client_optimizer)
             else:
                 client_optimizer = _separated(client_optimizer, separate)
-        upstream: Any = super()
-        upstream._configure_optimizer(client_optimizer, model_parameters)
+        super()._configure_optimizer(client_optimizer, model_parameters)
         if separate is not None:
             self.events.before_step(MethodLevel.EXPERT_SETTINGS, separate.follow)
         made: Any = attribute(self, "optimizer", object)
         is_legacy = made is not None and any(attribute(made, each, bool) for each in LEGACY)
-        if separate is not None and (is_legacy or (isinstance(made, IN_16_BITS) and engine_has_fp16(self))):
+        if separate is not None and (is_legacy or (isinstance(made, IN_16_BITS) and self.fp16_enabled())):
             raise ValueError(
                 f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__} in fp16, whose "
                 "steps are too small by the loss scale (DeepSpeed 0.19.8 divides gradients by it, and multiplies the "
@@ -165,22 +149,19 @@ class ExpertView(ExpertCheckpoints):
             count_on_every_rank(made)
 
     def _configure_lr_scheduler(self) -> None:
-        upstream: Any = super()
-        upstream._configure_lr_scheduler()
+        super()._configure_lr_scheduler()
         if self.expert_groups is not None:
             self.expert_groups.schedule(self.lr_scheduler)
 
     def _validate_zero3_moe_compatibility(self) -> None:
         """DeepSpeed's; it accepts layers of its own only, where ours carry the group that ZeRO-3 shards them over."""
         if not self.has_experts:
-            upstream: Any = super()
-            upstream._validate_zero3_moe_compatibility()
+            super()._validate_zero3_moe_compatibility()
 
     def _resolve_zero3_param_placement(self) -> None:
         """DeepSpeed's, which would put every parameter on the data ranks."""
         if not self.has_experts:
-            upstream: Any = super()
-            upstream._resolve_zero3_param_placement()
+            super()._resolve_zero3_param_placement()
 
 
 def _separated(make: Callable[[Any], torch.optim.Optimizer], groups: SeparateGroups) -> Callable[[Any], Any]:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import nn
 
 from ds_npu.checkpoint.comparison import differences, over_ranks
 from ds_npu.checkpoint.files import CheckpointError
@@ -29,28 +28,17 @@ from ds_npu.engine.checkpoints.own_files import check_files
 from ds_npu.engine.checkpoints.reassembly import GivenState, Reassembly, State
 from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
 from ds_npu.engine.checkpoints.written_files import CLASSES, manifest_of, plain_weights
+from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.features.experts.relocation import restore_maps, state_of_maps
 from ds_npu.log import logger
 from ds_npu.parallel.runtime.placement import has_experts
-from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.optimizer_layout import ZERO, OptimizerLayout, layout_of_optimizer
 
 T = TypeVar("T")
 
 
-class AnyLayoutCheckpoints:
+class AnyLayoutCheckpoints(TopologyEngine):
     """How an engine writes what its checkpoints hold, and loads one of another layout; every rank calls it together."""
-
-    module: nn.Module
-    topology: Topology
-    optimizer: Any
-    checkpoint_engine: Any
-    seq_dp_world_size: int
-    mp_world_size: int
-    zero_optimization_partition_weights: Callable[[], bool]
-    load_universal_checkpoint: Callable[[], bool]
-    _reassembled: State | None = None
-    """The content that this rank's files would have, while it is loaded."""
 
     def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, of a checkpoint of any layout.
@@ -58,39 +46,38 @@ class AnyLayoutCheckpoints:
         Raises CheckpointError, on every rank the same, for one whose files are not all there, whose weights are not
         those of the model, or whose optimizer's state has other shapes.
         """
-        upstream: Any = super()
         is_other_kind = not self.has_manifests or self.load_universal_checkpoint()
         folder = None if is_other_kind else _folder_of(load_dir, tag)
         if folder is None:
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         written, asked = WrittenCheckpoint(folder, CLASSES), Asked(*args, **kwargs)
         if not any(_on_every_rank(lambda: written.has_manifests)):
             _on_every_rank(lambda: self._check_own_files(folder, asked))
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         _on_every_rank(lambda: written.check_files(dist.get_rank(), dist.get_world_size()))
         partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
         if self._is_layout_of(written) and not partitions_alone:
             if written.leaves_out_frozen:
                 self._check_fit(written, asked)
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         if not all(_on_every_rank(lambda: written.is_known)):
             if written.plain_weights():
                 self._check_fit(written, asked)
             _on_every_rank(lambda: self._check_own_files(folder, asked, written))
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         self._check_fit(written, asked)
         message = "%s: this rank's part is taken from the files of %s ranks"
         logger().info(message, written.folder, len(written.manifests))
-        self._reassembled = self._reassembly_of(written, partitions_alone)
+        self.reassembled = self._reassembly_of(written, partitions_alone)
         plain = self.checkpoint_engine
-        self.checkpoint_engine = GivenState(plain, self._reassembled)
+        self.checkpoint_engine = GivenState(plain, self.reassembled)
         if partitions_alone:
             # Else DeepSpeed reads weights by itself; that no state is loaded, WeightsOnly sees to.
             asked = asked._replace(load_optimizer_states=True)
         try:
-            return upstream.load_checkpoint(load_dir, tag, *asked)
+            return super().load_checkpoint(load_dir, tag, *asked)
         finally:
-            self.checkpoint_engine, self._reassembled = plain, None
+            self.checkpoint_engine, self.reassembled = plain, None
 
     def _save_checkpoint(
         self,
@@ -99,8 +86,7 @@ class AnyLayoutCheckpoints:
         client_state: dict[str, Any] | None = None,
         exclude_frozen_parameters: bool = False,
     ) -> None:
-        upstream: Any = super()
-        upstream._save_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
+        super()._save_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
         folder, engine = Path(save_dir, str(tag)), self.checkpoint_engine
         path, manifest = manifest_path(folder, dist.get_rank()), manifest_of(self, folder, exclude_frozen_parameters)
         if isinstance(engine, CheckpointTransaction):
@@ -109,21 +95,19 @@ class AnyLayoutCheckpoints:
             path.write_text(manifest.to_json())
 
     def _get_all_ckpt_names(self, folder: str, tag: str) -> list[str]:
-        upstream: Any = super()
-        if self._reassembled is not None:
+        if self.reassembled is not None:
             return [str(next(Path(folder, str(tag)).glob("*model_states.pt")))] * self.mp_world_size
-        names: list[str] = upstream._get_all_ckpt_names(folder, tag)
+        names: list[str] = super()._get_all_ckpt_names(folder, tag)
         if self.load_universal_checkpoint() or not WrittenCheckpoint(Path(folder, str(tag))).has_manifests:
             return names
         # Of the same name there may have been a checkpoint of more ranks.
-        own = {upstream._get_ckpt_name(folder, tag, f"{rank:02d}") for rank in range(self.mp_world_size)}
+        own = {super()._get_ckpt_name(folder, tag, f"{rank:02d}") for rank in range(self.mp_world_size)}
         return [name for name in names if name in own]
 
     def _get_all_zero_checkpoints(self, folder: str, tag: str) -> Any:
-        upstream: Any = super()
-        if self._reassembled is None:
-            return upstream._get_all_zero_checkpoints(folder, tag)
-        return [self._reassembled[ZERO]] * self.seq_dp_world_size
+        if self.reassembled is None:
+            return super()._get_all_zero_checkpoints(folder, tag)
+        return [self.reassembled[ZERO]] * self.seq_dp_world_size
 
     def _is_layout_of(self, written: WrittenCheckpoint) -> bool:
         """Whether all ranks find in ``written`` what they would have written."""

@@ -8,21 +8,20 @@ ZeRO 3 each rank's file holds all it has, as without experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
-from torch import nn
 
 from ds_npu.engine.checkpoints.expert_states import State, joined, part_of
 from ds_npu.engine.checkpoints.reassembly import REASSEMBLED
-from ds_npu.engine.failures.joint_calls import JointCalls, joint
+from ds_npu.engine.failures.joint_calls import joint
+from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.features.experts.relocation import EXPERT_MAP, restore_maps, state_of_maps
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.placement import has_experts, placement_of
-from ds_npu.topology.topology import Topology
 
 MODULE, OPTIMIZER = "module", "optimizer"
 """Keys of DeepSpeed's files."""
@@ -30,18 +29,11 @@ LAYOUT = "ds_npu_expert_ranks"
 """The key of a dense file that says over how many ranks, along ep and etp, experts were."""
 
 
-class ExpertCheckpoints:
+class ExpertCheckpoints(TopologyEngine):
     """How an engine whose model has experts on ranks saves and loads; every rank calls it together."""
 
-    module: nn.Module
-    topology: Topology
-    has_moe_layers: bool
-    checkpoint_engine: Any
-    joint_calls: JointCalls
     expert_maps: State
     """The expert maps in the checkpoint that is being written."""
-    zero_optimization_partition_weights: Callable[[], bool]
-    load_universal_checkpoint: Callable[[], bool]
 
     @property
     def has_experts(self) -> bool:
@@ -51,16 +43,14 @@ class ExpertCheckpoints:
     @joint("engine.save_checkpoint")
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, and the files of experts."""
-        upstream: Any = super()
         self.expert_maps = state_of_maps(self.module, self.topology)
         with self._without_moe_of_deepspeed():
-            return bool(upstream.save_checkpoint(*args, **kwargs))
+            return bool(super().save_checkpoint(*args, **kwargs))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
-        upstream: Any = super()
         if not self.has_experts:
-            return upstream.load_checkpoint(*args, **kwargs)
+            return super().load_checkpoint(*args, **kwargs)
         if self.load_universal_checkpoint():
             raise ValueError(
                 "checkpoint.load_universal: found true for a model with experts on the ranks of "
@@ -71,22 +61,20 @@ class ExpertCheckpoints:
         self.checkpoint_engine = _Merging(plain, self)
         try:
             with self._without_moe_of_deepspeed():
-                return upstream.load_checkpoint(*args, **kwargs)
+                return super().load_checkpoint(*args, **kwargs)
         finally:
             self.checkpoint_engine = plain
 
     def _save_checkpoint(
         self, save_dir: str, tag: str, client_state: State, exclude_frozen_parameters: bool = False
     ) -> None:
-        upstream: Any = super()
-        upstream._save_checkpoint(save_dir, tag, client_state, exclude_frozen_parameters)
+        super()._save_checkpoint(save_dir, tag, client_state, exclude_frozen_parameters)
         if self.writes_experts:
             states = self._states_of_experts(exclude_frozen_parameters)
             self.checkpoint_engine.save(states, str(self.expert_file(Path(save_dir, str(tag)))))
 
     def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
-        upstream: Any = super()
-        state: State = upstream._common_checkpoint_state(module_state_dict, *args)
+        state: State = super()._common_checkpoint_state(module_state_dict, *args)
         if stages_in(self.module) and self.topology.size("ep", "etp") > 1:
             # A stage without experts, too: DeepSpeed reads its file on the ranks of all stages.
             state[LAYOUT] = self.layout
@@ -150,13 +138,12 @@ class ExpertCheckpoints:
         return self.topology.rank("edp") == 0
 
     def _states_of_experts(self, leaves_out_frozen: bool) -> State:
-        engine: Any = self
         names = self._names_of_experts()
-        weights = engine.module_state_dict(exclude_frozen_parameters=leaves_out_frozen)
-        has_own_states = engine.optimizer is not None and not engine.zero_optimization()
+        weights = self.module_state_dict(exclude_frozen_parameters=leaves_out_frozen)
+        has_own_states = self.optimizer is not None and not self.zero_optimization()
         return {
             MODULE: {name: each for name, each in weights.items() if name in names},
-            OPTIMIZER: part_of(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
+            OPTIMIZER: part_of(self.optimizer.state_dict(), of_experts=True) if has_own_states else None,
         }
 
     def _names_of_experts(self) -> set[str]:

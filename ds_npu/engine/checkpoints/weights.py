@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import nn
 
 from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.engine.failures.joint_calls import JointCalls, joint
+from ds_npu.engine.failures.joint_calls import joint
+from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.placement import has_experts
@@ -25,12 +25,8 @@ from ds_npu.topology.degrees import Axis
 SAVE_16BIT = "engine.save_16bit_model"
 
 
-class WholeWeights:
+class WholeWeights(TopologyEngine):
     """The weights of an engine's model as one process would have them. Every rank calls these together."""
-
-    topology: Any
-    module: nn.Module
-    joint_calls: JointCalls
 
     @property
     def stages(self) -> int:
@@ -111,7 +107,7 @@ class WholeWeights:
 
     @property
     def _gather(self) -> Callable[[Any], AbstractContextManager[Any]]:
-        return _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
+        return _gathered if self.zero_optimization_partition_weights() else _as_it_is
 
     def _gathered_weights(self) -> dict[str, torch.Tensor]:
         # It imports transformers, which need not be installed.
@@ -140,9 +136,8 @@ class WholeWeights:
         """DeepSpeed's, with whole weights where this rank has a part of the model."""
         final, unfinished = Path(save_dir, save_filename), Path(save_dir, f".{save_filename}.unfinished")
         if not self.is_sharded:
-            upstream: Any = super()
             with self._on_all_ranks(SAVE_16BIT), _renamed_by_all(unfinished, final, self.module.state_dict()):
-                return bool(upstream.save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))
+                return bool(super().save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))
         left_out = self._frozen() if exclude_frozen_parameters else set()
 
         def write(weights: dict[str, torch.Tensor]) -> None:
@@ -158,15 +153,13 @@ class WholeWeights:
     # What accelerate and the Hugging Face Trainer ask DeepSpeed's engine for under ZeRO-3.
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        upstream: Any = super()
-        return self.is_sharded or bool(upstream.zero_gather_16bit_weights_on_model_save())
+        return self.is_sharded or bool(super().zero_gather_16bit_weights_on_model_save())
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """DeepSpeed's, with whole weights where this rank has a part of the model."""
         if not self.is_sharded:
-            upstream: Any = super()
             with self._on_all_ranks("the gathering of a model's weights"):
-                return upstream._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+                return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         left_out = self._frozen() if exclude_frozen_parameters else set()
         return {name: each for name, each in self.whole_state_dict().items() if name not in left_out}
 

@@ -58,11 +58,7 @@ def wrap_method(holder: object, name: str, wrapper: Wrapper, level: MethodLevel)
 
 def replace_method(holder: object, name: str, function: Function, level: MethodLevel) -> None:
     """Call ``function`` in place of the method ``name`` of this one ``holder``, which is called no more."""
-    wrap_method(holder, name, partial(_instead, function), level)
-
-
-def _instead(function: Function, _: Function, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+    wrap_method(holder, name, lambda method, *args, **kwargs: function(*args, **kwargs), level)
 
 
 def bind_to_weight(weight: object, name: str, function: Function) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -19,63 +19,45 @@ from ds_npu.zero_ext.gradient_buffer import GRAD_ACCUM
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 
-class Slot(Protocol):
-    """Where the gradient of one weight is accumulated."""
+@dataclass(frozen=True)
+class Slot:
+    """Where the gradient of one weight is accumulated: ``weight.grad``."""
 
-    @property
-    def weight(self) -> nn.Parameter: ...
+    weight: nn.Parameter
 
     def value(self) -> torch.Tensor | None:
         """The accumulated gradient; None if there is none."""
-
-    def take(self) -> torch.Tensor | None:
-        """The value, which is there no more."""
-
-    def add(self, taken: torch.Tensor) -> None:
-        """Add what was taken to the value."""
-
-
-@dataclass(frozen=True)
-class _GradSlot:
-    """``weight.grad``."""
-
-    weight: nn.Parameter
-
-    def value(self) -> torch.Tensor | None:
         return self.weight.grad
 
     def take(self) -> torch.Tensor | None:
-        found, self.weight.grad = self.weight.grad, None
+        """The value, which is there no more."""
+        found = self.value()
+        self._set(None)
         return found
 
     def add(self, taken: torch.Tensor) -> None:
-        self.weight.grad = taken if self.weight.grad is None else taken.add_(self.weight.grad)
+        """Add what was taken to the value."""
+        found = self.value()
+        self._set(taken if found is None else taken.add_(found))
+
+    def _set(self, gradient: torch.Tensor | None) -> None:
+        self.weight.grad = gradient
 
 
-@dataclass(frozen=True)
-class _GradAccumSlot:
+class _GradAccumSlot(Slot):
     """``weight.grad_accum`` of ZeRO 1 and 2."""
-
-    weight: nn.Parameter
 
     def value(self) -> torch.Tensor | None:
         return GRAD_ACCUM.get(self.weight)
 
-    def take(self) -> torch.Tensor | None:
-        found = GRAD_ACCUM.get(self.weight)
-        GRAD_ACCUM.set(self.weight, None)
-        return found
-
-    def add(self, taken: torch.Tensor) -> None:
-        found = GRAD_ACCUM.get(self.weight)
-        GRAD_ACCUM.set(self.weight, taken if found is None else taken.add_(found))
+    def _set(self, gradient: torch.Tensor | None) -> None:
+        GRAD_ACCUM.set(self.weight, gradient)
 
 
 @dataclass(frozen=True)
-class _FlatSlot:
+class _FlatSlot(Slot):
     """A part of the flat float32 gradient of BF16_Optimizer."""
 
-    weight: nn.Parameter
     optimizer: Any
     group: int
     index: int
@@ -113,7 +95,7 @@ def _slots(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[Slot]:
         return
     apart = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute
     for weight in weights:
-        yield _GradAccumSlot(weight) if apart and GRAD_ACCUM.is_on(weight) else _GradSlot(weight)
+        yield _GradAccumSlot(weight) if apart and GRAD_ACCUM.is_on(weight) else Slot(weight)
 
 
 class PendingGradients:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.checkpoint.loading import Coordinates, Part, shardings_of
+from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.checkpoint.loading import Coordinates, Part, same_elements, shardings_of
 from ds_npu.models.guarded_saving import writer
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.runtime.placement import placement_of
@@ -139,7 +139,7 @@ class Holders:
             if is_sent:  # Broadcast: point to point would open another communicator for each pair.
                 dist.broadcast(part, group=self.group, group_src=source)
             if receives:
-                put_part(whole, part, weight.parts_at(coordinates))
+                _put_part(whole, part, weight.parts_at(coordinates))
             del part  # Frees its memory before the next shard is allocated.
         return whole
 
@@ -273,17 +273,10 @@ def _position(model: nn.Module, name: str) -> tuple[int, ...]:
     return (*indices, 0, [*module._parameters, *module._buffers].index(leaf))
 
 
-def put_part(whole: torch.Tensor, part: torch.Tensor, parts: Sequence[Part]) -> None:
+def _put_part(whole: torch.Tensor, part: torch.Tensor, parts: Sequence[Part]) -> None:
     """Copy ``part``, which one rank holds, to its indices in ``whole``."""
-    if not parts:
-        whole.copy_(part)
-        return
-    (sharding, rank), *rest = parts
-    begin = 0
-    for start, stop in sharding.ranges[rank]:
-        length = stop - start
-        put_part(whole.narrow(sharding.dim, start, length), part.narrow(sharding.dim, begin, length), rest)
-        begin += length
+    for held, home in same_elements(part, whole, parts):
+        home.copy_(held)
 
 
 def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, torch.Tensor], **options: Any) -> None:

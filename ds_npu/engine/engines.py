@@ -29,13 +29,10 @@ from ds_npu.engine.checkpoints.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.checkpoints.full_values import know_grid, link_every_group
 from ds_npu.engine.checkpoints.weights import WholeWeights
 from ds_npu.engine.checkpoints.weights_only import WeightsOnly
-from ds_npu.engine.clients.asked_twice import check_whole
-from ds_npu.engine.clients.quantized import check_not_quantized
-from ds_npu.engine.device import use_own_device
-from ds_npu.engine.expert_view import ExpertView
+from ds_npu.engine.clients.refusals import check_not_quantized, check_whole
+from ds_npu.engine.expert_view import ExpertView, check_no_own_experts
 from ds_npu.engine.failures.joint_calls import joint_calls_of_this_world
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
-from ds_npu.engine.own_moe import check_no_own_experts
 from ds_npu.engine.pipeline.engine_pipeline import EnginePipeline, own_layout
 from ds_npu.engine.pipeline.grid import ContextGrid
 from ds_npu.engine.pipeline.scheduled_module import scheduled_module
@@ -43,6 +40,7 @@ from ds_npu.engine.pipeline.stage_groups import agree_on_groups, give_own_parame
 from ds_npu.engine.pipeline.staged_engine import StagedEngine
 from ds_npu.engine.placements import complete_placements, equalise_copies
 from ds_npu.engine.same_batch import agree_on_first_batch
+from ds_npu.engine.session import use_own_device
 from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
@@ -56,16 +54,17 @@ from ds_npu.models.compiled import check_engine_may_compile
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.planner.communicators import MIB, planned_communicators
 from ds_npu.topology.degrees import AXES, Axis
-from ds_npu.zero_ext.data_average import average_over_data_ranks
-from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
-from ds_npu.zero_ext.expert_norm import add_up_experts
-from ds_npu.zero_ext.float64_reduction import reduce_in_float64
-from ds_npu.zero_ext.gather_after_step import gather_after_steps
-from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.optimizer_trial import Verdict, tried
+from ds_npu.zero_ext.stage_1_2_corrections import attach_hooks_again, reduce_in_float64
+from ds_npu.zero_ext.stage_3_corrections import (
+    add_up_experts,
+    average_over_data_ranks,
+    gather_after_steps,
+    gathered_as_one,
+)
 from ds_npu.zero_ext.tied_gradients import equalise_tied
 from ds_npu.zero_ext.training_engine import EngineEvents
 
@@ -75,7 +74,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
 
     optimizer_verdict = Verdict()
     is_made_narrow = False
-    """Whether a ZeRO optimizer for float64 is being made as if gradients travelled in float32 (float64_reduction)."""
+    """Whether a ZeRO optimizer for float64 is being made as if gradients travelled in float32 (reduce_in_float64)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))

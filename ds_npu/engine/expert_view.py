@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -18,12 +19,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_npu.engine.checkpoints.expert_checkpoints import ExpertCheckpoints
+from ds_npu.engine.clients.refusals import MODEL_AXES
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.runtime.placement import has_experts, placement_of
+from ds_npu.topology.degrees import NAMES, Axis, Degrees
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.expert_norm import count_on_every_rank
-from ds_npu.zero_ext.gradient_norm import take_joint_norm
+from ds_npu.zero_ext.gradient_norm import count_on_every_rank, take_joint_norm
 from ds_npu.zero_ext.method_wraps import MethodLevel
 
 ParameterGroup = dict[str, Any]
@@ -39,6 +41,23 @@ def tell_deepspeed_of_experts(topology: Topology) -> None:
         known: Any = getattr(deepspeed_groups, f"_{word}_GROUP")
         ranks: Any = getattr(deepspeed_groups, f"_{word}_GROUP_RANKS")
         known[name], ranks[name] = topology.group(*axes), topology.ranks(*axes)
+
+
+def check_no_own_experts(model: nn.Module, degrees: Degrees) -> None:
+    """Raise ValueError where ``model`` has layers of DeepSpeed's own MoE, and ``degrees`` more than data ranks.
+
+    DeepSpeed makes their groups of consecutive ranks, whatever the ranks hold: of tensor or context ranks, which share
+    samples, and of those that ds_npu calls by the same name (DeepSpeed 0.19.8 utils/groups.py).
+    """
+    found = next((name for name, each in model.named_modules() if isinstance(each, MoE)), None)
+    sizes: dict[Axis, int] = {axis: degrees.size(axis) for axis in (*MODEL_AXES, "ep", "etp")}
+    others = ", ".join(f"{NAMES[axis]} {size}" for axis, size in sizes.items() if size > 1)
+    if found is not None and others:
+        raise ValueError(
+            f"ds_npu.parallel: found {others} for a model with {found} (deepspeed.moe.layer.MoE), which DeepSpeed "
+            "puts on ranks itself (its ep_size), right beside data ranks only. What to do: leave these keys out; or a "
+            "module of experts that ds_npu places (docs/experts.md), with ds_npu.parallel.expert"
+        )
 
 
 class SeparateGroups:
@@ -97,11 +116,6 @@ class _KnownGroups:
         return getattr(self.optimizer, name)
 
 
-def _as_groups(parameters: Iterable[Any]) -> list[ParameterGroup]:
-    found = list(parameters)
-    return [dict(each) for each in found] if found and isinstance(found[0], dict) else [{"params": found}]
-
-
 class ExpertView(ExpertCheckpoints):
     """Changes in an engine whose model has weights on the expert view."""
 
@@ -121,7 +135,9 @@ class ExpertView(ExpertCheckpoints):
         separate = self.expert_groups
         if separate is not None:
             if client_optimizer is None:
-                model_parameters = separate.separate(_as_groups(model_parameters))
+                given = list(model_parameters)
+                are_groups = given and isinstance(given[0], dict)
+                model_parameters = separate.separate(map(dict, given) if are_groups else [{"params": given}])
             elif isinstance(client_optimizer, torch.optim.Optimizer):
                 if self.client_lr_scheduler is None and hasattr(client_optimizer.step, "_wrapped_by_lr_sched"):
                     raise ValueError(

@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_npu.capability import SUPPORTED, ascend_hardware_present, torch_npu_importable, unsupported
-from ds_npu.engine.after_deepspeed import take_over
 from ds_npu.engine.announcement import announced, with_section
 from ds_npu.engine.clients.one_rank import be_the_only_rank
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
@@ -28,6 +27,8 @@ from ds_npu.log import warn_once
 from ds_npu.plain_engines import note_plain_engine
 
 Function = Callable[..., Any]
+BUILDERS = "deepspeed.ops.op_builder.npu"
+"""Where DeepSpeed's builders are defined, and ours find their bases."""
 
 
 def npu_accelerator(original: type) -> type:
@@ -35,8 +36,31 @@ def npu_accelerator(original: type) -> type:
     from ds_npu.accelerator.npu_accelerator import over
 
     accelerator = over(original)
-    take_over(original, accelerator)
+    _take_over(original, accelerator)
     return accelerator
+
+
+def _take_over(built_in: type, ours: type) -> None:
+    """Make an ``ours`` DeepSpeed's accelerator if it is a ``built_in`` now, and its builders the ones bound so far.
+
+    So it is where ``import ds_npu`` comes after ``import deepspeed`` on an NPU.
+    """
+    real: Any = sys.modules.get("deepspeed.accelerator.real_accelerator")
+    if real is None or type(real.ds_accelerator) is not built_in:
+        return
+    chosen: Any = vars(real)["ds_accelerator"]
+    accelerator = ours()
+    replaced: dict[Any, Any] = {
+        chosen.get_op_builder(name): accelerator.get_op_builder(name) for name in chosen.class_dict
+    }
+    real.set_accelerator(accelerator)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("deepspeed.") and not name.startswith(BUILDERS):
+            bound = {key: value for key, value in vars(module).items() if key.endswith("Builder") and value in replaced}
+            vars(module).update({key: replaced[value] for key, value in bound.items()})
+    listed: Any = sys.modules.get("deepspeed.ops.op_builder.all_ops")
+    made: dict[str, Any] = listed.ALL_OPS if listed else {}
+    made.update({name: replaced[type(each)]() for name, each in made.items() if type(each) in replaced})
 
 
 def init_distributed(original: Function) -> Function:
@@ -181,8 +205,7 @@ def zero_init(original: Function) -> Function:
         config = with_section(kwargs.get("config_dict_or_path") or kwargs.get("config"))
         _be_the_only_rank(config is not None)
         if config is not None and data_parallel_group is None and dist.is_initialized():
-            from ds_npu.engine.device import use_own_device
-            from ds_npu.engine.session import open_session
+            from ds_npu.engine.session import open_session, use_own_device
             from ds_npu.engine.zero_init import is_transformers_config
 
             use_own_device()

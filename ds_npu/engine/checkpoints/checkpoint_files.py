@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.checkpoint.fingerprint import fingerprint
+from ds_npu.checkpoint.contents import fingerprint
+from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.topology.degrees import NAMES, Axis
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,14 +170,11 @@ def _at(found: Any, keys: Sequence[str | int]) -> Any:
     return found
 
 
-class GivenState:
-    """A checkpoint engine that reads, whatever file is asked for, ``state``."""
+class LoadingBy:
+    """The checkpoint engine ``plain``, but for its ``load``."""
 
-    def __init__(self, plain: Any, state: State) -> None:
-        self._plain, self._state = plain, state
+    def __init__(self, plain: Any, load: Callable[..., Any]) -> None:
+        self.plain, self.load = plain, load
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
-
-    def load(self, path: str, *args: Any, **kwargs: Any) -> State:
-        return self._state
+        return getattr(self.plain, name)

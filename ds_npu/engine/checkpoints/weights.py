@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.engine.failures.joint_calls import joint
 from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.models.zero3 import unpartitioned_shape
@@ -44,8 +44,16 @@ class WholeWeights(TopologyEngine):
         Names and shapes are those of the model before it was sharded, so that it loads into the plain one. Weights are
         gathered one at a time.
         """
+        # It imports transformers, which need not be installed.
+        from ds_npu.checkpoint.saving import whole_state_dict
+
+        weights: dict[str, torch.Tensor] = {}
         with self._on_all_ranks("engine.whole_state_dict"):
-            weights = self._gathered_weights()
+            holders, gather = self._holders(every_rank=False), self._gather
+            # ZeRO-3 gathers over data ranks, which take part and keep nothing.
+            needed = gather is _gathered and self.topology.rank("pp") == 0
+            if holders.dense is not None or holders.experts is not None or needed:
+                weights = whole_state_dict(self.module, holders, gather=gather)
         # A rank that ends right after this has sent its part: on NPUs collectives are only queued when they return.
         get_accelerator().synchronize()
         return weights
@@ -107,18 +115,7 @@ class WholeWeights(TopologyEngine):
 
     @property
     def _gather(self) -> Callable[[Any], AbstractContextManager[Any]]:
-        return _gathered if self.zero_optimization_partition_weights() else _as_it_is
-
-    def _gathered_weights(self) -> dict[str, torch.Tensor]:
-        # It imports transformers, which need not be installed.
-        from ds_npu.checkpoint.saving import whole_state_dict
-
-        holders, gather = self._holders(every_rank=False), self._gather
-        # ZeRO-3 gathers over data ranks, which take part and keep nothing.
-        needed = gather is _gathered and self.topology.rank("pp") == 0
-        if holders.dense is None and holders.experts is None and not needed:
-            return {}
-        return whole_state_dict(self.module, holders, gather=gather)
+        return _gathered if self.zero_optimization_partition_weights() else nullcontext
 
     @joint("engine.save_pretrained")
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -204,7 +201,3 @@ def _gathered(parameter: Any) -> AbstractContextManager[Any]:
         return nullcontext()  # An expert on other ranks, which DeepSpeed cannot gather.
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
     return context
-
-
-def _as_it_is(parameter: Any) -> AbstractContextManager[Any]:
-    return nullcontext()

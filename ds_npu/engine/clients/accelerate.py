@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_npu.engine.announcement import with_section
-from ds_npu.engine.clients.asked_twice import check_no_parallelism_config
+from ds_npu.engine.clients.refusals import check_no_parallelism_config
 from ds_npu.topology.degrees import Degrees
 
 Function = Callable[..., Any]

@@ -222,7 +222,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer",
         name="Trainer.compute_loss",
-        factory="ds_npu.engine.clients.label_smoothing:compute_loss",
+        factory="ds_npu.engine.clients.trainer:compute_loss",
         parameters=("self", "model", "inputs"),
         what="with ds_npu.chunked_loss, label_smoothing_factor is a part of the loss that the model computes",
         why="it is computed of the logits of all tokens, which do not exist",
@@ -267,7 +267,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
         Patch(
             module="transformers.trainer_jit_checkpoint",
             name=f"JITCheckpointCallback.{event}",
-            factory=f"ds_npu.engine.clients.sigterm:{factory}",
+            factory=f"ds_npu.engine.clients.trainer:{factory}",
             parameters=("self", "args", "state", "control"),
             what="with the section, a checkpoint on SIGTERM is saved at the end of a step or epoch, by all ranks",
             why="ranks that learn of the signal at different times wait for each other for ever; within a step the "
@@ -285,7 +285,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer_jit_checkpoint",
         name="CheckpointManager.execute_jit_checkpoint",
-        factory="ds_npu.engine.clients.sigterm:save_on_all_ranks",
+        factory="ds_npu.engine.clients.trainer:save_on_all_ranks",
         parameters=("self",),
         what="with the section, only a rank that writes the checkpoint marks its folder as incomplete",
         why="every rank makes and removes the one file that marks it, and fails where another was faster",

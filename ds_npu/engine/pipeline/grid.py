@@ -11,9 +11,8 @@ from typing import Any
 
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-from ds_npu.engine import session
-from ds_npu.engine.device import use_own_device
 from ds_npu.engine.mpu import CUT_INTO_STAGES, mpu_of
+from ds_npu.engine.session import open_session, use_own_device
 
 
 class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
@@ -22,5 +21,5 @@ class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
     def __init__(self, config: dict[str, Any], topology: Any, process_group: Any) -> None:
         use_own_device()
         super().__init__(topology=topology, process_group=process_group)
-        opened = session.open_session(config, stages=self.pipe_parallel_size)
+        opened = open_session(config, stages=self.pipe_parallel_size)
         self.__dict__.update(vars(mpu_of(opened.topology, CUT_INTO_STAGES)))

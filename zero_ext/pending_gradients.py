@@ -1,7 +1,8 @@
 """The gradients of one batch, apart from those that were accumulated before, until their factor is known.
 
 A pipeline computes the gradients of a batch before its caller has made anything of the loss: divided it by accumulation
-steps, or multiplied it by a number of ranks.
+steps, or multiplied it by a number of ranks. An embedding and a head that share one weight and stand on two of its
+ranks have equal weights, and one gradient.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_npu.parallel.pipeline.pass_through import TIED_APART
+from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.gradient_buffer import GRAD_ACCUM
+from ds_npu.zero_ext.gradient_norm import REPLICATED
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 
@@ -131,3 +137,44 @@ class PendingGradients:
         for slot, taken in self._before:
             slot.add(taken)
         self._before = []
+
+
+def tied_group(topology: Topology, first: int, last: int) -> dist.ProcessGroup:
+    """The group of the pipeline ranks ``first`` and ``last``; of itself alone for another rank. All ranks call it."""
+    others = [[rank] for rank in range(topology.size("pp")) if rank not in (first, last)]
+    return topology.within("pp", [[first, last], *others], "tied weights")
+
+
+def equalise_tied(model: nn.Module, topology: Topology, rank_of: Sequence[int]) -> None:
+    """Give the head the embedding's values, and let one of both count in norms. All ranks call it."""
+    if rank_of[0] == rank_of[-1]:
+        return
+    group = tied_group(topology, rank_of[0], rank_of[-1])
+    for weight in model.parameters():
+        if TIED_APART.get(weight):
+            # The model is still on the host, and NPUs' groups send nothing from there.
+            values = weight.data.to(get_accelerator().current_device_name())
+            dist.broadcast(values, group=group, group_src=0 if rank_of[0] < rank_of[-1] else 1)
+            weight.data.copy_(values)
+            REPLICATED.set(weight, topology.rank("pp") == rank_of[-1])
+
+
+class TiedGradients:
+    """Adds up the gradients that the two ranks of a tied weight have of it."""
+
+    def __init__(self, slots: Sequence[Slot], topology: Topology, rank_of: Sequence[int]) -> None:
+        """All ranks make it. ``slots``: of all weights; ``rank_of``: by stage, its pipeline rank."""
+        self._slots = [slot for slot in slots if TIED_APART.get(slot.weight)]
+        if rank_of[0] != rank_of[-1]:
+            self._group = tied_group(topology, rank_of[0], rank_of[-1])
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Sum the accumulated gradients over both ranks; of one without a gradient it is zero."""
+        for slot in self._slots:
+            value = slot.value()
+            if value is None:
+                slot.add(torch.zeros_like(slot.weight))
+                value = slot.value()
+            assert value is not None, "it was added"
+            dist.all_reduce(value, group=self._group)

@@ -22,9 +22,8 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
 
-from ds_npu.checkpoint.conversion import Converter, Recipe, conversions
+from ds_npu.checkpoint.conversion import Converter, Recipe, check_fit, conversions
 from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
-from ds_npu.checkpoint.fit import check_fit
 from ds_npu.models.attributes import copy_attributes, set_attribute
 from ds_npu.models.hugging_face_model import settings
 from ds_npu.parallel.pipeline.pass_through import absent_weights, tied_in

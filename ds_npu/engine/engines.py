@@ -34,13 +34,12 @@ from ds_npu.engine.expert_view import ExpertView, check_no_own_experts
 from ds_npu.engine.failures.joint_calls import joint_calls_of_this_world
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.pipeline.engine_pipeline import EnginePipeline, own_layout
-from ds_npu.engine.pipeline.grid import ContextGrid
 from ds_npu.engine.pipeline.scheduled_module import scheduled_module
 from ds_npu.engine.pipeline.stage_groups import agree_on_groups, give_own_parameters
 from ds_npu.engine.pipeline.staged_engine import StagedEngine
 from ds_npu.engine.placements import complete_placements, equalise_copies
 from ds_npu.engine.same_batch import agree_on_first_batch
-from ds_npu.engine.session import use_own_device
+from ds_npu.engine.session import ContextGrid, use_own_device
 from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
@@ -58,6 +57,7 @@ from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.optimizer_trial import Verdict, tried
+from ds_npu.zero_ext.pending_gradients import equalise_tied
 from ds_npu.zero_ext.stage_1_2_corrections import attach_hooks_again, reduce_in_float64
 from ds_npu.zero_ext.stage_3_corrections import (
     add_up_experts,
@@ -65,7 +65,6 @@ from ds_npu.zero_ext.stage_3_corrections import (
     gather_after_steps,
     gathered_as_one,
 )
-from ds_npu.zero_ext.tied_gradients import equalise_tied
 from ds_npu.zero_ext.training_engine import EngineEvents
 
 

@@ -10,23 +10,32 @@ imported where it is needed.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_npu.capability import SUPPORTED, ascend_hardware_present, torch_npu_importable, unsupported
 from ds_npu.engine.announcement import announced, with_section
-from ds_npu.engine.clients.one_rank import be_the_only_rank
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.patches import FAILED
-from ds_npu.log import warn_once
+from ds_npu.log import logger, warn_once
 from ds_npu.plain_engines import note_plain_engine
 
 Function = Callable[..., Any]
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables of which every launcher sets at least one: deepspeed, torchrun, accelerate."""
+OF_OTHERS = (
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE", "HYDI_CONTROL_FD"),
+    *("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV", "DLTS_JOB_ID"),
+)
+"""Variables of MPI's launchers and of the services that DeepSpeed knows, which it reads itself."""
+HOST = "127.0.0.1"
 BUILDERS = "deepspeed.ops.op_builder.npu"
 """Where DeepSpeed's builders are defined, and ours find their bases."""
 
@@ -107,6 +116,30 @@ def _be_the_only_rank(has_section: bool) -> None:
 
     if has_section or get_accelerator().device_name() == "npu":
         be_the_only_rank(os.environ)
+
+
+def be_the_only_rank(environ: MutableMapping[str, str]) -> None:
+    """Set in ``environ`` what a launcher of one rank would set, and say so, where no launcher has started this process.
+
+    Nothing is set where a process group is open, or where mpi4py is installed: DeepSpeed (0.19.8, comm/comm.py) asks it
+    which rank this process is, and else ends in a ModuleNotFoundError.
+    """
+    is_started = any(name in environ for name in (*OF_A_LAUNCHER, *OF_OTHERS))
+    if dist.is_initialized() or is_started or importlib.util.find_spec("mpi4py") is not None:
+        return
+    environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0"), WORLD_SIZE="1")
+    environ.setdefault("MASTER_ADDR", HOST)
+    environ.setdefault("MASTER_PORT", str(_free_port()))
+    logger().warning(
+        "no launcher has started this process, so it trains alone, as one rank on one device. What to do for more "
+        "ranks: deepspeed --num_gpus RANKS SCRIPT, or torchrun --nproc_per_node RANKS SCRIPT"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        return int(found.getsockname()[1])
 
 
 def warn_of_unsupported_releases() -> None:
@@ -192,7 +225,7 @@ def pipeline_grid(original: type) -> Function:
         config = announced()
         if config is None:
             return original(topology=topology, process_group=process_group)
-        from ds_npu.engine.pipeline.grid import ContextGrid
+        from ds_npu.engine.session import ContextGrid
 
         return ContextGrid(config, topology, process_group)
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from ds_npu.capability import hccl_options
 from ds_npu.config.check import Checked, check
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.engine.failures.failed_ranks import explain_failed_ranks
+from ds_npu.engine.mpu import CUT_INTO_STAGES, mpu_of
 from ds_npu.features.driver import unmet
 from ds_npu.log import warn_once
 from ds_npu.planner.communicators import buffer_mib
@@ -106,3 +108,18 @@ def _own_index(arguments: Any) -> tuple[int, str]:
         "LOCAL_RANK is not set, so this process does not know which device of its machine is its own. Start it with "
         "deepspeed, torchrun or accelerate launch, or set LOCAL_RANK (0 in a single process) before DeepSpeed is used."
     )
+
+
+class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
+    """A PipelineModule's grid with a context axis, for the announced config.
+
+    DeepSpeed's grid has the axes pipe, data and model, and PipelineModule ties weights and writes layers over ``data``.
+    Here ``data`` is dp x cp, so that all of that remains right, and what DeepSpeed asks of an mpu is answered with dp
+    and cp apart. Raises ConfigError where its axes and the section disagree.
+    """
+
+    def __init__(self, config: dict[str, Any], topology: Any, process_group: Any) -> None:
+        use_own_device()
+        super().__init__(topology=topology, process_group=process_group)
+        opened = open_session(config, stages=self.pipe_parallel_size)
+        self.__dict__.update(vars(mpu_of(opened.topology, CUT_INTO_STAGES)))

@@ -149,4 +149,4 @@ def test_no_other_module_of_ds_npu_makes_the_engines_communicators():
     """Whoever opens a topology, and so the world's groups, has a road above, or only names groups."""
     root = Path(session.__file__).parents[1]
     users = {str(path.relative_to(root)) for path in root.rglob("*.py") if "open_session(" in path.read_text()}
-    assert users == {"engine/session.py", "engine/hooks.py", "engine/pretrained.py", "engine/pipeline/grid.py"}
+    assert users == {"engine/session.py", "engine/hooks.py", "engine/pretrained.py"}

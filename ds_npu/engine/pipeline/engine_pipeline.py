@@ -35,8 +35,7 @@ from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 from ds_npu.parallel.tensor.randomness import RegionRandomness
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.held_reduction import HeldReduction, add_missing
-from ds_npu.zero_ext.pending_gradients import PendingGradients, gradient_slots
-from ds_npu.zero_ext.tied_gradients import TiedGradients
+from ds_npu.zero_ext.pending_gradients import PendingGradients, TiedGradients, gradient_slots
 
 WITHOUT_CACHE = {"use_cache": False}
 WITHOUT_THEIR_LOSS = (

@@ -25,7 +25,6 @@ class MethodLevel(IntEnum):
     RECORDED_STEP = 0
     """``memory_report``, which records all that others do in a step."""
     FINITE = 1
-    """``watch.finite``"""
     MEMORY_REPORT = 2
     PEAKS = 3
     """``recompute.budget_gib``, which measures its own plan too."""
@@ -41,7 +40,6 @@ class MethodLevel(IntEnum):
     EXPERT_SETTINGS = 10
     """A group of experts has the learning rate of the group that it came from."""
     STATE = 11
-    """``optimizer_memory``"""
     CORRECTION = 12
     """The gradient rule: norms, averages, streams."""
 

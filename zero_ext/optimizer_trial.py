@@ -158,7 +158,6 @@ def _difference_on(
 
 
 def _part(tensors: Sequence[torch.Tensor], dim: int, rank: int) -> list[torch.Tensor]:
-    """The part of ``tensors`` that ``rank`` of two has."""
     if dim == APART:
         return [tensors[rank]]
     if dim == FLAT:
@@ -177,7 +176,6 @@ def _stepped(
     gradients: Sequence[Sequence[torch.Tensor]],
     seed: int = 0,
 ) -> list[torch.Tensor]:
-    """``weights`` after a step with each of ``gradients``."""
     held = [nn.Parameter(each.clone()) for each in weights]
     devices = [each.device for each in held[:1] if each.device.type != "cpu"]
     with (

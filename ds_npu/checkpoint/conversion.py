@@ -41,7 +41,6 @@ ADVICE = {
     "not convertible": "the files may be incomplete: fetch the checkpoint anew",
     "different, but tied by the config": 'set "tie_word_embeddings": false in config.json, or drop one of them',
 }
-"""Advice for each kind of problem."""
 
 OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in older checkpoints that models compute today (transformers: _adjust_missing_and_unexpected_keys)."""

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 UNTOUCHED = "What was saved there before is as it was. What to do: make room there, or save to another folder"
-"""The end of errors about a checkpoint."""
 
 
 class CheckpointError(ValueError):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, TypeVar
 
 from ds_npu.checkpoint.files import CheckpointError
@@ -30,7 +30,6 @@ JSON_KEYS = {"coordinates": "place"}
 READABLE = (1, VERSION)
 MOST_RANKS = 2**24
 MOST_ELEMENTS = 2**53
-"""Most elements of one weight."""
 MOST_DIMS = 16
 MOST_KEYS = 8
 """Most keys on the path to a tensor."""
@@ -168,7 +167,7 @@ def manifest_of_json(text: str, path: Path) -> Manifest:
         found = _typed(dict, json.loads(text), "the manifest")
         if found.get("version") not in READABLE:
             raise CheckpointError(
-                f"{path}: found version {reprlib.repr(found.get('version'))}, and this ds_npu reads "
+                f"{path}: found version {shown(found.get('version'))}, and this ds_npu reads "
                 f"{' and '.join(map(str, READABLE))}. What to do: load the checkpoint with the ds_npu that wrote it, "
                 "and save_pretrained there"
             )
@@ -186,7 +185,7 @@ def plain_name(found: object, what: str) -> str:
     """Return ``found``, the name of a file in the manifest's folder; raises ValueError for one that leads elsewhere."""
     name = _typed(str, found, what)
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0:"):
-        raise _WrongJsonError(f"{what}: expected the plain name of a file in the same folder, found {_shown(name)}")
+        raise _WrongJsonError(f"{what}: expected the plain name of a file in the same folder, found {shown(name)}")
     return name
 
 
@@ -197,7 +196,7 @@ def _manifest(found: dict[str, Any]) -> Manifest:
     named = _typed(dict, _of(found, "parts"), "parts").items()
     model_file = _of(found, "model_file")
     return Manifest(
-        parts={name: _part(_typed(dict, part, _shown(name)), _shown(name), len(groups)) for name, part in named},
+        parts={name: _part(_typed(dict, part, shown(name)), shown(name), len(groups)) for name, part in named},
         ranks=_number(_of(found, "ranks"), "ranks", MOST_RANKS, least=1),
         groups=groups,
         model_file=None if model_file is None else plain_name(model_file, "model_file"),
@@ -206,7 +205,7 @@ def _manifest(found: dict[str, Any]) -> Manifest:
         leaves_out_frozen=_typed(bool, found.get("leaves_out_frozen", False), "leaves_out_frozen"),
         version=found["version"],
         files={
-            plain_name(name, "files"): _typed(str, each, f"files.{_shown(name)}")
+            plain_name(name, "files"): _typed(str, each, f"files.{shown(name)}")
             for name, each in _typed(dict, found.get("files", {}), "files").items()
         },
     )
@@ -216,7 +215,7 @@ def _group(found: object, what: str) -> dict[str, Any]:
     group = _typed(dict, found, what)
     for key, value in group.items():
         if value is not None and not isinstance(value, bool | int | float | str | list):
-            raise _WrongJsonError(f"{what}.{key}: expected a number, text or a list, found {_shown(value)}")
+            raise _WrongJsonError(f"{what}.{key}: expected a number, text or a list, found {shown(value)}")
     return group
 
 
@@ -245,7 +244,7 @@ def _part(found: dict[str, Any], name: str, groups: int) -> WrittenPart:
 def _shardings(found: dict[str, Any], name: str, dims: int) -> dict[Axis, Sharding]:
     unknown = [axis for axis in found if axis not in AXES]
     if unknown:
-        raise _WrongJsonError(f"shardings of {name}: expected axes of {', '.join(AXES)}, found {_shown(unknown[0])}")
+        raise _WrongJsonError(f"shardings of {name}: expected axes of {', '.join(AXES)}, found {shown(unknown[0])}")
     named: dict[Any, Any] = found
     return {axis: _sharding(_typed(dict, each, name), f"{axis} of {name}", dims) for axis, each in named.items()}
 
@@ -270,7 +269,7 @@ def _ranges(found: object, what: str, size: int) -> Ranges:
     for each in _typed(list, found, f"ranges along {what}"):
         bounds = [_number(bound, f"ranges along {what}", size) for bound in _typed(list, each, f"ranges along {what}")]
         if len(bounds) != 2 or bounds[0] > bounds[1]:
-            raise _WrongJsonError(f"ranges along {what}: expected a start and a stop, found {_shown(each)}")
+            raise _WrongJsonError(f"ranges along {what}: expected a start and a stop, found {shown(each)}")
         held.append((bounds[0], bounds[1]))
     return tuple(held)
 
@@ -279,7 +278,7 @@ def _check_coordinates(part: WrittenPart, name: str) -> None:
     """Raise where the coordinates of the rank's part, or its shape, contradict its shardings."""
     if part.coordinates.keys() != part.shardings.keys():
         raise _WrongJsonError(
-            f"place of {name}: expected {list(part.shardings)}, found {_shown(list(part.coordinates))}"
+            f"place of {name}: expected {list(part.shardings)}, found {shown(list(part.coordinates))}"
         )
     shape = list(part.plain_shape)
     for axis, sharding in part.shardings.items():
@@ -297,9 +296,9 @@ def _run(found: object, what: str, elements: int) -> WrittenRun | None:
     run = _typed(dict, found, what)
     keys = _typed(list, _of(run, "keys", what), f"keys of {what}")
     if not 0 < len(keys) <= MOST_KEYS or not all(type(key) in (str, int) for key in keys):
-        raise _WrongJsonError(f"keys of {what}: expected 1 to {MOST_KEYS} names and indices, found {_shown(keys)}")
+        raise _WrongJsonError(f"keys of {what}: expected 1 to {MOST_KEYS} names and indices, found {shown(keys)}")
     if any(isinstance(key, int) and key < 0 for key in keys):
-        raise _WrongJsonError(f"keys of {what}: found a negative index in {_shown(keys)}")
+        raise _WrongJsonError(f"keys of {what}: found a negative index in {shown(keys)}")
     start, first, numel = (
         _number(_of(run, key, what), f"{key} of {what}", MOST_ELEMENTS) for key in ("start", "first", "numel")
     )
@@ -316,15 +315,11 @@ def _of(found: Mapping[str, Any], key: str, what: str = "the manifest") -> Any:
 
 def _number(found: object, what: str, most: int, least: int = 0) -> int:
     if type(found) is not int or not least <= found <= most:
-        raise _WrongJsonError(f"{what}: expected an integer from {least} to {most}, found {_shown(found)}")
+        raise _WrongJsonError(f"{what}: expected an integer from {least} to {most}, found {shown(found)}")
     return found
 
 
 def _typed(kind: type[T], found: object, what: str) -> T:
     if not isinstance(found, kind):
-        raise _WrongJsonError(f"{what}: expected {EXPECTED[kind]}, found {_shown(found)}")
+        raise _WrongJsonError(f"{what}: expected {EXPECTED[kind]}, found {shown(found)}")
     return found
-
-
-def _shown(found: object) -> str:
-    return reprlib.repr(found)

@@ -150,7 +150,6 @@ class ViewHolders:
 
     dense: Holders | None
     experts: Holders | None = None
-    """Holders of weights on the expert view."""
 
     def of(self, weight: HeldWeight) -> Holders | None:
         return self.experts if weight.is_expert else self.dense
@@ -166,7 +165,6 @@ class _HeldModel:
     weights: Sequence[HeldWeight]
     """Weights of all holders, in the order of the plain model's state dict, each name once."""
     device: torch.device
-    """Device of the weights."""
 
     @staticmethod
     def of(model: nn.Module, holders: ViewHolders) -> _HeldModel:

@@ -121,7 +121,6 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         self._install_parts()
 
     def _install_parts(self) -> None:
-        """Install what features provide for the engine, which is complete."""
         link_every_group(self.optimizer)
         for install in self.build.when_built:
             for line in install(self):
@@ -303,7 +302,6 @@ class NpuStagedEngine(StagedEngine, NpuEngine):
 
 
 ENGINES: dict[type, type] = {DeepSpeedEngine: NpuEngine, PipelineEngine: NpuPipelineEngine}
-"""DeepSpeed's engine -> ours."""
 
 _dualpipev, _ = try_import("deepspeed.runtime.pipe.dualpipev")
 if _dualpipev is not None:  # DeepSpeed has it from 0.19.8 on.

@@ -44,7 +44,7 @@ def report(file: TextIO | None = None, features: Iterable[FeatureRow] = ()) -> N
         *_device_lines(devices),
         *_variable_lines(),
         *_operator_lines(),
-        *_kernel_lines(),
+        *_counted("kernels on NPUs (fused_ops)", list(operator_report())),
         *_feature_lines(features),
         RULE,
     ]
@@ -190,10 +190,6 @@ def _operator_lines() -> Iterator[str]:
         yield from _answer("DeepSpeed's operators", [f"DeepSpeed's NPU builders cannot be imported: {error}"])
         return
     yield from _counted("DeepSpeed's operators", [(builder.name, builder.why_not()) for builder in _builders()])
-
-
-def _kernel_lines() -> Iterator[str]:
-    yield from _counted("kernels on NPUs (fused_ops)", list(operator_report()))
 
 
 def _counted(title: str, rows: list[tuple[str, str | None]]) -> Iterator[str]:

@@ -38,7 +38,8 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
     already, and all models without tensor and expert ranks, are left alone. Raises ValueError for weights on NVMe.
     """
     partitions: dict[nn.Parameter, nn.Parameter] = {}
-    if _is_to_be_sharded(model, topology):
+    by_tensor = topology.size("tp") > 1 and sharded_model_of(model) is None
+    if by_tensor or (topology.size("ep", "etp") > 1 and not has_experts(model)):
         _check_in_memory(model)
         partitions = {each: _moved_partition(each) for each in model.parameters() if is_partitioned(each)}
     try:
@@ -51,11 +52,6 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
     while partitions:
         parameter = next(iter(partitions))
         _fill(parameter, partitions.pop(parameter), topology)
-
-
-def _is_to_be_sharded(model: nn.Module, topology: Topology) -> bool:
-    by_tensor = topology.size("tp") > 1 and sharded_model_of(model) is None
-    return by_tensor or (topology.size("ep", "etp") > 1 and not has_experts(model))
 
 
 def _check_in_memory(model: nn.Module) -> None:

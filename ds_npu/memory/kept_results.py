@@ -141,5 +141,4 @@ def _value(result: _Result) -> Any:
 
 
 def _storages(found: Any) -> dict[int, torch.Tensor]:
-    """The tensors in ``found`` by their storages."""
     return {each.untyped_storage()._cdata: each for each in tree_leaves(found) if isinstance(each, torch.Tensor)}

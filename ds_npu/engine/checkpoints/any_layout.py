@@ -249,7 +249,6 @@ def _unlike_own_files(engine: Any, folder: Path, states: set[str] | None) -> str
 
 
 def _layout_by_names(models: set[str], states: set[str]) -> str:
-    """The layout that wrote files of these names, as far as names tell it."""
     if any(name.startswith("zero_pp_rank_") for name in models):
         return f"{len(models)} ranks, ZeRO 3"
     zero = f"ZeRO 1 or 2 over {len(states)} ranks" if states else "no ZeRO"

@@ -28,7 +28,6 @@ MODULE, OPTIMIZER = "module", "optimizer"
 LAYOUT = "ds_npu_expert_ranks"
 """The key of a dense file that says over how many ranks, along ep and etp, experts were."""
 STATE, GROUPS = "state", "param_groups"
-"""Keys of the state dict of an optimizer of torch."""
 INNER = "optimizer_state_dict"
 """The key of it in that of DeepSpeed's optimizers for 16 bits."""
 MASTERS = ("fp32_groups", "fp32_groups_flat")

@@ -94,7 +94,6 @@ def plain_weights(engine: Any) -> dict[str, Plain]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group, as JSON has them."""
     found = {}
     for key, value in group.items():
         plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

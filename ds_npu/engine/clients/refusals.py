@@ -1,4 +1,4 @@
-"""Refusals of models and settings of other libraries that the grid of ds_npu's section cannot be beside."""
+"""Refusals of models and settings of other libraries that also distribute a model, or that quantise it."""
 
 from __future__ import annotations
 

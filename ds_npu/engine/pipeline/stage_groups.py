@@ -121,7 +121,6 @@ def give_own_parameters(given: dict[str, Any], model: nn.Module, topology: Topol
 
 
 def _are_trained(model: nn.Module, topology: Topology, needs_weights: bool) -> bool:
-    """Whether this rank's stages have weights that are trained."""
     every = [False] * topology.size("pp")
     own = any(each.requires_grad for each in model.parameters())
     dist.all_gather_object(every, own, group=topology.group("pp"))

@@ -117,13 +117,12 @@ class PendingGradients:
         self._before = [(slot, value) for slot, value in taken if value is not None]
 
     @torch.no_grad()
-    def commit(self, factor: torch.Tensor | None) -> None:
-        """Multiply what has come by ``factor``, a scalar on its device (None: 1), and add what was set apart."""
-        if factor is not None:
-            for slot in self.slots:
-                value = slot.value()
-                if value is not None:
-                    value.mul_(factor)
+    def commit(self, factor: torch.Tensor) -> None:
+        """Multiply what has come by ``factor``, a scalar on its device, and add what was set apart."""
+        for slot in self.slots:
+            value = slot.value()
+            if value is not None:
+                value.mul_(factor)
         self._add_again()
 
     @torch.no_grad()

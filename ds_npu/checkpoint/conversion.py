@@ -157,7 +157,12 @@ def check_fit(
     are read. Raises CheckpointError that lists every problem.
     """
     problems: Problems = {kind: [] for kind in ADVICE}
-    shapes = _shapes(found, converter, tensors, problems)
+    shapes: dict[str, torch.Size] = {}
+    for recipe in found.recipes:
+        try:
+            shapes |= converter.shapes(recipe, tensors)
+        except (ValueError, RuntimeError, LookupError, AttributeError) as error:
+            problems["not convertible"].append(f"{recipe.target}, from {_some(recipe.names, 4)} ({error})")
     whole = converter.whole_shapes
     given = {id(weights[name]) for name in shapes if name in weights}
     given |= {id(weights[recipe.target]) for recipe in found.recipes}
@@ -175,16 +180,6 @@ def check_fit(
     if any(problems.values()):
         raise CheckpointError(_text(model, folder, problems))
     return set(shapes)
-
-
-def _shapes(found: Conversions, converter: Converter, tensors: Tensors, problems: Problems) -> dict[str, torch.Size]:
-    shapes: dict[str, torch.Size] = {}
-    for recipe in found.recipes:
-        try:
-            shapes |= converter.shapes(recipe, tensors)
-        except (ValueError, RuntimeError, LookupError, AttributeError) as error:
-            problems["not convertible"].append(f"{recipe.target}, from {_some(recipe.names, 4)} ({error})")
-    return shapes
 
 
 def _left_over(model: PreTrainedModel, found: Conversions) -> list[str]:

@@ -60,7 +60,6 @@ class WrittenPart:
     """The part of a weight or buffer that one rank has written."""
 
     shape: tuple[int, ...]
-    """Shape of the rank's part."""
     shardings: Mapping[Axis, Sharding] = field(default_factory=dict)
     """Sharding along each axis, in the order in which the part was taken from the plain weight."""
     coordinates: Mapping[Axis, int] = field(default_factory=dict)

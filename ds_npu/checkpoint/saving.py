@@ -205,9 +205,9 @@ class _HeldModel:
 
 
 def whole_state_dict(
-    model: nn.Module, holders: ViewHolders, *, to_cpu: bool = True, gather: Gather = nullcontext
+    model: nn.Module, holders: ViewHolders, *, gather: Gather = nullcontext
 ) -> dict[str, torch.Tensor]:
-    """Gather the plain model's state dict on the first rank of all holders; the others return {}.
+    """Gather the plain model's state dict on the host of the first rank of all holders; the others return {}.
 
     All ranks that hold a part of it, and those that ``gather`` needs, call it. Weights are gathered one at a time: a
     rank needs memory for one shard of the largest weight, the first rank also for the result. Names of one parameter
@@ -215,7 +215,7 @@ def whole_state_dict(
     of ranks.
     """
     held = _HeldModel.of(model, holders)
-    to = Destination(torch.device("cpu") if to_cpu else held.device, every_rank=False)
+    to = Destination(torch.device("cpu"), every_rank=False)
     whole = {name: each for names, each in held.gathered(gather, to) for name in names}
     is_first = holders.dense is not None and holders.dense.rank == 0
     return {weight.name: whole[weight.name] for weight in held.weights} if is_first else {}

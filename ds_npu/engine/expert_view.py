@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_npu.engine.checkpoints.expert_checkpoints import ExpertCheckpoints
+from ds_npu.engine.checkpoints.reassembly import Overlaid
 from ds_npu.engine.clients.refusals import MODEL_AXES
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
@@ -38,9 +39,8 @@ def tell_deepspeed_of_experts(topology: Topology) -> None:
     """Put the groups of the expert view where DeepSpeed looks for them; it makes none that it finds there."""
     name = expert_group_name(topology)
     for word, axes in (("EXPERT_PARALLEL", ("ep", "etp")), ("EXPERT_DATA_PARALLEL", ("edp",))):
-        known: Any = getattr(deepspeed_groups, f"_{word}_GROUP")
-        ranks: Any = getattr(deepspeed_groups, f"_{word}_GROUP_RANKS")
-        known[name], ranks[name] = topology.group(*axes), topology.ranks(*axes)
+        getattr(deepspeed_groups, f"_{word}_GROUP")[name] = topology.group(*axes)
+        getattr(deepspeed_groups, f"_{word}_GROUP_RANKS")[name] = topology.ranks(*axes)
 
 
 def check_no_own_experts(model: nn.Module, degrees: Degrees) -> None:
@@ -98,22 +98,12 @@ class SeparateGroups:
             separate = [experts for _, experts in self._pairs]
             known = [each for each in scheduler.optimizer.param_groups if all(each is not other for other in separate)]
             if len(scheduler.base_lrs) == len(known):
-                scheduler.optimizer = _KnownGroups(scheduler.optimizer, known)  # type: ignore[assignment]
+                scheduler.optimizer = Overlaid(scheduler.optimizer, param_groups=known)  # type: ignore[assignment]
 
     def follow(self) -> None:
         """Give each group of experts the settings that the group it came from has now."""
         for source, experts in self._pairs:
             experts.update({key: value for key, value in source.items() if key not in ("params", *self.marks)})
-
-
-class _KnownGroups:
-    """An optimizer with some of its parameter groups."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: list[ParameterGroup]) -> None:
-        self.optimizer, self.param_groups = optimizer, groups
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
 
 
 class ExpertView(ExpertCheckpoints):

@@ -139,13 +139,13 @@ class StorageCopy:
         code = self.host.code
         if code is None:
             stage.copy_(self.data, non_blocking=True)
-            return
-        exponent_code.encode(self.data.view(code.layout.dtype), code.layout, stage, code.overflow.data)
+        else:
+            exponent_code.encode(self.data.view(code.layout.dtype), code.layout, stage, code.overflow.data)
 
     def decode(self, stage: torch.Tensor) -> None:
         """Write into ``data`` what ``stage`` [host.size] uint8 holds: its bytes, or their code."""
         code = self.host.code
         if code is None:
             self.data.copy_(stage, non_blocking=True)
-            return
-        exponent_code.decode(self.data.view(code.layout.dtype), code.layout, stage, code.overflow.data)
+        else:
+            exponent_code.decode(self.data.view(code.layout.dtype), code.layout, stage, code.overflow.data)

@@ -23,7 +23,7 @@ from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import manifest_path
 from ds_npu.checkpoint.written import WrittenCheckpoint, differences, over_ranks
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
-from ds_npu.engine.checkpoints.reassembly import LoadingBy, Reassembly, State
+from ds_npu.engine.checkpoints.reassembly import Overlaid, Reassembly, State
 from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
 from ds_npu.engine.checkpoints.written_files import CLASSES, layout_description, manifest_of, plain_weights
 from ds_npu.engine.topology_engine import TopologyEngine
@@ -68,7 +68,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         logger().info(message, written.folder, len(written.manifests))
         self.reassembled = state = self._reassembly_of(written, partitions_alone)
         plain = self.checkpoint_engine
-        self.checkpoint_engine = LoadingBy(plain, lambda *args, **kwargs: state)
+        self.checkpoint_engine = Overlaid(plain, load=lambda *args, **kwargs: state)
         if partitions_alone:
             # Else DeepSpeed reads weights by itself; that no state is loaded, WeightsOnly sees to.
             asked = asked._replace(load_optimizer_states=True)

@@ -154,11 +154,6 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
 class AtomicCheckpoints(TopologyEngine):
     """How an engine saves checkpoints; all ranks call it, as DeepSpeed wants."""
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether other ranks hold other parts of the weights."""
-        return False
-
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],

@@ -16,7 +16,7 @@ from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 
-from ds_npu.engine.checkpoints.reassembly import REASSEMBLED, LoadingBy, State
+from ds_npu.engine.checkpoints.reassembly import REASSEMBLED, Overlaid, State
 from ds_npu.engine.failures.joint_calls import joint
 from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.features.experts.relocation import EXPERT_MAP, restore_maps, state_of_maps
@@ -65,7 +65,7 @@ class ExpertCheckpoints(TopologyEngine):
                 "the key out; the checkpoint itself loads at any layout (docs/checkpoints.md)"
             )
         plain = self.checkpoint_engine
-        self.checkpoint_engine = LoadingBy(plain, partial(self._load_merged, plain))
+        self.checkpoint_engine = Overlaid(plain, load=partial(self._load_merged, plain))
         try:
             with self._without_moe_of_deepspeed():
                 return super().load_checkpoint(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,11 +170,12 @@ def _at(found: Any, keys: Sequence[str | int]) -> Any:
     return found
 
 
-class LoadingBy:
-    """The checkpoint engine ``plain``, but for its ``load``."""
+class Overlaid:
+    """The object ``plain``, some of whose attributes are ``others``."""
 
-    def __init__(self, plain: Any, load: Callable[..., Any]) -> None:
-        self.plain, self.load = plain, load
+    def __init__(self, plain: object, **others: object) -> None:
+        self.plain = plain
+        self.__dict__.update(others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)

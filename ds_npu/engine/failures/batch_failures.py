@@ -39,7 +39,6 @@ READ_ALIKE = (
     "engine.topology.size('dp')), and skip a batch, such as one that could not be loaded, on all of them or on none"
 )
 NO_MORE = "no more batches"
-"""The outcome where the data of every rank that loads is at its end."""
 LOADING = "loading"
 """The action that failed where a rank could not load its micro-batches."""
 SHOWN_LINES = 30

@@ -309,8 +309,7 @@ def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None
         master.grad, master.data = None, placeholder
         master.grad = gradient
 
-    name = "_prepare_fp32_grad_for_sub_group"
-    replace_method(optimizer, name, _prepare_fp32_grad_for_sub_group, MethodLevel.STATE)
+    replace_method(optimizer, "_prepare_fp32_grad_for_sub_group", _prepare_fp32_grad_for_sub_group, MethodLevel.STATE)
     wrap_method(optimizer, "unscale_and_clip_grads", unscale_and_clip_grads, MethodLevel.STATE)
 
 

@@ -38,7 +38,6 @@ Part = tuple[Sharding, int]
 
 INITIALIZED = "_is_hf_initialized"
 """transformers' initialisation skips tensors and modules with this attribute."""
-GENERATION_CONFIG = "generation_config.json"
 
 
 def meta_model(
@@ -67,7 +66,7 @@ def meta_model(
     # Under DeepSpeed's ZeRO-3, transformers would partition weights that are not there yet.
     with torch.device("meta"), set_zero3_state():
         model = make(config, dtype=dtype, **rest)
-    if model.can_generate() and (folder / GENERATION_CONFIG).is_file():
+    if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 

@@ -30,7 +30,6 @@ from ds_npu.zero_ext.gradient_norm import count_on_every_rank, take_joint_norm
 from ds_npu.zero_ext.method_wraps import MethodLevel
 
 ParameterGroup = dict[str, Any]
-IN_16_BITS = (FP16_Optimizer, FP16_UnfusedOptimizer)
 LEGACY = ("fused_adam_legacy", "fused_lamb_legacy")
 """Attributes of DeepSpeed's optimizers in 16 bits: with apex's old optimizers they take a norm that is not ours."""
 
@@ -142,7 +141,9 @@ class ExpertView(ExpertCheckpoints):
             self.events.before_step(MethodLevel.EXPERT_SETTINGS, separate.follow)
         made: Any = attribute(self, "optimizer", object)
         is_legacy = made is not None and any(attribute(made, each, bool) for each in LEGACY)
-        if separate is not None and (is_legacy or (isinstance(made, IN_16_BITS) and self.fp16_enabled())):
+        if separate is not None and (
+            is_legacy or (isinstance(made, FP16_Optimizer | FP16_UnfusedOptimizer) and self.fp16_enabled())
+        ):
             raise ValueError(
                 f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__} in fp16, whose "
                 "steps are too small by the loss scale (DeepSpeed 0.19.8 divides gradients by it, and multiplies the "

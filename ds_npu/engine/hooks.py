@@ -36,8 +36,6 @@ OF_OTHERS = (
 )
 """Variables of MPI's launchers and of the services that DeepSpeed knows, which it reads itself."""
 HOST = "127.0.0.1"
-BUILDERS = "deepspeed.ops.op_builder.npu"
-"""Where DeepSpeed's builders are defined, and ours find their bases."""
 
 
 def npu_accelerator(original: type) -> type:
@@ -64,7 +62,8 @@ def _take_over(built_in: type, ours: type) -> None:
     }
     real.set_accelerator(accelerator)
     for name, module in list(sys.modules.items()):
-        if name.startswith("deepspeed.") and not name.startswith(BUILDERS):
+        # Where DeepSpeed's builders are defined, ours find their bases.
+        if name.startswith("deepspeed.") and not name.startswith("deepspeed.ops.op_builder.npu"):
             bound = {key: value for key, value in vars(module).items() if key.endswith("Builder") and value in replaced}
             vars(module).update({key: replaced[value] for key, value in bound.items()})
     listed: Any = sys.modules.get("deepspeed.ops.op_builder.all_ops")

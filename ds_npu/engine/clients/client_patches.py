@@ -32,7 +32,6 @@ class Patch:
         return f"{self.module}.{self.name}"
 
 
-_OF_ACCELERATE = ("accelerate.utils", "accelerate.accelerator")
 _THAT_GENERATE = tuple(f"trl.trainer.{kind}_trainer" for kind in ("grpo", "rloo"))
 
 CLIENT_PATCHES: tuple[Patch, ...] = (
@@ -117,7 +116,9 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
             why="it joins what every process has, and ranks that share samples have the same",
             upstream="accelerate/utils/operations.py (1.15.0)",
             until="accelerate asks DeepSpeed's mpu for data ranks",
-            also=tuple(f"{holder}:{name}" for holder in (*_OF_ACCELERATE, *_THAT_GENERATE)),
+            also=tuple(
+                f"{holder}:{name}" for holder in ("accelerate.utils", "accelerate.accelerator", *_THAT_GENERATE)
+            ),
         )
         for name, factory, parameter in (
             ("gather", "gather_of_data_ranks", "tensor"),

@@ -54,7 +54,6 @@ class JointCalls:
         self.number = 0
         """Number of the last call that this rank has made, or is in."""
         self.depth = 0
-        """Calls within one another."""
         self.speaking = threading.Lock()
         self.has_ended = False
         if record is not None:

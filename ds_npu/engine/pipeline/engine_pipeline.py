@@ -37,7 +37,6 @@ from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.held_reduction import HeldReduction, add_missing
 from ds_npu.zero_ext.pending_gradients import PendingGradients, TiedGradients, gradient_slots
 
-WITHOUT_CACHE = {"use_cache": False}
 WITHOUT_THEIR_LOSS = (
     "ds_npu.moe.aux_loss and z_loss are added to the loss that a model returns, and this batch is to return "
     "log-probabilities, of which the caller makes a loss of its own (TRL). What to do: leave them out"
@@ -210,7 +209,7 @@ class EnginePipeline:
         collected = {name for name, each in self.signature.parameters.items() if each.kind in several}
         given = {name: value for name, value in bound.arguments.items() if name not in collected}
         if "use_cache" in self.signature.parameters:
-            given |= WITHOUT_CACHE
+            given |= {"use_cache": False}
         return kwargs | given
 
     def batch(self, given: Arguments, trains: bool) -> RunningMicroBatches:

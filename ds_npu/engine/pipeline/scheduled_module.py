@@ -112,7 +112,10 @@ class ScheduledModule:
             engine._exec_reduce_grads()
             engine._exec_optimizer_step()
         except BaseException:
-            _stop_timers(engine)
+            # DeepSpeed has started them for a batch that has failed; its time is not counted.
+            for name in (TRAIN_BATCH_TIMER, BATCH_INPUT_TIMER):
+                engine.timers(name).started_ = False
+            engine.tput_timer.started = False
             raise
 
     def _run(self, count: int) -> dict[int, torch.Tensor]:
@@ -160,13 +163,6 @@ class ScheduledModule:
         """Note what the engine has read, inputs and labels, of which a stage keeps one."""
         if self._read is not None:
             self._read.append(micro_batch)
-
-
-def _stop_timers(engine: Any) -> None:
-    """Stop what DeepSpeed has started for a batch that has failed; its time is not counted."""
-    for name in (TRAIN_BATCH_TIMER, BATCH_INPUT_TIMER):
-        engine.timers(name).started_ = False
-    engine.tput_timer.started = False
 
 
 def scheduled_module(engine: Any, section: PipelineSection) -> ScheduledModule | None:

@@ -92,7 +92,7 @@ class Bench:
 
     def meter(self) -> Any:
         record = from_module("ds_npu.memory.storage_record", "StorageRecord")("cpu", lambda: "")
-        return record, from_module("ds_npu.memory.peak_meter", "StorageMeter")(record)
+        return record, from_module("ds_npu.memory.storage_record", "StorageMeter")(record)
 
     def machine(self) -> Any:
         """With this processor's speeds: a product of this model, and a copy."""

@@ -28,7 +28,6 @@ ELEMENTWISE = (
     *(optim.Adadelta, FusedAdam, FusedLion),
 )
 """Optimizers that step each element by itself: an expert's state moves with it."""
-Range = tuple[int, int]
 PART, WHOLE_SIZE = TensorAttribute[Any]("ds_tensor"), TensorAttribute[int]("ds_numel")
 """This rank's part of a parameter that ZeRO 3 has partitioned, and the number of elements of the whole."""
 
@@ -100,7 +99,7 @@ class ExpertElements:
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
 
-    def _own_range(self, parameter: Any) -> Range:
+    def _own_range(self, parameter: Any) -> tuple[int, int]:
         """The elements of the rank's experts, flat, that this rank along edp has a part of."""
         total, shard = _elements(parameter), PART.get(parameter)
         if shard is not None:

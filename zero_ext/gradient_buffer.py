@@ -9,6 +9,7 @@ is none: every micro-batch's gradient is copied into a bucket, reduced, and only
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,32 +113,24 @@ def accumulator(optimizer: Any) -> Callable[[nn.Parameter], Buffer | None]:
         )
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
         dtype = optimizer.gradient_accumulation_dtype
-        return lambda weight: _grad_accum(weight, dtype) if GRAD_ACCUM.is_on(weight) else None
-    return _grad
+        return lambda weight: partial(_grad_accum, weight, dtype) if GRAD_ACCUM.is_on(weight) else None
+    return lambda weight: partial(_grad, weight)
 
 
-def _grad(weight: nn.Parameter) -> Buffer:
+def _grad(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
     """``weight.grad``. A step's first product becomes it, unless it is of a lower dtype (autocast)."""
-
-    def buffer(dtype: torch.dtype) -> torch.Tensor | None:
-        if weight.grad is None and dtype != weight.dtype:
-            weight.grad = torch.zeros_like(weight)
-        return weight.grad
-
-    return buffer
+    if weight.grad is None and dtype != weight.dtype:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
 
 
-def _grad_accum(weight: nn.Parameter, accumulation_dtype: torch.dtype) -> Buffer:
+def _grad_accum(weight: nn.Parameter, accumulation_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
     """``weight.grad_accum``, which DeepSpeed sets to None after each step."""
-
-    def buffer(dtype: torch.dtype) -> torch.Tensor:
-        found = GRAD_ACCUM.get(weight)
-        if found is None:
-            found = torch.zeros_like(weight, dtype=accumulation_dtype)
-            GRAD_ACCUM.set(weight, found)
-        return found
-
-    return buffer
+    found = GRAD_ACCUM.get(weight)
+    if found is None:
+        found = torch.zeros_like(weight, dtype=accumulation_dtype)
+        GRAD_ACCUM.set(weight, found)
+    return found
 
 
 def _high_precision(optimizer: BF16_Optimizer, weight: nn.Parameter, group: int, index: int) -> Buffer:

@@ -92,3 +92,20 @@ def take_joint_norm(optimizer: Any, topology: Topology, model_axes: tuple[Axis, 
         return clip(optimizer._global_grad_norm, apply_scale)
 
     wrap_method(optimizer, "unscale_and_clip_grads", unscale_and_clip_grads, MethodLevel.CORRECTION)
+
+
+def count_on_every_rank(optimizer: Any) -> None:
+    """Make ``optimizer``, a BF16_Optimizer, take its norm where a rank counts no dense gradient, too.
+
+    Tensor ranks but the first do not count what all of them hold alike; where they hold nothing else, as with experts
+    in a model that is otherwise whole, DeepSpeed stacks an empty list (0.19.8 runtime/utils.py:956).
+    """
+
+    def get_grads_for_norm(grads_for_norm: Callable[[bool], Any], for_clipping: bool = False) -> Any:
+        found = grads_for_norm(for_clipping)
+        if for_clipping:
+            return found
+        dense, experts = found
+        return dense or [optimizer.fp32_groups_gradients[0][0].new_zeros(1)], experts
+
+    wrap_method(optimizer, "get_grads_for_norm", get_grads_for_norm, MethodLevel.CORRECTION)

@@ -94,8 +94,15 @@ class HeldReduction:
                 f"gradients are to be reduced, and those of {len(uncomputed)} weights are still queued: "
                 f"{', '.join(uncomputed)}. What to do: compute() what every backward has returned before"
             )
-        if self.reduces_now:
-            _reduce(self._engine)
+        if not self.reduces_now:
+            return
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            optimizer.set_gradient_accumulation_boundary(True)
+            add_missing(optimizer)
+            self._engine._flush_coalesced_reduction_zero12(optimizer)
+        else:
+            self._engine.allreduce_gradients()
 
     def abandon(self) -> None:
         """Hold it back no more, and reduce nothing."""
@@ -147,16 +154,6 @@ def _fill(engine: Any, queue: GradientQueue) -> None:
             sink = GradientSink(weight, buffer, direct=False)
         if sink is not None:
             sink.name, sink.queue = name, queue
-
-
-def _reduce(engine: Any) -> None:
-    optimizer = engine.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        optimizer.set_gradient_accumulation_boundary(True)
-        add_missing(optimizer)
-        engine._flush_coalesced_reduction_zero12(optimizer)
-    else:
-        engine.allreduce_gradients()
 
 
 def add_missing(optimizer: DeepSpeedZeroOptimizer) -> None:

@@ -25,7 +25,6 @@ class MethodLevel(IntEnum):
     RECORDED_STEP = 0
     """``memory_report``, which records all that others do in a step."""
     FINITE = 1
-    """``watch.finite``"""
     MEMORY_REPORT = 2
     PEAKS = 3
     """``recompute.budget_gib``, which measures its own plan too."""
@@ -41,7 +40,6 @@ class MethodLevel(IntEnum):
     EXPERT_SETTINGS = 10
     """A group of experts has the learning rate of the group that it came from."""
     STATE = 11
-    """``optimizer_memory``"""
     CORRECTION = 12
     """The gradient rule: norms, averages, streams."""
 
@@ -58,11 +56,7 @@ def wrap_method(holder: object, name: str, wrapper: Wrapper, level: MethodLevel)
 
 def replace_method(holder: object, name: str, function: Function, level: MethodLevel) -> None:
     """Call ``function`` in place of the method ``name`` of this one ``holder``, which is called no more."""
-    wrap_method(holder, name, partial(_instead, function), level)
-
-
-def _instead(function: Function, _: Function, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+    wrap_method(holder, name, lambda method, *args, **kwargs: function(*args, **kwargs), level)
 
 
 def bind_to_weight(weight: object, name: str, function: Function) -> None:

@@ -61,15 +61,11 @@ MASTERS = "single_partition_of_fp32_groups"
 
 def layout_of_optimizer(optimizer: Any, weights: Iterable[nn.Parameter]) -> OptimizerLayout | None:
     """The layout of ``optimizer``, which is the engine's, of ``weights``; None for one whose layout is not known."""
-    if isinstance(optimizer, FP16_Optimizer):
-        keys = (PLAIN, "fp32_groups_flat"), (PLAIN, "optimizer_state_dict")
-        runs = dict(_one_after_the_other(optimizer.fp16_groups))
-        return OptimizerLayout(optimizer.optimizer, _masters(optimizer), *keys, runs)
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        keys = (PLAIN, "fp32_groups"), (PLAIN, "optimizer_state_dict")
-        return OptimizerLayout(
-            optimizer.optimizer, _masters(optimizer), *keys, dict(_one_by_one(optimizer.fp16_groups))
-        )
+    if isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+        is_flat = isinstance(optimizer, FP16_Optimizer)
+        keys = (PLAIN, "fp32_groups_flat" if is_flat else "fp32_groups"), (PLAIN, "optimizer_state_dict")
+        runs = (_one_after_the_other if is_flat else _one_by_one)(optimizer.fp16_groups)
+        return OptimizerLayout(optimizer.optimizer, _masters(optimizer), *keys, dict(runs))
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = [group["params"] for group in optimizer.param_groups]
         flats = [weight for group in groups for weight in group]

@@ -119,10 +119,8 @@ class KeptState:
         return [chunk for shard in self.shards for chunk in shard.chunks]
 
     def __str__(self) -> str:
-        kept, moved = 0, 0
-        for chunk in self.chunks:
-            moved += chunk.weight.numel() * chunk.on_host
-            kept += chunk.weight.numel() * (not chunk.on_host)
+        kept = sum(chunk.weight.numel() for chunk in self.chunks if not chunk.on_host)
+        moved = sum(chunk.weight.numel() for chunk in self.chunks if chunk.on_host)
         each = self.keeping.bytes_per_weight()
         parts = [f"of {kept:,} weights on the device"] * (kept > 0) + [f"of {moved:,} in host memory"] * (moved > 0)
         return f"Adam's state, {each:g} bytes a weight, {' and '.join(parts)} of this rank"
@@ -207,7 +205,6 @@ class KeptState:
             raise
 
     def _step(self, stepping: ChunkedStep, step: Function, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step, which steps chunks."""
         self.check_whole("step")
         stepping.has_changed = False
         # ZeRO 3 gives the group that it steps its master, and takes it away behind the step.
@@ -312,8 +309,7 @@ def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None
         master.grad, master.data = None, placeholder
         master.grad = gradient
 
-    name = "_prepare_fp32_grad_for_sub_group"
-    replace_method(optimizer, name, _prepare_fp32_grad_for_sub_group, MethodLevel.STATE)
+    replace_method(optimizer, "_prepare_fp32_grad_for_sub_group", _prepare_fp32_grad_for_sub_group, MethodLevel.STATE)
     wrap_method(optimizer, "unscale_and_clip_grads", unscale_and_clip_grads, MethodLevel.STATE)
 
 

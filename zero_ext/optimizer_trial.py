@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,25 +81,17 @@ class Cut:
     """The dim of which each rank has a part, or APART, or FLAT."""
 
 
-@dataclass
-class Cuts:
-    """The cuts of the weights in one parameter group, each with the names of the weights."""
+def _cuts_of_group(group: Mapping[str, Any], sizes: Mapping[Axis, int]) -> dict[Cut, list[str]]:
+    """The cuts of a group's weights by axes of ``sizes`` ranks, each with their names; data axes cut nothing."""
+    names: dict[Cut, list[str]] = {}
+    for weight in group["params"]:
+        for cut in _cuts_of_weight(weight, sizes):
+            names.setdefault(cut, []).append(placement_of(weight).name)
+    return names
 
-    settings: Mapping[str, Any]
-    names: dict[Cut, list[str]] = field(default_factory=dict)
 
-
-def cuts_of(optimizer: torch.optim.Optimizer, sizes: Mapping[Axis, int]) -> list[Cuts]:
-    """How the weights of each group of ``optimizer`` are cut by axes of ``sizes`` ranks; data axes cut nothing."""
-    found = []
-    for group in optimizer.param_groups:
-        own = Cuts({key: value for key, value in group.items() if key != "params"})
-        for weight in group["params"]:
-            name = placement_of(weight).name
-            for cut in _cuts_of_weight(weight, sizes):
-                own.names.setdefault(cut, []).append(name)
-        found.append(own)
-    return found
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _cuts_of_weight(weight: nn.Parameter, sizes: Mapping[Axis, int]) -> Iterator[Cut]:
@@ -166,7 +158,6 @@ def _difference_on(
 
 
 def _part(tensors: Sequence[torch.Tensor], dim: int, rank: int) -> list[torch.Tensor]:
-    """The part of ``tensors`` that ``rank`` of two has."""
     if dim == APART:
         return [tensors[rank]]
     if dim == FLAT:
@@ -185,7 +176,6 @@ def _stepped(
     gradients: Sequence[Sequence[torch.Tensor]],
     seed: int = 0,
 ) -> list[torch.Tensor]:
-    """``weights`` after a step with each of ``gradients``."""
     held = [nn.Parameter(each.clone()) for each in weights]
     devices = [each.device for each in held[:1] if each.device.type != "cpu"]
     with (
@@ -207,7 +197,11 @@ def _second(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], weights: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Another optimizer of the same class, for ``weights``; raises NotRepeatableError for unknown settings."""
-    second = type(optimizer)([{**settings, **_moving(settings), "params": weights}], **_given(optimizer)[0])
+    moving = dict(settings)
+    if settings.get("lr") == 0:
+        # Schedulers that warm up begin with 0, which would change no weight.
+        moving["lr"] = float(settings.get("initial_lr") or RATE)
+    second = type(optimizer)([{**moving, "params": weights}], **_given(optimizer)[0])
     train = getattr(second, "train", None)  # Of those that are free of schedules.
     if callable(train):
         train()
@@ -241,12 +235,6 @@ def _given(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]
     return given, unknown
 
 
-def _moving(settings: Mapping[str, Any]) -> dict[str, float]:
-    """A learning rate in place of 0, with which schedulers begin that warm up, and which would change no weight."""
-    rate = settings.get("lr")
-    return {"lr": float(settings.get("initial_lr") or RATE)} if rate is not None and not rate else {}
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The result of an optimizer's trial for this rank's weights."""
@@ -265,10 +253,10 @@ def tried(optimizer: torch.optim.Optimizer, sizes: Mapping[Axis, int], zero_stag
     kind, unknown = type(optimizer).__name__, None
     if kind in BY_ELEMENT and type(optimizer).__module__.startswith("deepspeed."):
         return Verdict()
-    for cuts in cuts_of(optimizer, sizes):
-        for cut, names in cuts.names.items():
+    for group in optimizer.param_groups:
+        for cut, names in _cuts_of_group(group, sizes).items():
             try:
-                error = difference_in_parts(optimizer, cuts.settings, cut.dims, cut.dim)
+                error = difference_in_parts(optimizer, _settings_of(group), cut.dims, cut.dim)
             except NotRepeatableError as reason:
                 unknown = (
                     f"{kind} could not be tried on small tensors ({reason}), so nothing shows whether it gives the "
@@ -301,9 +289,8 @@ def _key(cut: Cut) -> str:
 
 def _differs_when_flat(optimizer: torch.optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
         dims = min(2, max((len(placement_of(each).shape) or 1 for each in group["params"]), default=1))
         with suppress(NotRepeatableError):
-            if OWN not in group and difference_in_parts(optimizer, settings, dims, FLAT):
+            if OWN not in group and difference_in_parts(optimizer, _settings_of(group), dims, FLAT):
                 return True
     return False

@@ -1,81 +1,69 @@
 """The gradients of one batch, apart from those that were accumulated before, until their factor is known.
 
 A pipeline computes the gradients of a batch before its caller has made anything of the loss: divided it by accumulation
-steps, or multiplied it by a number of ranks.
+steps, or multiplied it by a number of ranks. An embedding and a head that share one weight and stand on two of its
+ranks have equal weights, and one gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_npu.parallel.pipeline.pass_through import TIED_APART
+from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.gradient_buffer import GRAD_ACCUM
+from ds_npu.zero_ext.gradient_norm import REPLICATED
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 
-class Slot(Protocol):
-    """Where the gradient of one weight is accumulated."""
+@dataclass(frozen=True)
+class Slot:
+    """Where the gradient of one weight is accumulated: ``weight.grad``."""
 
-    @property
-    def weight(self) -> nn.Parameter: ...
+    weight: nn.Parameter
 
     def value(self) -> torch.Tensor | None:
         """The accumulated gradient; None if there is none."""
-
-    def take(self) -> torch.Tensor | None:
-        """The value, which is there no more."""
-
-    def add(self, taken: torch.Tensor) -> None:
-        """Add what was taken to the value."""
-
-
-@dataclass(frozen=True)
-class _GradSlot:
-    """``weight.grad``."""
-
-    weight: nn.Parameter
-
-    def value(self) -> torch.Tensor | None:
         return self.weight.grad
 
     def take(self) -> torch.Tensor | None:
-        found, self.weight.grad = self.weight.grad, None
+        """The value, which is there no more."""
+        found = self.value()
+        self._set(None)
         return found
 
     def add(self, taken: torch.Tensor) -> None:
-        self.weight.grad = taken if self.weight.grad is None else taken.add_(self.weight.grad)
+        """Add what was taken to the value."""
+        found = self.value()
+        self._set(taken if found is None else taken.add_(found))
+
+    def _set(self, gradient: torch.Tensor | None) -> None:
+        self.weight.grad = gradient
 
 
-@dataclass(frozen=True)
-class _GradAccumSlot:
+class _GradAccumSlot(Slot):
     """``weight.grad_accum`` of ZeRO 1 and 2."""
-
-    weight: nn.Parameter
 
     def value(self) -> torch.Tensor | None:
         return GRAD_ACCUM.get(self.weight)
 
-    def take(self) -> torch.Tensor | None:
-        found = GRAD_ACCUM.get(self.weight)
-        GRAD_ACCUM.set(self.weight, None)
-        return found
-
-    def add(self, taken: torch.Tensor) -> None:
-        found = GRAD_ACCUM.get(self.weight)
-        GRAD_ACCUM.set(self.weight, taken if found is None else taken.add_(found))
+    def _set(self, gradient: torch.Tensor | None) -> None:
+        GRAD_ACCUM.set(self.weight, gradient)
 
 
 @dataclass(frozen=True)
-class _FlatSlot:
+class _FlatSlot(Slot):
     """A part of the flat float32 gradient of BF16_Optimizer."""
 
-    weight: nn.Parameter
     optimizer: Any
     group: int
     index: int
@@ -113,7 +101,7 @@ def _slots(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[Slot]:
         return
     apart = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute
     for weight in weights:
-        yield _GradAccumSlot(weight) if apart and GRAD_ACCUM.is_on(weight) else _GradSlot(weight)
+        yield _GradAccumSlot(weight) if apart and GRAD_ACCUM.is_on(weight) else Slot(weight)
 
 
 class PendingGradients:
@@ -129,13 +117,12 @@ class PendingGradients:
         self._before = [(slot, value) for slot, value in taken if value is not None]
 
     @torch.no_grad()
-    def commit(self, factor: torch.Tensor | None) -> None:
-        """Multiply what has come by ``factor``, a scalar on its device (None: 1), and add what was set apart."""
-        if factor is not None:
-            for slot in self.slots:
-                value = slot.value()
-                if value is not None:
-                    value.mul_(factor)
+    def commit(self, factor: torch.Tensor) -> None:
+        """Multiply what has come by ``factor``, a scalar on its device, and add what was set apart."""
+        for slot in self.slots:
+            value = slot.value()
+            if value is not None:
+                value.mul_(factor)
         self._add_again()
 
     @torch.no_grad()
@@ -149,3 +136,44 @@ class PendingGradients:
         for slot, taken in self._before:
             slot.add(taken)
         self._before = []
+
+
+def tied_group(topology: Topology, first: int, last: int) -> dist.ProcessGroup:
+    """The group of the pipeline ranks ``first`` and ``last``; of itself alone for another rank. All ranks call it."""
+    others = [[rank] for rank in range(topology.size("pp")) if rank not in (first, last)]
+    return topology.within("pp", [[first, last], *others], "tied weights")
+
+
+def equalise_tied(model: nn.Module, topology: Topology, rank_of: Sequence[int]) -> None:
+    """Give the head the embedding's values, and let one of both count in norms. All ranks call it."""
+    if rank_of[0] == rank_of[-1]:
+        return
+    group = tied_group(topology, rank_of[0], rank_of[-1])
+    for weight in model.parameters():
+        if TIED_APART.get(weight):
+            # The model is still on the host, and NPUs' groups send nothing from there.
+            values = weight.data.to(get_accelerator().current_device_name())
+            dist.broadcast(values, group=group, group_src=0 if rank_of[0] < rank_of[-1] else 1)
+            weight.data.copy_(values)
+            REPLICATED.set(weight, topology.rank("pp") == rank_of[-1])
+
+
+class TiedGradients:
+    """Adds up the gradients that the two ranks of a tied weight have of it."""
+
+    def __init__(self, slots: Sequence[Slot], topology: Topology, rank_of: Sequence[int]) -> None:
+        """All ranks make it. ``slots``: of all weights; ``rank_of``: by stage, its pipeline rank."""
+        self._slots = [slot for slot in slots if TIED_APART.get(slot.weight)]
+        if rank_of[0] != rank_of[-1]:
+            self._group = tied_group(topology, rank_of[0], rank_of[-1])
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Sum the accumulated gradients over both ranks; of one without a gradient it is zero."""
+        for slot in self._slots:
+            value = slot.value()
+            if value is None:
+                slot.add(torch.zeros_like(slot.weight))
+                value = slot.value()
+            assert value is not None, "it was added"
+            dist.all_reduce(value, group=self._group)

@@ -19,10 +19,23 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_npu.comm.host_copy import HostCopy
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 ZERO = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
 WITHOUT_ZERO = (FP16_Optimizer, FP16_UnfusedOptimizer)
+
+
+class DelayedReading:
+    """A number of the device, which the host reads without waiting for work that was queued after it."""
+
+    def __init__(self, scalar: torch.Tensor) -> None:
+        self.is_there = scalar.device.type == "cpu"
+        self._copy = HostCopy(scalar.detach().float())
+
+    def value(self) -> float:
+        """The number; waits for the copy, if it has not been made yet."""
+        return self._copy.read().item()
 
 
 def before_a_skip(optimizer: Any, stop: Callable[[], object]) -> bool:
@@ -92,9 +105,9 @@ def _can_scale_down(optimizer: Any) -> bool:
         )
     if optimizer.torch_autocast_gradscaler is not None:
         return True
-    scaler = optimizer.loss_scaler
     if optimizer.dtype != torch.float16:
         return False
+    scaler = optimizer.loss_scaler
     if not scaler.dynamic:
         return True
     return not (scaler.cur_scale == scaler.min_scale and (scaler.delayed_shift == 1 or scaler.cur_hysteresis == 1))

@@ -17,6 +17,7 @@ from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 STEP, BACKWARD = "_take_model_step", "backward"
 CALLS = ("forward", BACKWARD, "train_batch", STEP)
 """Methods of an engine in which a training step computes; code of the script runs between them."""
+Undo = Callable[[], None]
 
 
 class Monitor(Protocol):
@@ -101,9 +102,6 @@ class EngineEvents:
     def around_step(self, level: MethodLevel, context: Callable[[], AbstractContextManager[object]]) -> None:
         """Run each optimizer step within a context."""
         wrap_method(self._engine, STEP, partial(_within, context), level)
-
-
-Undo = Callable[[], None]
 
 
 def _with_before(function: Callable[[], object], call: Forward, *args: Any, **kwargs: Any) -> Any:

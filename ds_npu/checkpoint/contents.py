@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import re
 import zipfile
@@ -12,11 +13,23 @@ from typing import Any
 import torch
 
 from ds_npu.checkpoint.files import CheckpointError
-from ds_npu.checkpoint.fingerprint import fingerprint
 from ds_npu.checkpoint.manifest import WrittenRun
 
 REFUSED = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.\w+)")
 """How torch names a class that ``weights_only`` refuses."""
+
+
+def fingerprint(path: Path) -> str:
+    """A digest of the names, sizes and checksums of all records in a file that torch.save wrote.
+
+    It tells one file of a checkpoint from another of the same name, without reading the tensors in it.
+
+    torch writes zip archives, whose directory has a CRC-32 of each record. Raises OSError and zipfile.BadZipFile for
+    what is no such archive, as a file that was cut short.
+    """
+    with zipfile.ZipFile(path) as archive:
+        records = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]
+    return hashlib.sha256(repr(records).encode()).hexdigest()
 
 
 class CheckpointFiles:

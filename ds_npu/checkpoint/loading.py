@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
 
-from ds_npu.checkpoint.conversion import Converter, Recipe, conversions
+from ds_npu.checkpoint.conversion import Converter, Recipe, check_fit, conversions
 from ds_npu.checkpoint.files import CheckpointError, open_checkpoint
-from ds_npu.checkpoint.fit import check_fit
 from ds_npu.models.attributes import copy_attributes, set_attribute
 from ds_npu.models.hugging_face_model import settings
 from ds_npu.parallel.pipeline.pass_through import absent_weights, tied_in
@@ -39,7 +38,6 @@ Part = tuple[Sharding, int]
 
 INITIALIZED = "_is_hf_initialized"
 """transformers' initialisation skips tensors and modules with this attribute."""
-GENERATION_CONFIG = "generation_config.json"
 
 
 def meta_model(
@@ -68,7 +66,7 @@ def meta_model(
     # Under DeepSpeed's ZeRO-3, transformers would partition weights that are not there yet.
     with torch.device("meta"), set_zero3_state():
         model = make(config, dtype=dtype, **rest)
-    if model.can_generate() and (folder / GENERATION_CONFIG).is_file():
+    if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 
@@ -190,7 +188,7 @@ def _fill(
 ) -> None:
     if not recipe.stacked:
         for name, whole in converter.convert(recipe, tensors).items():
-            copy_part(weights[name], whole, parts_of(weights[name], coordinates))
+            _copy_part(weights[name], whole, parts_of(weights[name], coordinates))
         return
     # One expert at a time: all at once would need twice the memory of the largest weight, and other ranks' experts
     # are not read.
@@ -202,20 +200,29 @@ def _fill(
             indices = list(itertools.chain.from_iterable(range(*bounds) for bounds in sharding.ranges[rank]))
     within = [(sharding, rank) for sharding, rank in parts if sharding.dim > 0]
     for held, index in zip(torch.split(out, 1), indices, strict=True):
-        copy_part(held, converter.convert(recipe.only(index), tensors)[recipe.target], within)
+        _copy_part(held, converter.convert(recipe.only(index), tensors)[recipe.target], within)
 
 
-def copy_part(out: torch.Tensor, whole: torch.Tensor, parts: Sequence[Part]) -> None:
-    """Copy a part of ``whole`` into ``out``; nothing else of ``whole`` is read."""
+def same_elements(
+    part: torch.Tensor, whole: torch.Tensor, parts: Sequence[Part]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of ``part``, which one rank holds, each with the view of the same elements of ``whole``."""
     if not parts:
-        out.copy_(whole)
+        yield part, whole
         return
     (sharding, rank), *rest = parts
     begin = 0
     for start, stop in sharding.ranges[rank]:
         length = stop - start
-        copy_part(out.narrow(sharding.dim, begin, length), whole.narrow(sharding.dim, start, length), rest)
+        held = part.narrow(sharding.dim, begin, length)
+        yield from same_elements(held, whole.narrow(sharding.dim, start, length), rest)
         begin += length
+
+
+def _copy_part(out: torch.Tensor, whole: torch.Tensor, parts: Sequence[Part]) -> None:
+    """Copy a part of ``whole`` into ``out``; nothing else of ``whole`` is read."""
+    for held, given in same_elements(out, whole, parts):
+        held.copy_(given)
 
 
 def _initialize(model: PreTrainedModel, empty: set[int]) -> None:

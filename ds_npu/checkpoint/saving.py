@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.checkpoint.loading import Coordinates, Part, shardings_of
+from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.checkpoint.loading import Coordinates, Part, same_elements, shardings_of
 from ds_npu.models.guards import writer
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.runtime.placement import placement_of
@@ -139,7 +139,7 @@ class Holders:
             if is_sent:  # Broadcast: point to point would open another communicator for each pair.
                 dist.broadcast(part, group=self.group, group_src=source)
             if receives:
-                put_part(whole, part, weight.parts_at(coordinates))
+                _put_part(whole, part, weight.parts_at(coordinates))
             del part  # Frees its memory before the next shard is allocated.
         return whole
 
@@ -150,7 +150,6 @@ class ViewHolders:
 
     dense: Holders | None
     experts: Holders | None = None
-    """Holders of weights on the expert view."""
 
     def of(self, weight: HeldWeight) -> Holders | None:
         return self.experts if weight.is_expert else self.dense
@@ -166,7 +165,6 @@ class _HeldModel:
     weights: Sequence[HeldWeight]
     """Weights of all holders, in the order of the plain model's state dict, each name once."""
     device: torch.device
-    """Device of the weights."""
 
     @staticmethod
     def of(model: nn.Module, holders: ViewHolders) -> _HeldModel:
@@ -207,9 +205,9 @@ class _HeldModel:
 
 
 def whole_state_dict(
-    model: nn.Module, holders: ViewHolders, *, to_cpu: bool = True, gather: Gather = nullcontext
+    model: nn.Module, holders: ViewHolders, *, gather: Gather = nullcontext
 ) -> dict[str, torch.Tensor]:
-    """Gather the plain model's state dict on the first rank of all holders; the others return {}.
+    """Gather the plain model's state dict on the host of the first rank of all holders; the others return {}.
 
     All ranks that hold a part of it, and those that ``gather`` needs, call it. Weights are gathered one at a time: a
     rank needs memory for one shard of the largest weight, the first rank also for the result. Names of one parameter
@@ -217,7 +215,7 @@ def whole_state_dict(
     of ranks.
     """
     held = _HeldModel.of(model, holders)
-    to = Destination(torch.device("cpu") if to_cpu else held.device, every_rank=False)
+    to = Destination(torch.device("cpu"), every_rank=False)
     whole = {name: each for names, each in held.gathered(gather, to) for name in names}
     is_first = holders.dense is not None and holders.dense.rank == 0
     return {weight.name: whole[weight.name] for weight in held.weights} if is_first else {}
@@ -273,17 +271,10 @@ def _position(model: nn.Module, name: str) -> tuple[int, ...]:
     return (*indices, 0, [*module._parameters, *module._buffers].index(leaf))
 
 
-def put_part(whole: torch.Tensor, part: torch.Tensor, parts: Sequence[Part]) -> None:
+def _put_part(whole: torch.Tensor, part: torch.Tensor, parts: Sequence[Part]) -> None:
     """Copy ``part``, which one rank holds, to its indices in ``whole``."""
-    if not parts:
-        whole.copy_(part)
-        return
-    (sharding, rank), *rest = parts
-    begin = 0
-    for start, stop in sharding.ranges[rank]:
-        length = stop - start
-        put_part(whole.narrow(sharding.dim, start, length), part.narrow(sharding.dim, begin, length), rest)
-        begin += length
+    for held, home in same_elements(part, whole, parts):
+        home.copy_(held)
 
 
 def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, torch.Tensor], **options: Any) -> None:

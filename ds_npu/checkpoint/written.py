@@ -1,5 +1,7 @@
 """The weights and the optimizer's state of a checkpoint, put together from the files of all ranks by manifests.
 
+Its weights are compared with those of a run's model, too: names, shapes and dtypes of plain weights, no values.
+
 One weight is put together after the other; files are mapped, not read whole. Nothing in a file is run when it is
 loaded: it is read with ``weights_only``, and the classes that it may have are given.
 """
@@ -8,22 +10,93 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ds_npu.checkpoint.comparison import Plain
 from ds_npu.checkpoint.contents import CheckpointFiles
 from ds_npu.checkpoint.files import CheckpointError
-from ds_npu.checkpoint.manifest import FILE, Manifest, WrittenPart, WrittenRun, manifest_path
-from ds_npu.checkpoint.manifest_json import manifest_of_json
+from ds_npu.checkpoint.manifest import (
+    FILE,
+    Manifest,
+    WrittenPart,
+    WrittenRun,
+    is_readable_as,
+    manifest_of_json,
+    manifest_path,
+)
 from ds_npu.topology.degrees import Axis
 
 NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
+LISTED = 6
+"""How many names of a kind an error lists; the others are counted."""
 RunOf = Callable[[WrittenPart], WrittenRun | None]
 """Picks a part's run of values, or of the optimizer's state."""
+
+
+class Plain(NamedTuple):
+    """Shape and dtype of a weight or buffer in the plain model."""
+
+    shape: tuple[int, ...]
+    dtype: str | None
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The names at which a checkpoint and a model do not fit."""
+
+    missing: Sequence[str] = ()
+    """Names in the model only."""
+    unexpected: Sequence[str] = ()
+    """Names in the checkpoint only."""
+    other: Sequence[str] = ()
+    """Sentences about weights of another shape, or whose dtype cannot be converted."""
+
+    @property
+    def any_names(self) -> bool:
+        return bool(self.missing or self.unexpected)
+
+    def told(self) -> str:
+        kinds = (
+            ("missing from the checkpoint", self.missing),
+            ("in the checkpoint only", self.unexpected),
+            ("of another shape or dtype", self.other),
+        )
+        return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names)
+
+
+def differences(written: Mapping[str, Plain], wanted: Mapping[str, Plain]) -> Differences:
+    """Compare the weights of a checkpoint with those that one rank holds."""
+    missing = [name for name in wanted if name not in written]
+    unexpected = [name for name in written if name not in wanted]
+    other = []
+    for name, mine in wanted.items():
+        theirs = written.get(name)
+        if theirs is None:
+            continue
+        if theirs.shape != mine.shape:
+            other.append(f"{name} is {list(theirs.shape)} in the checkpoint and {list(mine.shape)} in the model")
+        elif not is_readable_as(theirs.dtype, mine.dtype):
+            other.append(f"{name} is {theirs.dtype} in the checkpoint and {mine.dtype} in the model")
+    return Differences(missing, unexpected, other)
+
+
+def over_ranks(found: Sequence[Differences]) -> Differences:
+    """The differences of a model whose weights are on several ranks: a name that no rank has is unexpected."""
+    held = [set(each.unexpected) for each in found]
+    return Differences(
+        list(dict.fromkeys(name for each in found for name in each.missing)),
+        [name for name in found[0].unexpected if all(name in each for each in held)] if found else (),
+        list(dict.fromkeys(line for each in found for line in each.other)),
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
 
 
 class WrittenCheckpoint:

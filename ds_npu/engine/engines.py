@@ -8,7 +8,6 @@ parallelism: gradients are summed over cp and averaged over dp.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,25 +29,21 @@ from ds_npu.engine.checkpoints.checkpoint_files import AtomicCheckpoints
 from ds_npu.engine.checkpoints.full_values import know_grid, link_every_group
 from ds_npu.engine.checkpoints.weights import WholeWeights
 from ds_npu.engine.checkpoints.weights_only import WeightsOnly
-from ds_npu.engine.clients.asked_twice import check_whole
-from ds_npu.engine.clients.quantized import check_not_quantized
-from ds_npu.engine.communicator_memory import communicator_bytes
-from ds_npu.engine.device import use_own_device
-from ds_npu.engine.expert_view import ExpertView
+from ds_npu.engine.clients.refusals import check_not_quantized, check_whole
+from ds_npu.engine.expert_view import ExpertView, check_no_own_experts
 from ds_npu.engine.failures.joint_calls import joint_calls_of_this_world
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
-from ds_npu.engine.own_moe import check_no_own_experts
 from ds_npu.engine.pipeline.engine_pipeline import EnginePipeline, own_layout
-from ds_npu.engine.pipeline.grid import ContextGrid
 from ds_npu.engine.pipeline.scheduled_module import scheduled_module
 from ds_npu.engine.pipeline.stage_groups import agree_on_groups, give_own_parameters
 from ds_npu.engine.pipeline.staged_engine import StagedEngine
 from ds_npu.engine.placements import complete_placements, equalise_copies
 from ds_npu.engine.same_batch import agree_on_first_batch
+from ds_npu.engine.session import ContextGrid, use_own_device
 from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
-from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
+from ds_npu.features.context_parallel.sharded_sequences import algorithm_choice_of, has_sharded_sequences
 from ds_npu.features.driver import apply_features, change_by_plan, values_in
 from ds_npu.features.experts.listed import gathered_whole
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
@@ -56,28 +51,29 @@ from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger, warn_once
 from ds_npu.models.guards import check_engine_may_compile
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
+from ds_npu.planner.communicators import MIB, planned_communicators
 from ds_npu.topology.degrees import AXES, Axis
-from ds_npu.zero_ext.data_average import average_over_data_ranks
-from ds_npu.zero_ext.dropped_hooks import attach_hooks_again
-from ds_npu.zero_ext.expert_norm import add_up_experts
-from ds_npu.zero_ext.float64_reduction import reduce_in_float64
-from ds_npu.zero_ext.gather_after_step import gather_after_steps
-from ds_npu.zero_ext.gather_together import gathered_as_one
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.optimizer_trial import Verdict, tried
-from ds_npu.zero_ext.tied_gradients import equalise_tied
-from ds_npu.zero_ext.training_engine import EngineEvents, TrainingEngine
+from ds_npu.zero_ext.pending_gradients import equalise_tied
+from ds_npu.zero_ext.stage_1_2_corrections import attach_hooks_again, reduce_in_float64
+from ds_npu.zero_ext.stage_3_corrections import (
+    add_up_experts,
+    average_over_data_ranks,
+    gather_after_steps,
+    gathered_as_one,
+)
+from ds_npu.zero_ext.training_engine import EngineEvents
 
 
-class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, AtomicCheckpoints):
-    """Changes of ds_npu in all of DeepSpeed's engines: the topology, and how gradients are reduced."""
+class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, AtomicCheckpoints):
+    """DeepSpeedEngine over the topology: the features of the section, and how gradients are reduced."""
 
     optimizer_verdict = Verdict()
     is_made_narrow = False
-    """Whether a ZeRO optimizer for float64 is being made as if gradients travelled in float32 (float64_reduction)."""
-    zero_optimization_stage: Callable[[], int]
+    """Whether a ZeRO optimizer for float64 is being made as if gradients travelled in float32 (reduce_in_float64)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))
@@ -104,8 +100,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         # A mesh would take precedence over the mpu (deepspeed/utils/groups.py) and knows no tensor or pipeline axis.
         mpu = mpu_of(self.topology, self.model_axes)
         super().__init__(*args, **{**kwargs, "mpu": mpu, "mesh_device": None})
-        engine: Any = self
-        if not (engine.zero_optimization() or is_pipeline or layout is not None):
+        if not (self.zero_optimization() or is_pipeline or layout is not None):
             wrap_method(self, "backward", backward_of_a_view, MethodLevel.CORRECTION)
         self._agree_on_optimizer()
         attach_hooks_again(model)
@@ -122,14 +117,13 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
             # Only now is it known that the model is in stages; other engines pay for none of its calls.
             self.__class__ = NpuStagedEngine
             agree_on_groups(self)
-            engine.run_in_stages(EnginePipeline(self, layout, session.config.pipeline.micro_batches))
-        self._install_parts(engine)
+            self.run_in_stages(EnginePipeline(self, layout, session.config.pipeline.micro_batches))
+        self._install_parts()
 
-    def _install_parts(self, engine: TrainingEngine) -> None:
-        """Install what features provide for an engine, which is complete."""
-        link_every_group(engine.optimizer)
+    def _install_parts(self) -> None:
+        link_every_group(self.optimizer)
         for install in self.build.when_built:
-            for line in install(engine):
+            for line in install(self):
                 logger().info("%s", line)
         if self.build.makes_plans:
             self.events.before_step(MethodLevel.PLANNED_CHANGES, partial(change_by_plan, self.build))
@@ -138,8 +132,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         """Try the optimizer that steps this rank's weights, before ZeRO puts flat tensors in their place."""
         sizes = {axis: self.topology.size(axis) for axis in AXES}
         self.optimizer_verdict = tried(basic_optimizer, sizes, self.zero_optimization_stage())
-        upstream: Any = super()
-        return upstream._do_optimizer_sanity_check(basic_optimizer)
+        return super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _agree_on_optimizer(self) -> None:
         """Raise ValueError on every rank where the optimizer of any rank is not exact over the axes of this layout."""
@@ -152,22 +145,26 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
             warn_once(warning)
 
     def communicator_bytes(self) -> int:
-        """Bytes of device memory that HCCL's buffers take on this rank."""
-        engine: Any = self
-        return communicator_bytes(engine.module, self.topology.degrees, engine._config._param_dict)
+        """Bytes of device memory that HCCL's buffers take on this rank; none but in a world of several, over hccl."""
+        if dist.get_backend() != "hccl" or dist.get_world_size() == 1:
+            return 0
+        choice = algorithm_choice_of(self.module)
+        algorithm = None if choice is None or choice.is_open else choice.axis.algorithm
+        planned = planned_communicators(self.topology.degrees, self._config._param_dict, algorithm)
+        return MIB * sum(each.device_mib for each in planned)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""
         divides = {"tensor": self.topology.size("tp") > 1, "context": has_sharded_sequences(self.module)}
         check_engine_may_compile(self.module, divides)
-        super().compile(*args, **kwargs)  # type: ignore[misc]
+        super().compile(*args, **kwargs)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
         equalise_copies(model, self.topology)
 
     def _configure_checkpointing(self) -> None:
-        super()._configure_checkpointing()  # type: ignore[misc]
+        super()._configure_checkpointing()
         if "pp" not in self.model_axes and self.topology.rank("pp") > 0:
             # The first pipeline rank writes what all of them hold, and all of them read it.
             self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
@@ -177,7 +174,7 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         self.is_made_narrow = self.is_float64 and self.has_experts and self.zero_optimization_stage() < 3
         whole = [*(sharded.jointly_gathered if sharded else ()), *gathered_whole(self.module)]
         with gathered_as_one(whole):
-            zero: Any = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+            zero: Any = super()._configure_zero_optimizer(optimizer)
         if self.is_made_narrow:
             self.is_made_narrow = False
             reduce_in_float64(zero)
@@ -204,32 +201,31 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
             buckets.setdefault((isinstance(grad, SparseTensor), grad.dtype), []).append(grad)
         for (sparse, _), bucket in buckets.items():
             if sparse:
-                self.sparse_allreduce_no_retain(bucket, **over)  # type: ignore[attr-defined]
+                self.sparse_allreduce_no_retain(bucket, **over)
             else:
-                self.allreduce_no_retain(bucket, numel_per_bucket=elements_per_buffer, **over)  # type: ignore[attr-defined]
+                self.allreduce_no_retain(bucket, numel_per_bucket=elements_per_buffer, **over)
 
     def clip_fp32_gradients(self) -> None:
-        clip_norm: float = self.gradient_clipping()  # type: ignore[attr-defined]
-        self._global_grad_norm = clip_gradients(self.module.parameters(), clip_norm, self.topology, self.model_axes)
+        weights, clip_norm = self.module.parameters(), self.gradient_clipping()
+        self._global_grad_norm = clip_gradients(weights, clip_norm, self.topology, self.model_axes)
 
     # A float64 model keeps float64 gradients. DeepSpeed knows three dtypes and would round them to float32; its
     # reduce-scatter accepts no other.
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Dtypes of the model and of accumulated gradients for ZeRO; without it DeepSpeed wraps all but float32."""
-        types: tuple[torch.dtype, torch.dtype] = super().get_data_types()  # type: ignore[misc]
+        types: tuple[torch.dtype, torch.dtype] = super().get_data_types()
         zero = self.zero_optimization()
         return (torch.float64, torch.float64) if self.is_float64 and zero else types
 
     def zero_reduce_scatter(self) -> bool:
-        upstream: Any = super()
         narrow = not self.is_float64 or (self.has_experts and self.zero_optimization_stage() < 3)
-        return bool(narrow and upstream.zero_reduce_scatter())
+        return bool(narrow and super().zero_reduce_scatter())
 
     @property
     def communication_data_type(self) -> torch.dtype:
         """In which gradients travel."""
-        narrow: torch.dtype = super().communication_data_type  # type: ignore[misc]
+        narrow: torch.dtype = super().communication_data_type
         return torch.float64 if self.is_float64 and not self.is_made_narrow else narrow
 
     @communication_data_type.setter
@@ -237,8 +233,8 @@ class TopologyMixin(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights,
         DeepSpeedEngine.communication_data_type.fset(self, dtype)
 
 
-class PipelineMixin(TopologyMixin):
-    """Changes of a context axis, and of ds_npu's schedules, in a pipeline engine."""
+class NpuPipelineEngine(NpuEngine, PipelineEngine):  # type: ignore[misc]
+    """PipelineEngine over the topology: a context axis, and ds_npu's schedules."""
 
     has_own_schedule = False
     """Whether its modules have two stages on each rank, for DualPipeV."""
@@ -258,29 +254,26 @@ class PipelineMixin(TopologyMixin):
         self.scheduled = scheduled_module(self, kwargs["config_class"].ds_npu.config.pipeline)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        upstream: Any = super()
         if self.scheduled is None or not isinstance(pipe_schedule, TrainSchedule):
-            upstream._exec_schedule(pipe_schedule)
+            super()._exec_schedule(pipe_schedule)
         else:
             self.scheduled.train()
 
     def _next_batch(self) -> Any:
-        upstream: Any = super()
-        micro_batch = upstream._next_batch()
+        micro_batch = super()._next_batch()
         if self.scheduled is not None:
             self.scheduled.has_read(micro_batch)
         return micro_batch
 
     def reset_activation_shape(self) -> None:
-        upstream: Any = super()
-        upstream.reset_activation_shape()
+        super().reset_activation_shape()
         if self.scheduled is not None:
             self.scheduled.shapes += 1
 
     def _aggregate_total_loss(self) -> Any:
-        if self.is_last_stage():  # type: ignore[attr-defined]
-            dist.all_reduce(self.total_loss, group=self.topology.group("cp"))  # type: ignore[attr-defined]
-        return super()._aggregate_total_loss()  # type: ignore[misc]
+        if self.is_last_stage():
+            dist.all_reduce(self.total_loss, group=self.topology.group("cp"))
+        return super()._aggregate_total_loss()
 
 
 def backward_of_a_view(backward: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -304,25 +297,16 @@ def narrowed(grid: Any, topology: Any) -> Any:
     return narrow
 
 
-class NpuEngine(TopologyMixin, DeepSpeedEngine):  # type: ignore[misc]
-    """DeepSpeedEngine over the topology."""
-
-
 class NpuStagedEngine(StagedEngine, NpuEngine):
     """DeepSpeedEngine over the topology, of a model in pipeline stages."""
 
 
-class NpuPipelineEngine(PipelineMixin, PipelineEngine):  # type: ignore[misc]
-    """PipelineEngine over the topology."""
-
-
 ENGINES: dict[type, type] = {DeepSpeedEngine: NpuEngine, PipelineEngine: NpuPipelineEngine}
-"""DeepSpeed's engine -> ours."""
 
 _dualpipev, _ = try_import("deepspeed.runtime.pipe.dualpipev")
 if _dualpipev is not None:  # DeepSpeed has it from 0.19.8 on.
 
-    class NpuDualPipeVEngine(PipelineMixin, _dualpipev.DualPipeVEngine):  # type: ignore[name-defined,misc]
+    class NpuDualPipeVEngine(NpuPipelineEngine, _dualpipev.DualPipeVEngine):  # type: ignore[name-defined,misc]
         """DualPipeVEngine over the topology."""
 
         has_own_schedule = True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -18,34 +19,44 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_npu.engine.checkpoints.expert_checkpoints import ExpertCheckpoints
+from ds_npu.engine.checkpoints.reassembly import Overlaid
+from ds_npu.engine.clients.refusals import MODEL_AXES
 from ds_npu.engine.placements import expert_group_name
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.runtime.placement import has_experts, placement_of
-from ds_npu.topology.degrees import Axis
+from ds_npu.topology.degrees import NAMES, Axis, Degrees
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.expert_norm import count_on_every_rank
-from ds_npu.zero_ext.gradient_norm import take_joint_norm
+from ds_npu.zero_ext.gradient_norm import count_on_every_rank, take_joint_norm
 from ds_npu.zero_ext.method_wraps import MethodLevel
-from ds_npu.zero_ext.training_engine import EngineEvents
 
 ParameterGroup = dict[str, Any]
-IN_16_BITS = (FP16_Optimizer, FP16_UnfusedOptimizer)
 LEGACY = ("fused_adam_legacy", "fused_lamb_legacy")
 """Attributes of DeepSpeed's optimizers in 16 bits: with apex's old optimizers they take a norm that is not ours."""
-
-
-def engine_has_fp16(engine: Any) -> bool:
-    """Whether the config of ``engine`` asks for fp16."""
-    return bool(engine.fp16_enabled())
 
 
 def tell_deepspeed_of_experts(topology: Topology) -> None:
     """Put the groups of the expert view where DeepSpeed looks for them; it makes none that it finds there."""
     name = expert_group_name(topology)
     for word, axes in (("EXPERT_PARALLEL", ("ep", "etp")), ("EXPERT_DATA_PARALLEL", ("edp",))):
-        known: Any = getattr(deepspeed_groups, f"_{word}_GROUP")
-        ranks: Any = getattr(deepspeed_groups, f"_{word}_GROUP_RANKS")
-        known[name], ranks[name] = topology.group(*axes), topology.ranks(*axes)
+        getattr(deepspeed_groups, f"_{word}_GROUP")[name] = topology.group(*axes)
+        getattr(deepspeed_groups, f"_{word}_GROUP_RANKS")[name] = topology.ranks(*axes)
+
+
+def check_no_own_experts(model: nn.Module, degrees: Degrees) -> None:
+    """Raise ValueError where ``model`` has layers of DeepSpeed's own MoE, and ``degrees`` more than data ranks.
+
+    DeepSpeed makes their groups of consecutive ranks, whatever the ranks hold: of tensor or context ranks, which share
+    samples, and of those that ds_npu calls by the same name (DeepSpeed 0.19.8 utils/groups.py).
+    """
+    found = next((name for name, each in model.named_modules() if isinstance(each, MoE)), None)
+    sizes: dict[Axis, int] = {axis: degrees.size(axis) for axis in (*MODEL_AXES, "ep", "etp")}
+    others = ", ".join(f"{NAMES[axis]} {size}" for axis, size in sizes.items() if size > 1)
+    if found is not None and others:
+        raise ValueError(
+            f"ds_npu.parallel: found {others} for a model with {found} (deepspeed.moe.layer.MoE), which DeepSpeed "
+            "puts on ranks itself (its ep_size), right beside data ranks only. What to do: leave these keys out; or a "
+            "module of experts that ds_npu places (docs/experts.md), with ds_npu.parallel.expert"
+        )
 
 
 class SeparateGroups:
@@ -86,7 +97,7 @@ class SeparateGroups:
             separate = [experts for _, experts in self._pairs]
             known = [each for each in scheduler.optimizer.param_groups if all(each is not other for other in separate)]
             if len(scheduler.base_lrs) == len(known):
-                scheduler.optimizer = _KnownGroups(scheduler.optimizer, known)  # type: ignore[assignment]
+                scheduler.optimizer = Overlaid(scheduler.optimizer, param_groups=known)  # type: ignore[assignment]
 
     def follow(self) -> None:
         """Give each group of experts the settings that the group it came from has now."""
@@ -94,31 +105,9 @@ class SeparateGroups:
             experts.update({key: value for key, value in source.items() if key not in ("params", *self.marks)})
 
 
-class _KnownGroups:
-    """An optimizer with some of its parameter groups."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: list[ParameterGroup]) -> None:
-        self.optimizer, self.param_groups = optimizer, groups
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-
-def _as_groups(parameters: Iterable[Any]) -> list[ParameterGroup]:
-    found = list(parameters)
-    return [dict(each) for each in found] if found and isinstance(found[0], dict) else [{"params": found}]
-
-
 class ExpertView(ExpertCheckpoints):
     """Changes in an engine whose model has weights on the expert view."""
 
-    module: nn.Module
-    topology: Topology
-    events: EngineEvents
-    model_axes: tuple[Axis, ...]
-    has_moe_layers: bool
-    client_lr_scheduler: Any
-    lr_scheduler: Any
     expert_groups: SeparateGroups | None = None
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
@@ -129,14 +118,15 @@ class ExpertView(ExpertCheckpoints):
             )
             tell_deepspeed_of_experts(self.topology)
             self.expert_groups = SeparateGroups(self.topology)
-        upstream: Any = super()
-        upstream._configure_distributed_model(model)
+        super()._configure_distributed_model(model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         separate = self.expert_groups
         if separate is not None:
             if client_optimizer is None:
-                model_parameters = separate.separate(_as_groups(model_parameters))
+                given = list(model_parameters)
+                are_groups = given and isinstance(given[0], dict)
+                model_parameters = separate.separate(map(dict, given) if are_groups else [{"params": given}])
             elif isinstance(client_optimizer, torch.optim.Optimizer):
                 if self.client_lr_scheduler is None and hasattr(client_optimizer.step, "_wrapped_by_lr_sched"):
                     raise ValueError(
@@ -146,13 +136,14 @@ class ExpertView(ExpertCheckpoints):
                 separate.separate_in(client_optimizer)
             else:
                 client_optimizer = _separated(client_optimizer, separate)
-        upstream: Any = super()
-        upstream._configure_optimizer(client_optimizer, model_parameters)
+        super()._configure_optimizer(client_optimizer, model_parameters)
         if separate is not None:
             self.events.before_step(MethodLevel.EXPERT_SETTINGS, separate.follow)
         made: Any = attribute(self, "optimizer", object)
         is_legacy = made is not None and any(attribute(made, each, bool) for each in LEGACY)
-        if separate is not None and (is_legacy or (isinstance(made, IN_16_BITS) and engine_has_fp16(self))):
+        if separate is not None and (
+            is_legacy or (isinstance(made, FP16_Optimizer | FP16_UnfusedOptimizer) and self.fp16_enabled())
+        ):
             raise ValueError(
                 f"ds_npu.parallel.expert: found {self.topology.size('ep')} with {type(made).__name__} in fp16, whose "
                 "steps are too small by the loss scale (DeepSpeed 0.19.8 divides gradients by it, and multiplies the "
@@ -165,22 +156,19 @@ class ExpertView(ExpertCheckpoints):
             count_on_every_rank(made)
 
     def _configure_lr_scheduler(self) -> None:
-        upstream: Any = super()
-        upstream._configure_lr_scheduler()
+        super()._configure_lr_scheduler()
         if self.expert_groups is not None:
             self.expert_groups.schedule(self.lr_scheduler)
 
     def _validate_zero3_moe_compatibility(self) -> None:
         """DeepSpeed's; it accepts layers of its own only, where ours carry the group that ZeRO-3 shards them over."""
         if not self.has_experts:
-            upstream: Any = super()
-            upstream._validate_zero3_moe_compatibility()
+            super()._validate_zero3_moe_compatibility()
 
     def _resolve_zero3_param_placement(self) -> None:
         """DeepSpeed's, which would put every parameter on the data ranks."""
         if not self.has_experts:
-            upstream: Any = super()
-            upstream._resolve_zero3_param_placement()
+            super()._resolve_zero3_param_placement()
 
 
 def _separated(make: Callable[[Any], torch.optim.Optimizer], groups: SeparateGroups) -> Callable[[Any], Any]:

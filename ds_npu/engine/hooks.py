@@ -10,24 +10,32 @@ imported where it is needed.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_npu.capability import SUPPORTED, ascend_hardware_present, torch_npu_importable, unsupported
-from ds_npu.engine.after_deepspeed import take_over
 from ds_npu.engine.announcement import announced, with_section
-from ds_npu.engine.clients.one_rank import be_the_only_rank
 from ds_npu.engine.mpu import WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.patches import FAILED
-from ds_npu.log import warn_once
+from ds_npu.log import logger, warn_once
 from ds_npu.plain_engines import note_plain_engine
 
 Function = Callable[..., Any]
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables of which every launcher sets at least one: deepspeed, torchrun, accelerate."""
+OF_OTHERS = (
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE", "HYDI_CONTROL_FD"),
+    *("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV", "DLTS_JOB_ID"),
+)
+"""Variables of MPI's launchers and of the services that DeepSpeed knows, which it reads itself."""
+HOST = "127.0.0.1"
 
 
 def npu_accelerator(original: type) -> type:
@@ -35,8 +43,32 @@ def npu_accelerator(original: type) -> type:
     from ds_npu.accelerator.npu_accelerator import over
 
     accelerator = over(original)
-    take_over(original, accelerator)
+    _take_over(original, accelerator)
     return accelerator
+
+
+def _take_over(built_in: type, ours: type) -> None:
+    """Make an ``ours`` DeepSpeed's accelerator if it is a ``built_in`` now, and its builders the ones bound so far.
+
+    So it is where ``import ds_npu`` comes after ``import deepspeed`` on an NPU.
+    """
+    real: Any = sys.modules.get("deepspeed.accelerator.real_accelerator")
+    if real is None or type(real.ds_accelerator) is not built_in:
+        return
+    chosen: Any = vars(real)["ds_accelerator"]
+    accelerator = ours()
+    replaced: dict[Any, Any] = {
+        chosen.get_op_builder(name): accelerator.get_op_builder(name) for name in chosen.class_dict
+    }
+    real.set_accelerator(accelerator)
+    for name, module in list(sys.modules.items()):
+        # Where DeepSpeed's builders are defined, ours find their bases.
+        if name.startswith("deepspeed.") and not name.startswith("deepspeed.ops.op_builder.npu"):
+            bound = {key: value for key, value in vars(module).items() if key.endswith("Builder") and value in replaced}
+            vars(module).update({key: replaced[value] for key, value in bound.items()})
+    listed: Any = sys.modules.get("deepspeed.ops.op_builder.all_ops")
+    made: dict[str, Any] = listed.ALL_OPS if listed else {}
+    made.update({name: replaced[type(each)]() for name, each in made.items() if type(each) in replaced})
 
 
 def init_distributed(original: Function) -> Function:
@@ -83,6 +115,30 @@ def _be_the_only_rank(has_section: bool) -> None:
 
     if has_section or get_accelerator().device_name() == "npu":
         be_the_only_rank(os.environ)
+
+
+def be_the_only_rank(environ: MutableMapping[str, str]) -> None:
+    """Set in ``environ`` what a launcher of one rank would set, and say so, where no launcher has started this process.
+
+    Nothing is set where a process group is open, or where mpi4py is installed: DeepSpeed (0.19.8, comm/comm.py) asks it
+    which rank this process is, and else ends in a ModuleNotFoundError.
+    """
+    is_started = any(name in environ for name in (*OF_A_LAUNCHER, *OF_OTHERS))
+    if dist.is_initialized() or is_started or importlib.util.find_spec("mpi4py") is not None:
+        return
+    environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0"), WORLD_SIZE="1")
+    environ.setdefault("MASTER_ADDR", HOST)
+    environ.setdefault("MASTER_PORT", str(_free_port()))
+    logger().warning(
+        "no launcher has started this process, so it trains alone, as one rank on one device. What to do for more "
+        "ranks: deepspeed --num_gpus RANKS SCRIPT, or torchrun --nproc_per_node RANKS SCRIPT"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        return int(found.getsockname()[1])
 
 
 def warn_of_unsupported_releases() -> None:
@@ -168,7 +224,7 @@ def pipeline_grid(original: type) -> Function:
         config = announced()
         if config is None:
             return original(topology=topology, process_group=process_group)
-        from ds_npu.engine.pipeline.grid import ContextGrid
+        from ds_npu.engine.session import ContextGrid
 
         return ContextGrid(config, topology, process_group)
 
@@ -181,8 +237,7 @@ def zero_init(original: Function) -> Function:
         config = with_section(kwargs.get("config_dict_or_path") or kwargs.get("config"))
         _be_the_only_rank(config is not None)
         if config is not None and data_parallel_group is None and dist.is_initialized():
-            from ds_npu.engine.device import use_own_device
-            from ds_npu.engine.session import open_session
+            from ds_npu.engine.session import open_session, use_own_device
             from ds_npu.engine.zero_init import is_transformers_config
 
             use_own_device()

@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_npu.capability import SUPPORTED, installed_release
-from ds_npu.engine.clients.client_patches import CLIENT_PATCHES
-from ds_npu.engine.patch import Patch
+from ds_npu.engine.clients.client_patches import CLIENT_PATCHES, Patch
 from ds_npu.log import warn_once
 
 FULL_VALUES = {

@@ -12,8 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_npu.checkpoint.loading import load_checkpoint, meta_model
 from ds_npu.config.loading import load
-from ds_npu.engine.device import use_own_device
-from ds_npu.engine.session import open_session
+from ds_npu.engine.session import open_session, use_own_device
 from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in

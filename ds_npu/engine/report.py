@@ -22,7 +22,6 @@ GREEN, YELLOW, END = "\033[92m", "\033[93m", "\033[0m"
 OKAY, NO = f"{GREEN}[OKAY]{END}", f"{YELLOW}[NO]{END}"
 NAME_COLUMNS = 33
 RULE = "-" * 74
-SEE = "see ds_npu above"
 
 FeatureRow = tuple[str, list[str]]
 """A feature's name, and why it cannot be used on this machine; nothing where it can."""
@@ -44,7 +43,7 @@ def report(file: TextIO | None = None, features: Iterable[FeatureRow] = ()) -> N
         *_device_lines(devices),
         *_variable_lines(),
         *_operator_lines(),
-        *_kernel_lines(),
+        *_counted("kernels on NPUs (fused_ops)", list(operator_report())),
         *_feature_lines(features),
         RULE,
     ]
@@ -192,16 +191,12 @@ def _operator_lines() -> Iterator[str]:
     yield from _counted("DeepSpeed's operators", [(builder.name, builder.why_not()) for builder in _builders()])
 
 
-def _kernel_lines() -> Iterator[str]:
-    yield from _counted("kernels on NPUs (fused_ops)", list(operator_report()))
-
-
 def _counted(title: str, rows: list[tuple[str, str | None]]) -> Iterator[str]:
     """How many of ``rows`` can be used, and a row for each of the others with a reason of its own."""
     unavailable = capability.torch_npu_importable()
     wrong = [(name, reason) for name, reason in rows if reason]
     own = [(name, reason) for name, reason in wrong if not unavailable or reason != str(unavailable)]
-    see = f", {SEE}" if len(own) < len(wrong) else ""
+    see = ", see ds_npu above" if len(own) < len(wrong) else ""
     yield _line(title, f"{NO if wrong else OKAY} {len(rows) - len(wrong)} of {len(rows)}{see}")
     for name, reason in own:
         yield from _answer(name, [reason])

@@ -1,4 +1,4 @@
-"""The checked section of a DeepSpeed config and the topology of this world, from which an engine is built."""
+"""The checked section of a DeepSpeed config, the topology of this world and the device of this process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from ds_npu.capability import hccl_options
 from ds_npu.config.check import Checked, check
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.engine.failures.failed_ranks import explain_failed_ranks
+from ds_npu.engine.mpu import CUT_INTO_STAGES, mpu_of
 from ds_npu.features.driver import unmet
 from ds_npu.log import warn_once
 from ds_npu.planner.communicators import buffer_mib
@@ -65,12 +68,58 @@ def open_session(config: dict[str, Any], stages: int | None = None) -> Session:
     if key not in _topologies:
         for old in [old for old in _topologies if old[0] is not dist.group.WORLD]:
             del _topologies[old]
-        _topologies[key] = Topology(degrees, lambda axes: hccl_buffers(degrees, axes, config))
+
+        def options(axes: tuple[Axis, ...]) -> Any:
+            """A buffer for the largest message of the communicator over ``axes``."""
+            return hccl_options(buffer_mib(degrees, axes, config)) if dist.get_backend() == "hccl" else None
+
+        _topologies[key] = Topology(degrees, options)
     return Session(section, _topologies[key])
 
 
-def hccl_buffers(degrees: Degrees, axes: tuple[Axis, ...], config: dict[str, Any]) -> Any:
-    """Options for the communicator over ``axes``: a buffer for its largest message."""
-    if dist.get_backend() != "hccl":
-        return None
-    return hccl_options(buffer_mib(degrees, axes, config))
+def use_own_device(arguments: Any = None) -> None:
+    """Make the device current that DeepSpeed's engine will use, with ``arguments`` as its ``args``.
+
+    DeepSpeed does so in its constructor, after features have been applied. Until then torch_npu takes NPU 0 for every
+    process: random states are read from it, and communicators are opened from it, on every rank of the machine.
+    Called where the process group exists: DeepSpeed has then set LOCAL_RANK under MPI too. Raises RuntimeError where
+    LOCAL_RANK is not set, or numbers an NPU that this process does not see.
+    """
+    index, source = _own_index(arguments)
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "npu":
+        # It imports torch_npu.
+        from ds_npu.accelerator.npu_accelerator import check_own_device
+
+        check_own_device(index, source)
+    if index >= 0:
+        accelerator.set_device(index)
+
+
+def _own_index(arguments: Any) -> tuple[int, str]:
+    """The number of the device, and what says so (deepspeed/runtime/engine.py, _set_distributed_vars)."""
+    device_rank = getattr(arguments, "device_rank", None)
+    if device_rank is not None:
+        return int(device_rank), f"args.device_rank={device_rank}"
+    for variable in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        if variable in os.environ:
+            return int(os.environ[variable]), f"{variable}={os.environ[variable]}"
+    raise RuntimeError(
+        "LOCAL_RANK is not set, so this process does not know which device of its machine is its own. Start it with "
+        "deepspeed, torchrun or accelerate launch, or set LOCAL_RANK (0 in a single process) before DeepSpeed is used."
+    )
+
+
+class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
+    """A PipelineModule's grid with a context axis, for the announced config.
+
+    DeepSpeed's grid has the axes pipe, data and model, and PipelineModule ties weights and writes layers over ``data``.
+    Here ``data`` is dp x cp, so that all of that remains right, and what DeepSpeed asks of an mpu is answered with dp
+    and cp apart. Raises ConfigError where its axes and the section disagree.
+    """
+
+    def __init__(self, config: dict[str, Any], topology: Any, process_group: Any) -> None:
+        use_own_device()
+        super().__init__(topology=topology, process_group=process_group)
+        opened = open_session(config, stages=self.pipe_parallel_size)
+        self.__dict__.update(vars(mpu_of(opened.topology, CUT_INTO_STAGES)))

@@ -39,7 +39,11 @@ def protect_shards(model: nn.Module, topology: Topology) -> bool:
     protected, and PEFT computes with experts that it adapts.
     """
     if EXPERTS_INSTALLED.get(model):
-        _protect_experts(model)
+        for name, parameter in model.named_parameters():
+            placement = placement_of(parameter)
+            if placement.is_expert and not names.is_adapted(name):
+                axes = " and ".join(f"dim {each.dim} over {axis}" for axis, each in placement.sharded.items())
+                protect(parameter, Shard(f"{name} is sharded: {axes} (ds_npu.parallel.expert)", EXPERT_REMEDY))
     if SHARDED_MODEL.get(model) is not None:
         for name, parameter in model.named_parameters():
             sharding = sharding_of(parameter)
@@ -51,14 +55,6 @@ def protect_shards(model: nn.Module, topology: Topology) -> bool:
     if ShardedParameter in protected:
         wrap_forward(model, _in_forward, Level.MODEL)
     return bool(protected)
-
-
-def _protect_experts(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        sharded = placement_of(parameter).sharded.items()
-        if placement_of(parameter).is_expert and not names.is_adapted(name):
-            axes = " and ".join(f"dim {sharding.dim} over {axis}" for axis, sharding in sharded)
-            protect(parameter, Shard(f"{name} is sharded: {axes} (ds_npu.parallel.expert)", EXPERT_REMEDY))
 
 
 def _in_forward(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

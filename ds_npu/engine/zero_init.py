@@ -38,8 +38,15 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
     already, and all models without tensor and expert ranks, are left alone. Raises ValueError for weights on NVMe.
     """
     partitions: dict[nn.Parameter, nn.Parameter] = {}
-    if _is_to_be_sharded(model, topology):
-        _check_in_memory(model)
+    by_tensor = topology.size("tp") > 1 and sharded_model_of(model) is None
+    if by_tensor or (topology.size("ep", "etp") > 1 and not has_experts(model)):
+        on_disk = next((name for name, each in model.named_parameters() if is_on_nvme(each)), None)
+        if on_disk is not None:
+            raise ValueError(
+                f'zero_optimization.offload_param.device "nvme": zero.Init has given {on_disk} and others to an NVMe '
+                "disk, from which ds_npu.parallel.tensor and expert cannot shard them. What to do: "
+                'offload_param.device "cpu", or, where memory allows, a model that is not made under zero.Init'
+            )
         partitions = {each: _moved_partition(each) for each in model.parameters() if is_partitioned(each)}
     try:
         yield
@@ -51,21 +58,6 @@ def shards_from_partitions(model: nn.Module, topology: Topology) -> Iterator[Non
     while partitions:
         parameter = next(iter(partitions))
         _fill(parameter, partitions.pop(parameter), topology)
-
-
-def _is_to_be_sharded(model: nn.Module, topology: Topology) -> bool:
-    by_tensor = topology.size("tp") > 1 and sharded_model_of(model) is None
-    return by_tensor or (topology.size("ep", "etp") > 1 and not has_experts(model))
-
-
-def _check_in_memory(model: nn.Module) -> None:
-    on_disk = next((name for name, each in model.named_parameters() if is_on_nvme(each)), None)
-    if on_disk is not None:
-        raise ValueError(
-            f'zero_optimization.offload_param.device "nvme": zero.Init has given {on_disk} and others to an NVMe disk, '
-            "from which ds_npu.parallel.tensor and expert cannot shard them. What to do: offload_param.device "
-            '"cpu", or, where memory allows, a model that is not made under zero.Init'
-        )
 
 
 def _moved_partition(parameter: nn.Parameter) -> nn.Parameter:

@@ -85,16 +85,12 @@ class Recording(TorchDispatchMode):
             kept.results.append(_Result(name, value, random))
             self._of_storage |= dict.fromkeys(_storages(found), kept.results[-1])
         elif name.startswith("c10d::"):
-            self._forget(args)
+            # It may write to the results that it is given, and does not declare so.
+            for storage in self._of_storage.keys() & _storages(args).keys():
+                self._of_storage[storage].value = None
         elif not (func.is_view or func._schema.is_mutable):
             self._watch(found)
         return found
-
-    def _forget(self, args: Arguments) -> None:
-        """Drop the results that a collective is given: it may write to them, and does not declare so."""
-        for storage in _storages(args):
-            if storage in self._of_storage:
-                self._of_storage[storage].value = None
 
     def _watch(self, found: Any) -> None:
         """Watch undeclared views of results: aten::_unsafe_view, of which torch.matmul makes its result."""
@@ -141,5 +137,4 @@ def _value(result: _Result) -> Any:
 
 
 def _storages(found: Any) -> dict[int, torch.Tensor]:
-    """The tensors in ``found`` by their storages."""
     return {each.untyped_storage()._cdata: each for each in tree_leaves(found) if isinstance(each, torch.Tensor)}

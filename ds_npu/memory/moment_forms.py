@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -68,32 +68,26 @@ def _levels(is_signed: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(sorted(found), dtype=torch.float32, device=device)
 
 
-def _to_int8(is_signed: bool) -> Callable[[torch.Tensor, int], Parts]:
-    def pack(values: torch.Tensor, seed: int) -> Parts:
-        """Return uint8 codes, and of each block the value of largest magnitude, with its sign: its divisor."""
-        levels = _levels(is_signed, values.device)
-        blocks = _in_blocks(values)
-        largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
-        scaled = blocks / largest.masked_fill(largest == 0, 1.0)
-        above = torch.searchsorted(levels, scaled, out_int32=True).clamp_(1, 255)
-        below = levels[above - 1]
-        chance = ((scaled - below) / (levels[above] - below)).mul_(65536).round_()
-        codes = above - (_draws(scaled, seed) >= chance).to(torch.int32)
-        if not is_signed:
-            # A second moment of 0 with a first moment other than 0 would make an update without bound.
-            codes = torch.maximum(codes, (scaled > 0).to(torch.int32))
-        return codes.to(torch.uint8).view(-1)[: values.numel()], largest.view(-1)
-
-    return pack
+def _to_int8(is_signed: bool, values: torch.Tensor, seed: int) -> Parts:
+    """Return uint8 codes, and of each block the value of largest magnitude, with its sign: its divisor."""
+    levels = _levels(is_signed, values.device)
+    blocks = _in_blocks(values)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    scaled = blocks / largest.masked_fill(largest == 0, 1.0)
+    above = torch.searchsorted(levels, scaled, out_int32=True).clamp_(1, 255)
+    below = levels[above - 1]
+    chance = ((scaled - below) / (levels[above] - below)).mul_(65536).round_()
+    codes = above - (_draws(scaled, seed) >= chance).to(torch.int32)
+    if not is_signed:
+        # A second moment of 0 with a first moment other than 0 would make an update without bound.
+        codes = torch.maximum(codes, (scaled > 0).to(torch.int32))
+    return codes.to(torch.uint8).view(-1)[: values.numel()], largest.view(-1)
 
 
-def _from_int8(is_signed: bool) -> Callable[[Parts], torch.Tensor]:
-    def unpack(parts: Parts) -> torch.Tensor:
-        codes, largest = parts
-        values = _levels(is_signed, codes.device)[codes.to(torch.int32)]
-        return (_in_blocks(values) * largest.view(-1, 1)).view(-1)[: codes.numel()]
-
-    return unpack
+def _from_int8(is_signed: bool, parts: Parts) -> torch.Tensor:
+    codes, largest = parts
+    values = _levels(is_signed, codes.device)[codes.to(torch.int32)]
+    return (_in_blocks(values) * largest.view(-1, 1)).view(-1)[: codes.numel()]
 
 
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
@@ -105,8 +99,8 @@ def _in_blocks(values: torch.Tensor) -> torch.Tensor:
 FP32 = Form(lambda values, _seed: (values,), lambda parts: parts[0])
 """The tensor itself: packing does not copy it."""
 BF16 = Form(_to_bf16, lambda parts: parts[0].to(torch.float32))
-INT8 = Form(_to_int8(is_signed=True), _from_int8(is_signed=True))
-INT8_AT_LEAST_ZERO = Form(_to_int8(is_signed=False), _from_int8(is_signed=False))
+INT8 = Form(partial(_to_int8, True), partial(_from_int8, True))
+INT8_AT_LEAST_ZERO = Form(partial(_to_int8, False), partial(_from_int8, False))
 NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq")
 """Adam's second moments."""
 

@@ -23,7 +23,6 @@ ATTENTION, GROUPED, LINEAR = "attention", "grouped_m", "npu_linear"
 """Parts of the names of operators whose FLOP torch's counter does not know for every device."""
 KEYS_DIM = {"BSH": 1, "BSND": 1, "SBH": 0, "BNSD": 2, "TND": 0}
 """The dim of the keys in torch_npu's layouts of attention."""
-COLLECTIVE = "c10d"
 MADE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::set_", "aten::resize_")
 """Beginnings of the names of operators that start no kernel."""
 
@@ -52,7 +51,7 @@ def operator_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: A
     if _is_view(func) or name.startswith(MADE):
         return 0.0
     moved = sum(each.nbytes for each in (*_tensors((args, kwargs)), *_tensors(out)))
-    if name.startswith(COLLECTIVE):
+    if name.startswith("c10d"):
         return machine.message + float(moved) / machine.port
     product = _product_seconds(func, args, kwargs, out, machine)
     return float(max(product, moved / machine.memory, machine.kernel))

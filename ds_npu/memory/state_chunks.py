@@ -117,10 +117,6 @@ class StateShard:
         """Return a placeholder for a flat gradient in pieces: ones, all of which are one number in memory."""
         return torch.ones(1, device=self.weight.device).expand(self.weight.numel())
 
-    def show_weights(self) -> None:
-        """Make the master the weights, before DeepSpeed copies its rounding into them."""
-        self.master.data = self.weight
-
     def take(self, state: Mapping[str, object]) -> None:
         """Keep the values of the master, and ``state``, the optimizer's state of it; then ``close``.
 

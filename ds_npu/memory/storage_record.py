@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -126,3 +127,39 @@ class StorageRecord(TorchDispatchMode):
     def _ask_allocator(self) -> None:
         if self._allocator is not None:
             self.samples.append(AllocatorSample(len(self.changes), *self._allocator()))
+
+
+class AllocatorMeter:
+    """Measures peaks of device memory, one interval after the other, by the device's allocator.
+
+    The allocator's own peak is reset, too; the host waits for nothing.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device: ModuleType = torch.get_device_module(device_type)
+        self.peak()
+
+    def peak(self) -> int:
+        """Return the most bytes that were allocated since the last call; a new interval begins."""
+        found = int(self._device.max_memory_allocated())
+        self._device.reset_peak_memory_stats()
+        return found
+
+
+class StorageMeter:
+    """Measures the same by the storages in ``record``, where no allocator counts."""
+
+    def __init__(self, record: StorageRecord) -> None:
+        self._record, self._counted, self._held = record, 0, 0
+
+    def peak(self) -> int:
+        """The same."""
+        most = self._held
+        for change in self._record.changes[self._counted :]:
+            self._held += change.size
+            most = max(most, self._held)
+        self._counted = len(self._record.changes)
+        return most
+
+
+PeakMeter = AllocatorMeter | StorageMeter

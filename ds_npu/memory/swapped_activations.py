@@ -11,24 +11,118 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ds_npu.log import logger
 from ds_npu.memory.copy_streams import CopyStreams, Times
-from ds_npu.memory.held_tensor import HeldTensor, keep
-from ds_npu.memory.host_storage import HostAllocator
-from ds_npu.memory.swapped_storage import SWAPPED_STORAGE, SwappedStorage, SwappedTensor
+from ds_npu.memory.held_tensor import HeldTensor, ModifiedTensorError, alias, keep
+from ds_npu.memory.host_storage import HostAllocator, HostStorage, StorageCopy
 from ds_npu.parallel.runtime.micro_batch import Fact
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 
 LEAST_BYTES = 2**20
 """Least bytes of a storage that is swapped: a smaller one takes longer to begin than to copy."""
 MOST_DEPTH = 4
 TIMED_FORWARD = 1
 """The forward, after the first, whose copies are timed."""
+
+
+class SwappedStorage:
+    """One storage: on the device, on its way to the host, there, and on the device again.
+
+    It lives as long as a tensor in it is saved for backward; then its host memory is given back.
+    """
+
+    def __init__(self, tensor: torch.Tensor, streams: CopyStreams, host: HostAllocator) -> None:
+        self.size = tensor.untyped_storage().nbytes()
+        self.version = tensor._version
+        self._shape, self._device = tensor.shape, tensor.device
+        self._streams, self._host = streams, host
+        # Without its graph, whose nodes may hold this; the version counter is shared.
+        self._held: torch.Tensor | None = alias(tensor)
+        self._on_host: HostStorage | None = None
+        self._again: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+        self._is_used = self._is_modified = False
+
+    def begin_copy(self) -> StorageCopy | None:
+        """Return the copy to the host; None where the tensor has been modified since it was saved."""
+        assert self._held is not None
+        if self._held._version != self.version:
+            self._is_modified = True
+            return None
+        self._on_host = self._host.take(self._held)
+        return StorageCopy(_bytes(self._held.untyped_storage()), self._on_host)
+
+    def release(self) -> None:
+        """Release the storage on the device; the current stream has waited for its copy."""
+        assert self._held is not None
+        # A copy concurrent with a change may hold either value.
+        self._is_modified |= self._held._version != self.version
+        self._held = None
+
+    def begin_return(self) -> StorageCopy | None:
+        """Return the copy back; None where the storage is on the device, or on its way."""
+        if self._held is not None or self._again is not None or self._on_host is None:
+            return None
+        return StorageCopy(torch.empty(self.size, dtype=torch.uint8, device=self._device), self._on_host)
+
+    def arrives(self, data: torch.Tensor, event: torch.Event | None) -> None:
+        """Note that ``data``, which ``begin_return`` gave, is copied when ``event`` is over."""
+        self._again, self._arrived = data, event
+
+    def on_device(self) -> torch.UntypedStorage:
+        """Return the storage, for the current stream; raises ModifiedTensorError."""
+        if self._is_modified or (self._held is not None and self._held._version != self.version):
+            raise ModifiedTensorError(self._shape)
+        if self._held is not None:
+            return self._held.untyped_storage()
+        assert self._again is not None
+        self._streams.wait(self._arrived)
+        self._is_used = True
+        return self._again.untyped_storage()
+
+    def __del__(self) -> None:
+        # After a forward that failed, or a graph dropped before its backward, copies may still run.
+        if self._held is not None and self._on_host is not None:
+            self._streams.abandon(self._held)
+        if self._again is not None and not self._is_used:
+            self._streams.abandon(self._again)
+        if self._on_host is not None:
+            self._host.give(self._on_host)
+
+
+SWAPPED_STORAGE: TensorAttribute[weakref.ref[SwappedStorage]] = TensorAttribute("ds_npu_swapped")
+
+
+@dataclass(frozen=True)
+class SwappedTensor(HeldTensor):
+    """A tensor in a swapped storage."""
+
+    storage: SwappedStorage
+    reach: Callable[[], None]
+    """Called when backward needs it; begins copies of it and of the tensors needed next."""
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+
+    def get(self) -> torch.Tensor:
+        self.reach()
+        data = self.storage.on_device()
+        made = torch.empty(0, dtype=self.dtype, device=data.device).set_(data, self.offset, self.size, self.stride)
+        return made.requires_grad_(self.requires_grad)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of ``storage``: [n] uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class ActivationSwap:
@@ -74,7 +168,7 @@ class ActivationSwap:
     def timed(self, begin: Times, computed: Times, copied: Times, group: SwapGroup) -> None:
         """Keep the events around a module's computation and copies, to be read when they are over."""
         self._times = [begin[0], computed[0], computed[1], copied[1]]
-        self._timed_bytes, self._timed_copies = group.bytes(), group.copied_bytes
+        self._timed_bytes, self._timed_copies = sum(each.size for each in group.own), group.copied_bytes
 
     def _set_depth(self) -> None:
         """Set the depth from measured times, when the timed copies are over."""
@@ -124,7 +218,7 @@ class SwapGroup:
         self._swap, self._remains = swap, remains
         with torch._C.DisableTorchFunctionSubclass():
             self.kept = {each.untyped_storage()._cdata for each in kept}
-        self._own: list[SwappedStorage] = []
+        self.own: list[SwappedStorage] = []
         """Storages that only this group keeps on the device."""
         self._needed: dict[int, weakref.ref[SwappedStorage]] = {}
         self._copied: torch.Event | None = None
@@ -141,32 +235,28 @@ class SwapGroup:
         if found is None:
             found = SwappedStorage(tensor, self._swap.streams, self._swap.host)
             SWAPPED_STORAGE.set(storage, weakref.ref(found))
-            self._own.append(found)
+            self.own.append(found)
         self._needed[id(found)] = weakref.ref(found)
         return found
 
     def copy_out(self) -> None:
         """Begin to copy to the host, after the module's call."""
         if self._remains:
-            self._own.clear()
+            self.own.clear()
             return
-        copies = {each: each.begin_copy() for each in self._swap.chosen(self._own)}
-        self._own = [each for each, copy in copies.items() if copy is not None]
+        copies = {each: each.begin_copy() for each in self._swap.chosen(self.own)}
+        self.own = [each for each, copy in copies.items() if copy is not None]
         begun = [copy for copy in copies.values() if copy is not None]
         self.copied_bytes = sum(copy.host.size for copy in begun)
         self._copied = self._swap.streams.copy_out(begun)
 
-    def bytes(self) -> int:
-        """Bytes of the storages that are copied and not released."""
-        return sum(each.size for each in self._own)
-
     def release(self) -> None:
         """Release the copied storages; the current stream waits for their copies."""
-        if self._own:
+        if self.own:
             self._swap.streams.wait(self._copied)
-        for each in self._own:
+        for each in self.own:
             each.release()
-        self._own.clear()
+        self.own.clear()
 
     def copy_back(self) -> None:
         """Begin to copy the storages on the host back."""
@@ -184,7 +274,6 @@ class SwappedForward:
     def __init__(self, swap: ActivationSwap, is_timed: bool) -> None:
         self._swap, self._is_timed = swap, is_timed
         self._groups: list[SwapGroup] = []
-        """Groups in the order of the calls."""
         self._open: SwapGroup | None = None
 
     @contextmanager

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_npu.engine.clients import one_rank
-from ds_npu.engine.clients.one_rank import OF_A_LAUNCHER, OF_OTHERS, be_the_only_rank
+from ds_npu.engine import hooks
+from ds_npu.engine.hooks import OF_A_LAUNCHER, OF_OTHERS, be_the_only_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "trainer_script.py"
@@ -36,7 +36,7 @@ def test_what_a_launcher_has_set_is_left_alone(name):
 
 
 def test_mpi4py_is_asked_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr(one_rank.importlib.util, "find_spec", lambda name: object() if name == "mpi4py" else None)
+    monkeypatch.setattr(hooks.importlib.util, "find_spec", lambda name: object() if name == "mpi4py" else None)
     environ: dict[str, str] = {}
     be_the_only_rank(environ)
     assert environ == {}
@@ -82,7 +82,7 @@ def test_the_trainer_saves_and_resumes_without_a_launcher(tmp_path):
     launched.mkdir()
     of_one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     found, said = train(alone, {})
-    expected, unsaid = train(launched, of_one | {"MASTER_PORT": str(one_rank._free_port())})
+    expected, unsaid = train(launched, of_one | {"MASTER_PORT": str(hooks._free_port())})
     assert said.count(SAID) == 1 and SAID not in unsaid
     assert len(found["losses"]) == 4 and found == expected
     resumed, _ = train(alone, {}, "--resume_from_checkpoint", str(alone / "checkpoint-2"))

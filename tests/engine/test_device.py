@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from ds_npu.engine import device
+from ds_npu.engine import session
 
 COLLECTIVES = [
     "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast",
@@ -126,7 +126,7 @@ def test_the_device_is_the_one_that_deepspeeds_engine_takes(monkeypatch, environ
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     record = watch(monkeypatch)
-    device.use_own_device(arguments)
+    session.use_own_device(arguments)
     assert record == ([] if expected is None else [f"set_device({expected})"])
     # DeepSpeed's own, which sets LOCAL_RANK from Open MPI's first.
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -142,11 +142,11 @@ def test_without_a_local_rank_there_is_one_error(monkeypatch):
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match=r"^LOCAL_RANK is not set.*deepspeed, torchrun or accelerate launch"):
-        device.use_own_device()
+        session.use_own_device()
 
 
 def test_no_other_module_of_ds_npu_makes_the_engines_communicators():
     """Whoever opens a topology, and so the world's groups, has a road above, or only names groups."""
-    root = Path(device.__file__).parents[1]
+    root = Path(session.__file__).parents[1]
     users = {str(path.relative_to(root)) for path in root.rglob("*.py") if "open_session(" in path.read_text()}
-    assert users == {"engine/session.py", "engine/hooks.py", "engine/pretrained.py", "engine/pipeline/grid.py"}
+    assert users == {"engine/session.py", "engine/hooks.py", "engine/pretrained.py"}

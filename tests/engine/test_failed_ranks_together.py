@@ -9,9 +9,8 @@ import torch.distributed as dist
 from endings import LAUNCHERS, of_launcher, of_ranks
 from ranks import run_on_ranks
 
-from ds_npu.engine.failures.failed_ranks import ending_of
+from ds_npu.engine.failures.failed_ranks import ending_of, tell_torchelastic
 from ds_npu.engine.failures.failure_record import Failure, FailureRecord
-from ds_npu.engine.failures.torchelastic_file import tell_torchelastic
 
 GONE = "Connection closed by peer [127.0.0.1]:55983"
 

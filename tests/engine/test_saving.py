@@ -81,7 +81,7 @@ def save_uneven(folder):
     # A change on the rank that holds an index is what is saved.
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.add_(1)
-    changed = whole_state_dict(model, tensor_holders(dist.group.WORLD), to_cpu=False)
+    changed = whole_state_dict(model, tensor_holders(dist.group.WORLD))
     if rank == 0:
         name = "model.layers.1.mlp.down_proj.weight"
         assert torch.equal(changed[name], plain.state_dict()[name] + 1)

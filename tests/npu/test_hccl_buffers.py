@@ -61,8 +61,7 @@ def model_step(config: dict, tied: bool = False) -> None:
 def expert_step(config: dict) -> None:
     import deepspeed
 
-    from ds_npu.engine.device import use_own_device
-    from ds_npu.engine.session import open_session
+    from ds_npu.engine.session import open_session, use_own_device
 
     use_own_device()
     model = toy_experts.Net(open_session(config).topology)  # The engine's: another topology has other communicators.

@@ -11,16 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ds_npu.ops.add_rms_norm import add_rms_norm
-from ds_npu.ops.cross_entropy import cross_entropy
-from ds_npu.ops.rms_norm import rms_norm
-from ds_npu.ops.rotary import rotary
-from ds_npu.ops.softmax import softmax
-from ds_npu.ops.swiglu import swiglu
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from ds_npu.acceptance.operator_cases import SMALL_CALLS, Maker, cross_entropy_args, drawn, rotary_args, softmax_args
+from ds_npu.acceptance.operator_call import Maker, drawn
+from ds_npu.acceptance.operator_cases import SMALL_CALLS, cross_entropy_args, rotary_args, softmax_args
 from ds_npu.ops.layers import add_rms_norm, cross_entropy, rms_norm, rotary, softmax, swiglu
 
 

@@ -14,8 +14,7 @@ from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
-from ds_npu.memory.peak_meter import StorageMeter
-from ds_npu.memory.storage_record import StorageRecord
+from ds_npu.memory.storage_record import StorageMeter, StorageRecord
 from ds_npu.parallel.runtime.forward_wraps import has_own_forward
 from ds_npu.planner.memory_plan import Option, measured
 from ds_npu.planner.memory_plan_table import ATTENTION, MLP, WHOLE, StagePlan, section_of

@@ -12,12 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ds_npu.checkpoint.comparison import Differences, Plain, differences, over_ranks
+from ds_npu.checkpoint.contents import fingerprint
 from ds_npu.checkpoint.files import CheckpointError
-from ds_npu.checkpoint.fingerprint import fingerprint
-from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun, manifest_path
-from ds_npu.checkpoint.manifest_json import manifest_of_json
-from ds_npu.checkpoint.written import WrittenCheckpoint
+from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun, manifest_of_json, manifest_path
+from ds_npu.checkpoint.written import Differences, Plain, WrittenCheckpoint, differences, over_ranks
 from ds_npu.parallel.tensor.sharding import Sharding
 
 FILE = "mp_rank_00_model_states.pt"

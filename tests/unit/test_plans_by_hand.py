@@ -19,8 +19,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
 from ds_npu.memory.operator_seconds import OperatorSeconds
-from ds_npu.memory.peak_meter import StorageMeter
-from ds_npu.memory.storage_record import StorageRecord
+from ds_npu.memory.storage_record import StorageMeter, StorageRecord
 from ds_npu.planner.memory_plan import best_plan, fastest, measured, smallest
 from ds_npu.planner.memory_plan_table import ATTENTION, MLP, StagePlan, section_of
 from ds_npu.topology.machine import A2

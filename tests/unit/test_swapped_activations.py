@@ -18,9 +18,8 @@ from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.memory import swapped_activations
 from ds_npu.memory.held_tensor import ModifiedTensorError
-from ds_npu.memory.host_pool import host_pool
-from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
-from ds_npu.memory.swapped_storage import SwappedStorage
+from ds_npu.memory.host_storage import host_pool
+from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap, SwappedStorage
 from ds_npu.planner.swap_pattern import stage_ends
 
 ONE_RANK = SimpleNamespace(size=lambda *axes: 1, rank=lambda *axes: 0)

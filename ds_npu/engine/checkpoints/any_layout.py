@@ -18,39 +18,25 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import nn
 
-from ds_npu.checkpoint.comparison import differences, over_ranks
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import manifest_path
-from ds_npu.checkpoint.written import WrittenCheckpoint
+from ds_npu.checkpoint.written import WrittenCheckpoint, differences, over_ranks
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
-from ds_npu.engine.checkpoints.own_files import check_files
-from ds_npu.engine.checkpoints.reassembly import GivenState, Reassembly, State
+from ds_npu.engine.checkpoints.reassembly import Overlaid, Reassembly, State
 from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
-from ds_npu.engine.checkpoints.written_files import CLASSES, manifest_of, plain_weights
+from ds_npu.engine.checkpoints.written_files import CLASSES, layout_description, manifest_of, plain_weights
+from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.features.experts.relocation import restore_maps, state_of_maps
 from ds_npu.log import logger
 from ds_npu.parallel.runtime.placement import has_experts
-from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.optimizer_layout import ZERO, OptimizerLayout, layout_of_optimizer
 
 T = TypeVar("T")
 
 
-class AnyLayoutCheckpoints:
+class AnyLayoutCheckpoints(TopologyEngine):
     """How an engine writes what its checkpoints hold, and loads one of another layout; every rank calls it together."""
-
-    module: nn.Module
-    topology: Topology
-    optimizer: Any
-    checkpoint_engine: Any
-    seq_dp_world_size: int
-    mp_world_size: int
-    zero_optimization_partition_weights: Callable[[], bool]
-    load_universal_checkpoint: Callable[[], bool]
-    _reassembled: State | None = None
-    """The content that this rank's files would have, while it is loaded."""
 
     def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, of a checkpoint of any layout.
@@ -58,39 +44,38 @@ class AnyLayoutCheckpoints:
         Raises CheckpointError, on every rank the same, for one whose files are not all there, whose weights are not
         those of the model, or whose optimizer's state has other shapes.
         """
-        upstream: Any = super()
         is_other_kind = not self.has_manifests or self.load_universal_checkpoint()
         folder = None if is_other_kind else _folder_of(load_dir, tag)
         if folder is None:
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         written, asked = WrittenCheckpoint(folder, CLASSES), Asked(*args, **kwargs)
         if not any(_on_every_rank(lambda: written.has_manifests)):
             _on_every_rank(lambda: self._check_own_files(folder, asked))
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         _on_every_rank(lambda: written.check_files(dist.get_rank(), dist.get_world_size()))
         partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
         if self._is_layout_of(written) and not partitions_alone:
             if written.leaves_out_frozen:
                 self._check_fit(written, asked)
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         if not all(_on_every_rank(lambda: written.is_known)):
             if written.plain_weights():
                 self._check_fit(written, asked)
             _on_every_rank(lambda: self._check_own_files(folder, asked, written))
-            return upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         self._check_fit(written, asked)
         message = "%s: this rank's part is taken from the files of %s ranks"
         logger().info(message, written.folder, len(written.manifests))
-        self._reassembled = self._reassembly_of(written, partitions_alone)
+        self.reassembled = state = self._reassembly_of(written, partitions_alone)
         plain = self.checkpoint_engine
-        self.checkpoint_engine = GivenState(plain, self._reassembled)
+        self.checkpoint_engine = Overlaid(plain, load=lambda *args, **kwargs: state)
         if partitions_alone:
             # Else DeepSpeed reads weights by itself; that no state is loaded, WeightsOnly sees to.
             asked = asked._replace(load_optimizer_states=True)
         try:
-            return upstream.load_checkpoint(load_dir, tag, *asked)
+            return super().load_checkpoint(load_dir, tag, *asked)
         finally:
-            self.checkpoint_engine, self._reassembled = plain, None
+            self.checkpoint_engine, self.reassembled = plain, None
 
     def _save_checkpoint(
         self,
@@ -99,8 +84,7 @@ class AnyLayoutCheckpoints:
         client_state: dict[str, Any] | None = None,
         exclude_frozen_parameters: bool = False,
     ) -> None:
-        upstream: Any = super()
-        upstream._save_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
+        super()._save_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
         folder, engine = Path(save_dir, str(tag)), self.checkpoint_engine
         path, manifest = manifest_path(folder, dist.get_rank()), manifest_of(self, folder, exclude_frozen_parameters)
         if isinstance(engine, CheckpointTransaction):
@@ -109,21 +93,19 @@ class AnyLayoutCheckpoints:
             path.write_text(manifest.to_json())
 
     def _get_all_ckpt_names(self, folder: str, tag: str) -> list[str]:
-        upstream: Any = super()
-        if self._reassembled is not None:
+        if self.reassembled is not None:
             return [str(next(Path(folder, str(tag)).glob("*model_states.pt")))] * self.mp_world_size
-        names: list[str] = upstream._get_all_ckpt_names(folder, tag)
+        names: list[str] = super()._get_all_ckpt_names(folder, tag)
         if self.load_universal_checkpoint() or not WrittenCheckpoint(Path(folder, str(tag))).has_manifests:
             return names
         # Of the same name there may have been a checkpoint of more ranks.
-        own = {upstream._get_ckpt_name(folder, tag, f"{rank:02d}") for rank in range(self.mp_world_size)}
+        own = {self._get_ckpt_name(folder, tag, f"{rank:02d}") for rank in range(self.mp_world_size)}
         return [name for name in names if name in own]
 
     def _get_all_zero_checkpoints(self, folder: str, tag: str) -> Any:
-        upstream: Any = super()
-        if self._reassembled is None:
-            return upstream._get_all_zero_checkpoints(folder, tag)
-        return [self._reassembled[ZERO]] * self.seq_dp_world_size
+        if self.reassembled is None:
+            return super()._get_all_zero_checkpoints(folder, tag)
+        return [self.reassembled[ZERO]] * self.seq_dp_world_size
 
     def _is_layout_of(self, written: WrittenCheckpoint) -> bool:
         """Whether all ranks find in ``written`` what they would have written."""
@@ -136,22 +118,26 @@ class AnyLayoutCheckpoints:
 
     def _check_own_files(self, folder: Path, asked: Asked, written: WrittenCheckpoint | None = None) -> None:
         """Raise CheckpointError where DeepSpeed, by itself, would not load what is in ``folder``."""
-        check_files(self, folder, not asked.leaves_states_out, written)
+        _check_files(self, folder, not asked.leaves_states_out, written)
         if self.zero_optimization_partition_weights() and asked.leaves_states_out:
             check_partitions_load(folder, asked, self.mp_world_size == 1 and not has_experts(self.module))
 
     def _reassembly_of(self, written: WrittenCheckpoint, partitions_alone: bool) -> State:
         """The content of this rank's files; raises CheckpointError on every rank if one cannot read its part."""
-        if not has_experts(self.module):
-            return _made_on_all(lambda: Reassembly(self, written, partitions_alone).state())
-        # Wherever the experts of the former run were, those of this one begin in the plain order.
-        expert_maps = state_of_maps(self.module, self.topology)
-        restore_maps(self.module, None, self.topology)
+        has_any = has_experts(self.module)
+        if has_any:
+            # Wherever the experts of the former run were, those of this one begin in the plain order.
+            expert_maps = state_of_maps(self.module, self.topology)
+            restore_maps(self.module, None, self.topology)
+        made: list[State] = []
         try:
-            return _made_on_all(lambda: Reassembly(self, written, partitions_alone).state())
+            # Nothing of it is sent to the other ranks.
+            _on_every_rank(lambda: made.append(Reassembly(self, written, partitions_alone).state()))
         except CheckpointError:
-            restore_maps(self.module, expert_maps, self.topology)
+            if has_any:
+                restore_maps(self.module, expert_maps, self.topology)
             raise
+        return made[0]
 
     def _check_fit(self, written: WrittenCheckpoint, asked: Asked) -> None:
         """Raise CheckpointError on every rank where the weights in ``written`` are not those of the model."""
@@ -217,8 +203,53 @@ def _on_every_rank(make: Callable[[], T]) -> list[T]:
     return [each for _, each in found]
 
 
-def _made_on_all(make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on this rank; it fails on all ranks or on none."""
-    made: list[T] = []
-    _on_every_rank(lambda: made.append(make()))
-    return made[0]
+def _check_files(engine: Any, folder: Path, with_states: bool, written: WrittenCheckpoint | None = None) -> None:
+    """Raise CheckpointError where DeepSpeed cannot read ``folder`` with the layout of ``engine``.
+
+    DeepSpeed (0.19.8) fails there with a bare assertion, or after it has written to the model. ``with_states``: it
+    reads the optimizer's, too. ``written``: the checkpoint by its manifests, if it has any.
+    """
+    models = {path.name for path in folder.glob("*mp_rank_*_model_states.pt")}
+    states = {path.name for path in folder.glob("*zero_pp_rank_*_optim_states.pt")}
+    if not models and written is None:
+        raise CheckpointError(
+            f"{folder} has no checkpoint: expected files *_model_states.pt, found none. What to do: name the folder "
+            "and the tag that engine.save_checkpoint was given, on a disk that all ranks see"
+        )
+    problem = _unlike_own_files(engine, folder, states if with_states else None)
+    if written is not None and problem is None:
+        mine = manifest_of(engine, folder)
+        if not any(mine.has_parts_like(each) for each in written.manifests):
+            problem = "none of its ranks held the parts of the model that this rank holds"
+    if problem is not None:
+        wrote, mine_is = written.layout if written else _layout_by_names(models, states), layout_description(engine)
+        raise CheckpointError(
+            f"{folder} was written at another layout ({wrote}; this run: {mine_is}), and it is not known what its "
+            f"files hold where: {problem}. What to do: load it with the layout that wrote it, or weights only: "
+            "engine.save_pretrained in a run with that layout, from_pretrained in this one"
+        )
+
+
+def _unlike_own_files(engine: Any, folder: Path, states: set[str] | None) -> str | None:
+    """How the files that DeepSpeed reads on this rank differ from those in ``folder``; None where they do not."""
+    where = str(folder.parent), folder.name
+    own = Path(engine._get_ckpt_name(*where)).name
+    alike = {Path(name).name for name in engine._get_all_ckpt_names(*where)}
+    if own not in alike or len(alike) != engine.mp_world_size:
+        return f"this rank reads {own}, one of {engine.mp_world_size}, and {len(alike)} of that kind are there"
+    has_states = states is not None and engine.optimizer is not None and engine.zero_optimization()
+    if states is None or not has_states or engine.zero_elastic_checkpoint():
+        return None
+    mine = Path(engine._get_zero_ckpt_name(*where)).name
+    before, after = mine.split("zero_pp_rank_")[0], mine.split("_mp_rank_")[1]
+    of_group = [each for each in states if each.startswith(f"{before}zero_pp_rank_") and each.endswith(after)]
+    if mine not in states or len(of_group) != engine.seq_dp_world_size:
+        return f"this rank reads {mine}, one of {engine.seq_dp_world_size}, and {len(of_group)} of that kind are there"
+    return None
+
+
+def _layout_by_names(models: set[str], states: set[str]) -> str:
+    if any(name.startswith("zero_pp_rank_") for name in models):
+        return f"{len(models)} ranks, ZeRO 3"
+    zero = f"ZeRO 1 or 2 over {len(states)} ranks" if states else "no ZeRO"
+    return f"{len(models)} model-parallel ranks, {zero}"

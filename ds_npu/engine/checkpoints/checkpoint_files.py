@@ -20,10 +20,10 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.checkpoint.fingerprint import fingerprint
+from ds_npu.checkpoint.contents import fingerprint
+from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.topology.degrees import NAMES, Axis
-from ds_npu.topology.topology import Topology
 
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 """Scripts that DeepSpeed adds to its checkpoints; they make one file of weights of them."""
@@ -151,16 +151,8 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         ) from self.error
 
 
-class AtomicCheckpoints:
+class AtomicCheckpoints(TopologyEngine):
     """How an engine saves checkpoints; all ranks call it, as DeepSpeed wants."""
-
-    checkpoint_engine: Any
-    topology: Topology
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether other ranks hold other parts of the weights."""
-        return False
 
     def save_checkpoint(
         self,
@@ -171,20 +163,18 @@ class AtomicCheckpoints:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """DeepSpeed's; raises RuntimeError on every rank where one cannot write, with earlier checkpoints untouched."""
-        upstream: Any = super()
         plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
         if type(plain) is not TorchCheckpointEngine:  # another of DeepSpeed's, which writes in its own time
-            return bool(upstream.save_checkpoint(save_dir, tag, *given))
+            return bool(super().save_checkpoint(save_dir, tag, *given))
         self.checkpoint_engine = transaction = CheckpointTransaction(plain, save_latest)
         try:
-            return bool(upstream.save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
+            return bool(super().save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
         finally:
             self.checkpoint_engine = plain
             transaction.remove_unfinished()
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        upstream: Any = super()
-        copy = partial(self._refuse_recovery if self.is_sharded else upstream._copy_recovery_script, save_path)
+        copy = partial(self._refuse_recovery if self.is_sharded else super()._copy_recovery_script, save_path)
         if isinstance(self.checkpoint_engine, CheckpointTransaction):
             self.checkpoint_engine.attempt(Path(save_path), copy)
         else:

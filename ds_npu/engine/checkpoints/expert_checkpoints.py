@@ -8,40 +8,39 @@ ZeRO 3 each rank's file holds all it has, as without experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
-from torch import nn
 
-from ds_npu.engine.checkpoints.expert_states import State, joined, part_of
-from ds_npu.engine.checkpoints.reassembly import REASSEMBLED
-from ds_npu.engine.failures.joint_calls import JointCalls, joint
+from ds_npu.engine.checkpoints.reassembly import REASSEMBLED, Overlaid, State
+from ds_npu.engine.failures.joint_calls import joint
+from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.features.experts.relocation import EXPERT_MAP, restore_maps, state_of_maps
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.placement import has_experts, placement_of
-from ds_npu.topology.topology import Topology
 
 MODULE, OPTIMIZER = "module", "optimizer"
 """Keys of DeepSpeed's files."""
 LAYOUT = "ds_npu_expert_ranks"
 """The key of a dense file that says over how many ranks, along ep and etp, experts were."""
+STATE, GROUPS = "state", "param_groups"
+INNER = "optimizer_state_dict"
+"""The key of it in that of DeepSpeed's optimizers for 16 bits."""
+MASTERS = ("fp32_groups", "fp32_groups_flat")
+"""Keys of float32 weights by group in the same state dict."""
+OF_EXPERTS = "moe"
+"""DeepSpeed's mark on a parameter group of experts."""
 
 
-class ExpertCheckpoints:
+class ExpertCheckpoints(TopologyEngine):
     """How an engine whose model has experts on ranks saves and loads; every rank calls it together."""
 
-    module: nn.Module
-    topology: Topology
-    has_moe_layers: bool
-    checkpoint_engine: Any
-    joint_calls: JointCalls
     expert_maps: State
     """The expert maps in the checkpoint that is being written."""
-    zero_optimization_partition_weights: Callable[[], bool]
-    load_universal_checkpoint: Callable[[], bool]
 
     @property
     def has_experts(self) -> bool:
@@ -51,16 +50,14 @@ class ExpertCheckpoints:
     @joint("engine.save_checkpoint")
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, and the files of experts."""
-        upstream: Any = super()
         self.expert_maps = state_of_maps(self.module, self.topology)
         with self._without_moe_of_deepspeed():
-            return bool(upstream.save_checkpoint(*args, **kwargs))
+            return bool(super().save_checkpoint(*args, **kwargs))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
-        upstream: Any = super()
         if not self.has_experts:
-            return upstream.load_checkpoint(*args, **kwargs)
+            return super().load_checkpoint(*args, **kwargs)
         if self.load_universal_checkpoint():
             raise ValueError(
                 "checkpoint.load_universal: found true for a model with experts on the ranks of "
@@ -68,35 +65,32 @@ class ExpertCheckpoints:
                 "the key out; the checkpoint itself loads at any layout (docs/checkpoints.md)"
             )
         plain = self.checkpoint_engine
-        self.checkpoint_engine = _Merging(plain, self)
+        self.checkpoint_engine = Overlaid(plain, load=partial(self._load_merged, plain))
         try:
             with self._without_moe_of_deepspeed():
-                return upstream.load_checkpoint(*args, **kwargs)
+                return super().load_checkpoint(*args, **kwargs)
         finally:
             self.checkpoint_engine = plain
 
     def _save_checkpoint(
         self, save_dir: str, tag: str, client_state: State, exclude_frozen_parameters: bool = False
     ) -> None:
-        upstream: Any = super()
-        upstream._save_checkpoint(save_dir, tag, client_state, exclude_frozen_parameters)
+        super()._save_checkpoint(save_dir, tag, client_state, exclude_frozen_parameters)
         if self.writes_experts:
             states = self._states_of_experts(exclude_frozen_parameters)
             self.checkpoint_engine.save(states, str(self.expert_file(Path(save_dir, str(tag)))))
 
     def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
-        upstream: Any = super()
-        state: State = upstream._common_checkpoint_state(module_state_dict, *args)
+        state: State = super()._common_checkpoint_state(module_state_dict, *args)
         if stages_in(self.module) and self.topology.size("ep", "etp") > 1:
             # A stage without experts, too: DeepSpeed reads its file on the ranks of all stages.
             state[LAYOUT] = self.layout
         if self.has_experts:
-            state[LAYOUT] = self.layout
-            state[EXPERT_MAP] = self.expert_maps
+            state |= {LAYOUT: self.layout, EXPERT_MAP: self.expert_maps}
             if not self.zero_optimization_partition_weights():
                 names = self._names_of_experts()
                 state[MODULE] = {name: each for name, each in state[MODULE].items() if name not in names}
-                state[OPTIMIZER] = part_of(state[OPTIMIZER], of_experts=False)
+                state[OPTIMIZER] = _part_of(state[OPTIMIZER], of_experts=False)
                 for key in (FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS):
                     if state.get(key) is not None:
                         state[key] = {name: each for name, each in state[key].items() if name not in names}
@@ -109,21 +103,19 @@ class ExpertCheckpoints:
 
     def expert_file(self, folder: Path) -> Path:
         """The file of this rank's experts in the ``folder`` of a checkpoint."""
-        return folder / self._file_name(self.topology.rank("ep", "etp"), self.topology.size("ep", "etp"))
-
-    def _file_name(self, rank: int, ranks: int) -> str:
+        rank, ranks = self.topology.rank("ep", "etp"), self.topology.size("ep", "etp")
         stage = f"stage_{self.topology.rank('pp'):02d}_" if self.topology.size("pp") > 1 else ""
-        return f"experts_{stage}rank_{rank:03d}_of_{ranks:03d}_model_states.pt"
+        return folder / f"experts_{stage}rank_{rank:03d}_of_{ranks:03d}_model_states.pt"
 
-    def merge(self, dense: State, folder: Path) -> State:
-        """The states that this rank's file of experts adds to those of the ``dense`` file."""
-        if dense.get(REASSEMBLED):
+    def _load_merged(self, plain: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Load the file at ``path``, and with a dense one the states in this rank's file of experts."""
+        dense = plain.load(path, *args, **kwargs)
+        if not isinstance(dense, dict) or MODULE not in dense or dense.get(REASSEMBLED):
             return dense
+        folder = Path(path).parent
         written = dense.get(LAYOUT)
         if written != self.layout:
-            wrote = "no experts on ranks"
-            if written is not None:
-                wrote = f"expert {written['ep']}, expert_tensor {written['etp']}"
+            wrote = f"expert {written['ep']}, expert_tensor {written['etp']}" if written else "no experts on ranks"
             raise ValueError(
                 f"ds_npu.parallel.expert: the checkpoint in {folder} was written with {wrote}, without manifests of "
                 f"what is where, and this run has expert {self.layout['ep']}, expert_tensor {self.layout['etp']}. What "
@@ -133,30 +125,28 @@ class ExpertCheckpoints:
         restore_maps(self.module, dense.get(EXPERT_MAP), self.topology)
         if self.zero_optimization_partition_weights():
             return dense
-        experts = self.checkpoint_engine.plain.load(str(self.expert_file(folder)), map_location="cpu")
+        experts = plain.load(str(self.expert_file(folder)), map_location="cpu")
         merged = {**dense, MODULE: {**dense[MODULE], **experts[MODULE]}}
         # Earlier commits wrote an empty dict for none; below ZeRO 3 the model's own state has all weights.
         frozen = dense.get(FROZEN_PARAM_FRAGMENTS)
         merged[FROZEN_PARAM_FRAGMENTS] = {**frozen, **experts[MODULE]} if frozen else None
         if experts[OPTIMIZER] is not None:
-            merged[OPTIMIZER] = joined(dense[OPTIMIZER], experts[OPTIMIZER])
+            merged[OPTIMIZER] = _joined(dense[OPTIMIZER], experts[OPTIMIZER])
         return merged
 
     @property
     def writes_experts(self) -> bool:
         """Whether this rank writes a file of experts."""
-        if not self.has_experts or self.zero_optimization_partition_weights():
-            return False
-        return self.topology.rank("edp") == 0
+        has_files = self.has_experts and not self.zero_optimization_partition_weights()
+        return has_files and self.topology.rank("edp") == 0
 
     def _states_of_experts(self, leaves_out_frozen: bool) -> State:
-        engine: Any = self
         names = self._names_of_experts()
-        weights = engine.module_state_dict(exclude_frozen_parameters=leaves_out_frozen)
-        has_own_states = engine.optimizer is not None and not engine.zero_optimization()
+        weights = self.module_state_dict(exclude_frozen_parameters=leaves_out_frozen)
+        has_own_states = self.optimizer is not None and not self.zero_optimization()
         return {
             MODULE: {name: each for name, each in weights.items() if name in names},
-            OPTIMIZER: part_of(engine.optimizer.state_dict(), of_experts=True) if has_own_states else None,
+            OPTIMIZER: _part_of(self.optimizer.state_dict(), of_experts=True) if has_own_states else None,
         }
 
     def _names_of_experts(self) -> set[str]:
@@ -173,16 +163,38 @@ class ExpertCheckpoints:
             self.has_moe_layers = before
 
 
-class _Merging:
-    """A checkpoint engine that reads, with each dense file, this rank's file of experts."""
+def _part_of(optimizer: State | None, of_experts: bool) -> State | None:
+    """The state dict of an optimizer with the states of experts' groups only, or of all others'.
 
-    def __init__(self, plain: Any, experts: ExpertCheckpoints) -> None:
-        self.plain, self._experts = plain, experts
+    An optimizer of torch has the states of parameters by their index in its groups. DeepSpeed's for 16 bits without
+    ZeRO (0.19.8 runtime/fp16/) has around that of its inner optimizer the float32 weights, by group.
+    """
+    if optimizer is None:
+        return None
+    inner: State = optimizer.get(INNER, optimizer)
+    is_chosen = [bool(group.get(OF_EXPERTS)) == of_experts for group in inner[GROUPS]]
+    groups = zip(inner[GROUPS], is_chosen, strict=True)
+    indices = {index for group, chosen in groups if chosen for index in group["params"]}
+    part = {**inner, STATE: {index: each for index, each in inner[STATE].items() if index in indices}}
+    if inner is optimizer:
+        return part
+    masters = {
+        key: [group if chosen else None for group, chosen in zip(optimizer[key], is_chosen, strict=True)]
+        for key in MASTERS
+        if key in optimizer
+    }
+    return {**optimizer, INNER: part, **masters}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.plain, name)
 
-    def load(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        state = self.plain.load(path, *args, **kwargs)
-        is_dense = isinstance(state, dict) and MODULE in state
-        return self._experts.merge(state, Path(path).parent) if is_dense else state
+def _joined(dense: State, experts: State) -> State:
+    """The state dict of which ``dense`` and ``experts`` are the parts."""
+    inner, of_experts = dense.get(INNER, dense), experts.get(INNER, experts)
+    whole = {**inner, STATE: {**inner[STATE], **of_experts[STATE]}}
+    if inner is dense:
+        return whole
+    masters = {
+        key: [other if group is None else group for group, other in zip(dense[key], experts[key], strict=True)]
+        for key in MASTERS
+        if key in dense
+    }
+    return {**dense, INNER: whole, **masters}

@@ -73,10 +73,9 @@ def updating_full(original: Function) -> Function:
     @functools.wraps(original)
     def update(param_list: list[nn.Parameter], update_func: Function) -> None:
         def updated(gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-            if not _is_sharded(param):
-                found: torch.Tensor = update_func(gradient, param)
-                return found
-            return own_part(param, update_func(whole_of(param, gradient), param))
+            is_sharded = _is_sharded(param)
+            found: torch.Tensor = update_func(whole_of(param, gradient) if is_sharded else gradient, param)
+            return own_part(param, found) if is_sharded else found
 
         original(param_list, updated)
 

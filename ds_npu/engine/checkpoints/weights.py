@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import nn
 
-from ds_npu.checkpoint.disk import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.engine.failures.joint_calls import JointCalls, joint
+from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.engine.failures.joint_calls import joint
+from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.placement import has_experts
@@ -25,12 +25,8 @@ from ds_npu.topology.degrees import Axis
 SAVE_16BIT = "engine.save_16bit_model"
 
 
-class WholeWeights:
+class WholeWeights(TopologyEngine):
     """The weights of an engine's model as one process would have them. Every rank calls these together."""
-
-    topology: Any
-    module: nn.Module
-    joint_calls: JointCalls
 
     @property
     def stages(self) -> int:
@@ -48,8 +44,16 @@ class WholeWeights:
         Names and shapes are those of the model before it was sharded, so that it loads into the plain one. Weights are
         gathered one at a time.
         """
+        # It imports transformers, which need not be installed.
+        from ds_npu.checkpoint.saving import whole_state_dict
+
+        weights: dict[str, torch.Tensor] = {}
         with self._on_all_ranks("engine.whole_state_dict"):
-            weights = self._gathered_weights()
+            holders, gather = self._holders(every_rank=False), self._gather
+            # ZeRO-3 gathers over data ranks, which take part and keep nothing.
+            needed = gather is _gathered and self.topology.rank("pp") == 0
+            if holders.dense is not None or holders.experts is not None or needed:
+                weights = whole_state_dict(self.module, holders, gather=gather)
         # A rank that ends right after this has sent its part: on NPUs collectives are only queued when they return.
         get_accelerator().synchronize()
         return weights
@@ -111,18 +115,7 @@ class WholeWeights:
 
     @property
     def _gather(self) -> Callable[[Any], AbstractContextManager[Any]]:
-        return _gathered if self.zero_optimization_partition_weights() else _as_it_is  # type: ignore[attr-defined]
-
-    def _gathered_weights(self) -> dict[str, torch.Tensor]:
-        # It imports transformers, which need not be installed.
-        from ds_npu.checkpoint.saving import whole_state_dict
-
-        holders, gather = self._holders(every_rank=False), self._gather
-        # ZeRO-3 gathers over data ranks, which take part and keep nothing.
-        needed = gather is _gathered and self.topology.rank("pp") == 0
-        if holders.dense is None and holders.experts is None and not needed:
-            return {}
-        return whole_state_dict(self.module, holders, gather=gather)
+        return _gathered if self.zero_optimization_partition_weights() else nullcontext
 
     @joint("engine.save_pretrained")
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -140,9 +133,8 @@ class WholeWeights:
         """DeepSpeed's, with whole weights where this rank has a part of the model."""
         final, unfinished = Path(save_dir, save_filename), Path(save_dir, f".{save_filename}.unfinished")
         if not self.is_sharded:
-            upstream: Any = super()
             with self._on_all_ranks(SAVE_16BIT), _renamed_by_all(unfinished, final, self.module.state_dict()):
-                return bool(upstream.save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))
+                return bool(super().save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))
         left_out = self._frozen() if exclude_frozen_parameters else set()
 
         def write(weights: dict[str, torch.Tensor]) -> None:
@@ -158,15 +150,13 @@ class WholeWeights:
     # What accelerate and the Hugging Face Trainer ask DeepSpeed's engine for under ZeRO-3.
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        upstream: Any = super()
-        return self.is_sharded or bool(upstream.zero_gather_16bit_weights_on_model_save())
+        return self.is_sharded or bool(super().zero_gather_16bit_weights_on_model_save())
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """DeepSpeed's, with whole weights where this rank has a part of the model."""
         if not self.is_sharded:
-            upstream: Any = super()
             with self._on_all_ranks("the gathering of a model's weights"):
-                return upstream._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+                return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         left_out = self._frozen() if exclude_frozen_parameters else set()
         return {name: each for name, each in self.whole_state_dict().items() if name not in left_out}
 
@@ -211,7 +201,3 @@ def _gathered(parameter: Any) -> AbstractContextManager[Any]:
         return nullcontext()  # An expert on other ranks, which DeepSpeed cannot gather.
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
     return context
-
-
-def _as_it_is(parameter: Any) -> AbstractContextManager[Any]:
-    return nullcontext()

@@ -8,14 +8,14 @@ checkpoint that ``latest`` names, whatever tag was given, and knows neither tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.engine.topology_engine import TopologyEngine
 
 PARTITIONS = "ds_npu_partitions"
 """The key of a state that holds, by name, this rank's partition of each weight under ZeRO 3."""
@@ -36,19 +36,12 @@ class Asked(NamedTuple):
         return self.load_module_only or not self.load_optimizer_states
 
 
-class WeightsOnly:
+class WeightsOnly(TopologyEngine):
     """How an engine loads weights alone; every rank calls it together."""
-
-    module: nn.Module
-    optimizer: Any
-    mp_world_size: int
-    zero_optimization: Callable[[], bool]
-    _reassembled: dict[str, Any] | None = None
 
     def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; the masters are those of the weights that were loaded."""
-        upstream: Any = super()
-        path, client_state = upstream.load_checkpoint(load_dir, tag, *args, **kwargs)
+        path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         has_masters = not self.zero_optimization() and hasattr(self.optimizer, "refresh_fp32_params")
         if path is not None and has_masters and Asked(*args, **kwargs).leaves_states_out:
             self.optimizer.refresh_fp32_params()
@@ -56,8 +49,7 @@ class WeightsOnly:
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's, and under ZeRO 3 the partitions in ``checkpoint``, while no weight is gathered."""
-        upstream: Any = super()
-        upstream.load_module_state_dict(checkpoint, *args, **kwargs)
+        super().load_module_state_dict(checkpoint, *args, **kwargs)
         partitions = checkpoint.get(PARTITIONS) or {}
         with torch.no_grad():
             for name, weight in self.module.named_parameters():
@@ -67,10 +59,9 @@ class WeightsOnly:
 
     def _load_zero_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's; False, after which DeepSpeed makes masters of the weights, where partitions were loaded."""
-        upstream: Any = super()
-        if self._reassembled is not None and PARTITIONS in self._reassembled:
+        if self.reassembled is not None and PARTITIONS in self.reassembled:
             return False
-        return bool(upstream._load_zero_checkpoint(*args, **kwargs))
+        return bool(super()._load_zero_checkpoint(*args, **kwargs))
 
 
 def check_partitions_load(folder: Path, asked: Asked, is_plain: bool) -> None:

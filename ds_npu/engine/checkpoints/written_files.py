@@ -18,8 +18,9 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from ds_npu.checkpoint.comparison import Plain
 from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun
+from ds_npu.checkpoint.written import Plain
+from ds_npu.models.zero3 import partition, unpartitioned_shape
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.degrees import DENSE, EXPERT, NAMES
 from ds_npu.zero_ext.optimizer_layout import ZERO, OptimizerLayout
@@ -85,7 +86,7 @@ def plain_weights(engine: Any) -> dict[str, Plain]:
     for name, tensor in engine.module_state_dict().items():
         weight = weights.get(name)
         if weight is not None:
-            part = WrittenPart(_shape_of(weight), dict(placement_of(weight).sharded))
+            part = WrittenPart(unpartitioned_shape(weight), dict(placement_of(weight).sharded))
             found[name] = Plain(part.plain_shape, str(weight.dtype))
         elif isinstance(tensor, torch.Tensor):
             found[name] = Plain(tuple(tensor.shape), str(tensor.dtype))
@@ -93,7 +94,6 @@ def plain_weights(engine: Any) -> dict[str, Plain]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group, as JSON has them."""
     found = {}
     for key, value in group.items():
         plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -145,11 +145,9 @@ class _Files:
             return None
         if self.leaves_out_frozen and not weight.requires_grad:
             value = None
-        ranks = {axis: self.engine.topology.rank(axis) for axis in placement.sharded}
-        shardings = dict(placement.sharded)
-        return WrittenPart(
-            _shape_of(weight), shardings, ranks, value, state, group if state else None, str(weight.dtype)
-        )
+        shape, shardings = unpartitioned_shape(weight), dict(placement.sharded)
+        ranks = {axis: self.engine.topology.rank(axis) for axis in shardings}
+        return WrittenPart(shape, shardings, ranks, value, state, group if state else None, str(weight.dtype))
 
     def _is_in_optimizer(self, weight: nn.Parameter) -> bool:
         """Whether its float32 values are in an optimizer's file, where other ranks have them."""
@@ -157,17 +155,12 @@ class _Files:
         return has_file and weight.requires_grad and numel_of(weight) > 0
 
     def _frozen(self, name: str, weight: nn.Parameter, file: str) -> WrittenRun | None:
-        held = getattr(weight, "ds_tensor", None)
+        held = partition(weight)
         if held is None:
             return _all_of(weight, file, (MODULE, name))
         first = partition_start(weight)
         numel = max(min(held.numel(), numel_of(weight) - first), 0)
         return WrittenRun(file, (FROZEN_PARAM_FRAGMENTS, name), 0, first, numel)
-
-
-def _shape_of(weight: nn.Parameter) -> tuple[int, ...]:
-    """The shape of this rank's part of a weight, which ZeRO 3 may have partitioned."""
-    return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
 def numel_of(weight: nn.Parameter) -> int:

@@ -11,14 +11,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_npu.engine.announcement import with_section
-from ds_npu.engine.clients.asked_twice import check_no_parallelism_config
+from ds_npu.engine.clients.refusals import check_no_parallelism_config
 from ds_npu.topology.degrees import Degrees
 
 Function = Callable[..., Any]
@@ -38,17 +38,6 @@ def prepare_data_loader(original: Function) -> Function:
     return prepared
 
 
-@dataclass(frozen=True)
-class _DispatchState:
-    """The part of accelerate's state that a loader asks for when global rank 0 reads for all ranks."""
-
-    num_processes: int
-    """Data ranks: for each of them a batch is read."""
-    process_index: int
-    """The global rank: rank 0 reads."""
-    device: torch.device
-
-
 def dispatcher_init(original: Function) -> Function:
     """For ``DataLoaderDispatcher.__init__``: each rank takes the slice of its data rank."""
 
@@ -58,7 +47,8 @@ def dispatcher_init(original: Function) -> Function:
         degrees = sharing_degrees()
         if degrees is None:
             return
-        self.state = _DispatchState(degrees.dp, dist.get_rank(), self.state.device)
+        # The loader asks for no more of accelerate's state: global rank 0 reads a batch for each data rank.
+        self.state = SimpleNamespace(num_processes=degrees.dp, process_index=dist.get_rank(), device=self.state.device)
         cut, data_rank = self.slice_fn, data_rank_of(degrees)
 
         def slice_of_data_rank(data: Any, chosen: slice, process_index: int, num_processes: int) -> Any:
@@ -87,16 +77,13 @@ def called_as_data_rank(original: Function) -> Function:
 def split_between_processes(original: Function) -> Function:
     """For a method that returns a context manager, within which processes are counted as ever."""
 
+    @functools.wraps(original)
     @contextmanager
-    def split(args: Any, kwargs: Any) -> Iterator[Any]:
+    def splitting(*args: Any, **kwargs: Any) -> Iterator[Any]:
         with ExitStack() as within:
             with data_ranks_as_processes():
                 mine = within.enter_context(original(*args, **kwargs))
             yield mine
-
-    @functools.wraps(original)
-    def splitting(*args: Any, **kwargs: Any) -> Any:
-        return split(args, kwargs)
 
     return splitting
 
@@ -153,7 +140,6 @@ def sharing_degrees() -> Degrees | None:
 
 
 def _grid_of(ds_config: Any, state: Any) -> Degrees | None:
-    """The grid that ``ds_config`` asks for; ``state`` is accelerate's."""
     config = with_section(ds_config)
     # On the CPU accelerate may take each process for the only one, and then shares out nothing.
     if config is None or not dist.is_initialized() or state.backend is None:

@@ -1,10 +1,37 @@
-"""The rows of the patch table for accelerate, transformers and TRL."""
+"""The type of a row of the patch table, and its rows for accelerate, transformers and TRL."""
 
 from __future__ import annotations
 
-from ds_npu.engine.patch import Patch
+from dataclasses import dataclass
 
-_OF_ACCELERATE = ("accelerate.utils", "accelerate.accelerator")
+
+@dataclass(frozen=True)
+class Patch:
+    """One name of DeepSpeed, accelerate, transformers or TRL that ds_npu replaces."""
+
+    module: str
+    name: str
+    """Attribute path in ``module``, as ``DeepSpeedConfig.__init__``."""
+    factory: str
+    """``module:function`` of ds_npu, called with the original, returning what replaces it."""
+    parameters: tuple[str, ...]
+    """Names with which the original's parameters must begin."""
+    what: str
+    why: str
+    upstream: str
+    until: str
+    parameters_of: str = ""
+    """The function of a replaced class to which ``parameters`` belong; "" is the original itself."""
+    optional: bool = False
+    """Whether the result is the same without it, and only dearer: no reason to refuse a config."""
+    also: tuple[str, ...] = ()
+    """``module:name`` of copies that ``from ... import`` made, for an ``import ds_npu`` after ``import deepspeed``."""
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
 _THAT_GENERATE = tuple(f"trl.trainer.{kind}_trainer" for kind in ("grpo", "rloo"))
 
 CLIENT_PATCHES: tuple[Patch, ...] = (
@@ -89,7 +116,9 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
             why="it joins what every process has, and ranks that share samples have the same",
             upstream="accelerate/utils/operations.py (1.15.0)",
             until="accelerate asks DeepSpeed's mpu for data ranks",
-            also=tuple(f"{holder}:{name}" for holder in (*_OF_ACCELERATE, *_THAT_GENERATE)),
+            also=tuple(
+                f"{holder}:{name}" for holder in ("accelerate.utils", "accelerate.accelerator", *_THAT_GENERATE)
+            ),
         )
         for name, factory, parameter in (
             ("gather", "gather_of_data_ranks", "tensor"),
@@ -222,7 +251,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer",
         name="Trainer.compute_loss",
-        factory="ds_npu.engine.clients.label_smoothing:compute_loss",
+        factory="ds_npu.engine.clients.trainer:compute_loss",
         parameters=("self", "model", "inputs"),
         what="with ds_npu.chunked_loss, label_smoothing_factor is a part of the loss that the model computes",
         why="it is computed of the logits of all tokens, which do not exist",
@@ -267,7 +296,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
         Patch(
             module="transformers.trainer_jit_checkpoint",
             name=f"JITCheckpointCallback.{event}",
-            factory=f"ds_npu.engine.clients.sigterm:{factory}",
+            factory=f"ds_npu.engine.clients.trainer:{factory}",
             parameters=("self", "args", "state", "control"),
             what="with the section, a checkpoint on SIGTERM is saved at the end of a step or epoch, by all ranks",
             why="ranks that learn of the signal at different times wait for each other for ever; within a step the "
@@ -285,7 +314,7 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     Patch(
         module="transformers.trainer_jit_checkpoint",
         name="CheckpointManager.execute_jit_checkpoint",
-        factory="ds_npu.engine.clients.sigterm:save_on_all_ranks",
+        factory="ds_npu.engine.clients.trainer:save_on_all_ranks",
         parameters=("self",),
         what="with the section, only a rank that writes the checkpoint marks its folder as incomplete",
         why="every rank makes and removes the one file that marks it, and fails where another was faster",

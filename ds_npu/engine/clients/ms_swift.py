@@ -6,10 +6,8 @@ Read in ms-swift 4.6.0.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from ds_npu.engine.clients.accelerate import Function, data_rank_of, sharing_degrees
 from ds_npu.parallel.tensor.shard_access import ShardCopy
@@ -43,21 +41,6 @@ def keep_all_logits(original: Function) -> Function:
     return chosen
 
 
-@dataclass(frozen=True)
-class _Likeliest:
-    """In place of logits: all that the accuracy of tokens asks of them."""
-
-    words: torch.Tensor
-
-    def argmax(self, dim: int) -> torch.Tensor:
-        return self.words
-
-
-@dataclass(frozen=True)
-class _Outputs:
-    logits: _Likeliest
-
-
 def accuracy_of_sharded_logits(original: Function) -> Function:
     """For the method that counts right tokens in each forward, on every rank."""
 
@@ -67,6 +50,9 @@ def accuracy_of_sharded_logits(original: Function) -> Function:
             return original(self, outputs, labels, *args, **kwargs)
         from ds_npu.models.logits import likeliest_words
 
-        return original(self, _Outputs(_Likeliest(likeliest_words(outputs.logits))), labels, *args, **kwargs)
+        words = likeliest_words(outputs.logits)
+        # All that the accuracy of tokens asks of logits.
+        found = SimpleNamespace(logits=SimpleNamespace(argmax=lambda dim: words))
+        return original(self, found, labels, *args, **kwargs)
 
     return counted

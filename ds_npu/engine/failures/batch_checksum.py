@@ -21,7 +21,6 @@ from ds_npu.comm.host_copy import HostCopy, copy_to_device
 MOST = 1 << 20
 """How many numbers of a tensor count at most, at equal distances: images may be large."""
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes."""
 STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """Shifts and factors of splitmix64 (Steele, Lea and Flood, 2014)."""
 GOLDEN = 0x9E3779B97F4A7C15

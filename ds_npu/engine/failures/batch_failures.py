@@ -34,17 +34,14 @@ PEERS_SECONDS = 10.0
 """How long a rank that has failed waits to hear that its tensor and context ranks have, too."""
 NONE = "none"
 DIFFERENT = "different batches"
-"""The outcome where ranks that share a batch were given different ones."""
 READ_ALIKE = (
     "let every pipeline rank read the same batches in the same order (a loader by engine.topology.rank('dp') of "
     "engine.topology.size('dp')), and skip a batch, such as one that could not be loaded, on all of them or on none"
 )
 NO_MORE = "no more batches"
-"""The outcome where the data of every rank that loads is at its end."""
 LOADING = "loading"
 """The action that failed where a rank could not load its micro-batches."""
 SHOWN_LINES = 30
-"""Lines of a traceback that are shown."""
 _numbers = itertools.count()
 """Numbers of the engines of this process, which all ranks make in the same order."""
 
@@ -82,7 +79,7 @@ class BatchFailures:
     """Begins the batches of one engine, and ends those that have failed."""
 
     def __init__(self, topology: Topology, device_type: str, peers: Sequence[int]) -> None:
-        """``peers``: the ranks that are given the same batches as this one, with it; they all call ``compare``."""
+        """``peers``: the ranks that are given the same batches as this one, with it; they all set a ``checksum``."""
         record = FailureRecord.of_this_world()
         assert record is not None, "a pipeline has two ranks or more"
         self.record, self.topology, self.device_type = record, topology, device_type
@@ -149,11 +146,8 @@ class BatchInStages:
         self._store, self._rank = failures.record.store, failures.record.rank
         self._random = generator_states(failures.device_type)
         self._error: Exception | None = None
-        self._checksum: BatchChecksum | None = None
-
-    def compare(self, checksum: BatchChecksum) -> None:
-        """At the end, compare ``checksum``, of the batch that this rank was given, with those of its peers."""
-        self._checksum = checksum
+        self.checksum: BatchChecksum | None = None
+        """Of the batch that this rank was given; it is compared with those of its peers at the end."""
 
     @property
     def has_failed(self) -> bool:
@@ -227,11 +221,11 @@ class BatchInStages:
         Two checksums always give another sum than 0; of three or more it is 0 with a chance of about 2**-bits. The sum
         over all ranks and what stands below it has at most 62 bits and a sign.
         """
-        if self._checksum is None:
+        if self.checksum is None:
             return 0
         peers = self._failures.peers
         # Data ranks may have the same batches, and shares of theirs could make up for each other.
-        own = self._checksum.read(bits, salt=peers[0])
+        own = self.checksum.read(bits, salt=peers[0])
         return own * (len(peers) - 1) if self._rank == peers[0] else -own
 
     def key_of(self, rank: int) -> str:

@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import json
 import logging
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from ds_npu.config.problems import ConfigError, printable
 from ds_npu.engine.failures.failure_record import PATIENCE_SECONDS, Failure, FailureRecord, rank_numbers
-from ds_npu.engine.failures.torchelastic_file import tell_torchelastic
 from ds_npu.log import logger
 
 # Of gloo (third_party/gloo/gloo/transport/tcp), torch's TCPStore, HCCL and ds_npu sim's HCCL.
@@ -41,6 +42,8 @@ TIMED_OUT = re.compile(
 )
 LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[1]), os.path.dirname(os.__file__))
 """Parts of paths of files that are not the user's script."""
+LATER_SECONDS = 5
+"""Seconds by which other failures follow their cause, whose time the agent takes in whole seconds."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,23 @@ def _hook() -> Hook:
 def explain_failed_ranks() -> None:
     """Make an exception that ends this process print what a reader of all ranks' output needs."""
     _hook().install()
+
+
+def tell_torchelastic(mine: Failure, line: str, *, is_cause: bool) -> None:
+    """Write the file that the agent of this rank reads: ``line``, if there is one, else ``mine``.
+
+    A script whose ``@record`` has written it already keeps it, unless another rank is the cause (not ``is_cause``).
+    The agent of torchrun and accelerate shows as root cause the failure with the earliest second (torch 2.13
+    distributed/elastic/multiprocessing/errors).
+    """
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if not path.name or (is_cause and path.exists()):
+        return
+    seconds = int(time.time()) + (0 if is_cause else LATER_SECONDS)
+    text = line or f"{mine.summary} (at {mine.where}; the traceback stands above, or in the log of rank {mine.rank})"
+    message = {"message": mine.summary, "extraInfo": {"py_callstack": text, "timestamp": str(seconds)}}
+    with suppress(OSError):
+        path.write_text(json.dumps({"message": message}))
 
 
 def ending_of(error: BaseException, traceback: TracebackType | None, record: FailureRecord | None) -> Ending:

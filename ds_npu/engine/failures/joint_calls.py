@@ -35,7 +35,6 @@ SILENT_SECONDS = 15.0
 """After so long a rank that says nothing of itself may be dead, which the call's own collectives find out at once."""
 LONGEST_PAUSE_SECONDS = 1.0
 SHOWN = 4
-"""Ranks of which a message says where they stand."""
 ALL = "all"
 THE_END = "the end of its script"
 REMEDY = (
@@ -55,7 +54,6 @@ class JointCalls:
         self.number = 0
         """Number of the last call that this rank has made, or is in."""
         self.depth = 0
-        """Calls within one another."""
         self.speaking = threading.Lock()
         self.has_ended = False
         if record is not None:

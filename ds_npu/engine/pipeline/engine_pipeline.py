@@ -35,10 +35,8 @@ from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 from ds_npu.parallel.tensor.randomness import RegionRandomness
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.held_reduction import HeldReduction, add_missing
-from ds_npu.zero_ext.pending_gradients import PendingGradients, gradient_slots
-from ds_npu.zero_ext.tied_gradients import TiedGradients
+from ds_npu.zero_ext.pending_gradients import PendingGradients, TiedGradients, gradient_slots
 
-WITHOUT_CACHE = {"use_cache": False}
 WITHOUT_THEIR_LOSS = (
     "ds_npu.moe.aux_loss and z_loss are added to the loss that a model returns, and this batch is to return "
     "log-probabilities, of which the caller makes a loss of its own (TRL). What to do: leave them out"
@@ -84,20 +82,31 @@ class RunningMicroBatches:
         """In the order of the micro-batches."""
         return [self.outputs[index] for index in sorted(self.outputs)]
 
-    @property
-    def own_losses(self) -> list[torch.Tensor]:
-        """In an order that no schedule changes."""
-        return [self.losses[key] for key in sorted(self.losses)]
+
+class HeldStage:
+    """A stage of an engine's model whose backwards reduce no gradient."""
+
+    def __init__(self, engine: Any, held: HeldReduction) -> None:
+        self.engine, self.held = engine, held
+
+    def state(self) -> AbstractContextManager[object]:
+        return CallState(get_accelerator().device_name()).restored()
+
+    def backward(self, outputs: Tensors, gradients: Tensors | None) -> Any:
+        if gradients is None:
+            outputs = (loss_scaled(self.engine, outputs[0]),)
+        return self.held.backward(outputs, gradients)
 
 
-class StageOfEngine:
+class StageOfEngine(HeldStage):
     """One stage of an engine's model, on the micro-batches of one batch."""
 
     def __init__(self, pipeline: EnginePipeline, stage: Stage, batch: RunningMicroBatches) -> None:
+        super().__init__(pipeline.engine, pipeline.held)
         self.pipeline, self.stage, self.batch = pipeline, stage, batch
 
     def forward(self, micro_batch: int, arrived: Tensors | None) -> Tensors:
-        engine, batch = self.pipeline.engine, self.batch
+        engine, batch = self.engine, self.batch
         losses: list[torch.Tensor] = []
         with self.pipeline.random_numbers(), autocast_if_enabled(engine), divided_by(batch.items):
             out = run_stage(engine.module, self.stage, arrived, losses, **batch.parts[micro_batch])
@@ -126,14 +135,6 @@ class StageOfEngine:
         loss = loss if own is None else loss + own
         batch.losses[micro_batch, self.stage.index] = loss.detach()
         return (loss,)
-
-    def state(self) -> AbstractContextManager[object]:
-        return CallState(get_accelerator().device_name()).restored()
-
-    def backward(self, outputs: Tensors, gradients: Tensors | None) -> Any:
-        if gradients is None:
-            outputs = (loss_scaled(self.pipeline.engine, outputs[0]),)
-        return self.pipeline.held.backward(outputs, gradients)
 
 
 def loss_scaled(engine: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -208,7 +209,7 @@ class EnginePipeline:
         collected = {name for name, each in self.signature.parameters.items() if each.kind in several}
         given = {name: value for name, value in bound.arguments.items() if name not in collected}
         if "use_cache" in self.signature.parameters:
-            given |= WITHOUT_CACHE
+            given |= {"use_cache": False}
         return kwargs | given
 
     def batch(self, given: Arguments, trains: bool) -> RunningMicroBatches:
@@ -282,7 +283,9 @@ class EnginePipeline:
         key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
         try:
             running = self._run(self.layout.make(len(batch.parts)), batch)
-            found = self.outputs.of_training(batch.form, batch.own_losses, key)
+            # In an order that no schedule changes.
+            losses = [batch.losses[each] for each in sorted(batch.losses)]
+            found = self.outputs.of_training(batch.form, losses, key)
             running.end()
         except BaseException:
             self.drop()
@@ -308,7 +311,7 @@ class EnginePipeline:
         """
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
         running = self.failures.begin(schedule, batch.trains)
-        running.compare(batch.checksum)
+        running.checksum = batch.checksum
         run = PipelineRun(schedule, self.rank, stages, self.links, running.note)
         with self.failures.or_broken():
             run.run([shape_of(part) for part in batch.parts])

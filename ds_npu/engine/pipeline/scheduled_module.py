@@ -6,7 +6,6 @@ ever. In place of its TrainSchedule run the forwards and backwards of ``pipeline
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from ds_npu.config.pipeline import PipelineSection
 from ds_npu.engine.failures.batch_checksum import BatchChecksum
 from ds_npu.engine.failures.batch_failures import BatchFailures, BatchInStages
-from ds_npu.engine.pipeline.engine_pipeline import check_scales_losses, loss_scaled, pipeline_links
+from ds_npu.engine.pipeline.engine_pipeline import HeldStage, check_scales_losses, pipeline_links
 from ds_npu.features.pipeline.layout import PipelineLayout, layout_of
-from ds_npu.memory.call_state import CallState
 from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.transfers import Tensors
 from ds_npu.zero_ext.held_reduction import HeldReduction
@@ -29,11 +27,11 @@ INPUTS, LABELS = "inputs", "labels"
 """DeepSpeed's names of what it loads, by micro-batch."""
 
 
-class _StageOfModule:
+class _StageOfModule(HeldStage):
     """The stage of a PipelineModule that this rank has, on the batches that its engine has loaded."""
 
     def __init__(self, engine: Any, held: HeldReduction) -> None:
-        self.engine, self.held = engine, held
+        super().__init__(engine, held)
         self.losses: dict[int, torch.Tensor] = {}
         """Losses by micro-batch in the last stage, without graphs."""
 
@@ -55,14 +53,6 @@ class _StageOfModule:
 
     def _loaded(self, what: str, micro_batch: int) -> Any:
         return self.engine.pipe_buffers[what][micro_batch]
-
-    def state(self) -> AbstractContextManager[object]:
-        return CallState(get_accelerator().device_name()).restored()
-
-    def backward(self, outputs: Tensors, gradients: Tensors | None) -> Any:
-        if gradients is None:
-            outputs = (loss_scaled(self.engine, outputs[0]),)
-        return self.held.backward(outputs, gradients)
 
 
 def _sent(out: Any) -> Tensors:
@@ -122,7 +112,10 @@ class ScheduledModule:
             engine._exec_reduce_grads()
             engine._exec_optimizer_step()
         except BaseException:
-            _stop_timers(engine)
+            # DeepSpeed has started them for a batch that has failed; its time is not counted.
+            for name in (TRAIN_BATCH_TIMER, BATCH_INPUT_TIMER):
+                engine.timers(name).started_ = False
+            engine.tput_timer.started = False
             raise
 
     def _run(self, count: int) -> dict[int, torch.Tensor]:
@@ -160,7 +153,7 @@ class ScheduledModule:
             engine._reserve_pipe_buffers(count)
             for index in range(count):
                 engine._exec_load_micro_batch(index)
-            batch.compare(BatchChecksum(self._read))
+            batch.checksum = BatchChecksum(self._read)
         except Exception as error:
             batch.note_loading(engine.stage_id, index, error)
         finally:
@@ -170,13 +163,6 @@ class ScheduledModule:
         """Note what the engine has read, inputs and labels, of which a stage keeps one."""
         if self._read is not None:
             self._read.append(micro_batch)
-
-
-def _stop_timers(engine: Any) -> None:
-    """Stop what DeepSpeed has started for a batch that has failed; its time is not counted."""
-    for name in (TRAIN_BATCH_TIMER, BATCH_INPUT_TIMER):
-        engine.timers(name).started_ = False
-    engine.tput_timer.started = False
 
 
 def scheduled_module(engine: Any, section: PipelineSection) -> ScheduledModule | None:

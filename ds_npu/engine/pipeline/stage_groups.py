@@ -114,18 +114,14 @@ def give_own_parameters(given: dict[str, Any], model: nn.Module, topology: Topol
     """
     config = given["config_class"]
     in_16_bits = config.bfloat16_config.enabled or config.float16_config.enabled
-    if _are_trained(model, topology, in_16_bits or config.zero_optimization_stage > 0):
-        keep_own_parameters(given, model)
-    else:
-        give_no_parameters(given)
-
-
-def _are_trained(model: nn.Module, topology: Topology, needs_weights: bool) -> bool:
-    """Whether this rank's stages have weights that are trained."""
     every = [False] * topology.size("pp")
     own = any(each.requires_grad for each in model.parameters())
     dist.all_gather_object(every, own, group=topology.group("pp"))
     without = [rank for rank, trains in enumerate(every) if not trains]
+    needs_weights = in_16_bits or config.zero_optimization_stage > 0
     if without and needs_weights and len(without) < len(every):
         raise ValueError(NOTHING_TRAINED.format(", ".join(map(str, without))))
-    return own
+    if own:
+        keep_own_parameters(given, model)
+    else:
+        give_no_parameters(given)

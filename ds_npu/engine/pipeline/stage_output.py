@@ -43,21 +43,15 @@ def tensors_of(output: Any) -> dict[str, torch.Tensor]:
     """The tensors of a model's output, a tensor, tuple or mapping, by name or position; nested tensors are left out."""
     if isinstance(output, torch.Tensor):
         return {LOSS if output.dim() == 0 else LOGITS: output}
-    if not isinstance(output, Mapping):
-        named = {LOSS if index == 0 and _is_scalar(each) else f"{index}": each for index, each in enumerate(output)}
-    else:
-        named = dict(output)
-    return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
+    named = output if isinstance(output, Mapping) else {f"{index}": each for index, each in enumerate(output)}
+    found = {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
+    begins_with_loss = not isinstance(output, Mapping) and "0" in found and found["0"].dim() == 0
+    return {LOSS: found.pop("0"), **found} if begins_with_loss else found
 
 
 def detached(output: Any) -> Any:
     """``output`` with its tensors, without their graphs."""
-    found = {name: each.detach() for name, each in tensors_of(output).items()}
-    return OutputForm.of(output).filled(found)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0
+    return OutputForm.of(output).filled({name: each.detach() for name, each in tensors_of(output).items()})
 
 
 class StageOutputs:
@@ -107,10 +101,9 @@ class StageOutputs:
         return form.filled(found)
 
     def _from_last(self, form: OutputForm | None) -> OutputForm | None:
-        held: list[Any] = [form]
+        held = [form]
         dist.broadcast_object_list(held, group=self._group, group_src=self._last, device=self._device)
-        found: OutputForm | None = held[0]
-        return found
+        return held[0]
 
 
 def training_output(form: OutputForm, loss: torch.Tensor) -> Any:

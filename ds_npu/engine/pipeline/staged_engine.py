@@ -11,26 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_npu.engine.pipeline.engine_pipeline import EnginePipeline
+from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.features.pipeline.micro_batches import Arguments
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import running
-from ds_npu.topology.topology import Topology
 
 
-class StagedEngine:
+class StagedEngine(TopologyEngine):
     """DeepSpeedEngine's calls, for a model in stages."""
 
     pipeline: EnginePipeline
-    topology: Topology
-    module: nn.Module
-    micro_steps: int
-    inside_no_sync_ctxt: bool
-    device: torch.device
-    gradient_accumulation_steps: Callable[[], int]
     _runs = False
     """Whether a batch is being run, whose micro-batches DeepSpeed's hooks are not told of."""
 
@@ -72,21 +65,19 @@ class StagedEngine:
                 "engine.step: the gradients of the last engine(batch) wait for engine.backward(loss). What to do: call "
                 "it before engine.step(); loss.backward() does not reach them"
             )
-        upstream: Any = super()
         # Inside of no_sync DeepSpeed itself refuses.
-        if self.pipeline.is_unreduced and upstream.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt:
+        if self.pipeline.is_unreduced and super().is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt:
             raise RuntimeError(
                 "engine.step: the gradients of the last engine.backward(loss) were not reduced, since it was called "
                 "inside of engine.no_sync() or before engine.set_gradient_accumulation_boundary(True). What to do: run "
                 "the last batch of an accumulation, its backward too, outside of no_sync and at a boundary"
             )
-        return upstream.step(*args, **kwargs)
+        return super().step(*args, **kwargs)
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """DeepSpeed's: the gradients of the batches of this context are reduced at its end."""
-        upstream: Any = super()
-        with upstream.coalesce_grad_reduction():
+        with super().coalesce_grad_reduction():
             try:
                 yield
             finally:
@@ -121,16 +112,14 @@ class StagedEngine:
         return {name: each.to(self.device) if isinstance(each, torch.Tensor) else each for name, each in found.items()}
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
-        engine: Any = super()
         if not self._runs:
-            return engine._forward_prologue(inputs, kwargs)
+            return super()._forward_prologue(inputs, kwargs)
         # Of what DeepSpeed does before each forward of the model, this concerns a micro-batch.
-        return (engine._cast_inputs_half(inputs), kwargs) if engine.fp16_auto_cast() else None
+        return (self._cast_inputs_half(inputs), kwargs) if self.fp16_auto_cast() else None
 
     def _forward_epilogue(self) -> None:
         if not self._runs:
-            engine: Any = super()
-            engine._forward_epilogue()
+            super()._forward_epilogue()
 
 
 class _Counted:

@@ -21,8 +21,7 @@ from ds_npu.features.declaration import Change
 from ds_npu.features.recompute.gradient_buckets import gradient_buckets
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
 from ds_npu.log import logger, warn_once
-from ds_npu.memory.peak_meter import AllocatorMeter, PeakMeter, StorageMeter
-from ds_npu.memory.storage_record import StorageRecord
+from ds_npu.memory.storage_record import AllocatorMeter, PeakMeter, StorageMeter, StorageRecord
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.planner.memory_plan import BudgetError, Moment, Option, PlannedLayer, best_plan
 from ds_npu.planner.memory_plan_table import (

@@ -14,8 +14,8 @@ from ds_npu.features.build import Build
 from ds_npu.features.loss.loss_chunks import loss_chunks_of
 from ds_npu.features.recompute.block_record import BlockRecord
 from ds_npu.features.recompute.recomputed_calls import is_recomputed, without_cache
-from ds_npu.memory.peak_meter import PeakMeter
 from ds_npu.memory.recomputation import Recomputation
+from ds_npu.memory.storage_record import PeakMeter
 from ds_npu.parallel.runtime.forward_wraps import (
     Forward,
     Level,

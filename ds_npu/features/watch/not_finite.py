@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_npu.log import logger
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-from ds_npu.zero_ext.delayed_reading import DelayedReading
 from ds_npu.zero_ext.method_wraps import MethodLevel
-from ds_npu.zero_ext.skipped_steps import before_a_skip, reduced_gradients
+from ds_npu.zero_ext.skipped_steps import DelayedReading, before_a_skip, reduced_gradients
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 KEPT_BYTES = 2**24

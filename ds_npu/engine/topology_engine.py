@@ -1,0 +1,32 @@
+"""DeepSpeed's engine as the parts of ds_npu's engines extend it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from ds_npu.engine.failures.joint_calls import JointCalls
+from ds_npu.topology.degrees import Axis
+from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.training_engine import EngineEvents
+
+
+class TopologyEngine(DeepSpeedEngine):  # type: ignore[misc]
+    """DeepSpeedEngine, whose ranks are those of a topology. Each subclass changes calls of one kind."""
+
+    module: nn.Module
+    device: torch.device
+    micro_steps: int
+    has_moe_layers: bool
+    checkpoint_engine: Any
+    inside_no_sync_ctxt: bool
+    topology: Topology
+    model_axes: tuple[Axis, ...]
+    """The axes that shard the model: mpu.CUT_INTO_STAGES or mpu.WHOLE_ON_EACH_STAGE."""
+    events: EngineEvents
+    joint_calls: JointCalls
+    reassembled: dict[str, Any] | None = None
+    """The content that this rank's files would have, while a checkpoint of another layout is loaded."""

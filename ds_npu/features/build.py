@@ -1,14 +1,15 @@
-"""An engine under construction, which features read and change."""
+"""An engine under construction, and the features that read and change it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from torch import nn
 
-from ds_npu.features.declaration import Declaration
+from ds_npu.features.declaration import Change, Declaration, Phase
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan, PlanError
@@ -17,6 +18,8 @@ from ds_npu.parallel.tensor.axis import MatmulCollectives
 from ds_npu.planner.memory_plan_table import PlannedKeys
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.training_engine import TrainingEngine
+
+V = TypeVar("V")
 
 PLAN_ATTRIBUTE = "ds_npu_plan"
 """The attribute of a model that is its ModelPlan."""
@@ -98,8 +101,7 @@ class Build:
         """
         own, topology = stages_in(self.model), self.topology
         ranks, rank = topology.size("pp"), topology.rank("pp")
-        fits = not own or (own[0].count == len(own) * ranks and (len(own) > 1 or own[0].index == rank))
-        if not fits:
+        if own and (own[0].count != len(own) * ranks or (len(own) == 1 and own[0].index != rank)):
             raise ValueError(
                 f"{type(self.model).__name__} is {' and '.join(map(str, own))}, and this is rank {rank} of the "
                 f"{ranks} of ds_npu.parallel.pipeline"
@@ -110,3 +112,21 @@ class Build:
     def shards_sequences(self) -> bool:
         """Whether the sequences of the model are to be sharded over context ranks."""
         return self.topology.size("cp") > 1 and not self.is_pipeline
+
+
+@dataclass(frozen=True)
+class Feature(Generic[V]):
+    """One key of the ``"ds_npu"`` section, whose value is a V (a Section, or a plain value)."""
+
+    key: str
+    phase: Phase = Phase.ENGINE
+    declare: Callable[[V, Build], Iterable[Change]] = lambda value, build: ()
+    """Declares the changes of the model, which it only reads; none where it is off. Raises where it cannot."""
+    parts: Callable[[V, Build], Iterable[Change]] = lambda value, build: ()
+    """Declares the parts that it provides for each engine, also for a model that was changed before."""
+    asked: Callable[[V, Build], str] = lambda value, build: ""
+    """Describes its value, where its changes can be made to a model only once; else empty."""
+    without_plan: Callable[[Build], str] = lambda build: ""
+    """Says in words whether it works for a model without a plan."""
+    unmet: Callable[[V], list[str]] = lambda value: []
+    """Tells why this machine cannot do what the value needs; empty where it can."""

@@ -105,9 +105,9 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration], ma
     parts = {name for name, _ in model.named_modules()} | {
         name for name, _ in model.named_parameters(remove_duplicate=False)
     }
-    owners: dict[tuple[Act, str, IntEnum | None], Declaration] = {}
-    for declaration in made:
-        owners |= {(change.act, change.part, change.level): declaration for change in declaration.changes}
+    owners: dict[tuple[Act, str, IntEnum | None], Declaration] = {
+        (change.act, change.part, change.level): declaration for declaration in made for change in declaration.changes
+    }
     found: list[str] = []
     for declaration in declarations:
         for change in declaration.changes:
@@ -116,7 +116,8 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration], ma
             other = owners.setdefault((change.act, change.part, change.level), declaration)
             if change.act in ONCE and other is not declaration:
                 both = f"ds_npu.{other.key} and ds_npu.{declaration.key}"
-                found.append(f"both {both} want what only one can: {_text(change)}")
+                what = f"{change.act} {change.part or 'the model'}: {change.what}"
+                found.append(f"both {both} want what only one can: {what}")
     found += [
         f"ds_npu.{owner.key} {act} {part}, and ds_npu.{declaration.key} replaces {change.part} afterwards"
         for declaration in declarations
@@ -127,10 +128,6 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration], ma
     ]
     if found:
         raise ConflictError(type(model).__name__, list(dict.fromkeys(found)))
-
-
-def _text(change: Change) -> str:
-    return f"{change.act} {change.part or 'the model'}: {change.what}"
 
 
 def table(declarations: Iterable[Declaration]) -> Iterator[str]:

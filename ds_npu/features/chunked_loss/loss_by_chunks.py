@@ -9,10 +9,9 @@ from torch import nn
 
 from ds_npu.config.chunked_loss import ChunkedLossTokens
 from ds_npu.config.roles import Role
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.chunked_loss.chunked_model import ELSEWHERE, KEY, ChunkedModel
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
 from ds_npu.features.loss.loss_chunks import LOSS_CHUNKS, LossChunks, loss_chunks_of
 from ds_npu.features.loss.model_loss import LossLevel, has_causal_lm_loss, users_loss
 from ds_npu.models import names

@@ -10,7 +10,7 @@ import torch
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ALGORITHM, ContextParallelSection, algorithms
 from ds_npu.config.problems import ConfigError, Problem
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChooser
 from ds_npu.features.context_parallel.sharded_sequences import (
     declare_sequences,
@@ -18,7 +18,6 @@ from ds_npu.features.context_parallel.sharded_sequences import (
     shardable_model,
 )
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
 from ds_npu.log import logger, warn_once
 from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.parallel.tensor.randomness import align_generators

@@ -12,7 +12,7 @@ from torch import nn
 from ds_npu.config.moe import DEFAULT_DISPATCHER, MoeSection
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.config.sections import switched_on
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
 from ds_npu.features.experts.balance import balance_changes
@@ -28,7 +28,6 @@ from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chose
 from ds_npu.features.experts.shards import expert_shard
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.experts.traffic import traffic
-from ds_npu.features.feature import Feature
 from ds_npu.models import names
 from ds_npu.models.attributes import has_attribute, set_attribute
 from ds_npu.models.compiled import check_not_compiled, refuse_compiling

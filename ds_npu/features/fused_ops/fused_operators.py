@@ -15,9 +15,8 @@ from typing import Any
 
 from ds_npu import capability
 from ds_npu.config.fused_ops import FusedOpsSection
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.fused_model import declare_operators, fused_keys
 from ds_npu.models.plan import PlanError
 from ds_npu.ops.adamw import adamw_

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_npu.config.memory_report import MemoryReport
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
-from ds_npu.features.feature import Feature
 from ds_npu.features.memory_report.measured_step import MeasuredStep
 from ds_npu.features.memory_report.memory_use import MemoryUse
 from ds_npu.features.memory_report.picture import use_svg

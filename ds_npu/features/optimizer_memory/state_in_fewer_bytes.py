@@ -7,9 +7,8 @@ from functools import partial
 
 from ds_npu.config.optimizer_memory import OptimizerMemorySection
 from ds_npu.config.sections import switched_on
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
-from ds_npu.features.feature import Feature
 from ds_npu.memory.state_chunks import Keeping
 from ds_npu.zero_ext.optimizer_state import KeptState, why_not_kept
 from ds_npu.zero_ext.training_engine import TrainingEngine

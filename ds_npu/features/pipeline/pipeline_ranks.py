@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 
 from ds_npu.config.pipeline import ONE_STAGE, PipelineSection
 from ds_npu.config.sections import switched_on
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
 from ds_npu.features.loss.model_loss import HasLossFunction, LossLevel
 from ds_npu.features.pipeline.batch_loss import link_items
 from ds_npu.features.pipeline.layout import PipelineLayout, blocks_of_stages, layout_of

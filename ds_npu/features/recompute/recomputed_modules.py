@@ -9,9 +9,8 @@ from torch import nn
 
 from ds_npu.config.recompute import RecomputeSection
 from ds_npu.config.roles import Role
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
 from ds_npu.features.modules.matched_modules import matched_modules, no_module_is
 from ds_npu.features.recompute.attention_core import attention_changes
 from ds_npu.features.recompute.budget import plan_part

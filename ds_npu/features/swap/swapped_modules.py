@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from ds_npu import capability
 from ds_npu.config.roles import Role
 from ds_npu.config.swap import SwapSection
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
 from ds_npu.features.modules.matched_modules import matched_modules, no_module_is
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
 from ds_npu.models import names

@@ -41,9 +41,7 @@ def enter_experts(module: nn.Module, axis: TensorAxis) -> None:
             bound.arguments[name] = _enter(value, axis)
         with allow_shard_access():
             partial = forward(*bound.args, **bound.kwargs)
-        if axis.sequence_parallel:
-            return scatter_sum(partial, TOKENS_DIM, axis.group)
-        return reduce(partial, axis.group)
+        return scatter_sum(partial, TOKENS_DIM, axis.group) if axis.sequence_parallel else reduce(partial, axis.group)
 
     wrap_forward(module, experts, Level.REGION)
 
@@ -68,8 +66,7 @@ def show_all_tokens(router: nn.Module, sequences: SequenceParallel, index: int) 
     ) -> tuple[torch.Tensor, ...]:
         outputs = list(forward(*args, **kwargs))
         shards, logits_TE = sequences.find(running()), outputs[index]
-        all_BSE = shards.collect(logits_TE.view(-1, shards.count, logits_TE.shape[-1]))
-        outputs[index] = all_BSE.flatten(0, 1)
+        outputs[index] = shards.collect(logits_TE.view(-1, shards.count, logits_TE.shape[-1])).flatten(0, 1)
         return tuple(outputs)
 
     wrap_forward(router, routed, Level.REGION)

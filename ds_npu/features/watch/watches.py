@@ -8,9 +8,8 @@ from functools import partial
 import torch.distributed as dist
 
 from ds_npu.config.watch import WatchSection
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
-from ds_npu.features.feature import Feature
 from ds_npu.features.watch.not_finite import stop_at_not_finite
 from ds_npu.features.watch.stalls import StallWatch, watch_for_stalls
 from ds_npu.features.watch.throughput import write_throughput

@@ -19,8 +19,7 @@ from torch import nn
 
 from ds_npu.comm.crossing import gather
 from ds_npu.features.declaration import Change
-from ds_npu.features.experts.layout import Layout
-from ds_npu.features.experts.shards import expert_shard
+from ds_npu.features.experts.layout import Layout, expert_shard
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.parallel.tensor.sharding import Sharding, near_even, shard_sections
@@ -84,8 +83,16 @@ class _Factors:
 
     def shardings(self, name: str, factor: nn.Parameter, leaf: str) -> dict[Axis, Sharding]:
         """The shardings of the ``factor`` A [E * r, in] or B [out, r * E]."""
-        shape, etp = factor.shape, self.topology.size("etp")
-        by_experts, dim = (_rows(shape[0], self), 1) if leaf == FIRST else (_columns(shape[1], self), 0)
+        shape, ep, etp = factor.shape, self.topology.size("ep"), self.topology.size("etp")
+        dim, count = 1 if leaf == FIRST else 0, self.layout.count
+        if leaf == FIRST:
+            by_experts = shard_sections(0, [shape[0]], ep, unit=shape[0] // count)
+        else:
+            # The columns of the same experts in each number of the adapter's rank.
+            starts = range(0, shape[1], count)
+            parts = near_even(count, ep)
+            ranges = tuple(tuple((at + start, at + stop) for at in starts) for start, stop in parts)
+            by_experts = Sharding(1, shape[1], ranges)
         found: dict[Axis, Sharding] = {"ep": by_experts}
         if self.of_weight is None:
             return found
@@ -119,22 +126,5 @@ class _Factors:
         return left @ right * scaling
 
     def _whole(self, leaf: str, factor: torch.Tensor) -> torch.Tensor:
-        if leaf != self.gathered:
-            return factor
-        return gather(factor, 1 if leaf == FIRST else 0, self.topology.group("etp"))
-
-
-def _rows(rows: int, of: _Factors) -> Sharding:
-    """The sharding of A over ep."""
-    return shard_sections(0, [rows], of.topology.size("ep"), unit=rows // of.layout.count)
-
-
-def _columns(columns: int, of: _Factors) -> Sharding:
-    """The sharding of B over ep: the columns of the same experts in each number of the adapter's rank."""
-    count = of.layout.count
-    parts = near_even(count, of.topology.size("ep"))
-    ranges = tuple(
-        tuple((number * count + start, number * count + stop) for number in range(columns // count))
-        for start, stop in parts
-    )
-    return Sharding(1, columns, ranges)
+        dim = 1 if leaf == FIRST else 0
+        return gather(factor, dim, self.topology.group("etp")) if leaf == self.gathered else factor

@@ -98,13 +98,11 @@ def _most_tokens(ids_TK: torch.Tensor, kind: str, axis: ExpertAxis) -> int:
 
 def agrees_on_tokens(model: nn.Module) -> Change:
     """Share the most tokens of any rank, which the first layer of a forward learns, with its other layers."""
-    return Change("wraps", "", "ranks agree on their tokens", partial(_begin, model), Level.MODEL)
 
-
-def _begin(model: nn.Module) -> None:
     def begun(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with new_forward() as micro_batch:
             _MOST.set(micro_batch, {})
             return forward(*args, **kwargs)
 
-    wrap_forward(model, begun, Level.MODEL)
+    make = partial(wrap_forward, model, begun, Level.MODEL)
+    return Change("wraps", "", "ranks agree on their tokens", make, Level.MODEL)

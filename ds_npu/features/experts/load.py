@@ -62,13 +62,8 @@ class ExpertLoad:
 
     def __init__(self, experts: Mapping[str, int], factor: float | None, groups: tuple[dist.ProcessGroup, ...]) -> None:
         """``experts`` of all ranks by layer name; their capacity ``factor``; ``groups`` of ranks with other tokens."""
-        self.experts, self._factor, self._groups = dict(experts), factor, groups
+        self.experts, self.factor, self._groups = dict(experts), factor, groups
         self._counts: torch.Tensor | None = None
-
-    @property
-    def drops(self) -> bool:
-        """Whether choices beyond a capacity are dropped."""
-        return self._factor is not None
 
     def parts(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """The part [E + 1] of ``counts`` of each layer: how often each expert was chosen, then dropped choices."""
@@ -89,8 +84,8 @@ class ExpertLoad:
         chosen_E = histogram(torch.where(ids_TK < 0, experts, ids_TK), experts)
         mine = self.parts(self._counts)[name]
         mine[:experts] += chosen_E
-        if self._factor is not None:
-            capacity = capacity_of(len(ids_TK), ids_TK.shape[1], experts, self._factor)
+        if self.factor is not None:
+            capacity = capacity_of(len(ids_TK), ids_TK.shape[1], experts, self.factor)
             mine[experts] += (chosen_E - capacity).clamp(min=0).sum()
 
     def take(self) -> torch.Tensor | None:
@@ -250,7 +245,7 @@ class _Report:
         if engine.monitor.enabled:
             at = engine.global_samples
             events = [(MAX_LOAD.format(name), each.max_over_mean, at) for name, each in layers.items()]
-            if self.load.drops:
+            if self.load.factor is not None:
                 events += [(DROPPED.format(name), each.dropped_fraction, at) for name, each in layers.items()]
             engine.monitor.write_events(events)
         if self.path is not None:

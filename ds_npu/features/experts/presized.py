@@ -92,15 +92,13 @@ class PresizedForward:
             return out
         del out  # Frees its graph, too.
         self.repeated += 1
-        logger().info("%s: rows did not fit, and a forward was computed again (%d of %d)", KEY, *self._counted)
+        logger().info(
+            "%s: rows did not fit, and a forward was computed again (%d of %d)", KEY, self.repeated, self.forwards
+        )
         forget_collected()
         restore_generators(kind, states)
         out, _ = self._run({}, forward, *args, **kwargs)
         return out
-
-    @property
-    def _counted(self) -> tuple[int, int]:
-        return self.repeated, self.forwards
 
     @property
     def _device(self) -> torch.device:

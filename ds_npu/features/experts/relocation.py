@@ -42,12 +42,8 @@ State = dict[str, Any]
 
 def modules_with_map(model: nn.Module) -> dict[str, tuple[nn.Module, MappedExperts]]:
     """The modules whose experts may move, with their maps, by name."""
-    found = {}
-    for name, module in model.named_modules():
-        mapped = attribute(module, EXPERT_MAP, MappedExperts)
-        if mapped is not None:
-            found[name] = (module, mapped)
-    return found
+    every = ((name, module, attribute(module, EXPERT_MAP, MappedExperts)) for name, module in model.named_modules())
+    return {name: (module, mapped) for name, module, mapped in every if mapped is not None}
 
 
 class Relocation:

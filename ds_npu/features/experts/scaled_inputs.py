@@ -36,7 +36,7 @@ SCALED = "ds_npu_scaled_inputs"
 """The attribute of a module of experts in such a block."""
 
 Run = Callable[[Piece, ExpertWeights], torch.Tensor]
-"""The same type as in ``layer``."""
+"""The function from tokens, their experts and routing weights to the sums of their experts' outputs."""
 
 
 def takes_scaled_inputs(model: nn.Module, name: str, known: dict[Hashable, bool]) -> bool:

@@ -48,7 +48,13 @@ class MeasuredStep:
         self.record = StorageRecord(device_type, self._use, allocator)
         self._see_what_is_there()
         self._undo = ExitStack()
-        self._add_hooks()
+        # Hooks follow which module runs forward, and mark weights that ZeRO gathers, and gradients, when they are made.
+        for name, module in engine.module.named_modules():
+            self._follow(names.generic(names.plain(name)) or type(module).__name__, module)
+        for weight in engine.module.parameters():
+            if weight.requires_grad:
+                hooked: Any = weight
+                self._undo.callback(hooked.register_hook(partial(self._see_gradient, weight)).remove)
         for undo in engine.events.around_calls(MethodLevel.RECORDED_STEP, self._recording):
             self._undo.callback(undo)
 
@@ -86,15 +92,6 @@ class MeasuredStep:
                 yield
         finally:
             self._depth -= 1
-
-    def _add_hooks(self) -> None:
-        """Follow which module's forward runs, and mark weights that ZeRO gathers and gradients when they are made."""
-        for name, module in self._engine.module.named_modules():
-            self._follow(names.generic(names.plain(name)) or type(module).__name__, module)
-        for weight in self._engine.module.parameters():
-            if weight.requires_grad:
-                hooked: Any = weight
-                self._undo.callback(hooked.register_hook(partial(self._see_gradient, weight)).remove)
 
     def _follow(self, name: str, module: nn.Module) -> None:
         def enter(*_: object) -> None:

@@ -14,9 +14,8 @@ from ds_npu.config.memory_report import MemoryReport
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
 from ds_npu.features.memory_report.measured_step import MeasuredStep
-from ds_npu.features.memory_report.memory_use import MemoryUse
+from ds_npu.features.memory_report.memory_use import MemoryUse, use_table
 from ds_npu.features.memory_report.picture import use_svg
-from ds_npu.features.memory_report.use_table import use_table
 from ds_npu.log import logger
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine

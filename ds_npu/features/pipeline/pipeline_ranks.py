@@ -10,8 +10,8 @@ from ds_npu.config.pipeline import ONE_STAGE, PipelineSection
 from ds_npu.config.sections import switched_on
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.loss.model_loss import HasLossFunction, LossLevel
-from ds_npu.features.pipeline.batch_loss import link_items
+from ds_npu.features.loss.model_loss import HasLossFunction, LossLevel, wrap_loss
+from ds_npu.features.pipeline.batch_loss import loss_by_items
 from ds_npu.features.pipeline.layout import PipelineLayout, blocks_of_stages, layout_of
 from ds_npu.features.pipeline.stages import StageModules, cut_into_stages, stages_of
 from ds_npu.models.attributes import set_attribute
@@ -29,10 +29,8 @@ def applies(build: Build) -> bool:
 
 
 def _asked(section: PipelineSection, build: Build) -> str:
-    if not applies(build):
-        return ""
     keys = "".join(f", {key} {value}" for key, value in switched_on(section))
-    return f"pipeline {build.topology.size('pp')}{keys}"
+    return f"pipeline {build.topology.size('pp')}{keys}" if applies(build) else ""
 
 
 def _parts(section: PipelineSection, build: Build) -> Iterable[Change]:
@@ -93,8 +91,8 @@ def _changes(build: Build, own: list[StageModules]) -> Iterable[Change]:
         return
     yield Change("sets", "", "generate", partial(_refuse_generation, found))
     if not build.shards_sequences and isinstance(found, HasLossFunction):
-        what = "divides by the labels of the whole batch"
-        yield Change("links", "", what, partial(link_items, found), LossLevel.SHARE)
+        make = partial(wrap_loss, found, loss_by_items, LossLevel.SHARE, "pipeline")
+        yield Change("links", "", "divides by the labels of the whole batch", make, LossLevel.SHARE)
 
 
 def _refuse_generation(model: HuggingFaceModel) -> None:

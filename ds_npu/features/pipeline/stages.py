@@ -20,8 +20,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.features.build import PLAN_ATTRIBUTE
 from ds_npu.features.loss.token_targets import FUSED_HEAD
-from ds_npu.features.pipeline.deep_stack import link_deep_stack
-from ds_npu.features.pipeline.images import check_images, without_pixels
+from ds_npu.features.pipeline.images import check_images, link_deep_stack, without_pixels
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, attributes, set_attribute
 from ds_npu.models.guarded_saving import check_before_saving
@@ -182,8 +181,10 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
         mine = replace(mine, stages=tuple(each.blocks for each in own if each.blocks))
     set_attribute(model, PLAN_ATTRIBUTE, mine)
     set_attribute(model, OWN_STAGES, held)
-    if held.tied is not None:
-        _mark_tied(model, held.tied)
+    tied = held.tied or ()
+    here = [weight for name, weight in model.named_parameters(remove_duplicate=False) if name in tied]
+    if len(here) == 1:
+        TIED_APART.set(here[0], True)
     refuse_saving_a_stage(model)
 
 
@@ -205,13 +206,6 @@ def _tied_names(model: nn.Module, plan: ModelPlan) -> tuple[str, str]:
         (shared[id(each)], name) for name, each in model.get_submodule(head).named_parameters() if id(each) in shared
     ]
     return f"{embedding}.{heads[0][0]}", f"{head}.{heads[0][1]}"
-
-
-def _mark_tied(model: nn.Module, tied: tuple[str, str]) -> None:
-    """Mark the weight of embedding and head where this rank has one of the two."""
-    found = [weight for name, weight in model.named_parameters(remove_duplicate=False) if name in tied]
-    if len(found) == 1:
-        TIED_APART.set(found[0], True)
 
 
 def _check_cuttable(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:
@@ -286,7 +280,8 @@ def run_stage(
         kwargs = {key: value for key, value in kwargs.items() if key not in (*LABEL_ARGUMENTS, FUSED_HEAD)}
     if stage.index > 0:
         kwargs = without_pixels(model, kwargs)
-    several = own_stages(model)
+    # PEFT may have been put around the model that is cut.
+    several = next(filter(None, (attribute(module, OWN_STAGES, OwnStages) for module in model.modules())), None)
     with nullcontext() if several is None else several.only(stage), crossing(stage, arrived) as states:
         out = model(**kwargs)
     if losses is not None:
@@ -307,11 +302,6 @@ def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
             "What to do: leave it out, or ds_npu.parallel.pipeline 1"
         )
     check_images(model, given)
-
-
-def own_stages(model: nn.Module) -> OwnStages | None:
-    """The stages that this rank has of ``model``, or of what PEFT was put around; None where it is not cut."""
-    return next(filter(None, (attribute(module, OWN_STAGES, OwnStages) for module in model.modules())), None)
 
 
 @dataclass(frozen=True)

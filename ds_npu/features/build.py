@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, TypeVar
 
+import torch
 from torch import nn
 
 from ds_npu.features.declaration import Change, Declaration, Phase
@@ -16,6 +17,7 @@ from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.axis import MatmulCollectives
 from ds_npu.planner.memory_plan_table import PlannedKeys
+from ds_npu.topology.machine import Machine, machine_of
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -87,6 +89,12 @@ class Build:
             if self.topology.size("tp") > 1:
                 raise
             return self.partial_plan
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The machine whose speeds estimates assume: this process's NPU, or an A2 without one."""
+        has_device = self.device_type != "cpu" and not self.is_planned
+        return machine_of(torch.get_device_module(self.device_type).get_device_name() if has_device else "")
 
     def forget_plan(self) -> None:
         """Drop the cached plans: the model's attribute holds another one now."""

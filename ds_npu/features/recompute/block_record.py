@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_npu.config.roles import Role
-from ds_npu.features.recompute.mlp_linears import mlp_linears
+from ds_npu.features.recompute.outputs import mlp_linears
 from ds_npu.memory.operator_seconds import OperatorSeconds
 from ds_npu.memory.swapped_activations import can_be_swapped
 from ds_npu.models.attributes import remove_attributes, set_attribute
@@ -75,10 +75,6 @@ class BlockRecord:
     @property
     def forward_seconds(self) -> float:
         return sum(seconds for _, seconds, _ in self._seconds)
-
-    @property
-    def hidden_bytes(self) -> int:
-        return sum(self.hidden.values())
 
     @contextmanager
     def recording(self, hidden: Any, others: Any) -> Iterator[None]:

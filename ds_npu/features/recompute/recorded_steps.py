@@ -140,7 +140,8 @@ class RecordedSteps:
         others = args[1:], {key: value for key, value in kwargs.items() if args or key != first}
         known = self._records.get(index)
         record = BlockRecord(self._build.model, self._build.block_plan, name, self._machine)
-        is_new = isinstance(hidden, torch.Tensor) and (known is None or hidden.nbytes > known.hidden_bytes)
+        known_bytes = -1 if known is None else sum(known.hidden.values())
+        is_new = isinstance(hidden, torch.Tensor) and hidden.nbytes > known_bytes
         made = _RecordedCall(
             closing_over_micro_batch(forward), self._build.device_type, record.saves if is_new else None
         )

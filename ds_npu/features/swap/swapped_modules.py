@@ -56,11 +56,8 @@ def _declare(section: SwapSection, build: Build) -> Iterable[Change]:
     waiting = build.waiting_forwards or (1,) * build.topology.size("pp")
     share = waiting[build.topology.rank("pp")] / max(waiting)
     swap = ActivationSwap(build.device_type, ends, section.hidden_only, section.depth, section.compress, share)
-
-    def wrap_model() -> None:
-        wrap_forward(build.model, partial(_model, build.model, swap), Level.SWAP)
-
-    yield Change("wraps", "", "what some modules save for backward waits on the host", wrap_model, Level.SWAP)
+    make = partial(wrap_forward, build.model, partial(_model, build.model, swap), Level.SWAP)
+    yield Change("wraps", "", "what some modules save for backward waits on the host", make, Level.SWAP)
     for index, name in enumerate(chosen):
         what = "what it saves stays" if index + 1 in ends else "what it saves waits on the host"
         yield Change("wraps", name, what, partial(_wrap_module, build.model, name, index), Level.SWAP)

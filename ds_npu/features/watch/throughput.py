@@ -58,9 +58,7 @@ def _is_ids(leaf: object) -> bool:
 
 def write_throughput(engine: TrainingEngine, ranks: int) -> None:
     """Add the events to those that ``engine``, a DeepSpeed engine, writes of each step; ``ranks`` have tokens."""
-    throughput = Throughput(ranks, engine.global_samples)
-
-    own = stages_in(engine.module)
+    throughput, own = Throughput(ranks, engine.global_samples), stages_in(engine.module)
 
     def count(module: nn.Module, args: object, kwargs: object) -> None:
         running_stage = BORDER_STATES.of(running())

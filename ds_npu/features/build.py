@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Generic, TypeVar
 
 import torch
@@ -16,7 +16,9 @@ from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.axis import MatmulCollectives
+from ds_npu.parallel.tensor.randomness import align_generators
 from ds_npu.planner.memory_plan_table import PlannedKeys
+from ds_npu.topology.degrees import Axis
 from ds_npu.topology.machine import Machine, machine_of
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.training_engine import TrainingEngine
@@ -24,7 +26,6 @@ from ds_npu.zero_ext.training_engine import TrainingEngine
 V = TypeVar("V")
 
 PLAN_ATTRIBUTE = "ds_npu_plan"
-"""The attribute of a model that is its ModelPlan."""
 
 
 @dataclass
@@ -37,7 +38,6 @@ class Build:
     globs: Mapping[str, str] = field(default_factory=dict)
     """The value of ``ds_npu.plan``: a role for each glob."""
     device_type: str = "cpu"
-    """The type of the device that the model will be on."""
     when_built: list[Callable[[TrainingEngine], list[str]]] = field(default_factory=list)
     """Functions that are called with the built DeepSpeed engine and return lines for people."""
     is_pipeline: bool = False
@@ -95,6 +95,15 @@ class Build:
         """The machine whose speeds estimates assume: this process's NPU, or an A2 without one."""
         has_device = self.device_type != "cpu" and not self.is_planned
         return machine_of(torch.get_device_module(self.device_type).get_device_name() if has_device else "")
+
+    def installed(self, part: str, what: str, install: Callable[[TrainingEngine], list[str]]) -> Change:
+        """The part of an engine that ``install`` provides once DeepSpeed has built it."""
+        return Change("provides", part, what, partial(self.when_built.append, install))
+
+    def same_random_numbers(self, axis: Axis, ranks: str) -> Change:
+        """Align random generators over ``axis``: scripts must draw the same on ranks that share samples."""
+        make = partial(align_generators, self.topology, self.device_type, axis)
+        return Change("provides", f"random generators over {axis}", f"states of the first {ranks} rank", make)
 
     def forget_plan(self) -> None:
         """Drop the cached plans: the model's attribute holds another one now."""

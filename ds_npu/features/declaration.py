@@ -62,7 +62,6 @@ class Declaration:
     """All changes of one feature."""
 
     key: str
-    """The feature's key of the section."""
     phase: Phase
     changes: Sequence[Change]
 

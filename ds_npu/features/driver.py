@@ -49,7 +49,6 @@ CHANGED_FOR = "ds_npu_changed_for"
 """The attribute of a changed model that maps a feature's key to what was asked for."""
 
 Values = Sequence[tuple[Feature[Any], Any]]
-"""Features, and their values in the section."""
 
 
 def unmet(config: DsNpuConfig) -> Iterator[Problem]:

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ds_npu.features.loss.loss_chunks import LossChunks
-from ds_npu.features.loss.model_loss import LossFunction, LossLevel, link_of, wrap_loss
+from ds_npu.features.loss.model_loss import LossChunks, LossFunction, LossLevel, link_of, wrap_loss
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
@@ -151,7 +150,6 @@ class ChunkedModel:
         wrap_forward(head, partial(self._head, head=head, loss=loss), Level.OVERLAP)
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Wrap of the model's forward."""
         given = {**self.signature.bind_partial(*args, **kwargs).arguments, **kwargs}
         is_labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         run = _Run(is_labelled) if self.model.training else None

@@ -12,8 +12,14 @@ from ds_npu.config.roles import Role
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.chunked_loss.chunked_model import ELSEWHERE, KEY, ChunkedModel
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.loss.loss_chunks import LOSS_CHUNKS, LossChunks, loss_chunks_of
-from ds_npu.features.loss.model_loss import LossLevel, has_causal_lm_loss, users_loss
+from ds_npu.features.loss.model_loss import (
+    LOSS_CHUNKS,
+    LossChunks,
+    LossLevel,
+    has_causal_lm_loss,
+    loss_chunks_of,
+    users_loss,
+)
 from ds_npu.models import names
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ALGORITHM, ContextParallelSection, algorithms
@@ -18,7 +17,6 @@ from ds_npu.features.context_parallel.sharded_sequences import (
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.log import logger, warn_once
 from ds_npu.models.hugging_face_model import hugging_face_model
-from ds_npu.parallel.tensor.randomness import align_generators
 from ds_npu.planner.context_choice import algorithm_text, choose_for
 from ds_npu.planner.context_cost import Layer
 
@@ -40,9 +38,7 @@ def _asked(section: ContextParallelSection, build: Build) -> str:
 
 def _parts(section: ContextParallelSection, build: Build) -> Iterable[Change]:
     if _applies(build):
-        # What scripts draw (the order of samples) must agree over ranks that share samples.
-        make = partial(align_generators, build.topology, build.device_type, "cp")
-        yield Change("provides", "random generators over cp", "states of the first context rank", make)
+        yield build.same_random_numbers("cp", "context")
 
 
 def _declare(section: ContextParallelSection, build: Build) -> Iterable[Change]:

@@ -14,7 +14,7 @@ from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice
 from ds_npu.features.context_parallel.loss import SCORES, LossShare, TargetScores
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch, UnshardedBatch
 from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
-from ds_npu.features.loss.token_targets import COUNT, Targets, asks_for_scores
+from ds_npu.features.loss.model_loss import COUNT, Targets, asks_for_scores
 from ds_npu.models.hugging_face_model import HuggingFaceModel, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard, likeliest_words
 from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
@@ -101,8 +101,7 @@ class SequenceShardForward:
         self._check(given, samples, length)
         shifted = self.loss is None or self.loss.shifted
         targets = Targets(given, shifted)
-        arguments = BatchArguments(samples, length, given, targets.tokens, targets.ignored, shifted)
-        visibility = arguments.visibility()
+        visibility = BatchArguments(samples, length, given, targets.tokens, targets.ignored, shifted).visibility()
         tokens = (
             shard_evenly(length, axis.algorithm)
             if visibility.documents is None

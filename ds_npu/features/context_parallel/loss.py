@@ -18,8 +18,7 @@ import torch
 
 from ds_npu.comm.crossing import reduce
 from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
-from ds_npu.features.loss.model_loss import LossFunction, LossLevel, wrap_loss
-from ds_npu.features.loss.token_targets import COUNT, LABEL_MASK, LOG_PROBS, Targets
+from ds_npu.features.loss.model_loss import COUNT, LABEL_MASK, LOG_PROBS, LossFunction, LossLevel, Targets, wrap_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
 

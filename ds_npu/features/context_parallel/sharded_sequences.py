@@ -27,8 +27,7 @@ from ds_npu.features.context_parallel.sharded_attention import SequenceShardAtte
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.features.declaration import Change, making
-from ds_npu.features.loss.model_loss import LossLevel
-from ds_npu.features.loss.token_targets import shifts
+from ds_npu.features.loss.model_loss import LossLevel, shifts
 from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.models.attention_function import Implementation, check_exchangeable, use_attention
 from ds_npu.models.attributes import attribute, has_attribute, set_attribute
@@ -127,8 +126,7 @@ class _SequenceSharder:
         inner, shifted = self.inner, shifts(self.inner, *DIVIDED_BY)
         loss = None if shifted is None else LossShare(inner, shifted)
         numbers = self.randomness.region if any(map(drops, inner.modules())) else nullcontext
-        owns = _owns_positions(inner)
-        forward = SequenceShardForward(inner, self.running_batch, self.choice, numbers, loss, owns)
+        forward = SequenceShardForward(inner, self.running_batch, self.choice, numbers, loss, _owns_positions(inner))
         wrap_forward(inner, forward, Level.SEQUENCE)
 
     def _share_gradients(self) -> None:

@@ -90,8 +90,7 @@ class _Factors:
         else:
             # The columns of the same experts in each number of the adapter's rank.
             starts = range(0, shape[1], count)
-            parts = near_even(count, ep)
-            ranges = tuple(tuple((at + start, at + stop) for at in starts) for start, stop in parts)
+            ranges = tuple(tuple((at + start, at + stop) for at in starts) for start, stop in near_even(count, ep))
             by_experts = Sharding(1, shape[1], ranges)
         found: dict[Axis, Sharding] = {"ep": by_experts}
         if self.of_weight is None:

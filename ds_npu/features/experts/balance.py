@@ -66,8 +66,6 @@ def _router(model: nn.Module, experts: str, needs_scores: bool) -> Router:
 
 @dataclass(frozen=True)
 class _BalancedForward:
-    """Wraps the forward of a model to add the losses to the loss that it returns in training."""
-
     model: nn.Module
     losses: BalanceLosses
     scores: Mapping[str, Scores | None]

@@ -200,8 +200,8 @@ def _parts(section: MoeSection, build: Build) -> Iterable[Change]:
     if _asked(section, build) and is_whole and not expert_layouts(build.model, build.partial_plan):
         raise ValueError(_nowhere(build.model))
     if interval := section.placement_interval:
-        make = partial(build.when_built.append, partial(install_relocation, interval))
-        yield Change("provides", "relocation", f"experts move by their load every {interval} steps", make)
+        what = f"experts move by their load every {interval} steps"
+        yield build.installed("relocation", what, partial(install_relocation, interval))
     yield from load_parts(section, build, computes=_applies(section, build))
 
 

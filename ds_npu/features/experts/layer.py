@@ -38,7 +38,6 @@ class ExpertLayer:
     axis: ExpertAxis
     run: Run
     mapped: MappedExperts | None = None
-    """The expert map, where experts move."""
     capacity: CapacityLimit | None = None
 
     def compute_in(self, module: nn.Module) -> None:

@@ -29,7 +29,6 @@ from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 
 OF_TRANSFORMERS = ("has_gate", "has_bias", "is_transposed")
-"""Attributes of transformers' modules of experts."""
 ACTIVATION, GATE_METHOD = "act_fn", "_apply_gate"
 
 

@@ -54,7 +54,6 @@ class Counts:
 
 
 Layers = dict[str, Counts]
-"""The counts of each layer, by name."""
 
 
 class ExpertLoad:
@@ -107,8 +106,8 @@ def load_parts(section: MoeSection, build: Build, computes: bool) -> Iterator[Ch
     if section.bias_update_rate is not None:
         corrections = dict(_corrections(build, section.bias_update_rate))
     if computes or corrections or section.load_report:
-        make = partial(build.when_built.append, partial(_install, section, build, corrections))
-        yield Change("provides", "load of experts", "counted for the monitor, the report and biases", make)
+        what = "counted for the monitor, the report and biases"
+        yield build.installed("load of experts", what, partial(_install, section, build, corrections))
 
 
 def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
@@ -198,7 +197,6 @@ class _AfterSteps:
         self._skipped = 0
         """The number of steps that DeepSpeed had skipped before this one."""
         self._since: torch.Tensor | None = None
-        """Counts since the last report."""
 
     def before_step(self) -> None:
         self._skipped = self.engine.skipped_steps
@@ -253,12 +251,9 @@ class _Report:
             self.path.write_text(load_svg(self.history), encoding="utf-8")
 
     def _layers(self, counts: torch.Tensor) -> Layers:
-        found = {}
         # The host waits for the device, once in an interval.
-        for name, each in self.load.parts(counts.cpu()).items():
-            *chosen, dropped = each.tolist()
-            found[name.removesuffix(".experts")] = Counts(chosen, dropped)
-        return found
+        numbers = {name: each.tolist() for name, each in self.load.parts(counts.cpu()).items()}
+        return {name.removesuffix(".experts"): Counts(each[:-1], each[-1]) for name, each in numbers.items()}
 
     def _of_stages(self, mine: Layers) -> Layers:
         """The counts of the layers of all stages, sorted by their numbers."""

@@ -53,12 +53,10 @@ class PresizedForward:
         self._blocks = [model.get_submodule(names.owner(name)) for name in layers]
         self._sizes: dict[Piece, BufferSizes] = {}
         self._on_device: dict[Piece, torch.Tensor] = {}
-        """The same sizes on the device."""
         self._largest: dict[Piece, torch.Tensor] = {}
         """The largest needs in the current ``FORWARDS`` forwards."""
         self.forwards = 0
         self.repeated = 0
-        """The number of forwards that were computed again."""
 
     def plans(self, name: str, plans: Sequence[AllToAllPlan]) -> Sequence[Plan]:
         """``ExpertOptions.presize`` of the experts ``name``."""

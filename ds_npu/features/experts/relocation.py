@@ -157,7 +157,6 @@ def restore_maps(model: nn.Module, state: State | None, topology: Topology) -> N
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of all experts of ``module``."""
     return [each for each in module.parameters(recurse=False) if placement_of(each).is_expert]
 
 

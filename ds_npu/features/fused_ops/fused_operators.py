@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from ds_npu import capability
@@ -38,7 +37,6 @@ OPERATORS_OF_KEY: dict[str, tuple[Operator[..., Any], ...]] = {
     "adamw": (adamw_,),
     "matmul_accumulate": (matmul_accumulate_,),
 }
-"""The operators that each key switches."""
 NOT_IN_THE_MODEL = ("adamw", "matmul_accumulate")
 """Keys of operators that the optimizer and weight gradients use."""
 
@@ -74,8 +72,8 @@ def _parts(section: FusedOpsSection, build: Build) -> Iterable[Change]:
     if section.adamw is False:
         yield Change("provides", "AdamW", "PyTorch's own", _set_adamw_aside)
     if "matmul_accumulate" in (chosen := _chosen(section, build)) and chosen["matmul_accumulate"] is None:
-        make = partial(build.when_built.append, install_gradient_buffers)
-        yield Change("provides", "weight gradients", "added up in the optimizer's buffers, where it has some", make)
+        what = "added up in the optimizer's buffers, where it has some"
+        yield build.installed("weight gradients", what, install_gradient_buffers)
 
 
 def _set_adamw_aside() -> None:

@@ -1,4 +1,6 @@
-"""The loss function of one model as a chain: features put links around the model's own loss.
+"""The loss of one model: its function, its labels where the batch is divided, how many tokens it computes at a time.
+
+The loss function is a chain: features put links around the model's own loss.
 
 Each link has a level, and links of an outer level are called first: features may add theirs in any order. transformers'
 models call ``self.loss_function(logits, labels, vocab_size, ...)``, a property that each model can be given a function
@@ -7,19 +9,24 @@ of its own for (modeling_utils.py, PreTrainedModel.loss_function, 5.23).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, is_hugging_face, transformers_module
+from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
+from ds_npu.parallel.tensor.cross_entropy import next_token_targets
+from ds_npu.planner.chunk_choice import ChunkedHead
 
 LossFunction = Callable[..., torch.Tensor]
 LossLink = Callable[..., torch.Tensor]
@@ -27,6 +34,15 @@ LossLink = Callable[..., torch.Tensor]
 
 MODEL_LOSS = "ds_npu_model_loss"
 """The attribute of a model that is its ModelLoss."""
+LOSS_CHUNKS = "ds_npu_loss_chunks"
+"""The attribute of a model that is its LossChunks."""
+SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
+"""Losses of transformers that are a mean over tokens: whether token s predicts token s + 1, or itself."""
+COUNT = "num_items_in_batch"
+FUSED_HEAD = "fused_lm_head"
+"""The argument with which TRL's trainers ask a model for the scores of its labelled tokens in place of logits."""
+LOG_PROBS, LABEL_MASK = "log_probs", "label_mask"
+"""Two of these scores: the log-probability of each label, and whether there is a label."""
 
 
 @runtime_checkable
@@ -168,3 +184,66 @@ def users_loss(model: object) -> LossFunction | None:
     """The loss function that was set on this one ``model`` of transformers, not by ds_npu; None: it has its class's."""
     found = attribute(model, "_loss_function", object)
     return found if callable(found) and not isinstance(found, ModelLoss) else None
+
+
+def shifts(model: HuggingFaceModel, key: str, remedy: str) -> bool | None:
+    """Whether the loss of ``model`` compares each token's logits with the next token; None for a model without a loss.
+
+    Raises ValueError, which names the ``key`` that divides the loss and the ``remedy``, for a loss that is no mean over
+    tokens, or not known.
+    """
+    if model.loss_type is None and "labels" not in inspect.signature(model.forward).parameters:
+        return None
+    # As transformers chooses it (modeling_utils.py, PreTrainedModel.loss_function).
+    kind = model.loss_type or "ForCausalLM"
+    mapping: Mapping[str, Callable[..., torch.Tensor]] = transformers_module("loss.loss_utils").LOSS_MAPPING
+    name = mapping[kind].__name__ if kind in mapping else str(kind)
+    own = users_loss(model)
+    # ds_npu.parallel.VocabParallelLoss, which a script may have set, means the same.
+    if name not in SHIFTS or (own is not None and not own.__module__.startswith("ds_npu.")):
+        raise ValueError(
+            f"{type(model).__name__} has the loss {name if own is None else own}: over the ranks of "
+            f"{key} only {', '.join(SHIFTS)} of transformers can be divided, which are means over "
+            f"tokens. What to do: {remedy}"
+        )
+    return SHIFTS[name]
+
+
+def asks_for_scores(given: Mapping[str, Any]) -> bool:
+    """Whether a forward with the arguments ``given`` returns scores in place of logits."""
+    return bool(given.get(FUSED_HEAD)) and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
+
+
+class Targets:
+    """The label that each token of a batch is to predict, [B, S], and how many tokens have one."""
+
+    def __init__(self, given: Mapping[str, Any], shifted: bool) -> None:
+        """``given``: the arguments of a forward; ``shifted``: whether its ``labels`` are those of the next token."""
+        self.ignored: int = given.get("ignore_index", IGNORED_LABEL)
+        self.tokens: torch.Tensor | None = given.get("shift_labels")
+        labels: torch.Tensor | None = given.get("labels")
+        if self.tokens is None and labels is not None:
+            # Shifted before the sequence is sharded: a shard's last token predicts the first of another rank's.
+            self.tokens = next_token_targets(labels, None, self.ignored) if shifted else labels
+        self.count: torch.Tensor | int | None = given.get(COUNT)
+        if self.tokens is not None and self.count is None:
+            self.count = (self.tokens != self.ignored).sum()
+
+
+class LossChunks:
+    """The tokens of a chunk of one model's loss."""
+
+    def __init__(self, tokens: int, is_planned: bool) -> None:
+        """``is_planned``: a plan is to choose another number."""
+        self.tokens, self.is_planned = tokens, is_planned
+        self.around: Callable[[ChunkedHead], AbstractContextManager[object]] | None = None
+        """Makes a context in which a loss is computed; None: no context."""
+
+    def computing(self, head: ChunkedHead) -> AbstractContextManager[object]:
+        """A context in which the loss of ``head`` is computed."""
+        return nullcontext() if self.around is None else self.around(head)
+
+
+def loss_chunks_of(model: object) -> LossChunks | None:
+    """The LossChunks of ``model``, if its loss is chunked on this rank."""
+    return attribute(model, LOSS_CHUNKS, LossChunks)

@@ -44,8 +44,7 @@ class MeasuredStep:
         self._device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
         if self._device is not None:
             self._device.reset_peak_memory_stats()
-        allocator = None if self._device is None else self._allocated
-        self.record = StorageRecord(device_type, self._use, allocator)
+        self.record = StorageRecord(device_type, self._use, None if self._device is None else self._allocated)
         self._see_what_is_there()
         self._undo = ExitStack()
         # Hooks follow which module runs forward, and mark weights that ZeRO gathers, and gradients, when they are made.
@@ -71,7 +70,6 @@ class MeasuredStep:
         return memory_use(self._rank, self.record, reserved, outside)
 
     def _use(self) -> str:
-        """The use of a storage that is made now."""
         if torch._C._current_graph_task_id() >= 0:
             return BACKWARD
         return ACTIVATIONS + self._running[-1] if self._running else BETWEEN

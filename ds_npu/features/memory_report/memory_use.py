@@ -23,7 +23,6 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 OTHER_ACTIVATIONS = f"{ACTIVATIONS}other modules"
 
 Bytes = dict[str, int]
-"""Bytes by use."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class MemoryUse:
 
     rank: int
     at_peak: Bytes
-    """Uses when the most bytes were held."""
     reserved: int | None
     """The most that the device's allocator had from the device, unused parts included; None on the CPU."""
     outside: int | None
@@ -62,7 +60,6 @@ def memory_use(rank: int, record: StorageRecord, reserved: int | None, outside: 
 
 
 def _held(record: StorageRecord, changes: int) -> Counter[str]:
-    """Bytes by use after ``changes`` changes."""
     held: Counter[str] = Counter()
     for change in record.changes[:changes]:
         held[record.uses[change.storage]] += change.size

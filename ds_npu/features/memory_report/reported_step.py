@@ -27,12 +27,10 @@ PEAK = "Train/Memory/peak_bytes"
 def _parts(value: MemoryReport, build: Build) -> Iterable[Change]:
     if value:
         what = "a table of what memory is used for in the second step"
-        install = partial(_install, value if isinstance(value, str) else None)
-        yield Change("provides", "a report of memory", what, partial(build.when_built.append, install))
+        yield build.installed("a report of memory", what, partial(_install, value if isinstance(value, str) else None))
 
 
 def _install(picture: str | None, engine: TrainingEngine) -> list[str]:
-    """Measure the second step that ``engine`` takes."""
     if picture is not None and dist.get_rank() == 0:
         # A folder that cannot be written is an error now rather than after two steps.
         Path(picture).parent.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.features.loss.model_loss import LossFunction
-from ds_npu.features.loss.token_targets import COUNT, LABEL_MASK, LOG_PROBS, Targets, shifts
+from ds_npu.features.loss.model_loss import COUNT, LABEL_MASK, LOG_PROBS, LossFunction, Targets, shifts
 from ds_npu.features.pipeline.micro_batches import KEY, Arguments
 from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.models.logits import LABEL_ARGUMENTS
@@ -111,7 +110,6 @@ class BatchLoss:
 
     @cached_property
     def _shifted(self) -> bool | None:
-        """The result of ``shifts`` for the model."""
         return None if self._found is None else shifts(self._found, KEY, REMEDY)
 
     def _labels(self, part: Arguments) -> Items:
@@ -119,7 +117,6 @@ class BatchLoss:
 
 
 def _count(part: Arguments, shifted: bool) -> Items:
-    """How many tokens of ``part`` have a target."""
     count = Targets({name: each for name, each in part.items() if name != COUNT}, shifted).count
     return 0 if count is None else count
 

@@ -112,7 +112,6 @@ def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
 
 
 def _with_recomputation(section: PipelineSection, schedule: Schedule) -> Schedule:
-    """``schedule`` with the recomputations that ``section`` asks for."""
     return schedule if section.recompute is None else recomputed(schedule, MOST_AHEAD[section.recompute])
 
 

@@ -17,7 +17,6 @@ from ds_npu.features.pipeline.stages import StageModules, cut_into_stages, stage
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model
 from ds_npu.parallel.pipeline.pass_through import stages_in
-from ds_npu.parallel.tensor.randomness import align_generators
 
 OF_MODULES = ("schedule", "recompute")
 """Keys that a PipelineModule follows, too."""
@@ -37,9 +36,7 @@ def _parts(section: PipelineSection, build: Build) -> Iterable[Change]:
     if build.is_pipeline:
         _check_module(section, build)
     if applies(build):
-        # What scripts draw (the order of samples) must agree over ranks that share samples.
-        make = partial(align_generators, build.topology, build.device_type, "pp")
-        yield Change("provides", "random generators over pp", "states of the first pipeline rank", make)
+        yield build.same_random_numbers("pp", "pipeline")
 
 
 def _check_module(section: PipelineSection, build: Build) -> None:
@@ -96,7 +93,6 @@ def _changes(build: Build, own: list[StageModules]) -> Iterable[Change]:
 
 
 def _refuse_generation(model: HuggingFaceModel) -> None:
-    """Make ``model.generate`` raise NotImplementedError that says what to do."""
 
     def generate(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

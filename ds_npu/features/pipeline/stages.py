@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.build import PLAN_ATTRIBUTE
-from ds_npu.features.loss.token_targets import FUSED_HEAD
+from ds_npu.features.loss.model_loss import FUSED_HEAD
 from ds_npu.features.pipeline.images import check_images, link_deep_stack, without_pixels
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, attributes, set_attribute
@@ -198,7 +198,6 @@ def _passing(absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnS
 
 
 def _tied_names(model: nn.Module, plan: ModelPlan) -> tuple[str, str]:
-    """The names of the weight of embedding and head."""
     embedding, head = plan.embedding, plan.head
     assert embedding is not None and head is not None, "they share a weight"
     shared = {id(each): name for name, each in model.get_submodule(embedding).named_parameters()}
@@ -209,7 +208,6 @@ def _tied_names(model: nn.Module, plan: ModelPlan) -> tuple[str, str]:
 
 
 def _check_cuttable(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:
-    """Raise ValueError where ``model`` cannot be cut into the stages ``own``."""
     who = plan.model
     if stages_in(model):
         raise ValueError(f"{who} is {' and '.join(map(str, stages_in(model)))} already; cut the whole model")
@@ -310,7 +308,6 @@ class _WholeCheck:
 
     model: str
     absent: tuple[str, ...]
-    """Weights of other stages."""
     is_writable: bool
     """Whether a plain model can be made that writes the weights of all stages: of transformers' models, not PEFT's."""
 

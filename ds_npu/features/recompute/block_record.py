@@ -40,8 +40,6 @@ Path = tuple[tuple[str, str], ...]
 
 @dataclass
 class _Part:
-    """One call of a part of the block."""
-
     path: Path
     """The parts around the call; the last one is this part."""
     given: Bytes
@@ -130,8 +128,7 @@ class BlockRecord:
 
     def modules(self, part: str) -> list[str]:
         """The modules of the block that are parts of the kind ``part``."""
-        names = (name for each in self._parts for kind, name in each.path[-1:] if kind == part)
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys(name for each in self._parts for kind, name in each.path[-1:] if kind == part))
 
     def kept(self, parts: Collection[str]) -> Bytes:
         """The storages that the block keeps where ``parts`` are computed again."""

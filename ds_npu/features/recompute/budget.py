@@ -57,15 +57,12 @@ def plan_part(section: RecomputeSection, build: Build) -> Iterable[Change]:
     """The part of an engine that makes the plan."""
     if section.budget_gib is None:
         return
-    budget = MemoryBudget(section.budget_gib, build)
     what = f"a plan of recomputation for {section.budget_gib:g} GiB, made from the first two steps"
-    yield Change("provides", "a plan of activations", what, lambda: build.when_built.append(budget.install))
+    yield build.installed("a plan of activations", what, MemoryBudget(section.budget_gib, build).install)
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The record of one rank."""
-
     stage: int
     layers: tuple[PlannedLayer, ...]
     moments: tuple[Moment, ...]
@@ -165,7 +162,6 @@ class MemoryBudget:
         return patterns([each.forward_seconds for each in blocks], build.machine.host, ends)
 
     def _follow(self, stages: Sequence[StagePlan]) -> None:
-        """Follow the plans of ``stages`` from the next forward on."""
         self._recorded.unwrap()
         self._stop()
         self._build.planned = planned_keys(stages)

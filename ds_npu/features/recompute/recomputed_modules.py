@@ -79,7 +79,6 @@ def _wrap_whole(section: RecomputeSection, build: Build, name: str) -> Change:
 
 
 def _blocks(section: RecomputeSection, build: Build) -> list[str]:
-    """The blocks of this rank that are recomputed as a whole."""
     blocks, found = build.block_plan.blocks, section.layers
     first = found if isinstance(found, int) and section.method == "block" else len(blocks)
     # A pipeline stage may have fewer than others, or none.
@@ -149,7 +148,6 @@ def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> I
 
 
 def _activation(build: Build, mlp: str) -> Iterator[Change]:
-    """Recompute what the MLP computes between its linears."""
     linears = mlp_linears(build.block_plan, mlp)
     if linears is None:
         first, last = (len(children(build.block_plan, mlp, *roles)) for roles in (COLUMNS, LAST))

@@ -29,7 +29,6 @@ KEY, COMPRESS = "swap.activations", "swap.compress"
 
 
 def _declare(section: SwapSection, build: Build) -> Iterable[Change]:
-    """Declare the changes of the model by ``section``; raises ValueError where it cannot."""
     if not section.activations:
         return
     if build.is_pipeline:
@@ -77,7 +76,6 @@ def _wrap_module(model: nn.Module, name: str, index: int) -> None:
 
 
 def _model(model: nn.Module, swap: ActivationSwap, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Wrap of the model's forward."""
     if not (model.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     swapped = swap.begin()

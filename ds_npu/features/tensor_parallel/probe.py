@@ -66,7 +66,6 @@ class Unit:
 
     part: ModelPart
     width: int
-    """The width of its hidden states."""
     argument: str | None = None
     """The name of the argument for hidden states; None: the first positional argument."""
 
@@ -182,7 +181,6 @@ def _decoder(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: 
 
 
 def _alone(model: nn.Module, plan: ModelPlan, name: str, large: int) -> Unit:
-    """One block or sublayer by itself."""
     # Hidden states are as wide as the input of the first norm or projection.
     first = next(module for module in map(model.get_submodule, plan.inside(name)) if kinds.own_shapes(module))
     width = kinds.sizes(first)[0] if kinds.is_linear(first) else next(iter(kinds.own_shapes(first).values()))[-1]

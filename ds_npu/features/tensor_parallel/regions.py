@@ -154,8 +154,7 @@ class Regions:
         return next((each for each in reversed(whole) if not isinstance(self.modules[each], LISTS)), None)
 
     def _region(self, name: str) -> Iterator[Change]:
-        module = self.modules[name]
-        numbers = {} if self.sequences else self._random_numbers(module)
+        numbers = {} if self.sequences else self._random_numbers(self.modules[name])
         if numbers:
             # Dropout behind the row linear (GPT-2) must be the same on every rank.
             for row in (with_adapter(each) for each in self.plan.inside(name, *ROW_ROLES)):

@@ -25,7 +25,6 @@ class RoleShards:
     size: int
     """The number of outputs or inputs over all ranks."""
     ranges: tuple[Ranges, ...]
-    """The index ranges of each rank."""
     whole: bool = False
     """The ranks' ranges overlap, so that every rank keeps the whole weight."""
 

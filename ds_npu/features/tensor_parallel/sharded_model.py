@@ -125,7 +125,6 @@ class _ModelSharder:
         self.modules = dict(model.named_modules())
         self.regions = Regions(plan, self.modules, axis, randomness)
         self.sharded: set[str] = set()
-        """Parameters that are declared to be sharded."""
         self.linked: set[str] = set()
         """Models whose loss is declared to be linked: PEFT keeps both a head and the copy of it that it trains."""
 
@@ -258,7 +257,6 @@ class _ModelSharder:
                     yield wrap(f"{outer}.{child}", "computed before the region", None if index else make)
 
     def _put(self, name: str, what: str, made: Callable[[], nn.Module]) -> Change:
-        """Replace the module ``name`` by what ``made`` makes."""
 
         def put() -> None:
             parent, _, leaf = name.rpartition(".")

@@ -16,7 +16,6 @@ from ds_npu.features.tensor_parallel.probe import check_sharding
 from ds_npu.features.tensor_parallel.sharded_model import declare_shards, sharded_model_of
 from ds_npu.ops import matmul_collective
 from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
-from ds_npu.parallel.tensor.randomness import align_generators
 
 
 def _asked(section: ParallelSection, build: Build) -> str:
@@ -29,8 +28,7 @@ def _parts(section: ParallelSection, build: Build) -> Iterable[Change]:
         make = partial(setattr, build, "sequence_parallel", True)
         yield Change("provides", "sequence shards", "between tensor-parallel regions", make)
     if section.tensor > 1:
-        make = partial(align_generators, build.topology, build.device_type)
-        yield Change("provides", "random generators over tp", "states of the first tensor rank", make)
+        yield build.same_random_numbers("tp", "tensor")
         if section.probe and not build.is_planned and sharded_model_of(build.model) is None:
             args = (build.model, build.plan, build.topology, section.sequence_parallel)
             yield Change("checks", "probe", "a block of each kind, sharded and whole", partial(check_sharding, *args))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, ParamSpec
+from functools import partial
+from typing import Literal
 
 from torch import nn
 
 from ds_npu.features.loss.model_loss import LossLevel
 from ds_npu.models import names
-from ds_npu.parallel.runtime.forward_wraps import Level
-
-P = ParamSpec("P")
+from ds_npu.parallel.runtime.forward_wraps import Level, P, Wrapper, wrap_forward
 
 Act = Literal["shards", "replaces", "wraps", "computes", "links", "sets", "hooks", "provides", "checks"]
 """shards a parameter; replaces a module by another of the same name; wraps the forward of a module at a Level; computes
@@ -55,6 +54,19 @@ class Change:
     """Makes the change; None where the change before it makes both."""
     level: Level | LossLevel | None = None
     """The level of "wraps" and of "links"."""
+
+
+def wrap_by_name(model: nn.Module, name: str, what: str, wrapper: Wrapper, level: Level) -> Change:
+    """Wrap the module ``name`` of ``model`` by ``wrapper(module, forward, *args, **kwargs)``.
+
+    The module is looked up when the change is made: changes before it may replace the module.
+    """
+
+    def make() -> None:
+        module = model.get_submodule(name)
+        wrap_forward(module, partial(wrapper, module), level)
+
+    return Change("wraps", name, what, make, level)
 
 
 @dataclass(frozen=True)

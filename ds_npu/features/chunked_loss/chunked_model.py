@@ -124,14 +124,10 @@ class ChunkedModel:
     """Defers the logits of ``model``, and computes its loss in ``chunks``."""
 
     def __init__(self, model: HuggingFaceModel, topology: Topology, chunks: LossChunks) -> None:
-        self.model, self.topology, self.chunks = model, topology, chunks
+        self.model, self._who, self.topology, self.chunks = model, type(model).__name__, topology, chunks
         self.smoothing = 0.0
         """Label smoothing of the losses that are computed now."""
         self._run: Fact[_Run | None] = Fact()
-
-    @property
-    def _who(self) -> str:
-        return type(self.model).__name__
 
     def link_loss(self) -> None:
         self.loss = wrap_loss(self.model, self._link, LossLevel.CHUNKS, KEY)
@@ -173,7 +169,7 @@ class ChunkedModel:
         if asked is not None:
             weight, bias = head.get_parameter("weight"), head.bias
             assert bias is None or isinstance(bias, torch.Tensor)
-            with self.chunks.computing(_head_of(hidden, weight, asked.transform)):
+            with self.chunks.around(_head_of(hidden, weight, asked.transform)):
                 return loss(hidden, weight, bias, asked.targets, asked.transform, self.chunks.tokens)
         run = self._run.of(running())
         if run is None or not (run.is_labelled or torch.is_grad_enabled()):

@@ -20,12 +20,6 @@ from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.planner.context_choice import algorithm_text, choose_for
 from ds_npu.planner.context_cost import Layer
 
-NOT_SHARDED = (
-    "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. "
-    "Give each context rank other tokens, compute attention by ds_npu.parallel.context_attention, "
-    "and return each rank's share of the loss; shares are added up"
-)
-
 
 def _applies(build: Build) -> bool:
     return build.shards_sequences and hugging_face_model(build.model) is not None
@@ -44,7 +38,12 @@ def _parts(section: ContextParallelSection, build: Build) -> Iterable[Change]:
 def _declare(section: ContextParallelSection, build: Build) -> Iterable[Change]:
     if not _applies(build):
         if build.shards_sequences:
-            warn_once(NOT_SHARDED.format(size=build.topology.size("cp"), model=type(build.model).__name__))
+            warn_once(
+                f"ds_npu.parallel.context is {build.topology.size('cp')}, and {type(build.model).__name__} holds no "
+                "model of transformers: its sequences are not divided. Give each context rank other tokens, compute "
+                "attention by ds_npu.parallel.context_attention, and return each rank's share of the loss; shares are "
+                "added up"
+            )
         return []
     if has_sharded_sequences(build.model):
         return []

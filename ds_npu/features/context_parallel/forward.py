@@ -12,8 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice
 from ds_npu.features.context_parallel.loss import SCORES, LossShare, TargetScores
-from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch, UnshardedBatch
-from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
+from ds_npu.features.context_parallel.sharded_batch import (
+    VISIBILITY_ARGUMENTS,
+    BatchArguments,
+    RunningBatch,
+    ShardedBatch,
+    UnshardedBatch,
+)
 from ds_npu.features.loss.model_loss import COUNT, Targets, asks_for_scores
 from ds_npu.models.hugging_face_model import HuggingFaceModel, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard, likeliest_words
@@ -52,13 +57,9 @@ class SequenceShardForward:
         loss: LossShare | None,
         owns_positions: bool,
     ) -> None:
-        self.model, self.running_batch, self.choice = model, running_batch, choice
+        self.model, self.who, self.running_batch, self.choice = model, type(model).__name__, running_batch, choice
         self.random_numbers, self.loss, self.owns_positions = random_numbers, loss, owns_positions
         self.signature = inspect.signature(model.forward)
-
-    @property
-    def who(self) -> str:
-        return type(self.model).__name__
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs).arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from ds_npu.models.attention_function import (
 from ds_npu.models.attention_mask import PackedMask
 from ds_npu.ops.attention import Mask, Options
 from ds_npu.parallel.context.attention import context_attention
-from ds_npu.parallel.runtime.forward_wraps import Forward
+from ds_npu.parallel.runtime.forward_wraps import P, R
 
 _numbers = itertools.count()
 
@@ -95,7 +96,7 @@ class SequenceShardAttention:
         options = Options("BSND", mask, arguments.get("scaling"), arguments.get("dropout") or 0.0)
         return context_attention(q, k, self.values.of(module, v), batch.axis, options, batch.tokens), None
 
-    def checked(self, model: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def checked(self, model: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Wrap of ``model``: raises ValueError where an attention has not called ``attend``, but computed by itself."""
         out = forward(*args, **kwargs)
         # Only one of several pipeline stages has run.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import NoneType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,12 +36,9 @@ from ds_npu.models.copying import refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.topology.topology import Topology
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 SEQUENCES_SHARDED = "ds_npu_sequences_sharded"
 """The attribute of a sharded model, and of the model that holds it; its value is the latter."""
@@ -172,7 +169,7 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     return inner
 
 
-def _scale_gradients(who: str, factor: float, forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _scale_gradients(who: str, factor: float, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Multiply the gradients of the outputs of ``forward`` by ``factor``; raises TypeError for unknown containers."""
     out = forward(*args, **kwargs)
 
@@ -184,7 +181,7 @@ def _scale_gradients(who: str, factor: float, forward: Callable[P, T], *args: P.
             raise TypeError(f"{who} returns a {type(x).__name__}: tensors, lists, tuples and dicts are accepted")
         return x
 
-    mapped: T = tree_map(scaled, out) if torch.is_grad_enabled() else out
+    mapped: R = tree_map(scaled, out) if torch.is_grad_enabled() else out
     return mapped
 
 
@@ -224,7 +221,7 @@ def gather_router_logits(decoder: nn.Module, running_batch: RunningBatch) -> Non
     They are gathered outside of its blocks, which activation checkpointing recomputes.
     """
 
-    def gathered(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def gathered(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         out, batch = forward(*args, **kwargs), running_batch.sharded
         if batch is not None and isinstance(out, dict) and out.get(ROUTER_LOGITS) is not None:
             by_sample = (each.view(batch.samples, -1, each.shape[-1]) for each in out[ROUTER_LOGITS])

@@ -28,7 +28,6 @@ from ds_npu.topology.topology import Topology
 
 COUNT, PARAMETER, IS_OUT_IN = "num_experts", "parameter_name", "_did_swap_in_out_features"
 FIRST, SECOND = "lora_A", "lora_B"
-COMPUTED = "get_delta_factors, get_delta_weight"
 
 
 def adapter_changes(model: nn.Module, experts: str, layout: Layout, topology: Topology) -> Iterator[Change]:
@@ -51,7 +50,7 @@ def adapter_changes(model: nn.Module, experts: str, layout: Layout, topology: To
             for adapter, linear in modules[f"{outer}.{leaf}"].named_children():
                 name, factor = f"{outer}.{leaf}.{adapter}.weight", linear.get_parameter("weight")
                 yield expert_shard(name, factor, factors.shardings(name, factor, leaf), topology)
-        yield Change("sets", outer, f"{COUNT}, {COMPUTED}", factors.install)
+        yield Change("sets", outer, f"{COUNT}, get_delta_factors, get_delta_weight", factors.install)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +39,7 @@ from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_in_halves, compute_experts_with_shared
 from ds_npu.parallel.expert.relocation import MappedExperts
 from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.runtime.forward_wraps import R
 from ds_npu.parallel.runtime.placement import has_experts
 from ds_npu.topology.topology import Topology
 
@@ -225,12 +225,12 @@ def generate_synced(model: nn.Module) -> None:
     (``synced_gpus``), and the Trainer switches it off elsewhere.
     """
     for module in model.modules():
-        found: Callable[..., Any] | None = getattr(module, GENERATE, None)
+        found: Callable[..., object] | None = getattr(module, GENERATE, None)
         if is_hugging_face(module) and found is not None and SYNCED in inspect.signature(found).parameters:
             set_attribute(module, GENERATE, partial(_synced, found))
 
 
-def _synced(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _synced(generate: Callable[..., R], *args: object, **kwargs: object) -> R:
     given = inspect.signature(generate).bind(*args, **kwargs)
     given.arguments[SYNCED] = True
     return generate(*given.args, **given.kwargs)

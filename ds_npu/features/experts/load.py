@@ -6,11 +6,10 @@ Counts are kept on the device; the host reads them once per DeepSpeed logging in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from ds_npu.features.experts.load_picture import LoadHistory, load_svg
 from ds_npu.features.experts.routing import CORRECTION, Collected, collect_ids, collecting, correction_of
 from ds_npu.parallel.expert.capacity import capacity_of
 from ds_npu.parallel.expert.routing import histogram
-from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
@@ -161,7 +160,7 @@ def _install(
     return []
 
 
-def _counted(model: nn.Module, load: ExpertLoad, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _counted(model: nn.Module, load: ExpertLoad, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if not (model.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     with collecting() as collected:

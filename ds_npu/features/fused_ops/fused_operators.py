@@ -61,9 +61,8 @@ def _wrong(key: str, device_type: str) -> str | None:
 
 def _chosen(section: FusedOpsSection, build: Build) -> dict[str, str | None]:
     """The keys of the operators to be used, and why their kernels cannot be."""
-    values = {key: value for key, value in section if key in OPERATORS_OF_KEY}
     on_npu = build.device_type == "npu"
-    chosen = [key for key, value in values.items() if value or (on_npu and value is None)]
+    chosen = [key for key, value in section if key in OPERATORS_OF_KEY and (value or (on_npu and value is None))]
     checked = on_npu and not build.is_planned
     return {key: _wrong(key, build.device_type) if checked else None for key in chosen}
 

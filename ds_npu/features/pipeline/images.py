@@ -49,8 +49,10 @@ QWEN = (
     Pictures("pixel_values_videos", "video_token_id", "video_grid_thw", ("second_per_grid_ts",)),
 )
 ONE_SIZE = (Pictures("pixel_values", "image_token_id"),)
-SERVED: dict[str, tuple[Pictures, ...]] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN)
-SERVED |= dict.fromkeys(("llava", "gemma3"), ONE_SIZE)
+SERVED: dict[str, tuple[Pictures, ...]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN),
+    **dict.fromkeys(("llava", "gemma3"), ONE_SIZE),
+}
 """The pictures of each type of model. Pixels only become embeddings of tokens, and features of DeepStack."""
 INPUTS = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_embeds", "video_embeds"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,7 @@ from ds_npu.memory.recomputation import Recomputation, hold_tensor, without_outp
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import is_partitioned
-from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Forward, Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running, within
 from ds_npu.parallel.tensor.linear import ColumnLinear
 
@@ -37,7 +38,7 @@ def children(plan: ModelPlan, mlp: str, *roles: Role) -> list[str]:
     return list(dict.fromkeys(inside))
 
 
-def without_kept_outputs(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def without_kept_outputs(module: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Wrap of a block: outputs of Recomputations in it are not kept."""
     if not is_recomputed(module):
         return forward(*args, **kwargs)

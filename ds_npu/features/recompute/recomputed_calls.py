@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_npu.memory.recomputation import Recomputation
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.runtime.forward_wraps import Forward, first_parameter_name
+from ds_npu.parallel.runtime.forward_wraps import Forward, P, R, first_parameter_name
 from ds_npu.parallel.runtime.micro_batch import Fact, closing_over_micro_batch, new_forward, running
 
 KEY = "recompute"
@@ -111,7 +111,7 @@ class RecomputedRuns:
         self.length, self.device_type, self.kept = length, device_type, kept
         self._run: Fact[_Run | None] = Fact(while_running=True)
 
-    def around(self, _caller: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def around(self, _caller: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Wrap of the module that calls the blocks."""
         with new_forward() as micro_batch:
             try:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from torch import nn
-
 from ds_npu.config.recompute import RecomputeSection
 from ds_npu.config.roles import Role
 from ds_npu.features.build import Build, Feature
-from ds_npu.features.declaration import Change, Phase
+from ds_npu.features.declaration import Change, Phase, wrap_by_name
 from ds_npu.features.modules.matched_modules import matched_modules, no_module_is
 from ds_npu.features.recompute.attention_core import attention_changes
 from ds_npu.features.recompute.budget import plan_part
@@ -26,7 +24,7 @@ from ds_npu.features.recompute.outputs import (
 from ds_npu.features.recompute.recomputed_calls import KEY, RecomputedRuns, check_not_checkpointed, recompute_module
 from ds_npu.models import names
 from ds_npu.parallel.pipeline.pass_through import stages_in
-from ds_npu.parallel.runtime.forward_wraps import Level, Wrapper, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, Wrapper
 from ds_npu.planner.memory_plan import missing_solver
 
 NORMS = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
@@ -60,22 +58,13 @@ def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
         yield from _outputs(section, build, whole)
 
 
-def _wrap(model: nn.Module, name: str, what: str, wrapper: Wrapper) -> Change:
-    """Wrap the module ``name`` by ``wrapper(module, forward, *args, **kwargs)``.
-
-    The module is looked up when the change is made.
-    """
-
-    def make() -> None:
-        module = model.get_submodule(name)
-        wrap_forward(module, partial(wrapper, module), Level.RECOMPUTE)
-
-    return Change("wraps", name, what, make, Level.RECOMPUTE)
+def _wrap(build: Build, name: str, what: str, wrapper: Wrapper) -> Change:
+    return wrap_by_name(build.model, name, what, wrapper, Level.RECOMPUTE)
 
 
 def _wrap_whole(section: RecomputeSection, build: Build, name: str) -> Change:
     wrapper = partial(recompute_module, build.device_type, section.keep)
-    return _wrap(build.model, name, "computed again in backward", wrapper)
+    return _wrap(build, name, "computed again in backward", wrapper)
 
 
 def _blocks(section: RecomputeSection, build: Build) -> list[str]:
@@ -101,10 +90,10 @@ def _runs(section: RecomputeSection, build: Build, blocks: Sequence[str]) -> Ite
     runs = RecomputedRuns(section.layers, build.device_type, section.keep)
     owners = {names.parent(names.parent(name)) for name in blocks}
     for name in sorted(owners):
-        yield _wrap(build.model, name, "ends a run of layers", runs.around)
+        yield _wrap(build, name, "ends a run of layers", runs.around)
     for name in blocks:
         what = f"computed again in backward, {section.layers} together"
-        yield _wrap(build.model, name, what, partial(runs.block, name == blocks[-1]))
+        yield _wrap(build, name, what, partial(runs.block, name == blocks[-1]))
 
 
 def _globbed(section: RecomputeSection, build: Build, whole: Sequence[str]) -> list[str]:
@@ -140,9 +129,9 @@ def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> I
     for name in plan.blocks:
         if not _is_inside_any(name, whole) and any(names.is_inside(each, name) for each in (*norms, *mlps)):
             what = "outputs of norms and activation functions are not kept"
-            yield _wrap(build.model, name, what, without_kept_outputs)
+            yield _wrap(build, name, what, without_kept_outputs)
     for name in norms:
-        yield _wrap(build.model, name, "computed again in backward, its output too", RecomputedNorm(build.device_type))
+        yield _wrap(build, name, "computed again in backward, its output too", RecomputedNorm(build.device_type))
     for name in mlps:
         yield from _activation(build, name)
 

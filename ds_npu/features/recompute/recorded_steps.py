@@ -87,7 +87,7 @@ class RecordedSteps:
             unwrap_forward(module, wrapper)
         self._wraps.clear()
         if self._chunks is not None:
-            self._chunks.around = None
+            self._chunks.around = nullcontext
 
     def end_of_backward(self) -> None:
         """Count allocations from now on as the optimizer step's; calls that wait will have no backward."""

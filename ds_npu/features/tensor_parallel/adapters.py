@@ -83,11 +83,6 @@ def factor_shards_of(plan: ModelPlan, shards: Mapping[str, RoleShards]) -> dict[
     return found
 
 
-def second_factors(plan: ModelPlan, layer: str) -> list[str]:
-    """The names of B of each adapter of ``layer``."""
-    return [name for name in plan.named(Role.LORA_B) if plan.adapted(name) == layer]
-
-
 def is_at_border(plan: ModelPlan, name: str) -> bool:
     """Whether ``name`` is a factor of a layer in a region and is computed outside of the region."""
     layer = plan.adapted(name)

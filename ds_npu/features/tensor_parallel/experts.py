@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec
 
 import torch
 from torch import nn
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
-from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import SequenceParallel
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-
-P = ParamSpec("P")
 
 TOKENS_DIM = 0
 """The dim of tokens in flattened hidden states [T, H]."""

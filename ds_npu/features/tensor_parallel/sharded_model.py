@@ -26,7 +26,6 @@ from ds_npu.features.tensor_parallel.adapters import (
     entered_factors,
     factor_shards_of,
     keep_padding,
-    second_factors,
     with_adapter,
 )
 from ds_npu.features.tensor_parallel.experts import enter_experts
@@ -223,7 +222,8 @@ class _ModelSharder:
             yield wrap(name, "hidden states are checked", partial(self._expect_sequences, name))
 
     def _shard_logits(self, head: str, vocabulary: Sharding) -> Iterator[Change]:
-        owner, heads = names.owner(head), [head, *second_factors(self.plan, head)]
+        owner = names.owner(head)
+        heads = [head, *(each for each in self.plan.named(Role.LORA_B) if self.plan.adapted(each) == head)]
 
         def make() -> None:
             shard_logits(self.modules[owner], [self.modules[each] for each in heads], vocabulary, self.topology)

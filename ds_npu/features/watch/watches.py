@@ -33,7 +33,7 @@ def _parts(section: WatchSection, build: Build) -> Iterable[Change]:
     factor = section.stall_factor
     what = f"where each rank stands when no step ends for {factor} median steps" if factor else "what other watches see"
     yield part("a look after steps", what, partial(_look_after_steps, factor))
-    yield part("events of the monitor", "step time and tokens per second", partial(_write_throughput, build))
+    yield part("events of the monitor", "step time and tokens per second", partial(write_throughput, build))
     if section.finite:
         stop = partial(stop_at_not_finite, is_pipeline=build.is_pipeline)
         yield part("an end at what is not finite", "step, rank and layer of a loss or gradient", stop)
@@ -47,12 +47,6 @@ def _quietly(install: Callable[[TrainingEngine], object], engine: TrainingEngine
 def _look_after_steps(factor: int, engine: TrainingEngine) -> None:
     watch = StallWatch(factor, f"rank {dist.get_rank()} of {dist.get_world_size()}")
     watch_for_stalls(engine, watch, engine.joint_calls.say_where if factor else lambda: None)
-
-
-def _write_throughput(build: Build, engine: TrainingEngine) -> None:
-    if engine.monitor.enabled and dist.get_rank() == 0:
-        axes = ("dp",) if build.shards_sequences else ("dp", "cp")
-        write_throughput(engine, build.topology.size(*axes))
 
 
 @dataclass
@@ -92,8 +86,11 @@ def _is_ids(leaf: object) -> bool:
     )
 
 
-def write_throughput(engine: TrainingEngine, ranks: int) -> None:
-    """Add the events to those that ``engine``, a DeepSpeed engine, writes of each step; ``ranks`` have tokens."""
+def write_throughput(build: Build, engine: TrainingEngine) -> None:
+    """Add the events to those that ``engine``, a DeepSpeed engine, writes of each step."""
+    if not engine.monitor.enabled or dist.get_rank() != 0:
+        return
+    ranks = build.topology.size(*(("dp",) if build.shards_sequences else ("dp", "cp")))
     throughput, own = Throughput(ranks, engine.global_samples), stages_in(engine.module)
 
     def count(module: nn.Module, args: object, kwargs: object) -> None:

@@ -253,8 +253,9 @@ def smoothed(model: nn.Module, factor: float) -> Iterator[bool]:
     Yields whether there are any, on this rank or in the last pipeline stage: in training.
     """
     modules = list(model.modules())
-    links = (getattr(link_of(module, LossLevel.CHUNKS), "__self__", None) for module in modules)
-    chunked = [each for each in links if isinstance(each, ChunkedModel) and each.model.training]
+    links = (link_of(module, LossLevel.CHUNKS) for module in modules)
+    owners = [link.__self__ for link in links if inspect.ismethod(link)]
+    chunked = [each for each in owners if isinstance(each, ChunkedModel) and each.model.training]
     is_elsewhere = any(attribute(module, ELSEWHERE, bool) and module.training for module in modules)
     for each in chunked:
         each.smoothing = factor

@@ -111,7 +111,8 @@ class _Factors:
 
     def factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
         """(left [E, n, r], right [E, r, m], scaling) of this rank; their product is added to the parameter."""
-        a, b = (self._whole(leaf, getattr(self.wrapper, leaf)[adapter].weight) for leaf in (FIRST, SECOND))
+        a = self._whole(FIRST, self.wrapper.lora_A[adapter].weight)
+        b = self._whole(SECOND, self.wrapper.lora_B[adapter].weight)
         count, dtype = self.layout.count // self.topology.size("ep"), self.wrapper.get_param().dtype
         a_ErK = a.reshape(count, -1, a.shape[1]).to(dtype)
         b_ENr = b.reshape(b.shape[0], -1, count).permute(2, 0, 1).to(dtype)

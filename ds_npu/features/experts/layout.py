@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
-import torch
 from torch import nn
 from torch.nn import functional
 
@@ -78,8 +78,7 @@ class ExpertLayout:
 
     def weights(self, module: nn.Module, axis: ExpertAxis) -> ExpertWeights:
         """The experts that ``module`` holds on this rank, by its current attributes (PEFT may add to them)."""
-        tensors: list[torch.Tensor] = [getattr(module, name) for name in self.names]
-        up, down, *biases = tensors
+        up, down, *biases = attrgetter(*self.names)(module)
         if biases and axis.etp > 1:
             start, stop = near_even(self.hidden, axis.etp)[axis.etp_rank]
             biases[1] = functional.pad(biases[1], (start, self.hidden - stop))
@@ -87,8 +86,9 @@ class ExpertLayout:
 
     def activation(self, module: nn.Module) -> Activation:
         """The function that ``module`` computes between its two products."""
-        function: Activation = getattr(module, GATE_METHOD, None) or partial(gated, getattr(module, ACTIVATION))
-        return function if self.has_gate else getattr(module, ACTIVATION)
+        method: Activation | None = getattr(module, GATE_METHOD, None) if self.has_gate else None
+        function: Activation = method or attrgetter(ACTIVATION)(module)
+        return partial(gated, function) if self.has_gate and method is None else function
 
 
 def is_of_transformers(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from ds_npu.features.memory_report.memory_use import (
 )
 from ds_npu.memory.storage_record import StorageRecord
 from ds_npu.models import names
-from ds_npu.models.attributes import attributes
+from ds_npu.models.attributes import attribute, attributes
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -123,8 +123,8 @@ class MeasuredStep:
                 self.record.see(tensor, GRADIENTS)
         for weight in [*model.parameters(), *model.buffers()]:
             self.record.see(weight, WEIGHTS)
-            shard = getattr(weight, "ds_tensor", None)
-            if isinstance(shard, torch.Tensor):
+            shard = attribute(weight, "ds_tensor", torch.Tensor)
+            if shard is not None:
                 self.record.see(shard, WEIGHTS)
             if weight.grad is not None:
                 self.record.see(weight.grad, GRADIENTS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -96,8 +96,10 @@ class ShardedHead:
         if isinstance(out, dict) and "logits" in out:
             ranks = f"{len(self.vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
             described = f"logits of {self.vocabulary.size} words, in training on labels, are sharded over {ranks}"
-            likeliest = partial(vocabulary_argmax, vocabulary=self.vocabulary, group=self.topology.group("tp"))
-            out["logits"] = guard_shard(out["logits"], described, likeliest)
+            vocabulary, topology = self.vocabulary, self.topology
+            out["logits"] = guard_shard(
+                out["logits"], described, lambda logits: vocabulary_argmax(logits, vocabulary, topology.group("tp"))
+            )
         return out
 
 

@@ -1,22 +1,29 @@
-"""An engine under construction, which features read and change."""
+"""An engine under construction, and the features that read and change it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Generic, TypeVar
 
+import torch
 from torch import nn
 
-from ds_npu.features.declaration import Declaration
+from ds_npu.features.declaration import Change, Declaration, Phase
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.axis import MatmulCollectives
+from ds_npu.parallel.tensor.randomness import align_generators
 from ds_npu.planner.memory_plan_table import PlannedKeys
+from ds_npu.topology.degrees import Axis
+from ds_npu.topology.machine import Machine, machine_of
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.training_engine import TrainingEngine
+
+V = TypeVar("V")
 
 MODEL_PLAN: Mark[ModelPlan] = Mark("plan")
 """The plan of a model."""
@@ -32,7 +39,6 @@ class Build:
     globs: Mapping[str, str] = field(default_factory=dict)
     """The value of ``ds_npu.plan``: a role for each glob."""
     device_type: str = "cpu"
-    """The type of the device that the model will be on."""
     when_built: list[Callable[[TrainingEngine], list[str]]] = field(default_factory=list)
     """Functions that are called with the built DeepSpeed engine and return lines for people."""
     is_pipeline: bool = False
@@ -85,6 +91,21 @@ class Build:
                 raise
             return self.partial_plan
 
+    @cached_property
+    def machine(self) -> Machine:
+        """The machine whose speeds estimates assume: this process's NPU, or an A2 without one."""
+        has_device = self.device_type != "cpu" and not self.is_planned
+        return machine_of(torch.get_device_module(self.device_type).get_device_name() if has_device else "")
+
+    def installed(self, part: str, what: str, install: Callable[[TrainingEngine], list[str]]) -> Change:
+        """The part of an engine that ``install`` provides once DeepSpeed has built it."""
+        return Change("provides", part, what, partial(self.when_built.append, install))
+
+    def same_random_numbers(self, axis: Axis, ranks: str) -> Change:
+        """Align random generators over ``axis``: scripts must draw the same on ranks that share samples."""
+        make = partial(align_generators, self.topology, self.device_type, axis)
+        return Change("provides", f"random generators over {axis}", f"states of the first {ranks} rank", make)
+
     def forget_plan(self) -> None:
         """Drop the cached plans: the model has another one now."""
         for known in ("plan", "partial_plan", "block_plan"):
@@ -98,8 +119,7 @@ class Build:
         """
         own, topology = stages_in(self.model), self.topology
         ranks, rank = topology.size("pp"), topology.rank("pp")
-        fits = not own or (own[0].count == len(own) * ranks and (len(own) > 1 or own[0].index == rank))
-        if not fits:
+        if own and (own[0].count != len(own) * ranks or (len(own) == 1 and own[0].index != rank)):
             raise ValueError(
                 f"{type(self.model).__name__} is {' and '.join(map(str, own))}, and this is rank {rank} of the "
                 f"{ranks} of ds_npu.parallel.pipeline"
@@ -110,3 +130,21 @@ class Build:
     def shards_sequences(self) -> bool:
         """Whether the sequences of the model are to be sharded over context ranks."""
         return self.topology.size("cp") > 1 and not self.is_pipeline
+
+
+@dataclass(frozen=True)
+class Feature(Generic[V]):
+    """One key of the ``"ds_npu"`` section, whose value is a V (a Section, or a plain value)."""
+
+    key: str
+    phase: Phase = Phase.ENGINE
+    declare: Callable[[V, Build], Iterable[Change]] = lambda value, build: ()
+    """Declares the changes of the model, which it only reads; none where it is off. Raises where it cannot."""
+    parts: Callable[[V, Build], Iterable[Change]] = lambda value, build: ()
+    """Declares the parts that it provides for each engine, also for a model that was changed before."""
+    asked: Callable[[V, Build], str] = lambda value, build: ""
+    """Describes its value, where its changes can be made to a model only once; else empty."""
+    without_plan: Callable[[Build], str] = lambda build: ""
+    """Says in words whether it works for a model without a plan."""
+    unmet: Callable[[V], list[str]] = lambda value: []
+    """Tells why this machine cannot do what the value needs; empty where it can."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, ParamSpec
+from functools import partial
+from typing import Literal
 
 from torch import nn
 
 from ds_npu.features.loss.model_loss import LossLevel
 from ds_npu.models import names
-from ds_npu.parallel.runtime.forward_wraps import Level
-
-P = ParamSpec("P")
+from ds_npu.parallel.runtime.forward_wraps import Level, P, Wrapper, wrap_forward
 
 Act = Literal["shards", "replaces", "wraps", "computes", "links", "sets", "hooks", "provides", "checks"]
 """shards a parameter; replaces a module by another of the same name; wraps the forward of a module at a Level; computes
@@ -57,12 +56,24 @@ class Change:
     """The level of "wraps" and of "links"."""
 
 
+def wrap_by_name(model: nn.Module, name: str, what: str, wrapper: Wrapper, level: Level) -> Change:
+    """Wrap the module ``name`` of ``model`` by ``wrapper(module, forward, *args, **kwargs)``.
+
+    The module is looked up when the change is made: changes before it may replace the module.
+    """
+
+    def make() -> None:
+        module = model.get_submodule(name)
+        wrap_forward(module, partial(wrapper, module), level)
+
+    return Change("wraps", name, what, make, level)
+
+
 @dataclass(frozen=True)
 class Declaration:
     """All changes of one feature."""
 
     key: str
-    """The feature's key of the section."""
     phase: Phase
     changes: Sequence[Change]
 
@@ -105,9 +116,9 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration], ma
     parts = {name for name, _ in model.named_modules()} | {
         name for name, _ in model.named_parameters(remove_duplicate=False)
     }
-    owners: dict[tuple[Act, str, IntEnum | None], Declaration] = {}
-    for declaration in made:
-        owners |= {(change.act, change.part, change.level): declaration for change in declaration.changes}
+    owners: dict[tuple[Act, str, IntEnum | None], Declaration] = {
+        (change.act, change.part, change.level): declaration for declaration in made for change in declaration.changes
+    }
     found: list[str] = []
     for declaration in declarations:
         for change in declaration.changes:
@@ -116,7 +127,8 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration], ma
             other = owners.setdefault((change.act, change.part, change.level), declaration)
             if change.act in ONCE and other is not declaration:
                 both = f"ds_npu.{other.key} and ds_npu.{declaration.key}"
-                found.append(f"both {both} want what only one can: {_text(change)}")
+                what = f"{change.act} {change.part or 'the model'}: {change.what}"
+                found.append(f"both {both} want what only one can: {what}")
     found += [
         f"ds_npu.{owner.key} {act} {part}, and ds_npu.{declaration.key} replaces {change.part} afterwards"
         for declaration in declarations
@@ -127,10 +139,6 @@ def check_declarations(model: nn.Module, declarations: Sequence[Declaration], ma
     ]
     if found:
         raise ConflictError(type(model).__name__, list(dict.fromkeys(found)))
-
-
-def _text(change: Change) -> str:
-    return f"{change.act} {change.part or 'the model'}: {change.what}"
 
 
 def table(declarations: Iterable[Declaration]) -> Iterator[str]:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.utils import deterministic
 
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
-from ds_npu.features.feature import Feature
 
 VARIABLE = "HCCL_DETERMINISTIC"
 

@@ -10,13 +10,12 @@ from torch import nn
 
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.chunked_loss.loss_by_chunks import CHUNKED_LOSS
 from ds_npu.features.context_parallel.context_ranks import CONTEXT_PARALLEL
 from ds_npu.features.declaration import Declaration, Phase, check_declarations
 from ds_npu.features.deterministic import DETERMINISTIC
 from ds_npu.features.experts.expert_ranks import MOE
-from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.fused_operators import FUSED_OPS
 from ds_npu.features.memory_report.reported_step import MEMORY_REPORT
 from ds_npu.features.optimizer_memory.state_in_fewer_bytes import OPTIMIZER_MEMORY
@@ -24,8 +23,7 @@ from ds_npu.features.pipeline.pipeline_ranks import PIPELINE
 from ds_npu.features.plan import PLAN
 from ds_npu.features.recompute.recomputed_modules import RECOMPUTE
 from ds_npu.features.swap.swapped_modules import SWAP
-from ds_npu.features.tensor_parallel.tensor_overlap import TENSOR_OVERLAP
-from ds_npu.features.tensor_parallel.tensor_ranks import PARALLEL
+from ds_npu.features.tensor_parallel.tensor_ranks import PARALLEL, TENSOR_OVERLAP
 from ds_npu.features.watch.watches import WATCH
 from ds_npu.log import logger
 from ds_npu.models.plan import PlanError
@@ -51,7 +49,6 @@ CHANGED_FOR: Mark[dict[str, str]] = Mark("changed for")
 """The texts for which a model was changed, by the key of each feature."""
 
 Values = Sequence[tuple[Feature[Any], Any]]
-"""Features, and their values in the section."""
 
 
 def unmet(config: DsNpuConfig) -> Iterator[Problem]:

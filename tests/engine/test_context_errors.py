@@ -15,8 +15,8 @@ from torch import nn
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.context_ranks import CONTEXT_PARALLEL
+from ds_npu.features.context_parallel.sharded_batch import BatchArguments
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
-from ds_npu.features.context_parallel.visibility import BatchArguments
 from ds_npu.features.driver import apply_features
 from ds_npu.models.plan import ModelPlan
 

@@ -82,8 +82,8 @@ def calls_of_micro_batches(layers: int, section: dict) -> int:
 PER_MICRO_BATCH = {
     "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 143, 341),
     "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 212, 470),
-    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 182, 479),
-    "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 22, 37),
+    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 179, 479),
+    "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 22, 36),
 }
 """A section, and the calls of Python functions in a micro-batch: outside of blocks, and in each block."""
 

@@ -24,8 +24,8 @@ from ds_npu.features.memory_report.memory_use import (
     WEIGHTS,
     MemoryUse,
     memory_use,
+    use_table,
 )
-from ds_npu.features.memory_report.use_table import use_table
 from ds_npu.memory.storage_record import StorageRecord
 
 SMALL_BUCKETS = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}

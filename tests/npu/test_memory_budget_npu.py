@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from ds_npu.features.recompute import budget
+from ds_npu.features import build
 from ds_npu.features.recompute.budget import MARGIN, MemoryBudget
 from ds_npu.memory import swapped_activations
 from ds_npu.planner.memory_plan import Option, PlannedLayer, fastest, measured, smallest
@@ -123,7 +123,7 @@ def swapping(cases: list[tuple[str, int, dict[str, object], float]]) -> None:
     for family, stage, section, speed in cases:
         layers = 12 if "pipeline" in section else 7
         deep = mock.patch.dict(SIZES, {family: SIZES[family] | {"num_hidden_layers": layers}})
-        link = mock.patch.object(budget, "machine_of", lambda name, speed=speed: replace(machine_of(name), host=speed))
+        link = mock.patch.object(build, "machine_of", lambda name, speed=speed: replace(machine_of(name), host=speed))
         with deep, link:
             plain = trained(family, stage, section, None)
             free = trained(family, stage, section, 8 * GIB)

@@ -12,10 +12,9 @@ from ds_npu.config.check import check
 from ds_npu.config.problems import ConfigError
 from ds_npu.config.rules import broken_rules
 from ds_npu.config.sections import DsNpuConfig
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, ConflictError, Phase, table
 from ds_npu.features.driver import FEATURES, apply_features, declare, unmet
-from ds_npu.features.feature import Feature
 
 # Rules between keys, most of them of features that are not built yet: key paths, and the one that is named.
 RULES = [

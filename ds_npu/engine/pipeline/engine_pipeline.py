@@ -20,13 +20,12 @@ from ds_npu.engine.failures.batch_checksum import BatchChecksum
 from ds_npu.engine.failures.batch_failures import BatchFailures, BatchInStages
 from ds_npu.engine.pipeline.stage_output import LOSS, OutputForm, StageOutputs, detached, tensors_of, training_output
 from ds_npu.engine.same_batch import agree_before_stages, shared_axes
-from ds_npu.features.loss.token_targets import COUNT, asks_for_scores
-from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_loss
+from ds_npu.features.loss.model_loss import COUNT, asks_for_scores
+from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_graph, with_loss
 from ds_npu.features.pipeline.images import check_no_pixels, image_pieces
 from ds_npu.features.pipeline.layout import PipelineLayout, check_recomputed_once, layout_of
 from ds_npu.features.pipeline.micro_batches import Arguments, cut, samples_of, shape_of
 from ds_npu.features.pipeline.stages import check_arguments, run_stage
-from ds_npu.features.pipeline.token_scores import with_graph
 from ds_npu.memory.call_state import CallState
 from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.pass_through import Stage, stages_in

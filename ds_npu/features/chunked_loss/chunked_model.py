@@ -8,18 +8,16 @@ gathered it, once for all chunks. Everywhere else logits are what they are witho
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ds_npu.features.chunked_loss.deferred_logits import DeferredLogits, Source
-from ds_npu.features.loss.loss_chunks import LossChunks
-from ds_npu.features.loss.model_loss import LossFunction, LossLevel, link_of, wrap_loss
+from ds_npu.features.loss.model_loss import LossChunks, LossFunction, LossLevel, link_of, wrap_loss
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
@@ -33,6 +31,7 @@ from ds_npu.parallel.tensor.chunked_head import product_dtype
 from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords, Transform
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
 from ds_npu.parallel.tensor.product import WeightLayout
+from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, Operation
 from ds_npu.planner.chunk_choice import ChunkedHead
 from ds_npu.topology.topology import Topology
 
@@ -40,6 +39,68 @@ T = TypeVar("T")
 KEY = "chunked_loss"
 ELSEWHERE: Mark[bool] = Mark("loss elsewhere")
 """Marks a model whose last pipeline stage, on another rank, computes the loss of chunks."""
+
+ELEMENTWISE = {"mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "tanh", "float", "to", "contiguous"}
+"""Elementwise functions that a model may call between its head and its loss; they run chunk by chunk."""
+NUMBERS = (int, float, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Functions that a model called of its logits, with their other arguments, in order."""
+
+    calls: tuple[tuple[Operation, Arguments, Keywords], ...] = ()
+
+    def __call__(self, product_CV: torch.Tensor) -> torch.Tensor:
+        for function, args, kwargs in self.calls:
+            product_CV = function(product_CV, *args, **kwargs)
+        return product_CV
+
+    def then(self, function: Operation, args: Arguments, kwargs: Keywords) -> Operations:
+        return Operations((*self.calls, (function, args, kwargs)))
+
+    def __bool__(self) -> bool:
+        return bool(self.calls)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The head, hidden states and operations that deferred logits will be computed from."""
+
+    head: nn.Module
+    hidden: torch.Tensor
+    """[..., H]."""
+    operations: Operations = Operations()
+
+
+class DeferredLogits(AbsentLogits):
+    """Logits [..., V] of a head that was not called: its input, and the operations on its output."""
+
+    source: Source
+
+    @classmethod
+    def of(cls, source: Source, shape: Sequence[int], dtype: torch.dtype, described: str) -> DeferredLogits:
+        made = cls.like(shape, dtype, source.hidden.device, described)
+        made.source = source
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        own, *others = args if args and isinstance(args[0], cls) else (None,)
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [*others, *(kwargs or {}).values()]
+            if own is not None and func.__name__ in ELEMENTWISE and all(isinstance(each, NUMBERS) for each in given):
+                return own._then(func, tuple(others), kwargs or {})
+            if own is not None and func is torch.Tensor.detach:
+                return DeferredLogits.of(own.source, own.shape, own.dtype, own.described)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _then(self, function: Operation, args: Arguments, kwargs: Keywords) -> DeferredLogits:
+        dtype = function(torch.ones((), dtype=self.dtype, device=self.device), *args, **kwargs).dtype
+        source = replace(self.source, operations=self.source.operations.then(function, args, kwargs))
+        return DeferredLogits.of(source, self.shape, dtype, self.described)
 
 
 @dataclass
@@ -64,14 +125,10 @@ class ChunkedModel:
     """Defers the logits of ``model``, and computes its loss in ``chunks``."""
 
     def __init__(self, model: HuggingFaceModel, topology: Topology, chunks: LossChunks) -> None:
-        self.model, self.topology, self.chunks = model, topology, chunks
+        self.model, self._who, self.topology, self.chunks = model, type(model).__name__, topology, chunks
         self.smoothing = 0.0
         """Label smoothing of the losses that are computed now."""
         self._run: Fact[_Run | None] = Fact()
-
-    @property
-    def _who(self) -> str:
-        return type(self.model).__name__
 
     def link_loss(self) -> None:
         self.loss = wrap_loss(self.model, self._link, LossLevel.CHUNKS, KEY)
@@ -80,7 +137,9 @@ class ChunkedModel:
         self.signature = inspect.signature(self.model.forward)
         wrap_forward(self.model, self._forward, Level.MODEL)
 
-    def wrap_head(self, head: nn.Module) -> None:
+    def wrap_head(self, model: nn.Module, name: str) -> None:
+        """Wrap the module ``name`` of ``model``, which tensor parallelism may have replaced since it was declared."""
+        head = model.get_submodule(name)
         weight = head.get_parameter("weight")
         vocabulary = sharding_of(weight)
         words = unpartitioned_shape(weight)[0] if vocabulary is None else vocabulary.size
@@ -88,7 +147,6 @@ class ChunkedModel:
         wrap_forward(head, partial(self._head, head=head, loss=loss), Level.OVERLAP)
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Wrap of the model's forward."""
         given = {**self.signature.bind_partial(*args, **kwargs).arguments, **kwargs}
         is_labelled = any(given.get(name) is not None for name in LABEL_ARGUMENTS)
         run = _Run(is_labelled) if self.model.training else None
@@ -112,7 +170,7 @@ class ChunkedModel:
         if asked is not None:
             weight, bias = head.get_parameter("weight"), head.bias
             assert bias is None or isinstance(bias, torch.Tensor)
-            with self.chunks.computing(_head_of(hidden, weight, asked.transform)):
+            with self.chunks.around(_head_of(hidden, weight, asked.transform)):
                 return loss(hidden, weight, bias, asked.targets, asked.transform, self.chunks.tokens)
         run = self._run.of(running())
         if run is None or not (run.is_labelled or torch.is_grad_enabled()):
@@ -196,8 +254,9 @@ def smoothed(model: nn.Module, factor: float) -> Iterator[bool]:
     Yields whether there are any, on this rank or in the last pipeline stage: in training.
     """
     modules = list(model.modules())
-    links = (getattr(link_of(module, LossLevel.CHUNKS), "__self__", None) for module in modules)
-    chunked = [each for each in links if isinstance(each, ChunkedModel) and each.model.training]
+    links = (link_of(module, LossLevel.CHUNKS) for module in modules)
+    owners = [link.__self__ for link in links if inspect.ismethod(link)]
+    chunked = [each for each in owners if isinstance(each, ChunkedModel) and each.model.training]
     is_elsewhere = any(ELSEWHERE.get(module) and module.training for module in modules)
     for each in chunked:
         each.smoothing = factor

@@ -9,12 +9,17 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.config.sections import ChunkedLossTokens
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.chunked_loss.chunked_model import ELSEWHERE, KEY, ChunkedModel
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
-from ds_npu.features.loss.loss_chunks import LOSS_CHUNKS, LossChunks, loss_chunks_of
-from ds_npu.features.loss.model_loss import LossLevel, has_causal_lm_loss, users_loss
+from ds_npu.features.loss.model_loss import (
+    LOSS_CHUNKS,
+    LossChunks,
+    LossLevel,
+    has_causal_lm_loss,
+    loss_chunks_of,
+    users_loss,
+)
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.parallel.pipeline.pass_through import stages_in
@@ -22,6 +27,8 @@ from ds_npu.parallel.runtime.forward_wraps import Level
 from ds_npu.parallel.tensor.chunked_head import TOKENS
 from ds_npu.parallel.tensor.linear import ColumnLinear
 from ds_npu.planner.chunk_choice import LEAST_TOKENS
+
+LINEARS = (nn.Linear, ColumnLinear)
 
 
 def _asked(value: ChunkedLossTokens, build: Build) -> str:
@@ -69,13 +76,7 @@ def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
     )
     yield Change("wraps", owner, "says whether it is trained on labels", chunked.wrap_model, Level.MODEL)
     for head in heads:
-        make = partial(_wrap_head, chunked, build.model, head)
-        yield Change("wraps", head, what, make, Level.OVERLAP)
-
-
-def _wrap_head(chunked: ChunkedModel, model: nn.Module, name: str) -> None:
-    # Looked up by its name: tensor parallelism has replaced the module since.
-    chunked.wrap_head(model.get_submodule(name))
+        yield Change("wraps", head, what, partial(chunked.wrap_head, build.model, head), Level.OVERLAP)
 
 
 def _chunkable(build: Build) -> tuple[HuggingFaceModel, str, list[str]]:
@@ -90,17 +91,13 @@ def _chunkable(build: Build) -> tuple[HuggingFaceModel, str, list[str]]:
         reason = f"{who} has no head, a linear layer from hidden states to logits (role {Role.HEAD} of ds_npu.plan)"
     elif adapted := [each for each in heads if names.is_adapted(each)]:
         reason = f"{adapted[0]} of {who} has an adapter, so its logits are a sum of two products"
-    elif other := [type(each).__name__ for each in map(build.model.get_submodule, heads) if not _is_linear(each)]:
+    elif other := [type(each).__name__ for each in map(build.model.get_submodule, heads) if type(each) not in LINEARS]:
         reason = f"the head of {who} is a {other[0]}, not an nn.Linear"
     elif users_loss(model) is not None or not has_causal_lm_loss(model):
         reason = f"the loss of {type(model).__name__} is not transformers' ForCausalLMLoss, the mean over next tokens"
     if reason or not has_causal_lm_loss(model):
         raise ValueError(f"ds_npu.{KEY}: {reason}. What to do: leave ds_npu.{KEY} out")
     return model, owner, heads
-
-
-def _is_linear(head: nn.Module) -> bool:
-    return type(head) in (nn.Linear, ColumnLinear)
 
 
 CHUNKED_LOSS: Feature[ChunkedLossTokens] = Feature(KEY, Phase.OPERATORS, declare=_declare, parts=_parts, asked=_asked)

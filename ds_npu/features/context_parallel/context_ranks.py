@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
-
-import torch
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ALGORITHM, ContextParallelSection, algorithms
 from ds_npu.config.problems import ConfigError, Problem
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChooser
 from ds_npu.features.context_parallel.sharded_sequences import (
     declare_sequences,
@@ -18,19 +15,10 @@ from ds_npu.features.context_parallel.sharded_sequences import (
     shardable_model,
 )
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
 from ds_npu.log import logger, warn_once
 from ds_npu.models.hugging_face_model import hugging_face_model
-from ds_npu.parallel.tensor.randomness import align_generators
 from ds_npu.planner.context_choice import algorithm_text, choose_for
 from ds_npu.planner.context_cost import Layer
-from ds_npu.topology.machine import Machine, machine_of
-
-NOT_SHARDED = (
-    "ds_npu.parallel.context is {size}, and {model} holds no model of transformers: its sequences are not divided. "
-    "Give each context rank other tokens, compute attention by ds_npu.parallel.context_attention, "
-    "and return each rank's share of the loss; shares are added up"
-)
 
 
 def _applies(build: Build) -> bool:
@@ -38,23 +26,24 @@ def _applies(build: Build) -> bool:
 
 
 def _asked(section: ContextParallelSection, build: Build) -> str:
-    if not _applies(build):
-        return ""
     keys = "".join(f", {key} {value}" for key, value in section if value is not None)
-    return f"context {build.topology.size('cp')}{keys}"
+    return f"context {build.topology.size('cp')}{keys}" if _applies(build) else ""
 
 
 def _parts(section: ContextParallelSection, build: Build) -> Iterable[Change]:
     if _applies(build):
-        # What scripts draw (the order of samples) must agree over ranks that share samples.
-        make = partial(align_generators, build.topology, build.device_type, "cp")
-        yield Change("provides", "random generators over cp", "states of the first context rank", make)
+        yield build.same_random_numbers("cp", "context")
 
 
 def _declare(section: ContextParallelSection, build: Build) -> Iterable[Change]:
     if not _applies(build):
         if build.shards_sequences:
-            warn_once(NOT_SHARDED.format(size=build.topology.size("cp"), model=type(build.model).__name__))
+            warn_once(
+                f"ds_npu.parallel.context is {build.topology.size('cp')}, and {type(build.model).__name__} holds no "
+                "model of transformers: its sequences are not divided. Give each context rank other tokens, compute "
+                "attention by ds_npu.parallel.context_attention, and return each rank's share of the loss; shares are "
+                "added up"
+            )
         return []
     if has_sharded_sequences(build.model):
         return []
@@ -69,7 +58,7 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
 
     Raises ConfigError where no algorithm is possible with the model's number of heads.
     """
-    degrees, plan, machine = build.topology.degrees, build.partial_plan, _machine(build)
+    degrees, plan, machine = build.topology.degrees, build.partial_plan, build.machine
     # The attention with the fewest heads limits Ulysses most.
     shape = min(plan.attentions.values(), key=lambda each: each.heads, default=None)
     found = algorithms(section, degrees.cp)
@@ -93,12 +82,6 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
         return choice.algorithm
 
     return chosen
-
-
-def _machine(build: Build) -> Machine:
-    """The machine whose speeds the estimates assume: this process's NPU, or an A2 without one."""
-    has_device = build.device_type != "cpu" and not build.is_planned
-    return machine_of(torch.get_device_module(build.device_type).get_device_name() if has_device else "")
 
 
 def _without_plan(build: Build) -> str:

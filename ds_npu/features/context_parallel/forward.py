@@ -11,11 +11,15 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice
-from ds_npu.features.context_parallel.fused_head import SCORES, TargetScores
-from ds_npu.features.context_parallel.loss import LossShare
-from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch, UnshardedBatch
-from ds_npu.features.context_parallel.visibility import VISIBILITY_ARGUMENTS, BatchArguments
-from ds_npu.features.loss.token_targets import COUNT, Targets, asks_for_scores
+from ds_npu.features.context_parallel.loss import SCORES, LossShare, TargetScores
+from ds_npu.features.context_parallel.sharded_batch import (
+    VISIBILITY_ARGUMENTS,
+    BatchArguments,
+    RunningBatch,
+    ShardedBatch,
+    UnshardedBatch,
+)
+from ds_npu.features.loss.model_loss import COUNT, Targets, asks_for_scores
 from ds_npu.models.hugging_face_model import HuggingFaceModel, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard, likeliest_words
 from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
@@ -53,13 +57,9 @@ class SequenceShardForward:
         loss: LossShare | None,
         owns_positions: bool,
     ) -> None:
-        self.model, self.running_batch, self.choice = model, running_batch, choice
+        self.model, self.who, self.running_batch, self.choice = model, type(model).__name__, running_batch, choice
         self.random_numbers, self.loss, self.owns_positions = random_numbers, loss, owns_positions
         self.signature = inspect.signature(model.forward)
-
-    @property
-    def who(self) -> str:
-        return type(self.model).__name__
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs).arguments
@@ -95,24 +95,22 @@ class SequenceShardForward:
 
     def _shard_arguments(self, given: dict[str, Any], micro_batch: MicroBatch) -> tuple[ShardedBatch, dict[str, Any]]:
         """The batch of the arguments ``given``, and this rank's arguments; raises ValueError for one without shards."""
-        shape = next((given[name].shape for name in OF_TOKENS if given.get(name) is not None), None)
-        if shape is None:
+        first = next((given[name] for name in OF_TOKENS if given.get(name) is not None), None)
+        if first is None:
             raise ValueError(f"{self.who} is given neither input_ids nor inputs_embeds")
-        samples, length = int(shape[0]), int(shape[1])
-        axis = self.choice.axis
+        samples, length, device, axis = int(first.shape[0]), int(first.shape[1]), first.device, self.choice.axis
         self._check(given, samples, length)
         shifted = self.loss is None or self.loss.shifted
         targets = Targets(given, shifted)
-        arguments = BatchArguments(samples, length, given, targets.tokens, targets.ignored, shifted)
-        visibility = arguments.visibility()
+        visibility = BatchArguments(samples, length, given, targets.tokens, targets.ignored, shifted).visibility()
         tokens = (
             shard_evenly(length, axis.algorithm)
             if visibility.documents is None
             else shard_documents(samples, length, visibility.documents, axis.algorithm)
         )
-        device = next(given[name].device for name in OF_TOKENS if given.get(name) is not None)
         positions = self._positions(given, length, device)
-        routers = self._gathers_routers(given)
+        wanted = given.get(ROUTERS)
+        routers = bool(setting(self.model.config.get_text_config(), ROUTERS, bool) if wanted is None else wanted)
         batch = ShardedBatch(samples, tokens, axis, device, visibility, positions.max(), routers)
         local = {name: value for name, value in given.items() if name not in VISIBILITY_ARGUMENTS}
         for name in OF_TOKENS:
@@ -143,10 +141,6 @@ class SequenceShardForward:
                 "the whole batch"
             )
         return torch.arange(length, device=device)[None] if positions is None else positions
-
-    def _gathers_routers(self, given: dict[str, Any]) -> bool:
-        wanted = given.get(ROUTERS)
-        return bool(setting(self.model.config.get_text_config(), ROUTERS, bool) if wanted is None else wanted)
 
     def _check(self, given: dict[str, Any], samples: int, length: int) -> None:
         sizes = {"position_ids": (1, samples)} | dict.fromkeys((*OF_TOKENS, *LABEL_ARGUMENTS), (samples,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,6 @@ from ds_npu.features.context_parallel.sharded_batch import RunningBatch, Sequenc
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.models import attention_mask as masks
 from ds_npu.models.attention_function import (
-    Implementation,
     attention_function,
     in_autocast_dtype,
     mask_of_module,
@@ -21,6 +21,7 @@ from ds_npu.models.attention_function import (
 from ds_npu.models.attention_mask import PackedMask
 from ds_npu.ops.attention import Mask, Options
 from ds_npu.parallel.context.attention import context_attention
+from ds_npu.parallel.runtime.forward_wraps import P, R
 
 _numbers = itertools.count()
 
@@ -33,11 +34,6 @@ class SequenceShardAttention:
         self.name = f"ds_npu_context_{next(_numbers)}"
         self.not_called: dict[nn.Module, str] = {}
         """Attentions of the model, with their names, that have not called ``attend`` since the first forward began."""
-
-    @property
-    def implementation(self) -> Implementation:
-        """The two functions, for ``use_attention``."""
-        return Implementation(self.name, self.attend, self.mask)
 
     def mask(self, **arguments: Any) -> torch.Tensor | Mask | PackedMask | SequenceShardMask | None:
         """The mask function (see ``attention_mask.attention_mask``).
@@ -100,18 +96,18 @@ class SequenceShardAttention:
         options = Options("BSND", mask, arguments.get("scaling"), arguments.get("dropout") or 0.0)
         return context_attention(q, k, self.values.of(module, v), batch.axis, options, batch.tokens), None
 
-    def check_all_called(self, model: nn.Module) -> None:
-        """Raise ValueError where an attention of ``model`` has not called ``attend``, but computed by itself."""
-        if not self.not_called:
-            return
+    def checked(self, model: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Wrap of ``model``: raises ValueError where an attention has not called ``attend``, but computed by itself."""
+        out = forward(*args, **kwargs)
         # Only one of several pipeline stages has run.
-        present = set(model.modules())
+        present = set(model.modules()) if self.not_called else ()
         missed = [name for module, name in self.not_called.items() if module in present]
         if missed:
             _refuse(
                 f"a forward in which {len(missed)} attentions, as {missed[0]}, did not call transformers' function",
                 "sequences by the attentions that do",
             )
+        return out
 
 
 def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:

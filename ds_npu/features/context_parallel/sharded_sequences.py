@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import NoneType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,33 +21,32 @@ from torch.utils._pytree import tree_map
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice, AlgorithmChooser
 from ds_npu.features.context_parallel.forward import SequenceShardForward
-from ds_npu.features.context_parallel.layers import depends_on_length, gather_router_logits, show_last_position
 from ds_npu.features.context_parallel.loss import DIVIDED_BY, LossShare
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_noise, check_settings
 from ds_npu.features.context_parallel.sharded_attention import SequenceShardAttention
-from ds_npu.features.context_parallel.sharded_batch import RunningBatch
+from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.features.declaration import Change, making
-from ds_npu.features.loss.model_loss import LossLevel
-from ds_npu.features.loss.token_targets import shifts
+from ds_npu.features.loss.model_loss import LossLevel, shifts
 from ds_npu.features.modules.attention_exchange import exchanges_of_attention
-from ds_npu.models.attention_function import check_exchangeable
+from ds_npu.models.attention_function import Implementation, check_exchangeable, use_attention
+from ds_npu.models.attributes import attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan
-from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.topology.topology import Topology
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 SEQUENCES_SHARDED: Mark[nn.Module] = Mark("sequences sharded")
 """The model that holds a sharded one, in the records of both."""
 ALGORITHM_CHOICE: Mark[AlgorithmChoice] = Mark("context algorithm")
 """The chosen algorithm of a model."""
+BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose angles depend on the length of the sequence."""
+ROUTER_LOGITS = "router_logits"
 
 
 def has_sharded_sequences(model: nn.Module) -> bool:
@@ -96,7 +95,9 @@ class _SequenceSharder:
         values = ValueExchangeOverlap(self.model, plan, topology, running_batch)
         attention = SequenceShardAttention(running_batch, values)
         attention.not_called = {module: name for name, module in attentions_of(inner).items()}
-        yield from exchanges_of_attention(self.model, "over sequence shards", attention.implementation)
+        ours = Implementation(attention.name, attention.attend, attention.mask)
+        make = partial(use_attention, self.model, ours)
+        yield from exchanges_of_attention(self.model, "over sequence shards", make)
         for name in values.projections:
             # Registered in the first forward, so behind other hooks.
             yield Change("hooks", name, "its output starts the exchange of values")
@@ -105,7 +106,8 @@ class _SequenceSharder:
         decoder = inner.get_decoder()
         yield self._wrap(decoder, "router logits of all tokens", partial(gather_router_logits, decoder, running_batch))
         yield self._wrap(inner, "shards the batch", self._shard_batches)
-        yield self._wrap(inner, "every attention is called", partial(_check_called, inner, attention))
+        make = partial(wrap_forward, inner, partial(attention.checked, inner), Level.SEQUENCE)
+        yield self._wrap(inner, "every attention is called", make)
         for rotary in filter(depends_on_length, inner.modules()):
             yield self._wrap(rotary, "sees the last position", partial(show_last_position, rotary, running_batch))
         if inner is not self.model:
@@ -121,12 +123,18 @@ class _SequenceSharder:
         inner, shifted = self.inner, shifts(self.inner, *DIVIDED_BY)
         loss = None if shifted is None else LossShare(inner, shifted)
         numbers = self.randomness.region if any(map(drops, inner.modules())) else nullcontext
-        owns = _owns_positions(inner)
-        forward = SequenceShardForward(inner, self.running_batch, self.choice, numbers, loss, owns)
+        forward = SequenceShardForward(inner, self.running_batch, self.choice, numbers, loss, _owns_positions(inner))
         wrap_forward(inner, forward, Level.SEQUENCE)
 
     def _share_gradients(self) -> None:
-        _share_gradients(self.model, self.inner, self.choice.topology.size("cp"))
+        """Divide gradients behind the model by the number of ranks, and multiply those of the inner model's outputs.
+
+        What the model computes from these outputs is the same on all ranks, whose weight gradients are summed; the
+        inner model needs the whole gradient of its outputs.
+        """
+        size = self.choice.topology.size("cp")
+        wrap_forward(self.model, partial(_scale_gradients, type(self.model).__name__, 1 / size), Level.SEQUENCE)
+        wrap_forward(self.inner, partial(_scale_gradients, type(self.inner).__name__, size), Level.SEQUENCE)
 
     def _finish(self) -> None:
         SEQUENCES_SHARDED.set(self.inner, self.model)
@@ -153,46 +161,17 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     check_noise(inner)
     check_exchangeable(inner)
     check_mixing(inner, {module: plan.roles[name] for name, module in model.named_modules() if name in plan.roles})
-    _check_forward(inner)
-    return inner
-
-
-def _check_called(inner: nn.Module, attention: SequenceShardAttention) -> None:
-    def checked(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        out = forward(*args, **kwargs)
-        attention.check_all_called(inner)
-        return out
-
-    wrap_forward(inner, checked, Level.SEQUENCE)
-
-
-def _check_forward(inner: nn.Module) -> None:
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         raise ValueError(
             f"ds_npu.parallel.context: the forward of {type(inner).__name__} takes no position_ids, so it cannot be "
             "told which tokens of the sequence it has"
         )
+    return inner
 
 
-def _share_gradients(model: nn.Module, inner: nn.Module, size: int) -> None:
-    """Divide gradients by ``size`` behind ``model``, and multiply those that come to the outputs of ``inner``.
-
-    What ``model`` computes from the outputs of ``inner`` is the same on ``size`` ranks, whose weight gradients are
-    summed; ``inner`` needs the whole gradient of its outputs.
-    """
-
-    def divided(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return _with_gradients(forward(*args, **kwargs), 1 / size, type(model).__name__)
-
-    def multiplied(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return _with_gradients(forward(*args, **kwargs), size, type(inner).__name__)
-
-    wrap_forward(model, divided, Level.SEQUENCE)
-    wrap_forward(inner, multiplied, Level.SEQUENCE)
-
-
-def _with_gradients(out: T, factor: float, who: str) -> T:
-    """``out`` with the gradients of its tensors multiplied by ``factor``; raises TypeError for unknown containers."""
+def _scale_gradients(who: str, factor: float, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Multiply the gradients of the outputs of ``forward`` by ``factor``; raises TypeError for unknown containers."""
+    out = forward(*args, **kwargs)
 
     def scaled(x: Any) -> Any:
         if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -202,7 +181,7 @@ def _with_gradients(out: T, factor: float, who: str) -> T:
             raise TypeError(f"{who} returns a {type(x).__name__}: tensors, lists, tuples and dicts are accepted")
         return x
 
-    mapped: T = tree_map(scaled, out) if torch.is_grad_enabled() else out
+    mapped: R = tree_map(scaled, out) if torch.is_grad_enabled() else out
     return mapped
 
 
@@ -211,3 +190,42 @@ def _owns_positions(inner: nn.Module) -> bool:
     modules = ((name.rpartition(".")[2], each) for name, each in inner.named_modules())
     tables = [each for name, each in modules if name in POSITIONS and isinstance(each, nn.Embedding)]
     return any(type(table) is not nn.Embedding or table.padding_idx is not None for table in tables)
+
+
+def depends_on_length(rotary: nn.Module) -> bool:
+    """Whether the angles that ``rotary`` computes depend on the largest of its position_ids."""
+    kind, kinds = attribute(rotary, "rope_type", str), attribute(rotary, "rope_type", dict)
+    names = (kinds or {}).values() if kind is None else [kind]
+    return any(isinstance(name, str) and any(kind in name for kind in BY_LENGTH) for name in names)
+
+
+def show_last_position(rotary: nn.Module, running_batch: RunningBatch) -> None:
+    """Append the batch's largest position to the position_ids of ``rotary``, and drop its angles from the result."""
+
+    def turned(
+        forward: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        batch = running_batch.require(f"a rotary embedding whose angles depend on the length, {type(rotary).__name__},")
+        if not isinstance(batch, ShardedBatch):
+            return forward(x, position_ids, *args, **kwargs)
+        last = batch.last_position.expand(*position_ids.shape[:-1], 1)
+        angles = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
+        return tree_map(lambda each: each[..., :-1, :], angles)
+
+    wrap_forward(rotary, turned, Level.SEQUENCE)
+
+
+def gather_router_logits(decoder: nn.Module, running_batch: RunningBatch) -> None:
+    """Make ``decoder`` return the router logits of all tokens: the load-balancing loss multiplies two means of them.
+
+    They are gathered outside of its blocks, which activation checkpointing recomputes.
+    """
+
+    def gathered(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        out, batch = forward(*args, **kwargs), running_batch.sharded
+        if batch is not None and isinstance(out, dict) and out.get(ROUTER_LOGITS) is not None:
+            by_sample = (each.view(batch.samples, -1, each.shape[-1]) for each in out[ROUTER_LOGITS])
+            out[ROUTER_LOGITS] = tuple(batch.gather(each).flatten(0, 1) for each in by_sample)
+        return out
+
+    wrap_forward(decoder, gathered, Level.SEQUENCE)

@@ -19,8 +19,7 @@ from torch import nn
 
 from ds_npu.comm.crossing import gather
 from ds_npu.features.declaration import Change
-from ds_npu.features.experts.layout import Layout
-from ds_npu.features.experts.shards import expert_shard
+from ds_npu.features.experts.layout import Layout, expert_shard
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.parallel.tensor.sharding import Sharding, near_even, shard_sections
@@ -29,7 +28,6 @@ from ds_npu.topology.topology import Topology
 
 COUNT, PARAMETER, IS_OUT_IN = "num_experts", "parameter_name", "_did_swap_in_out_features"
 FIRST, SECOND = "lora_A", "lora_B"
-COMPUTED = "get_delta_factors, get_delta_weight"
 
 
 def adapter_changes(model: nn.Module, experts: str, layout: Layout, topology: Topology) -> Iterator[Change]:
@@ -52,7 +50,7 @@ def adapter_changes(model: nn.Module, experts: str, layout: Layout, topology: To
             for adapter, linear in modules[f"{outer}.{leaf}"].named_children():
                 name, factor = f"{outer}.{leaf}.{adapter}.weight", linear.get_parameter("weight")
                 yield expert_shard(name, factor, factors.shardings(name, factor, leaf), topology)
-        yield Change("sets", outer, f"{COUNT}, {COMPUTED}", factors.install)
+        yield Change("sets", outer, f"{COUNT}, get_delta_factors, get_delta_weight", factors.install)
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,15 @@ class _Factors:
 
     def shardings(self, name: str, factor: nn.Parameter, leaf: str) -> dict[Axis, Sharding]:
         """The shardings of the ``factor`` A [E * r, in] or B [out, r * E]."""
-        shape, etp = factor.shape, self.topology.size("etp")
-        by_experts, dim = (_rows(shape[0], self), 1) if leaf == FIRST else (_columns(shape[1], self), 0)
+        shape, ep, etp = factor.shape, self.topology.size("ep"), self.topology.size("etp")
+        dim, count = 1 if leaf == FIRST else 0, self.layout.count
+        if leaf == FIRST:
+            by_experts = shard_sections(0, [shape[0]], ep, unit=shape[0] // count)
+        else:
+            # The columns of the same experts in each number of the adapter's rank.
+            starts = range(0, shape[1], count)
+            ranges = tuple(tuple((at + start, at + stop) for at in starts) for start, stop in near_even(count, ep))
+            by_experts = Sharding(1, shape[1], ranges)
         found: dict[Axis, Sharding] = {"ep": by_experts}
         if self.of_weight is None:
             return found
@@ -106,7 +111,8 @@ class _Factors:
 
     def factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
         """(left [E, n, r], right [E, r, m], scaling) of this rank; their product is added to the parameter."""
-        a, b = (self._whole(leaf, getattr(self.wrapper, leaf)[adapter].weight) for leaf in (FIRST, SECOND))
+        a = self._whole(FIRST, self.wrapper.lora_A[adapter].weight)
+        b = self._whole(SECOND, self.wrapper.lora_B[adapter].weight)
         count, dtype = self.layout.count // self.topology.size("ep"), self.wrapper.get_param().dtype
         a_ErK = a.reshape(count, -1, a.shape[1]).to(dtype)
         b_ENr = b.reshape(b.shape[0], -1, count).permute(2, 0, 1).to(dtype)
@@ -119,22 +125,5 @@ class _Factors:
         return left @ right * scaling
 
     def _whole(self, leaf: str, factor: torch.Tensor) -> torch.Tensor:
-        if leaf != self.gathered:
-            return factor
-        return gather(factor, 1 if leaf == FIRST else 0, self.topology.group("etp"))
-
-
-def _rows(rows: int, of: _Factors) -> Sharding:
-    """The sharding of A over ep."""
-    return shard_sections(0, [rows], of.topology.size("ep"), unit=rows // of.layout.count)
-
-
-def _columns(columns: int, of: _Factors) -> Sharding:
-    """The sharding of B over ep: the columns of the same experts in each number of the adapter's rank."""
-    count = of.layout.count
-    parts = near_even(count, of.topology.size("ep"))
-    ranges = tuple(
-        tuple((number * count + start, number * count + stop) for number in range(columns // count))
-        for start, stop in parts
-    )
-    return Sharding(1, columns, ranges)
+        dim = 1 if leaf == FIRST else 0
+        return gather(factor, dim, self.topology.group("etp")) if leaf == self.gathered else factor

@@ -66,8 +66,6 @@ def _router(model: nn.Module, experts: str, needs_scores: bool) -> Router:
 
 @dataclass(frozen=True)
 class _BalancedForward:
-    """Wraps the forward of a model to add the losses to the loss that it returns in training."""
-
     model: nn.Module
     losses: BalanceLosses
     scores: Mapping[str, Scores | None]
@@ -76,13 +74,12 @@ class _BalancedForward:
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self.model.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        given = inspect.signature(forward).bind(*args, **kwargs).arguments
-        given = {**given, **kwargs}
+        given = {**inspect.signature(forward).bind(*args, **kwargs).arguments, **kwargs}
         with collecting() as collected:
             out = forward(*args, **kwargs)
         stage = BORDER_STATES.of(running())
         if stage is not None:
-            if not collected.is_empty:
+            if any(collected.ids.values()):
                 stage.losses.append(self._loss(collected, given))
             return out
         if isinstance(out, torch.Tensor) and out.dim() == 0:
@@ -119,9 +116,6 @@ def _refuse_other_losses(added: torch.Tensor, logits: Iterable[torch.Tensor], mo
     """
     reached: list[bool] = []
 
-    def note(gradients: tuple[torch.Tensor, ...]) -> None:
-        reached.append(True)
-
     def check(gradients: tuple[torch.Tensor, ...]) -> None:
         if not reached:
             raise ValueError(
@@ -133,7 +127,7 @@ def _refuse_other_losses(added: torch.Tensor, logits: Iterable[torch.Tensor], mo
             )
 
     if added.grad_fn is not None:
-        added.grad_fn.register_prehook(note)
+        added.grad_fn.register_prehook(lambda gradients: reached.append(True))
         for each in logits:
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(check)
@@ -142,6 +136,5 @@ def _refuse_other_losses(added: torch.Tensor, logits: Iterable[torch.Tensor], mo
 def _labels(given: Mapping[str, Any]) -> torch.Tensor:
     """How many tokens of a batch are to be predicted."""
     shifted: torch.Tensor | None = given.get("shift_labels")
-    targets = given["labels"][..., 1:] if shifted is None else shifted
-    count: torch.Tensor = (targets != IGNORED_LABEL).sum()
-    return count
+    targets: torch.Tensor = given["labels"][..., 1:] if shifted is None else shifted
+    return (targets != IGNORED_LABEL).sum()

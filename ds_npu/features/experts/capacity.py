@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,8 @@ from ds_npu.features.declaration import Change
 from ds_npu.models import names
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.capacity import CapacityPolicy, Compute, capacity_of, compute_padded, within_capacity
-from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _MOST: Fact[dict[str, int]] = Fact()
 """The most tokens of any rank, by a layer's name without its number."""
@@ -96,13 +92,11 @@ def _most_tokens(ids_TK: torch.Tensor, kind: str, axis: ExpertAxis) -> int:
 
 def agrees_on_tokens(model: nn.Module) -> Change:
     """Share the most tokens of any rank, which the first layer of a forward learns, with its other layers."""
-    return Change("wraps", "", "ranks agree on their tokens", partial(_begin, model), Level.MODEL)
 
-
-def _begin(model: nn.Module) -> None:
-    def begun(forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def begun(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         with new_forward() as micro_batch:
             _MOST.set(micro_batch, {})
             return forward(*args, **kwargs)
 
-    wrap_forward(model, begun, Level.MODEL)
+    make = partial(wrap_forward, model, begun, Level.MODEL)
+    return Change("wraps", "", "ranks agree on their tokens", make, Level.MODEL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,38 +14,38 @@ from torch import nn
 from ds_npu.config.moe import DEFAULT_DISPATCHER, MoeSection
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.config.sections import switched_on
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.experts.adapters import adapter_changes
 from ds_npu.features.experts.balance import balance_changes
 from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
-from ds_npu.features.experts.generation import GENERATE, generate_synced
 from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
-from ds_npu.features.experts.layout import ExpertLayout, Layout, expert_layouts
+from ds_npu.features.experts.layout import ExpertLayout, Layout, expert_layouts, expert_shard
 from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.presized import PresizedForward, presized_changes
 from ds_npu.features.experts.relocation import KEY, MAPPED_EXPERTS, install_relocation
 from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chosen
-from ds_npu.features.experts.shards import expert_shard
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
-from ds_npu.features.experts.traffic import traffic
-from ds_npu.features.feature import Feature
 from ds_npu.models import names
+from ds_npu.models.attributes import set_attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_saving_shards
-from ds_npu.models.hugging_face_model import hugging_face_model, setting
+from ds_npu.models.hugging_face_model import config_of, hugging_face_model, is_hugging_face, setting
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions
 from ds_npu.parallel.expert.expert_map import MappedExperts, plain_map
 from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.overlap import SharedExperts, compute_experts_in_halves, compute_experts_with_shared
 from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.runtime.forward_wraps import R
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import has_experts
 from ds_npu.topology.topology import Topology
 
 EXPERTS_INSTALLED: Mark[bool] = Mark("experts")
 """Marks a model whose experts ds_npu computes."""
+GENERATE, SYNCED = "generate", "synced_gpus"
+BFLOAT16_BYTES = 2
 
 
 def _applies(section: MoeSection, build: Build) -> bool:
@@ -197,8 +199,8 @@ def _parts(section: MoeSection, build: Build) -> Iterable[Change]:
     if _asked(section, build) and is_whole and not expert_layouts(build.model, build.partial_plan):
         raise ValueError(_nowhere(build.model))
     if interval := section.placement_interval:
-        make = partial(build.when_built.append, partial(install_relocation, interval))
-        yield Change("provides", "relocation", f"experts move by their load every {interval} steps", make)
+        what = f"experts move by their load every {interval} steps"
+        yield build.installed("relocation", what, partial(install_relocation, interval))
     yield from load_parts(section, build, computes=_applies(section, build))
 
 
@@ -213,6 +215,57 @@ def _without_plan(build: Build) -> str:
 def _unmet(section: MoeSection) -> list[str]:
     reason = None if section.dispatcher is None else DISPATCHERS[section.dispatcher].unavailable()
     return [f"dispatcher {section.dispatcher!r}: its kernels are not available: {reason}"] if reason else []
+
+
+def generate_synced(model: nn.Module) -> None:
+    """Make ``generate`` of transformers' models within ``model`` call forward equally often on all ranks.
+
+    A rank whose sequences have ended still computes experts for other ranks' tokens. transformers does that for ZeRO-3
+    (``synced_gpus``), and the Trainer switches it off elsewhere.
+    """
+    for module in model.modules():
+        found: Callable[..., object] | None = getattr(module, GENERATE, None)
+        if is_hugging_face(module) and found is not None and SYNCED in inspect.signature(found).parameters:
+            set_attribute(module, GENERATE, partial(_synced, found))
+
+
+def _synced(generate: Callable[..., R], *args: object, **kwargs: object) -> R:
+    given = inspect.signature(generate).bind(*args, **kwargs)
+    given.arguments[SYNCED] = True
+    return generate(*given.args, **given.kwargs)
+
+
+def rows_away(experts: int, choices: int, ep: int, etp: int = 1) -> float:
+    """The mean number of other ranks that a token goes to, once to each, over all choices and ranks."""
+    not_there = math.comb(experts - experts // ep, choices) / math.comb(experts, choices)
+    return (ep * etp - 1) * (1 - not_there)
+
+
+def traffic(section: MoeSection, build: Build, layouts: dict[str, Layout]) -> list[str]:
+    """Lines for people, one for each kind of layer; none where nothing is sent, or the choices are not known."""
+    ep, etp = build.topology.size("ep"), build.topology.size("etp")
+    config = config_of(build.model)
+    choices = None if config is None else setting(config.get_text_config(), "num_experts_per_tok", int)
+    if ep * etp == 1 or choices is None:
+        return []
+    lines = []
+    for name, layout in layouts.items():
+        if choices > layout.count:
+            continue
+        if section.dispatching.sends_to == "all ranks":
+            rows: float = ep * etp - 1
+        elif section.pad_to_capacity and section.capacity_factor is not None:
+            rows = section.capacity_factor * choices * etp * (1 - 1 / (ep * etp))
+        elif section.dispatching.sends_to == "experts":
+            rows = choices * etp * (1 - 1 / (ep * etp))
+        else:
+            rows = rows_away(layout.count, choices, ep, etp)
+        size = rows * layout.hidden * BFLOAT16_BYTES
+        lines.append(
+            f"moe: {names.generic(name)} sends a token to {rows:.2f} other ranks and back, where experts are chosen "
+            f"equally often: {size:,.0f} bytes each way in bfloat16, in forward and in backward"
+        )
+    return list(dict.fromkeys(lines))
 
 
 MOE: Feature[MoeSection] = Feature(

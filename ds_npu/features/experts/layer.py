@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from ds_npu.features.experts.capacity import CapacityLimit
 from ds_npu.features.experts.layout import Layout
 from ds_npu.features.experts.listed import LISTED_LAYOUT, ListedLayout
+from ds_npu.features.experts.scaled_inputs import Run
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.capacity import compute_in_shares
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
@@ -20,9 +20,6 @@ from ds_npu.parallel.expert.experts import compute_experts
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.parallel.runtime.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.tensor.direct_layers import PRODUCT, USES_SINK
-
-Run = Callable[[Piece, ExpertWeights], torch.Tensor]
-"""The function from tokens, their experts and routing weights to the sums of their experts' outputs."""
 
 
 def compute_experts_at_once(
@@ -40,7 +37,6 @@ class ExpertLayer:
     axis: ExpertAxis
     run: Run
     mapped: MappedExperts | None = None
-    """The expert map, where experts move."""
     capacity: CapacityLimit | None = None
 
     def compute_in(self, module: nn.Module) -> None:

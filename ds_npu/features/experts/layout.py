@@ -6,15 +6,16 @@ attributes that say how its weights are stored (``integrations.moe.use_experts_i
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
-import torch
 from torch import nn
 from torch.nn import functional
 
 from ds_npu.config.roles import Role
+from ds_npu.features.declaration import Change
 from ds_npu.features.experts.listed import ListedLayout, Mlp, gated, listed_layout
 from ds_npu.features.experts.scaled_inputs import takes_scaled_inputs
 from ds_npu.models import kinds
@@ -22,13 +23,13 @@ from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.weights import Activation, ExpertWeights, is_experts
+from ds_npu.parallel.runtime.placement import keep_expert_shard
 from ds_npu.parallel.tensor.sharding import Sharding, near_even, shard_sections
 from ds_npu.topology.degrees import Axis
+from ds_npu.topology.topology import Topology
 
 OF_TRANSFORMERS = ("has_gate", "has_bias", "is_transposed")
-"""Attributes of transformers' modules of experts."""
 ACTIVATION, GATE_METHOD = "act_fn", "_apply_gate"
-DOWN_BIAS = "down_proj_bias"
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,9 @@ class ExpertLayout:
     """Whether routing weights multiply the inputs of experts (``scaled_inputs``), and not their outputs."""
 
     @property
-    def up(self) -> str:
-        return "gate_up_proj" if self.has_gate else "up_proj"
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The names of the parameters."""
-        found = (self.up, "down_proj")
+        found = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
         return (*found, *(f"{each}_bias" for each in found)) if self.has_bias else found
 
     @property
@@ -69,7 +66,7 @@ class ExpertLayout:
         return found | ({"etp": self._column_sharding(name, etp)} if etp > 1 else {})
 
     def _column_sharding(self, name: str, ranks: int) -> Sharding:
-        if name == DOWN_BIAS:
+        if name == "down_proj_bias":
             # The ranks' sums add it once: each rank adds its shard.
             return shard_sections(1, [self.hidden], ranks)
         if name == "down_proj":
@@ -81,7 +78,7 @@ class ExpertLayout:
 
     def weights(self, module: nn.Module, axis: ExpertAxis) -> ExpertWeights:
         """The experts that ``module`` holds on this rank, by its current attributes (PEFT may add to them)."""
-        up, down, *biases = (_tensor(module, name) for name in self.names)
+        up, down, *biases = attrgetter(*self.names)(module)
         if biases and axis.etp > 1:
             start, stop = near_even(self.hidden, axis.etp)[axis.etp_rank]
             biases[1] = functional.pad(biases[1], (start, self.hidden - stop))
@@ -89,13 +86,9 @@ class ExpertLayout:
 
     def activation(self, module: nn.Module) -> Activation:
         """The function that ``module`` computes between its two products."""
-        function: Activation = getattr(module, GATE_METHOD, None) or partial(gated, getattr(module, ACTIVATION))
-        return function if self.has_gate else getattr(module, ACTIVATION)
-
-
-def _tensor(module: nn.Module, name: str) -> torch.Tensor:
-    found: torch.Tensor = getattr(module, name)
-    return found
+        method: Activation | None = getattr(module, GATE_METHOD, None) if self.has_gate else None
+        function: Activation = method or attrgetter(ACTIVATION)(module)
+        return partial(gated, function) if self.has_gate and method is None else function
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -139,3 +132,12 @@ def _layout(name: str, module: nn.Module) -> ExpertLayout:
     has_bias = bool(attribute(module, "has_bias", bool))
     width, hidden = down[1:] if is_transposed else down[:0:-1]
     return ExpertLayout(down[0], width, hidden, has_gate, has_bias, is_transposed, interleaved)
+
+
+def expert_shard(name: str, parameter: nn.Parameter, shardings: Mapping[Axis, Sharding], topology: Topology) -> Change:
+    """Reduce ``parameter`` to this rank's columns of this rank's experts."""
+    ranks = {axis: topology.rank(axis) for axis in shardings}
+    parts = [
+        f"dim {each.dim} over {axis}: {each.length(ranks[axis]):,} of {each.size:,}" for axis, each in shardings.items()
+    ]
+    return Change("shards", name, "; ".join(parts), partial(keep_expert_shard, parameter, shardings, ranks))

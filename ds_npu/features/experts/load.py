@@ -6,11 +6,10 @@ Counts are kept on the device; the host reads them once per DeepSpeed logging in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from ds_npu.features.experts.load_picture import LoadHistory, load_svg
 from ds_npu.features.experts.routing import CORRECTION, Collected, collect_ids, collecting, correction_of
 from ds_npu.parallel.expert.capacity import capacity_of
 from ds_npu.parallel.expert.routing import histogram
-from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
@@ -54,7 +53,6 @@ class Counts:
 
 
 Layers = dict[str, Counts]
-"""The counts of each layer, by name."""
 
 
 class ExpertLoad:
@@ -62,13 +60,8 @@ class ExpertLoad:
 
     def __init__(self, experts: Mapping[str, int], factor: float | None, groups: tuple[dist.ProcessGroup, ...]) -> None:
         """``experts`` of all ranks by layer name; their capacity ``factor``; ``groups`` of ranks with other tokens."""
-        self.experts, self._factor, self._groups = dict(experts), factor, groups
+        self.experts, self.factor, self._groups = dict(experts), factor, groups
         self._counts: torch.Tensor | None = None
-
-    @property
-    def drops(self) -> bool:
-        """Whether choices beyond a capacity are dropped."""
-        return self._factor is not None
 
     def parts(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """The part [E + 1] of ``counts`` of each layer: how often each expert was chosen, then dropped choices."""
@@ -89,8 +82,8 @@ class ExpertLoad:
         chosen_E = histogram(torch.where(ids_TK < 0, experts, ids_TK), experts)
         mine = self.parts(self._counts)[name]
         mine[:experts] += chosen_E
-        if self._factor is not None:
-            capacity = capacity_of(len(ids_TK), ids_TK.shape[1], experts, self._factor)
+        if self.factor is not None:
+            capacity = capacity_of(len(ids_TK), ids_TK.shape[1], experts, self.factor)
             mine[experts] += (chosen_E - capacity).clamp(min=0).sum()
 
     def take(self) -> torch.Tensor | None:
@@ -112,8 +105,8 @@ def load_parts(section: MoeSection, build: Build, computes: bool) -> Iterator[Ch
     if section.bias_update_rate is not None:
         corrections = dict(_corrections(build, section.bias_update_rate))
     if computes or corrections or section.load_report:
-        make = partial(build.when_built.append, partial(_install, section, build, corrections))
-        yield Change("provides", "load of experts", "counted for the monitor, the report and biases", make)
+        what = "counted for the monitor, the report and biases"
+        yield build.installed("load of experts", what, partial(_install, section, build, corrections))
 
 
 def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
@@ -167,7 +160,7 @@ def _install(
     return []
 
 
-def _counted(model: nn.Module, load: ExpertLoad, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _counted(model: nn.Module, load: ExpertLoad, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if not (model.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     with collecting() as collected:
@@ -203,7 +196,6 @@ class _AfterSteps:
         self._skipped = 0
         """The number of steps that DeepSpeed had skipped before this one."""
         self._since: torch.Tensor | None = None
-        """Counts since the last report."""
 
     def before_step(self) -> None:
         self._skipped = self.engine.skipped_steps
@@ -250,7 +242,7 @@ class _Report:
         if engine.monitor.enabled:
             at = engine.global_samples
             events = [(MAX_LOAD.format(name), each.max_over_mean, at) for name, each in layers.items()]
-            if self.load.drops:
+            if self.load.factor is not None:
                 events += [(DROPPED.format(name), each.dropped_fraction, at) for name, each in layers.items()]
             engine.monitor.write_events(events)
         if self.path is not None:
@@ -258,12 +250,9 @@ class _Report:
             self.path.write_text(load_svg(self.history), encoding="utf-8")
 
     def _layers(self, counts: torch.Tensor) -> Layers:
-        found = {}
         # The host waits for the device, once in an interval.
-        for name, each in self.load.parts(counts.cpu()).items():
-            *chosen, dropped = each.tolist()
-            found[name.removesuffix(".experts")] = Counts(chosen, dropped)
-        return found
+        numbers = {name: each.tolist() for name, each in self.load.parts(counts.cpu()).items()}
+        return {name.removesuffix(".experts"): Counts(each[:-1], each[-1]) for name, each in numbers.items()}
 
     def _of_stages(self, mine: Layers) -> Layers:
         """The counts of the layers of all stages, sorted by their numbers."""

@@ -6,9 +6,8 @@ compute the forward again with exact sizes before they return its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,10 @@ from ds_npu.models.zero3 import is_partitioned
 from ds_npu.parallel.expert.dispatch import AllToAllPlan, Plan
 from ds_npu.parallel.expert.presized import BufferSizes, PresizedPlan, need
 from ds_npu.parallel.expert.replay import WATCHED
-from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 from ds_npu.parallel.tensor.randomness import generator_states, restore_generators
+from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 
 KEY = "ds_npu.moe.row_margin"
@@ -53,12 +53,10 @@ class PresizedForward:
         self._blocks = [model.get_submodule(names.owner(name)) for name in layers]
         self._sizes: dict[Piece, BufferSizes] = {}
         self._on_device: dict[Piece, torch.Tensor] = {}
-        """The same sizes on the device."""
         self._largest: dict[Piece, torch.Tensor] = {}
         """The largest needs in the current ``FORWARDS`` forwards."""
         self.forwards = 0
         self.repeated = 0
-        """The number of forwards that were computed again."""
 
     def plans(self, name: str, plans: Sequence[AllToAllPlan]) -> Sequence[Plan]:
         """``ExpertOptions.presize`` of the experts ``name``."""
@@ -79,7 +77,7 @@ class PresizedForward:
             made.append(plan if found is None else PresizedPlan(plan, found))
         return made
 
-    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if not (self._model.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         # A record or replay must see each choice once.
@@ -92,21 +90,21 @@ class PresizedForward:
             return out
         del out  # Frees its graph, too.
         self.repeated += 1
-        logger().info("%s: rows did not fit, and a forward was computed again (%d of %d)", KEY, *self._counted)
+        logger().info(
+            "%s: rows did not fit, and a forward was computed again (%d of %d)", KEY, self.repeated, self.forwards
+        )
         forget_collected()
         restore_generators(kind, states)
         out, _ = self._run({}, forward, *args, **kwargs)
         return out
 
     @property
-    def _counted(self) -> tuple[int, int]:
-        return self.repeated, self.forwards
-
-    @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _run(self, sizes: Mapping[Piece, BufferSizes], forward: Forward, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    def _run(
+        self, sizes: Mapping[Piece, BufferSizes], forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[R, bool]:
         """The result, and whether all rows fitted on all ranks that work on this forward."""
         needs: Needs = {}
         with new_forward() as micro_batch:
@@ -154,7 +152,7 @@ class PresizedForward:
         """
         topology = self._topology
         experts, dense = topology.size("ep", "etp"), topology.size("cp") * topology.size("tp")
-        axes: list[tuple[Any, ...]] = [("tp",), ("cp",)]
+        axes: list[tuple[Axis, ...]] = [("tp",), ("cp",)]
         is_nested = experts % dense == 0 or dense % experts == 0
         # ZeRO 3 gathers over all ranks.
         if not is_nested or any(is_partitioned(each) for each in self._model.parameters()):

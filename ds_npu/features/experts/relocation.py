@@ -45,12 +45,8 @@ State = dict[str, Any]
 
 def modules_with_map(model: nn.Module) -> dict[str, tuple[nn.Module, MappedExperts]]:
     """The modules whose experts may move, with their maps, by name."""
-    found = {}
-    for name, module in model.named_modules():
-        mapped = MAPPED_EXPERTS.get(module)
-        if mapped is not None:
-            found[name] = (module, mapped)
-    return found
+    every = ((name, module, MAPPED_EXPERTS.get(module)) for name, module in model.named_modules())
+    return {name: (module, mapped) for name, module, mapped in every if mapped is not None}
 
 
 class Relocation:
@@ -164,7 +160,6 @@ def restore_maps(model: nn.Module, state: State | None, topology: Topology) -> N
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of all experts of ``module``."""
     return [each for each in module.parameters(recurse=False) if placement_of(each).is_expert]
 
 

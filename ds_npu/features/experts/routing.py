@@ -81,11 +81,6 @@ class Collected:
     logits: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     ids: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no experts were called."""
-        return not any(self.ids.values())
-
     def routings(self, scores: Mapping[str, Scores | None]) -> Iterator[Routing]:
         """The routings of all layers, in the order in which they ran."""
         for name, each in self.ids.items():

@@ -37,7 +37,7 @@ SCALED: Mark[bool] = Mark("scaled inputs")
 """Marks a module of experts in such a block."""
 
 Run = Callable[[Piece, ExpertWeights], torch.Tensor]
-"""The same type as in ``layer``."""
+"""The function from tokens, their experts and routing weights to the sums of their experts' outputs."""
 
 
 def takes_scaled_inputs(model: nn.Module, name: str, known: dict[Hashable, bool]) -> bool:
@@ -131,17 +131,12 @@ class _Experts(nn.Module):
 
 def _sums(block: nn.Module, hidden: int, generator: torch.Generator) -> bool:
     """Whether ``block`` adds, to its shared expert's output, the sum of its experts' outputs of tokens times scores."""
-    shared = functional.logsigmoid
-
-    class Shared(nn.Module):
-        def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-            return shared(x_TH)
 
     def ours(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x_TH = hidden_states.reshape(-1, hidden)
         scores_TE, logits_TE = _Router()(x_TH)
         each = [((expert + 1) * x_TH * scores_TE[:, expert : expert + 1]).sin() for expert in range(3)]
-        return shared(x_TH) + torch.stack(each).sum(0), logits_TE
+        return functional.logsigmoid(x_TH) + torch.stack(each).sum(0), logits_TE
 
-    theirs = forward_of_copy(block, {}, {EXPERTS: _Experts(), ROUTER: _Router(), SHARED: Shared()})
+    theirs = forward_of_copy(block, {}, {EXPERTS: _Experts(), ROUTER: _Router(), SHARED: nn.LogSigmoid()})
     return computes_the_same(theirs, ours, random_input(generator, 2, TOKENS, hidden))

@@ -116,7 +116,6 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt | ast.expr]:
 
 
 def _calls_of_self(node: ast.AST) -> list[tuple[str, ast.Call]]:
-    """Calls of attributes of self in ``node``, from left to right."""
     calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
     found = [(each.func, each) for each in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]
     return [

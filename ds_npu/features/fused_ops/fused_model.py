@@ -20,7 +20,7 @@ from ds_npu.features.fused_ops.mlp import fuse_mlps
 from ds_npu.features.fused_ops.norm import fuse_norms
 from ds_npu.features.fused_ops.rotary import fuse_rotary
 from ds_npu.features.modules.attention_exchange import exchanges_of_attention
-from ds_npu.models.attention_function import check_exchangeable
+from ds_npu.models.attention_function import check_exchangeable, use_attention
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.runtime.marks import Mark
 
@@ -30,7 +30,7 @@ FUSED_KEYS: Mark[frozenset[str]] = Mark("fused ops")
 
 def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Say how the transformers models in ``model`` come to compute their attention with ``ops.attention``."""
-    reason, changes = "", exchanges_of_attention(model, "ds_npu's")
+    reason, changes = "", exchanges_of_attention(model, "ds_npu's", partial(use_attention, model))
     try:
         check_exchangeable(model)
     except (TypeError, ValueError) as error:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from ds_npu import capability
 from ds_npu.config.fused_ops import FusedOpsSection
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
 from ds_npu.features.fused_ops.fused_model import declare_operators, fused_keys
 from ds_npu.models.plan import PlanError
 from ds_npu.ops.adamw import adamw_
@@ -36,7 +34,6 @@ OPERATORS_OF_KEY: dict[str, tuple[Operator[..., Any], ...]] = {
     "adamw": (adamw_,),
     "matmul_accumulate": (matmul_accumulate_,),
 }
-"""The operators that each key switches."""
 NOT_IN_THE_MODEL = ("adamw", "matmul_accumulate")
 """Keys of operators that the optimizer and weight gradients use."""
 
@@ -61,9 +58,8 @@ def _wrong(key: str, device_type: str) -> str | None:
 
 def _chosen(section: FusedOpsSection, build: Build) -> dict[str, str | None]:
     """The keys of the operators to be used, and why their kernels cannot be."""
-    values = {key: value for key, value in section if key in OPERATORS_OF_KEY}
     on_npu = build.device_type == "npu"
-    chosen = [key for key, value in values.items() if value or (on_npu and value is None)]
+    chosen = [key for key, value in section if key in OPERATORS_OF_KEY and (value or (on_npu and value is None))]
     checked = on_npu and not build.is_planned
     return {key: _wrong(key, build.device_type) if checked else None for key in chosen}
 
@@ -72,8 +68,8 @@ def _parts(section: FusedOpsSection, build: Build) -> Iterable[Change]:
     if section.adamw is False:
         yield Change("provides", "AdamW", "PyTorch's own", _set_adamw_aside)
     if "matmul_accumulate" in (chosen := _chosen(section, build)) and chosen["matmul_accumulate"] is None:
-        make = partial(build.when_built.append, install_gradient_buffers)
-        yield Change("provides", "weight gradients", "added up in the optimizer's buffers, where it has some", make)
+        what = "added up in the optimizer's buffers, where it has some"
+        yield build.installed("weight gradients", what, install_gradient_buffers)
 
 
 def _set_adamw_aside() -> None:

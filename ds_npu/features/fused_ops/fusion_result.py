@@ -23,7 +23,6 @@ class FusionResult(NamedTuple):
     condition: str = ""
     """When it computes with the operator that goes into it; empty: always."""
     changes: tuple[Change, ...] = ()
-    """The changes that put it in."""
 
 
 def computed_by(operator: str, module: nn.Module, name: str, forward: Forward) -> FusionResult:

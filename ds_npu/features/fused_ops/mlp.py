@@ -45,8 +45,7 @@ def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     for name in plan.named(Role.EXPERTS):
         experts = model.get_submodule(name)
         reason = _why_not(experts)
-        make = functools.partial(set_attribute, experts, GATE_METHOD, swiglu)
-        change = Change("sets", name, GATE_METHOD, make)
+        change = Change("sets", name, GATE_METHOD, functools.partial(set_attribute, experts, GATE_METHOD, swiglu))
         yield FusionResult(name, reason or "", changes=() if reason else (change,))
 
 

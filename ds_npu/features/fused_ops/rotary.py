@@ -61,20 +61,14 @@ ROTATIONS: tuple[Rotation, ...] = (
 
 
 def both(
-    rotate: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int
+    rotate: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> Pair:
-    """Rotate queries and keys by cos and sin [B, S, D], which get the dim ``heads_dim`` of size 1."""
-    cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+    """Rotate queries and keys by cos and sin [B, S, D], which get the dim ``unsqueeze_dim`` of size 1.
+
+    The arguments behind ``rotate`` are those of ``apply_rotary_pos_emb`` in transformers 5.
+    """
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return rotate(q, cos, sin), rotate(k, cos, sin)
-
-
-def plain_signature(rotate: Rotation) -> Callable[..., Pair]:
-    """``rotate`` with the arguments of ``apply_rotary_pos_emb`` in transformers 5."""
-
-    def fused(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Pair:
-        return both(rotate, q, k, cos, sin, unsqueeze_dim)
-
-    return fused
 
 
 def signature_with_positions(rotate: Rotation) -> Callable[..., Pair]:
@@ -93,9 +87,9 @@ def signature_with_positions(rotate: Rotation) -> Callable[..., Pair]:
     return fused
 
 
-SIGNATURES = {
+SIGNATURES: dict[tuple[str, ...], Callable[[Rotation], Callable[..., Pair]]] = {
     tuple(inspect.signature(make(rotate_halves)).parameters): make
-    for make in (plain_signature, signature_with_positions)
+    for make in (lambda rotate: functools.partial(both, rotate), signature_with_positions)
 }
 
 

@@ -1,4 +1,6 @@
-"""The loss function of one model as a chain: features put links around the model's own loss.
+"""The loss of one model: its function, its labels where the batch is divided, how many tokens it computes at a time.
+
+The loss function is a chain: features put links around the model's own loss.
 
 Each link has a level, and links of an outer level are called first: features may add theirs in any order. transformers'
 models call ``self.loss_function(logits, labels, vocab_size, ...)``, a property that each model can be given a function
@@ -7,20 +9,25 @@ of its own for (modeling_utils.py, PreTrainedModel.loss_function, 5.23).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
 
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, is_hugging_face, transformers_module
+from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
+from ds_npu.parallel.tensor.cross_entropy import next_token_targets
+from ds_npu.planner.chunk_choice import ChunkedHead
 
 LossFunction = Callable[..., torch.Tensor]
 LossLink = Callable[..., torch.Tensor]
@@ -28,6 +35,15 @@ LossLink = Callable[..., torch.Tensor]
 
 MODEL_LOSS: Mark[ModelLoss] = Mark("model loss")
 """The chain that is the loss of a model."""
+LOSS_CHUNKS: Mark[LossChunks] = Mark("loss chunks")
+"""The loss chunks of a model."""
+SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
+"""Losses of transformers that are a mean over tokens: whether token s predicts token s + 1, or itself."""
+COUNT = "num_items_in_batch"
+FUSED_HEAD = "fused_lm_head"
+"""The argument with which TRL's trainers ask a model for the scores of its labelled tokens in place of logits."""
+LOG_PROBS, LABEL_MASK = "log_probs", "label_mask"
+"""Two of these scores: the log-probability of each label, and whether there is a label."""
 
 
 @runtime_checkable
@@ -84,25 +100,20 @@ class ModelLoss:
     def __init__(self, model: str, own: LossFunction) -> None:
         """``model``: the name of its class, for errors."""
         self.model, self.own = model, own
-        self._links: dict[LossLevel, _Link] = {}
+        self.links: dict[LossLevel, _Link] = {}
         self._run: Fact[LossRun] = Fact(while_running=True)
 
     @property
     def keys(self) -> dict[LossLevel, str]:
         """Keys of the section whose features have a link, by level, outermost first."""
-        return {level: self._links[level].key for level in LossLevel if level in self._links}
-
-    def link(self, level: LossLevel) -> LossLink | None:
-        """The link of this level, if there is one."""
-        found = self._links.get(level)
-        return None if found is None else found.function
+        return {level: self.links[level].key for level in LossLevel if level in self.links}
 
     def add(self, link: LossLink, level: LossLevel, key: str) -> None:
         """Add a link of the feature ``key``; raises ValueError where the chain has one of this level."""
-        if level in self._links:
-            both = f"ds_npu.{self._links[level].key} and ds_npu.{key}"
+        if level in self.links:
+            both = f"ds_npu.{self.links[level].key} and ds_npu.{key}"
             raise ValueError(f"{both} both set the {level.name.lower()} link of {self.model}'s loss; turn one off")
-        self._links[level] = _Link(link, key)
+        self.links[level] = _Link(link, key)
 
     def check_not_replaced(self, model: HasLossFunction) -> None:
         """Raise ValueError where ``model``, whose loss this is, has been given another loss function since."""
@@ -127,7 +138,7 @@ class ModelLoss:
     def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         function = self.own
         for level in reversed(self.keys):
-            function = partial(self._links[level].function, function)
+            function = partial(self.links[level].function, function)
         computed, run = function(*args, **kwargs), self._run.of(running())
         return computed if run is None else run.record(computed)
 
@@ -151,7 +162,8 @@ def wrap_loss(model: HasLossFunction, link: LossLink, level: LossLevel, key: str
 def link_of(model: object, level: LossLevel) -> LossLink | None:
     """The link of ``level`` in the loss of ``model``, if there is one."""
     loss = MODEL_LOSS.get(model)
-    return None if loss is None else loss.link(level)
+    found = None if loss is None else loss.links.get(level)
+    return None if found is None else found.function
 
 
 def own_loss(model: HasLossFunction) -> LossFunction:
@@ -169,3 +181,63 @@ def users_loss(model: object) -> LossFunction | None:
     """The loss function that was set on this one ``model`` of transformers, not by ds_npu; None: it has its class's."""
     found = attribute(model, "_loss_function", object)
     return found if callable(found) and not isinstance(found, ModelLoss) else None
+
+
+def shifts(model: HuggingFaceModel, key: str, remedy: str) -> bool | None:
+    """Whether the loss of ``model`` compares each token's logits with the next token; None for a model without a loss.
+
+    Raises ValueError, which names the ``key`` that divides the loss and the ``remedy``, for a loss that is no mean over
+    tokens, or not known.
+    """
+    if model.loss_type is None and "labels" not in inspect.signature(model.forward).parameters:
+        return None
+    # As transformers chooses it (modeling_utils.py, PreTrainedModel.loss_function).
+    kind = model.loss_type or "ForCausalLM"
+    mapping: Mapping[str, Callable[..., torch.Tensor]] = transformers_module("loss.loss_utils").LOSS_MAPPING
+    name = mapping[kind].__name__ if kind in mapping else str(kind)
+    own = users_loss(model)
+    # ds_npu.parallel.VocabParallelLoss, which a script may have set, means the same.
+    if name not in SHIFTS or (own is not None and not own.__module__.startswith("ds_npu.")):
+        raise ValueError(
+            f"{type(model).__name__} has the loss {name if own is None else own}: over the ranks of "
+            f"{key} only {', '.join(SHIFTS)} of transformers can be divided, which are means over "
+            f"tokens. What to do: {remedy}"
+        )
+    return SHIFTS[name]
+
+
+def asks_for_scores(given: Mapping[str, Any]) -> bool:
+    """Whether a forward with the arguments ``given`` returns scores in place of logits."""
+    return bool(given.get(FUSED_HEAD)) and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
+
+
+class Targets:
+    """The label that each token of a batch is to predict, [B, S], and how many tokens have one."""
+
+    def __init__(self, given: Mapping[str, Any], shifted: bool) -> None:
+        """``given``: the arguments of a forward; ``shifted``: whether its ``labels`` are those of the next token."""
+        self.ignored: int = given.get("ignore_index", IGNORED_LABEL)
+        self.tokens: torch.Tensor | None = given.get("shift_labels")
+        labels: torch.Tensor | None = given.get("labels")
+        if self.tokens is None and labels is not None:
+            # Shifted before the sequence is sharded: a shard's last token predicts the first of another rank's.
+            self.tokens = next_token_targets(labels, None, self.ignored) if shifted else labels
+        self.count: torch.Tensor | int | None = given.get(COUNT)
+        if self.tokens is not None and self.count is None:
+            self.count = (self.tokens != self.ignored).sum()
+
+
+@dataclass
+class LossChunks:
+    """The tokens of a chunk of one model's loss."""
+
+    tokens: int
+    is_planned: bool
+    """Whether a plan is to choose another number."""
+    around: Callable[[ChunkedHead], AbstractContextManager[object]] = nullcontext
+    """Makes the context in which the loss of a head is computed."""
+
+
+def loss_chunks_of(model: object) -> LossChunks | None:
+    """The LossChunks of ``model``, if its loss is chunked on this rank."""
+    return LOSS_CHUNKS.get(model)

@@ -22,7 +22,7 @@ from ds_npu.features.memory_report.memory_use import (
 )
 from ds_npu.memory.storage_record import StorageRecord
 from ds_npu.models import names
-from ds_npu.models.attributes import attributes
+from ds_npu.models.attributes import attribute, attributes
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -44,11 +44,16 @@ class MeasuredStep:
         self._device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
         if self._device is not None:
             self._device.reset_peak_memory_stats()
-        allocator = None if self._device is None else self._allocated
-        self.record = StorageRecord(device_type, self._use, allocator)
+        self.record = StorageRecord(device_type, self._use, None if self._device is None else self._allocated)
         self._see_what_is_there()
         self._undo = ExitStack()
-        self._add_hooks()
+        # Hooks follow which module runs forward, and mark weights that ZeRO gathers, and gradients, when they are made.
+        for name, module in engine.module.named_modules():
+            self._follow(names.generic(names.plain(name)) or type(module).__name__, module)
+        for weight in engine.module.parameters():
+            if weight.requires_grad:
+                hooked: Any = weight
+                self._undo.callback(hooked.register_hook(partial(self._see_gradient, weight)).remove)
         for undo in engine.events.around_calls(MethodLevel.RECORDED_STEP, self._recording):
             self._undo.callback(undo)
 
@@ -65,7 +70,6 @@ class MeasuredStep:
         return memory_use(self._rank, self.record, reserved, outside)
 
     def _use(self) -> str:
-        """The use of a storage that is made now."""
         if torch._C._current_graph_task_id() >= 0:
             return BACKWARD
         return ACTIVATIONS + self._running[-1] if self._running else BETWEEN
@@ -86,15 +90,6 @@ class MeasuredStep:
                 yield
         finally:
             self._depth -= 1
-
-    def _add_hooks(self) -> None:
-        """Follow which module's forward runs, and mark weights that ZeRO gathers and gradients when they are made."""
-        for name, module in self._engine.module.named_modules():
-            self._follow(names.generic(names.plain(name)) or type(module).__name__, module)
-        for weight in self._engine.module.parameters():
-            if weight.requires_grad:
-                hooked: Any = weight
-                self._undo.callback(hooked.register_hook(partial(self._see_gradient, weight)).remove)
 
     def _follow(self, name: str, module: nn.Module) -> None:
         def enter(*_: object) -> None:
@@ -128,8 +123,8 @@ class MeasuredStep:
                 self.record.see(tensor, GRADIENTS)
         for weight in [*model.parameters(), *model.buffers()]:
             self.record.see(weight, WEIGHTS)
-            shard = getattr(weight, "ds_tensor", None)
-            if isinstance(shard, torch.Tensor):
+            shard = attribute(weight, "ds_tensor", torch.Tensor)
+            if shard is not None:
                 self.record.see(shard, WEIGHTS)
             if weight.grad is not None:
                 self.record.see(weight.grad, GRADIENTS)

@@ -9,12 +9,14 @@ from ds_npu.features.memory_report.memory_use import (
     BETWEEN,
     GRADIENTS,
     OPTIMIZER,
+    OTHER_ACTIVATIONS,
     REST,
+    UNITS,
     WEIGHTS,
     Bytes,
     MemoryUse,
+    largest_activations,
 )
-from ds_npu.features.memory_report.use_table import OTHER_ACTIVATIONS, UNITS, largest_activations
 from ds_npu.svg import Style, drawing, element, rect, text, title
 
 WIDTH, HEIGHT, LEFT, TOP, SIDE, BOTTOM = 760, 360, 70, 50, 400, 50

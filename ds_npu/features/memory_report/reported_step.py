@@ -11,13 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_npu.config.sections import MemoryReport
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
-from ds_npu.features.feature import Feature
 from ds_npu.features.memory_report.measured_step import MeasuredStep
-from ds_npu.features.memory_report.memory_use import MemoryUse
+from ds_npu.features.memory_report.memory_use import MemoryUse, use_table
 from ds_npu.features.memory_report.picture import use_svg
-from ds_npu.features.memory_report.use_table import use_table
 from ds_npu.log import logger
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
@@ -29,12 +27,10 @@ PEAK = "Train/Memory/peak_bytes"
 def _parts(value: MemoryReport, build: Build) -> Iterable[Change]:
     if value:
         what = "a table of what memory is used for in the second step"
-        install = partial(_install, value if isinstance(value, str) else None)
-        yield Change("provides", "a report of memory", what, partial(build.when_built.append, install))
+        yield build.installed("a report of memory", what, partial(_install, value if isinstance(value, str) else None))
 
 
 def _install(picture: str | None, engine: TrainingEngine) -> list[str]:
-    """Measure the second step that ``engine`` takes."""
     if picture is not None and dist.get_rank() == 0:
         # A folder that cannot be written is an error now rather than after two steps.
         Path(picture).parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ds_npu.models.attributes import attribute, set_attribute
-from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import closing_over_micro_batch
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -31,7 +31,7 @@ class ClosingCheckpoint:
 def recompute_in_micro_batch(block: nn.Module) -> None:
     """Replace the checkpoint function of ``block``, whenever transformers has set one, by a ClosingCheckpoint."""
 
-    def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         checkpoint = attribute(block, CHECKPOINT, object)
         if callable(checkpoint) and not isinstance(checkpoint, ClosingCheckpoint):
             set_attribute(block, CHECKPOINT, ClosingCheckpoint(checkpoint))

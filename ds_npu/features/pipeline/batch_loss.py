@@ -3,11 +3,16 @@
 The loss of transformers' models is a mean over labelled tokens: each micro-batch divides the sum over its tokens by the
 number of those of the whole batch, or by the ``num_items_in_batch`` that the caller gives. Losses of other models are
 averaged, as DeepSpeed's PipelineEngine does.
+
+TRL's SFTTrainer calls the model with ``fused_lm_head=True`` and makes the loss of the log-probabilities [B, S] itself:
+minus their sum over the labelled tokens, times a number. Backwards of micro-batches begin before that, with the loss
+that the forward also returns, the same sum times another number: so the gradients are right up to one factor,
+which the gradient of any one log-probability tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -15,10 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.features.loss.model_loss import LossFunction, LossLevel, wrap_loss
-from ds_npu.features.loss.token_targets import COUNT, Targets, shifts
+from ds_npu.features.loss.model_loss import COUNT, LABEL_MASK, LOG_PROBS, LossFunction, Targets, shifts
 from ds_npu.features.pipeline.micro_batches import KEY, Arguments
-from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model
+from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.models.logits import LABEL_ARGUMENTS
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
@@ -29,12 +33,8 @@ ITEMS: Fact[Items] = Fact()
 REMEDY = f"{KEY} 1, which leaves the batch whole"
 
 
-def link_items(model: HuggingFaceModel) -> None:
-    """Make the loss of ``model`` divide by the ITEMS of the micro-batch, where they are known."""
-    wrap_loss(model, _divided, LossLevel.SHARE, "pipeline")
-
-
-def _divided(inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+def loss_by_items(inner: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Link of a loss: it divides by the ITEMS of the micro-batch, where they are known."""
     items = ITEMS.of(running())
     return inner(*args, **kwargs) if items is None else inner(*args, **{**kwargs, COUNT: items})
 
@@ -110,7 +110,6 @@ class BatchLoss:
 
     @cached_property
     def _shifted(self) -> bool | None:
-        """The result of ``shifts`` for the model."""
         return None if self._found is None else shifts(self._found, KEY, REMEDY)
 
     def _labels(self, part: Arguments) -> Items:
@@ -118,6 +117,70 @@ class BatchLoss:
 
 
 def _count(part: Arguments, shifted: bool) -> Items:
-    """How many tokens of ``part`` have a target."""
     count = Targets({name: each for name, each in part.items() if name != COUNT}, shifted).count
     return 0 if count is None else count
+
+
+class _OneLoss(Context):
+    items: torch.Tensor | int
+
+
+class _LogProbs(torch.autograd.Function):
+    """``log_probs``, whose gradient is that of ``loss``: -(their sum where ``counts``) / ``items``."""
+
+    @staticmethod
+    def forward(
+        ctx: _OneLoss, loss: torch.Tensor, log_probs: torch.Tensor, counts: torch.Tensor, items: torch.Tensor | int
+    ) -> torch.Tensor:
+        ctx.items = items
+        ctx.save_for_backward(counts)
+        return log_probs.view_as(log_probs)
+
+    @staticmethod
+    def backward(ctx: _OneLoss, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,), (counts,) = gradients, ctx.saved_tensors
+        # The host waits, once in a batch: it must know whether the loss is right before the optimizer's step.
+        of_labelled = gradient[counts]
+        factor = of_labelled[0] if len(of_labelled) else gradient.new_zeros(())
+        if not torch.equal(of_labelled, factor.expand_as(of_labelled)):
+            raise ValueError(_refusal("weighs the log-probabilities of tokens differently (loss_type dft, DPO, GRPO)"))
+        return -factor * ctx.items, None, None, None
+
+
+class _NotDifferentiated(torch.autograd.Function):
+    """``score``, which a loss must not be made of; ``loss``: a tensor with a graph."""
+
+    @staticmethod
+    def forward(ctx: Context, loss: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+        return score.view_as(score)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise ValueError(_refusal("is made of other scores than log-probabilities (entropies)"))
+
+
+_log_probs = applied(_LogProbs, _LogProbs.forward)
+_not_differentiated = applied(_NotDifferentiated, _NotDifferentiated.forward)
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"the loss {what}: in pipeline stages backwards of micro-batches begin before the loss of a batch is known, so "
+        "it must be minus the sum of the log-probabilities of the labelled tokens, times a number (TRL's SFTTrainer, "
+        "loss_type nll). What to do: that one, or ds_npu.parallel.pipeline 1"
+    )
+
+
+def with_graph(out: MutableMapping[str, Any], loss: torch.Tensor, items: torch.Tensor | int) -> None:
+    """Give the scores in ``out``, of a whole batch and without graphs, the graph of ``loss``, a leaf.
+
+    ``loss``: minus the sum of the log-probabilities where ``label_mask`` is true, divided by ``items``; its gradients
+    are there already.
+    """
+    for name in [name for name, each in out.items() if isinstance(each, torch.Tensor) and each.is_floating_point()]:
+        if name == LOG_PROBS:
+            out[name] = _log_probs(loss, out[name], out[LABEL_MASK], items)
+        elif name != "loss":
+            out[name] = _not_differentiated(loss, out[name])
+    # A copy: the caller may scale it in place.
+    out["loss"] = loss * 1

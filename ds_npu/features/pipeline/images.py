@@ -2,10 +2,15 @@
 
 Pixels are concatenated over the samples of a batch. The tokens that they are merged into say how many images belong to
 a sample. Positions of tokens depend on the sizes of images alone, and every stage computes them.
+
+DeepStack's visual features, which a text model adds to the hidden states behind each of its first blocks, are all
+computed in the first stage. Those of the blocks of later stages travel with the hidden states, and so does the mask
+that says to which tokens they belong. Source: Meng et al. 2024 (arXiv 2406.04334); Qwen3-VL.
 """
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.features.pipeline.micro_batches import KEY, Arguments, sizes_of_parts
+from ds_npu.features.pipeline.micro_batches import REMEDY, Arguments, sizes_of_parts
 from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model, setting, settings
+from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
+from ds_npu.parallel.runtime.micro_batch import running
 
 
 @dataclass(frozen=True)
@@ -42,14 +49,18 @@ QWEN = (
     Pictures("pixel_values_videos", "video_token_id", "video_grid_thw", ("second_per_grid_ts",)),
 )
 ONE_SIZE = (Pictures("pixel_values", "image_token_id"),)
-SERVED: dict[str, tuple[Pictures, ...]] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN)
-SERVED |= dict.fromkeys(("llava", "gemma3"), ONE_SIZE)
+SERVED: dict[str, tuple[Pictures, ...]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN),
+    **dict.fromkeys(("llava", "gemma3"), ONE_SIZE),
+}
 """The pictures of each type of model. Pixels only become embeddings of tokens, and features of DeepStack."""
 INPUTS = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_embeds", "video_embeds"),
     *("input_features", "input_values", "audio_values", "mm_encoder_outputs"),
 )
 """Arguments of transformers' models for the modules that stand before their text model."""
+FEATURES, MASK = "deepstack_visual_embeds", "visual_pos_masks"
+"""Arguments of transformers' text models: for each block in order [visual tokens, H], or None; bool [B, S]."""
 
 
 def pictures_of(model: nn.Module) -> tuple[Pictures, ...]:
@@ -133,9 +144,6 @@ def _pieces(model: nn.Module, kind: Pictures, given: Mapping[str, Any], count: i
     return found
 
 
-REMEDY = f"What to do: {KEY} 1, which leaves the batch whole, and more gradient accumulation steps or train_batch"
-
-
 def _named(model: nn.Module, kind: Pictures, given: Mapping[str, Any]) -> str:
     shapes = {name: list(given[name].shape) for name in kind.arguments if isinstance(given.get(name), torch.Tensor)}
     return f"{type(model).__name__} is given " + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -155,3 +163,24 @@ def _sizes(
     merged = settings(model.config)["vision_config"].spatial_merge_size ** 2
     rows: list[int] = grid.prod(-1).tolist()
     return rows, [each // merged for each in rows]
+
+
+def link_deep_stack(model: nn.Module) -> None:
+    """Make the text models of ``model``, in stages, send on the features that later stages add."""
+    for module in model.modules():
+        if FEATURES in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(_crossing, with_kwargs=True)
+
+
+def _crossing(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    states = BORDER_STATES.of(running())
+    if states is None:
+        return args, kwargs
+    if states.arrived_extra:
+        mask, *features = states.arrived_extra
+        # The blocks before this stage have theirs.
+        kwargs = kwargs | {MASK: mask, FEATURES: [torch.zeros_like(features[0])] * states.stage.before + features}
+    later = (kwargs.get(FEATURES) or [])[states.stage.before + states.stage.blocks :]
+    if later and states.stage.index < states.stage.count - 1:
+        states.leaving_extra = (kwargs[MASK], *later)
+    return args, kwargs

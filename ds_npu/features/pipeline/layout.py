@@ -110,7 +110,6 @@ def layout_of(section: PipelineSection, ranks: int) -> PipelineLayout:
 
 
 def _with_recomputation(section: PipelineSection, schedule: Schedule) -> Schedule:
-    """``schedule`` with the recomputations that ``section`` asks for."""
     return schedule if section.recompute is None else recomputed(schedule, MOST_AHEAD[section.recompute])
 
 
@@ -134,11 +133,9 @@ def _layout_of_file(section: PipelineSection, name: str, ranks: int) -> Pipeline
         accepted = f"a file with a row of actions for each rank that can run: {error}"
         raise ConfigError([Problem(path, name, accepted)]) from error
     has_own = any(each.kind is Kind.RECOMPUTE for each in found.actions())
-    if section.recompute is not None and has_own:
-        accepted = f"nothing beside ds_npu.pipeline.schedule {name!r}, which has recomputations (R) of its own"
-        raise ConfigError([Problem(f"{KEY}.recompute", section.recompute, accepted)])
-    if section.recompute is not None and found.paired:
-        accepted = f"nothing beside ds_npu.pipeline.schedule {name!r}, in which forwards and backwards run together"
+    if section.recompute is not None and (has_own or found.paired):
+        why = "which has recomputations (R) of its own" if has_own else "in which forwards and backwards run together"
+        accepted = f"nothing beside ds_npu.pipeline.schedule {name!r}, {why}"
         raise ConfigError([Problem(f"{KEY}.recompute", section.recompute, accepted)])
     found = _with_recomputation(section, found)
     chunks = {sum(rank == owner for owner in found.rank_of.values()) for rank in range(len(found.rows))}

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ds_npu.models.logits import LABEL_ARGUMENTS
 
 KEY = "ds_npu.pipeline.micro_batches"
+REMEDY = f"What to do: {KEY} 1, which leaves the batch whole, and more gradient accumulation steps or train_batch"
 OF_SAMPLES = ("input_ids", "inputs_embeds", *LABEL_ARGUMENTS)
 """Arguments whose first dim is the samples of a batch."""
 POSITIONS = "position_ids"
@@ -59,7 +60,7 @@ def _pieces(name: str, leaf: Any, samples: int, count: int) -> Sequence[Any]:
         return [leaf] * count
     raise ValueError(
         f"{name} {list(leaf.shape)} beside {samples} samples: how it belongs to {count} micro-batches is not known. "
-        f"What to do: {KEY} 1, which leaves the batch whole, and more gradient accumulation steps or train_batch"
+        f"{REMEDY}"
     )
 
 

@@ -8,17 +8,15 @@ from typing import Any, NoReturn
 
 from ds_npu.config.pipeline import ONE_STAGE, PipelineSection
 from ds_npu.config.sections import switched_on
-from ds_npu.features.build import Build
+from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
-from ds_npu.features.loss.model_loss import HasLossFunction, LossLevel
-from ds_npu.features.pipeline.batch_loss import link_items
+from ds_npu.features.loss.model_loss import HasLossFunction, LossLevel, wrap_loss
+from ds_npu.features.pipeline.batch_loss import loss_by_items
 from ds_npu.features.pipeline.layout import PipelineLayout, blocks_of_stages, layout_of
 from ds_npu.features.pipeline.stages import StageModules, cut_into_stages, stages_of
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model
 from ds_npu.parallel.pipeline.pass_through import stages_in
-from ds_npu.parallel.tensor.randomness import align_generators
 
 OF_MODULES = ("schedule", "recompute")
 """Keys that a PipelineModule follows, too."""
@@ -30,19 +28,15 @@ def applies(build: Build) -> bool:
 
 
 def _asked(section: PipelineSection, build: Build) -> str:
-    if not applies(build):
-        return ""
     keys = "".join(f", {key} {value}" for key, value in switched_on(section))
-    return f"pipeline {build.topology.size('pp')}{keys}"
+    return f"pipeline {build.topology.size('pp')}{keys}" if applies(build) else ""
 
 
 def _parts(section: PipelineSection, build: Build) -> Iterable[Change]:
     if build.is_pipeline:
         _check_module(section, build)
     if applies(build):
-        # What scripts draw (the order of samples) must agree over ranks that share samples.
-        make = partial(align_generators, build.topology, build.device_type, "pp")
-        yield Change("provides", "random generators over pp", "states of the first pipeline rank", make)
+        yield build.same_random_numbers("pp", "pipeline")
 
 
 def _check_module(section: PipelineSection, build: Build) -> None:
@@ -94,12 +88,11 @@ def _changes(build: Build, own: list[StageModules]) -> Iterable[Change]:
         return
     yield Change("sets", "", "generate", partial(_refuse_generation, found))
     if not build.shards_sequences and isinstance(found, HasLossFunction):
-        what = "divides by the labels of the whole batch"
-        yield Change("links", "", what, partial(link_items, found), LossLevel.SHARE)
+        make = partial(wrap_loss, found, loss_by_items, LossLevel.SHARE, "pipeline")
+        yield Change("links", "", "divides by the labels of the whole batch", make, LossLevel.SHARE)
 
 
 def _refuse_generation(model: HuggingFaceModel) -> None:
-    """Make ``model.generate`` raise NotImplementedError that says what to do."""
 
     def generate(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

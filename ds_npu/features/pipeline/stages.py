@@ -19,9 +19,8 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.build import MODEL_PLAN
-from ds_npu.features.loss.token_targets import FUSED_HEAD
-from ds_npu.features.pipeline.deep_stack import link_deep_stack
-from ds_npu.features.pipeline.images import check_images, without_pixels
+from ds_npu.features.loss.model_loss import FUSED_HEAD
+from ds_npu.features.pipeline.images import check_images, link_deep_stack, without_pixels
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attributes, set_attribute
 from ds_npu.models.guards import check_before_saving
@@ -183,8 +182,10 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
         mine = replace(mine, stages=tuple(each.blocks for each in own if each.blocks))
     MODEL_PLAN.set(model, mine)
     OWN_STAGES.set(model, held)
-    if held.tied is not None:
-        _mark_tied(model, held.tied)
+    tied = held.tied or ()
+    here = [weight for name, weight in model.named_parameters(remove_duplicate=False) if name in tied]
+    if len(here) == 1:
+        TIED_APART.set(here[0], True)
     refuse_saving_a_stage(model)
 
 
@@ -198,7 +199,6 @@ def _passing(absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnS
 
 
 def _tied_names(model: nn.Module, plan: ModelPlan) -> tuple[str, str]:
-    """The names of the weight of embedding and head."""
     embedding, head = plan.embedding, plan.head
     assert embedding is not None and head is not None, "they share a weight"
     shared = {id(each): name for name, each in model.get_submodule(embedding).named_parameters()}
@@ -208,15 +208,7 @@ def _tied_names(model: nn.Module, plan: ModelPlan) -> tuple[str, str]:
     return f"{embedding}.{heads[0][0]}", f"{head}.{heads[0][1]}"
 
 
-def _mark_tied(model: nn.Module, tied: tuple[str, str]) -> None:
-    """Mark the weight of embedding and head where this rank has one of the two."""
-    found = [weight for name, weight in model.named_parameters(remove_duplicate=False) if name in tied]
-    if len(found) == 1:
-        TIED_APART.set(found[0], True)
-
-
 def _check_cuttable(model: nn.Module, plan: ModelPlan, own: Sequence[StageModules]) -> None:
-    """Raise ValueError where ``model`` cannot be cut into the stages ``own``."""
     who = plan.model
     if stages_in(model):
         raise ValueError(f"{who} is {' and '.join(map(str, stages_in(model)))} already; cut the whole model")
@@ -287,7 +279,8 @@ def run_stage(
         kwargs = {key: value for key, value in kwargs.items() if key not in (*LABEL_ARGUMENTS, FUSED_HEAD)}
     if stage.index > 0:
         kwargs = without_pixels(model, kwargs)
-    several = own_stages(model)
+    # PEFT may have been put around the model that is cut.
+    several = next(filter(None, map(OWN_STAGES.get, model.modules())), None)
     with nullcontext() if several is None else several.only(stage), crossing(stage, arrived) as states:
         out = model(**kwargs)
     if losses is not None:
@@ -310,18 +303,12 @@ def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
     check_images(model, given)
 
 
-def own_stages(model: nn.Module) -> OwnStages | None:
-    """The stages that this rank has of ``model``, or of what PEFT was put around; None where it is not cut."""
-    return next(filter(None, map(OWN_STAGES.get, model.modules())), None)
-
-
 @dataclass(frozen=True)
 class _WholeCheck:
     """Refuses to write one stage's weights as if they were all."""
 
     model: str
     absent: tuple[str, ...]
-    """Weights of other stages."""
     is_writable: bool
     """Whether a plain model can be made that writes the weights of all stages: of transformers' models, not PEFT's."""
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change
+from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.features.recompute.recomputed_calls import KEY, is_recomputed, recomputation_of
 from ds_npu.models.attention_function import (
     Implementation,
     check_interface,
     implementation_of,
-    modules_with_config,
     register,
 )
 from ds_npu.models.attributes import attribute
@@ -54,9 +54,7 @@ def attention_changes(build: Build, inside: Sequence[str]) -> Sequence[Change]:
     def make() -> None:
         register(model, _recomputed(model, whole, build.device_type))
 
-    parts = [name for name, _ in modules_with_config(model)]
-    what = "config: attention is computed again in backward"
-    return [Change("sets", name, what, None if index else make) for index, name in enumerate(parts)]
+    return exchanges_of_attention(model, "computed again in backward", make)
 
 
 def _recomputed(model: nn.Module, whole: set[int], device_type: str) -> Implementation:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_npu.config.roles import Role
-from ds_npu.features.recompute.mlp_linears import mlp_linears
+from ds_npu.features.recompute.outputs import mlp_linears
 from ds_npu.memory.operator_seconds import OperatorSeconds
 from ds_npu.memory.swapped_activations import can_be_swapped
 from ds_npu.models.attributes import remove_attributes, set_attribute
@@ -40,8 +40,6 @@ Path = tuple[tuple[str, str], ...]
 
 @dataclass
 class _Part:
-    """One call of a part of the block."""
-
     path: Path
     """The parts around the call; the last one is this part."""
     given: Bytes
@@ -75,10 +73,6 @@ class BlockRecord:
     @property
     def forward_seconds(self) -> float:
         return sum(seconds for _, seconds, _ in self._seconds)
-
-    @property
-    def hidden_bytes(self) -> int:
-        return sum(self.hidden.values())
 
     @contextmanager
     def recording(self, hidden: Any, others: Any) -> Iterator[None]:
@@ -134,8 +128,7 @@ class BlockRecord:
 
     def modules(self, part: str) -> list[str]:
         """The modules of the block that are parts of the kind ``part``."""
-        names = (name for each in self._parts for kind, name in each.path[-1:] if kind == part)
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys(name for each in self._parts for kind, name in each.path[-1:] if kind == part))
 
     def kept(self, parts: Collection[str]) -> Bytes:
         """The storages that the block keeps where ``parts`` are computed again."""

@@ -18,10 +18,10 @@ from ds_npu.config.recompute import RecomputeSection
 from ds_npu.config.roles import Role
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change
-from ds_npu.features.recompute.gradient_buckets import gradient_buckets
 from ds_npu.features.recompute.recorded_steps import RecordedSteps
 from ds_npu.log import logger, warn_once
 from ds_npu.memory.storage_record import AllocatorMeter, PeakMeter, StorageMeter, StorageRecord
+from ds_npu.models.kinds import own_shapes
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.planner.memory_plan import BudgetError, Moment, Option, PlannedLayer, best_plan
 from ds_npu.planner.memory_plan_table import (
@@ -42,7 +42,6 @@ from ds_npu.planner.memory_plan_table import (
     too_early,
 )
 from ds_npu.planner.swap_pattern import SwapPattern, patterns, stage_ends
-from ds_npu.topology.machine import Machine, machine_of
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -57,15 +56,12 @@ def plan_part(section: RecomputeSection, build: Build) -> Iterable[Change]:
     """The part of an engine that makes the plan."""
     if section.budget_gib is None:
         return
-    budget = MemoryBudget(section.budget_gib, build)
     what = f"a plan of recomputation for {section.budget_gib:g} GiB, made from the first two steps"
-    yield Change("provides", "a plan of activations", what, lambda: build.when_built.append(budget.install))
+    yield build.installed("a plan of activations", what, MemoryBudget(section.budget_gib, build).install)
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The record of one rank."""
-
     stage: int
     layers: tuple[PlannedLayer, ...]
     moments: tuple[Moment, ...]
@@ -77,9 +73,6 @@ class MemoryBudget:
 
     def __init__(self, budget_gib: float, build: Build) -> None:
         self.budget_gib, self._build = budget_gib, build
-        has_device = build.device_type != CPU and not build.is_planned
-        name = torch.get_device_module(build.device_type).get_device_name() if has_device else ""
-        self._machine: Machine = machine_of(name)
         self._buffer_bytes = 0
 
     def install(self, engine: TrainingEngine) -> list[str]:
@@ -107,7 +100,7 @@ class MemoryBudget:
         engine.events.after_step(MethodLevel.MEMORY_PLAN, after_step)
         self._buffer_bytes = 0 if self._build.device_type == CPU else engine.communicator_bytes() + MARGIN
         self._meter, self._stop = meter_of(engine, self._build.device_type)
-        self._recorded = RecordedSteps(self._build, self._meter, self._machine)
+        self._recorded = RecordedSteps(self._build, self._meter, self._build.machine)
         self._recorded.wrap()
         return [f"{KEY}: the first two steps compute every block again, and are recorded"]
 
@@ -165,16 +158,15 @@ class MemoryBudget:
             return ()
         blocks = [each for each in layers if each.name != LOSS]
         *ends, _ = stage_ends([each.name for each in blocks], build.block_plan.stages)
-        return patterns([each.forward_seconds for each in blocks], self._machine.host, ends)
+        return patterns([each.forward_seconds for each in blocks], build.machine.host, ends)
 
     def _follow(self, stages: Sequence[StagePlan]) -> None:
-        """Follow the plans of ``stages`` from the next forward on."""
         self._recorded.unwrap()
         self._stop()
         self._build.planned = planned_keys(stages)
         PLANNED.set(self._build.model, self._build.planned)
         if dist.get_rank() == 0:
-            lines = plan_lines(stages, self.budget_gib, self._buffer_bytes, self._machine.name)
+            lines = plan_lines(stages, self.budget_gib, self._buffer_bytes, self._build.machine.name)
             logger().info("%s", "\n".join(lines))
         self._meter.peak()
 
@@ -204,6 +196,24 @@ def meter_of(engine: TrainingEngine, device_type: str) -> tuple[PeakMeter, Calla
             each()
 
     return StorageMeter(record), stop
+
+
+def gradient_buckets(engine: TrainingEngine) -> Buckets | None:
+    """The buffers in which ZeRO collects gradients before it reduces them: their size does not depend on the model.
+
+    None where the optimizer of ``engine`` has none (without ZeRO, or not contiguous).
+    """
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 0 or not engine.zero_contiguous_gradients():
+        return None
+    # DeepSpeed 0.19, stage_1_and_2.py setup_buckets and stage3.py _setup_for_real_optimizer.
+    dtypes: list[torch.dtype] = list(optimizer.ipg_buckets)
+    if stage < 3:
+        dtypes = [optimizer._gradient_reduction_buffer_dtype()] * len(dtypes) * (2 if optimizer.overlap_comm else 1)
+    elements = int(optimizer.reduce_bucket_size)
+    shapes = (shape for module in engine.module.modules() for shape in own_shapes(module).values())
+    largest = max(torch.Size(shape).numel() for shape in shapes)
+    return Buckets(elements, sum(elements * each.itemsize for each in dtypes), largest)
 
 
 def _joined(layers: Sequence[PlannedLayer]) -> PlannedLayer:

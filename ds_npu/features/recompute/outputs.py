@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,17 +11,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_npu.config.roles import Role
 from ds_npu.features.recompute.recomputed_calls import is_recomputed, recomputation_of
 from ds_npu.memory.held_tensor import HeldTensor
 from ds_npu.memory.recomputation import Recomputation, hold_tensor, without_outputs
 from ds_npu.models.attributes import set_attribute
+from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import is_partitioned
-from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Forward, Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running, within
 from ds_npu.parallel.tensor.linear import ColumnLinear
 
+COLUMNS = (Role.GATE, Role.UP, Role.GATE_UP, Role.COLUMN)
+LAST = (Role.DOWN, Role.ROW)
 
-def without_kept_outputs(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+
+def mlp_linears(plan: ModelPlan, mlp: str) -> tuple[list[str], str] | None:
+    """The children of ``mlp`` that are its first linears, and the last one; None where they are not known."""
+    columns, downs = children(plan, mlp, *COLUMNS), children(plan, mlp, *LAST)
+    return (columns, downs[0]) if columns and len(downs) == 1 else None
+
+
+def children(plan: ModelPlan, mlp: str, *roles: Role) -> list[str]:
+    """The children of ``mlp`` in which modules of ``roles`` are."""
+    inside = (name[len(mlp) :].lstrip(".").split(".")[0] for name in plan.inside(mlp, *roles))
+    return list(dict.fromkeys(inside))
+
+
+def without_kept_outputs(module: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Wrap of a block: outputs of Recomputations in it are not kept."""
     if not is_recomputed(module):
         return forward(*args, **kwargs)
@@ -29,29 +47,30 @@ def without_kept_outputs(module: nn.Module, forward: Forward, *args: Any, **kwar
 
 
 class RecomputedNorm:
-    """Recomputes ``norm``; only its arguments are kept."""
+    """Recomputes a norm; only its arguments are kept."""
 
-    def __init__(self, norm: nn.Module, device_type: str) -> None:
-        self.norm, self.device_type = norm, device_type
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
         self._is_called_again: Fact[bool] = Fact(while_running=True)
 
-    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, norm: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Wrap of its forward."""
-        if self._is_called_again.of(running()) or not is_recomputed(self.norm):
+        if self._is_called_again.of(running()) or not is_recomputed(norm):
             return forward(*args, **kwargs)
         # ZeRO-3 gathers its weights for its backward, which comes after the backward of the user of its output.
-        gathers = any(is_partitioned(parameter) for parameter in self.norm.parameters(recurse=False))
-        made = recomputation_of(partial(self._again, forward, gathers), self.device_type, whole=True)
+        gathers = any(is_partitioned(parameter) for parameter in norm.parameters(recurse=False))
+        again = partial(self._gathered, norm, forward) if gathers else forward
+        made = recomputation_of(again, self.device_type, whole=True)
         y = made(*args, **kwargs)
         made.forget(y)
         return y
 
-    def _again(self, forward: Forward, gathers: bool, *args: Any, **kwargs: Any) -> Any:
-        if not gathers or torch._C._current_graph_task_id() < 0:
+    def _gathered(self, norm: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() < 0:
             return forward(*args, **kwargs)
         with new_forward() as micro_batch:
             self._is_called_again.set(micro_batch, True)
-            return self.norm(*args, **kwargs)
+            return norm(*args, **kwargs)
 
 
 class _InputOfDownError(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from ds_npu.memory.recomputation import Recomputation
 from ds_npu.models.attributes import attribute
-from ds_npu.parallel.runtime.forward_wraps import Forward, first_parameter_name
+from ds_npu.parallel.runtime.forward_wraps import Forward, P, R, first_parameter_name
 from ds_npu.parallel.runtime.micro_batch import Fact, closing_over_micro_batch, new_forward, running
 
 KEY = "recompute"
@@ -64,7 +63,7 @@ def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def recompute_module(
-    module: nn.Module, device_type: str, kept: Sequence[str], forward: Forward, *args: Any, **kwargs: Any
+    device_type: str, kept: Sequence[str], module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
 ) -> Any:
     """Wrap of a module's forward that keeps only its arguments, and ``kept``."""
     if not is_recomputed(module):
@@ -112,7 +111,7 @@ class RecomputedRuns:
         self.length, self.device_type, self.kept = length, device_type, kept
         self._run: Fact[_Run | None] = Fact(while_running=True)
 
-    def around(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def around(self, _caller: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Wrap of the module that calls the blocks."""
         with new_forward() as micro_batch:
             try:
@@ -122,7 +121,7 @@ class RecomputedRuns:
                 if run is not None:
                     run.close()
 
-    def block(self, module: nn.Module, is_last: bool, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def block(self, is_last: bool, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Wrap of a block; ``is_last``: it is the model's last block."""
         micro_batch = running()
         if micro_batch is None or not is_recomputed(module):
@@ -137,7 +136,7 @@ class RecomputedRuns:
         if run is None:
             run = self._begin(hidden)
             self._run.set(micro_batch, run)
-        run.calls.append(partial(_call_block, forward, others, kwargs))
+        run.calls.append(lambda states: forward(states, *others, **kwargs))
         out = forward(hidden, *others, **kwargs)
         run.last = _hidden_states(out)
         if is_last or len(run.calls) == self.length:
@@ -151,10 +150,6 @@ class RecomputedRuns:
         made.hold(hidden)
         run.stack.enter_context(made.saving())
         return run
-
-
-def _call_block(forward: Forward, others: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> Any:
-    return forward(hidden, *others, **kwargs)
 
 
 def _hidden_states(out: Any) -> torch.Tensor:

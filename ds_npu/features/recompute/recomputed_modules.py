@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-
-from torch import nn
 
 from ds_npu.config.recompute import RecomputeSection
 from ds_npu.config.roles import Role
-from ds_npu.features.build import Build
-from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
+from ds_npu.features.build import Build, Feature
+from ds_npu.features.declaration import Change, Phase, wrap_by_name
 from ds_npu.features.modules.matched_modules import matched_modules, no_module_is
 from ds_npu.features.recompute.attention_core import attention_changes
 from ds_npu.features.recompute.budget import plan_part
-from ds_npu.features.recompute.mlp_linears import COLUMNS, LAST, children, mlp_linears
-from ds_npu.features.recompute.outputs import RecomputedActivation, RecomputedNorm, without_kept_outputs
+from ds_npu.features.recompute.outputs import (
+    COLUMNS,
+    LAST,
+    RecomputedActivation,
+    RecomputedNorm,
+    children,
+    mlp_linears,
+    without_kept_outputs,
+)
 from ds_npu.features.recompute.recomputed_calls import KEY, RecomputedRuns, check_not_checkpointed, recompute_module
 from ds_npu.models import names
 from ds_npu.parallel.pipeline.pass_through import stages_in
-from ds_npu.parallel.runtime.forward_wraps import Level, Wrapper, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, Wrapper
 from ds_npu.planner.memory_plan import missing_solver
 
 NORMS = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
@@ -47,29 +51,23 @@ def _declare(section: RecomputeSection, build: Build) -> Iterable[Change]:
     yield from _runs(section, build, whole)
     for name in _globbed(section, build, whole):
         whole = [*whole, name]
-        yield _wrap(build.model, name, "computed again in backward", partial(_of_module, section, build))
+        yield _wrap_whole(section, build, name)
     if section.attention_core:
         yield from attention_changes(build, whole)
     if section.norm or section.activation_function:
         yield from _outputs(section, build, whole)
 
 
-def _wrap(model: nn.Module, name: str, what: str, of: Callable[[nn.Module], Wrapper]) -> Change:
-    """Wrap the module ``name`` by what ``of`` makes of it; the module is looked up when the change is made."""
-
-    def make() -> None:
-        module = model.get_submodule(name)
-        wrap_forward(module, of(module), Level.RECOMPUTE)
-
-    return Change("wraps", name, what, make, Level.RECOMPUTE)
+def _wrap(build: Build, name: str, what: str, wrapper: Wrapper) -> Change:
+    return wrap_by_name(build.model, name, what, wrapper, Level.RECOMPUTE)
 
 
-def _of_module(section: RecomputeSection, build: Build, module: nn.Module) -> Wrapper:
-    return partial(recompute_module, module, build.device_type, section.keep)
+def _wrap_whole(section: RecomputeSection, build: Build, name: str) -> Change:
+    wrapper = partial(recompute_module, build.device_type, section.keep)
+    return _wrap(build, name, "computed again in backward", wrapper)
 
 
 def _blocks(section: RecomputeSection, build: Build) -> list[str]:
-    """The blocks of this rank that are recomputed as a whole."""
     blocks, found = build.block_plan.blocks, section.layers
     first = found if isinstance(found, int) and section.method == "block" else len(blocks)
     # A pipeline stage may have fewer than others, or none.
@@ -86,20 +84,16 @@ def _runs(section: RecomputeSection, build: Build, blocks: Sequence[str]) -> Ite
     """Wrap blocks that are recomputed one by one, or in runs."""
     if section.method != "uniform" or section.layers == 1:
         for name in blocks:
-            yield _wrap(build.model, name, "computed again in backward", partial(_of_module, section, build))
+            yield _wrap_whole(section, build, name)
         return
     assert isinstance(section.layers, int)
     runs = RecomputedRuns(section.layers, build.device_type, section.keep)
     owners = {names.parent(names.parent(name)) for name in blocks}
     for name in sorted(owners):
-        yield _wrap(build.model, name, "ends a run of layers", lambda module: runs.around)
+        yield _wrap(build, name, "ends a run of layers", runs.around)
     for name in blocks:
         what = f"computed again in backward, {section.layers} together"
-        yield _wrap(build.model, name, what, partial(_of_run, runs, name == blocks[-1]))
-
-
-def _of_run(runs: RecomputedRuns, is_last: bool, block: nn.Module) -> Wrapper:
-    return partial(runs.block, block, is_last)
+        yield _wrap(build, name, what, partial(runs.block, name == blocks[-1]))
 
 
 def _globbed(section: RecomputeSection, build: Build, whole: Sequence[str]) -> list[str]:
@@ -135,16 +129,14 @@ def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> I
     for name in plan.blocks:
         if not _is_inside_any(name, whole) and any(names.is_inside(each, name) for each in (*norms, *mlps)):
             what = "outputs of norms and activation functions are not kept"
-            yield _wrap(build.model, name, what, lambda module: partial(without_kept_outputs, module))
+            yield _wrap(build, name, what, without_kept_outputs)
     for name in norms:
-        what = "computed again in backward, its output too"
-        yield _wrap(build.model, name, what, lambda module: RecomputedNorm(module, build.device_type))
+        yield _wrap(build, name, "computed again in backward, its output too", RecomputedNorm(build.device_type))
     for name in mlps:
         yield from _activation(build, name)
 
 
 def _activation(build: Build, mlp: str) -> Iterator[Change]:
-    """Recompute what the MLP computes between its linears."""
     linears = mlp_linears(build.block_plan, mlp)
     if linears is None:
         first, last = (len(children(build.block_plan, mlp, *roles)) for roles in (COLUMNS, LAST))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_npu.features.build import Build
-from ds_npu.features.loss.loss_chunks import loss_chunks_of
+from ds_npu.features.loss.model_loss import loss_chunks_of
 from ds_npu.features.recompute.block_record import BlockRecord
 from ds_npu.features.recompute.recomputed_calls import is_recomputed, without_cache
 from ds_npu.memory.recomputation import Recomputation
@@ -69,9 +69,7 @@ class RecordedSteps:
         """The head of the loss with most tokens, where a plan chooses its chunks."""
         self._what = "the first forward"
         self._in_forward: int | None = None
-        """The block whose forward runs."""
         self._in_backward: int | None = None
-        """The block whose backward runs."""
         self._peaks: dict[tuple[tuple[int, ...], int | None, int | None], tuple[int, str]] = {}
         self._wraps: list[tuple[nn.Module, Wrapper]] = []
 
@@ -89,7 +87,7 @@ class RecordedSteps:
             unwrap_forward(module, wrapper)
         self._wraps.clear()
         if self._chunks is not None:
-            self._chunks.around = None
+            self._chunks.around = nullcontext
 
     def end_of_backward(self) -> None:
         """Count allocations from now on as the optimizer step's; calls that wait will have no backward."""
@@ -128,7 +126,6 @@ class RecordedSteps:
         self._what, self._in_forward, self._in_backward = what, forward, backward
 
     def _block(self, index: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Wrap of a block."""
         if not is_recomputed(module):
             return forward(*args, **kwargs)
         name = self.names[index]
@@ -140,7 +137,8 @@ class RecordedSteps:
         others = args[1:], {key: value for key, value in kwargs.items() if args or key != first}
         known = self._records.get(index)
         record = BlockRecord(self._build.model, self._build.block_plan, name, self._machine)
-        is_new = isinstance(hidden, torch.Tensor) and (known is None or hidden.nbytes > known.hidden_bytes)
+        known_bytes = -1 if known is None else sum(known.hidden.values())
+        is_new = isinstance(hidden, torch.Tensor) and hidden.nbytes > known_bytes
         made = _RecordedCall(
             closing_over_micro_batch(forward), self._build.device_type, record.saves if is_new else None
         )
@@ -155,7 +153,6 @@ class RecordedSteps:
 
     @contextmanager
     def _loss(self, head: ChunkedHead) -> Iterator[None]:
-        """A context in which the loss of ``head`` is computed."""
         if self._head is None or head.tokens > self._head.tokens:
             self._head = head
         before = self._what

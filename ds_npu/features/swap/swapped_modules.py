@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +14,13 @@ from torch.utils._pytree import tree_leaves
 from ds_npu import capability
 from ds_npu.config.roles import Role
 from ds_npu.config.swap import SwapSection
-from ds_npu.features.build import Build
-from ds_npu.features.declaration import Change, Phase
-from ds_npu.features.feature import Feature
+from ds_npu.features.build import Build, Feature
+from ds_npu.features.declaration import Change, Phase, wrap_by_name
 from ds_npu.features.modules.matched_modules import matched_modules, no_module_is
 from ds_npu.memory.swapped_activations import SWAPPED_FORWARD, ActivationSwap
 from ds_npu.models import names
 from ds_npu.ops import exponent_code
-from ds_npu.parallel.runtime.forward_wraps import Forward, Level, first_parameter_name, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, first_parameter_name, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import new_forward, running
 from ds_npu.planner.swap_pattern import stage_ends
 
@@ -30,7 +28,6 @@ KEY, COMPRESS = "swap.activations", "swap.compress"
 
 
 def _declare(section: SwapSection, build: Build) -> Iterable[Change]:
-    """Declare the changes of the model by ``section``; raises ValueError where it cannot."""
     if not section.activations:
         return
     if build.is_pipeline:
@@ -57,14 +54,11 @@ def _declare(section: SwapSection, build: Build) -> Iterable[Change]:
     waiting = build.waiting_forwards or (1,) * build.topology.size("pp")
     share = waiting[build.topology.rank("pp")] / max(waiting)
     swap = ActivationSwap(build.device_type, ends, section.hidden_only, section.depth, section.compress, share)
-
-    def wrap_model() -> None:
-        wrap_forward(build.model, partial(_model, build.model, swap), Level.SWAP)
-
-    yield Change("wraps", "", "what some modules save for backward waits on the host", wrap_model, Level.SWAP)
+    make = partial(wrap_forward, build.model, partial(_model, build.model, swap), Level.SWAP)
+    yield Change("wraps", "", "what some modules save for backward waits on the host", make, Level.SWAP)
     for index, name in enumerate(chosen):
         what = "what it saves stays" if index + 1 in ends else "what it saves waits on the host"
-        yield Change("wraps", name, what, partial(_wrap_module, build.model, name, index), Level.SWAP)
+        yield wrap_by_name(build.model, name, what, partial(_module, index), Level.SWAP)
 
 
 def _globbed(section: SwapSection, model: nn.Module) -> list[str]:
@@ -75,13 +69,7 @@ def _globbed(section: SwapSection, model: nn.Module) -> list[str]:
     return [name for name in found if not any(names.is_inside(name, other) for other in found if other != name)]
 
 
-def _wrap_module(model: nn.Module, name: str, index: int) -> None:
-    module = model.get_submodule(name)
-    wrap_forward(module, partial(_module, module, index), Level.SWAP)
-
-
-def _model(model: nn.Module, swap: ActivationSwap, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Wrap of the model's forward."""
+def _model(model: nn.Module, swap: ActivationSwap, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if not (model.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     swapped = swap.begin()
@@ -92,7 +80,7 @@ def _model(model: nn.Module, swap: ActivationSwap, forward: Forward, *args: Any,
     return out
 
 
-def _module(module: nn.Module, index: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _module(index: int, module: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Wrap of a chosen module's forward; its weights, and arguments but the first, are kept on the device anyway."""
     swapped = SWAPPED_FORWARD.of(running())
     if swapped is None:

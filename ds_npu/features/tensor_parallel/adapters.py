@@ -83,11 +83,6 @@ def factor_shards_of(plan: ModelPlan, shards: Mapping[str, RoleShards]) -> dict[
     return found
 
 
-def second_factors(plan: ModelPlan, layer: str) -> list[str]:
-    """The names of B of each adapter of ``layer``."""
-    return [name for name in plan.named(Role.LORA_B) if plan.adapted(name) == layer]
-
-
 def is_at_border(plan: ModelPlan, name: str) -> bool:
     """Whether ``name`` is a factor of a layer in a region and is computed outside of the region."""
     layer = plan.adapted(name)
@@ -122,10 +117,19 @@ def _before_the_region(outside: RandomNumbers, forward: TensorForward, x: torch.
     return x if changed is x.source else RegionInput.of(changed, x.axis, x.shards)
 
 
+def enter_by_output(forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
+    """Wrap of a module at the begin of a region: it runs before the region (on sequence shards), its output enters it.
+
+    So do down-projections of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1), whose outputs are
+    narrow and go to every tensor rank.
+    """
+    return RegionInput.of(forward(x.source), x.axis, x.shards).entered() if isinstance(x, RegionInput) else forward(x)
+
+
 def _narrow(factor: nn.Module, axis: TensorAxis, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
     """Compute A of ``x`` inside of the region."""
     if isinstance(x, RegionInput):
-        return RegionInput.of(forward(x.source), x.axis, x.shards).entered()
+        return enter_by_output(forward, x)
     # Inside of the region already (behind MLA's norms): this rank's gradient of A is partial. With sequence parallelism
     # the gradient of every whole weight is summed elsewhere.
     weight = factor.get_parameter("weight")

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec
 
 import torch
 from torch import nn
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
-from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, P, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.region import SequenceParallel
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-
-P = ParamSpec("P")
 
 TOKENS_DIM = 0
 """The dim of tokens in flattened hidden states [T, H]."""
@@ -41,9 +38,7 @@ def enter_experts(module: nn.Module, axis: TensorAxis) -> None:
             bound.arguments[name] = _enter(value, axis)
         with allow_shard_access():
             partial = forward(*bound.args, **bound.kwargs)
-        if axis.sequence_parallel:
-            return scatter_sum(partial, TOKENS_DIM, axis.group)
-        return reduce(partial, axis.group)
+        return scatter_sum(partial, TOKENS_DIM, axis.group) if axis.sequence_parallel else reduce(partial, axis.group)
 
     wrap_forward(module, experts, Level.REGION)
 
@@ -68,8 +63,7 @@ def show_all_tokens(router: nn.Module, sequences: SequenceParallel, index: int) 
     ) -> tuple[torch.Tensor, ...]:
         outputs = list(forward(*args, **kwargs))
         shards, logits_TE = sequences.find(running()), outputs[index]
-        all_BSE = shards.collect(logits_TE.view(-1, shards.count, logits_TE.shape[-1]))
-        outputs[index] = all_BSE.flatten(0, 1)
+        outputs[index] = shards.collect(logits_TE.view(-1, shards.count, logits_TE.shape[-1])).flatten(0, 1)
         return tuple(outputs)
 
     wrap_forward(router, routed, Level.REGION)

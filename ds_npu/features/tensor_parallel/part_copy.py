@@ -116,14 +116,21 @@ class ModelPart:
         memory |= {id(self.model.get_submodule(name)): None for name in self._left_out}
         wanted = {id(each) for each in self.model.parameters()}
         for key, numbers in self.weights.items():
-            memory[key] = numbers.clone() if key not in wanted else _parameter(numbers, self.large)
+            is_small = numbers.numel() <= self.large
+            memory[key] = nn.Parameter(numbers, requires_grad=is_small) if key in wanted else numbers.clone()
         made = copy.deepcopy(self.model.get_submodule(self.name), memory)
         for name in self._left_out:
             path = name.removeprefix(f"{self.name}.")
             owner = made.get_submodule(names.parent(path))
             del owner._modules[path.rpartition(".")[2]]
         for module in made.modules():
-            _clear_hooks(module)
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            ):
+                hooks.clear()
             # In evaluation nothing is dropped; a region that drops nothing draws no random numbers, either.
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -147,13 +154,6 @@ class ModelPart:
             own.update(use_cache=False, _attn_implementation_internal="eager", _experts_implementation_internal="eager")
 
 
-def _clear_hooks(module: nn.Module) -> None:
-    module._forward_hooks.clear()
-    module._forward_pre_hooks.clear()
-    module._backward_hooks.clear()
-    module._backward_pre_hooks.clear()
-
-
 def _buffer(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A copy on the host; for a buffer on the meta device, random positive numbers like rotary frequencies."""
     if not buffer.is_meta:
@@ -161,10 +161,6 @@ def _buffer(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if not buffer.is_floating_point():
         return torch.zeros_like(buffer, device="cpu")
     return torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype).add_(0.1)
-
-
-def _parameter(numbers: torch.Tensor, large: int) -> nn.Parameter:
-    return nn.Parameter(numbers, requires_grad=numbers.numel() <= large)
 
 
 def _nested(name: str, module: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.roles import ORDER, Role
 from ds_npu.features.tensor_parallel.part_copy import LARGE, ModelPart
-from ds_npu.features.tensor_parallel.refusal import SHARDED_IN_REGIONS, SHARDED_ROLES
+from ds_npu.features.tensor_parallel.regions import SHARDED_IN_REGIONS, SHARDED_ROLES
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.log import logger
 from ds_npu.models import kinds, names
@@ -66,7 +66,6 @@ class Unit:
 
     part: ModelPart
     width: int
-    """The width of its hidden states."""
     argument: str | None = None
     """The name of the argument for hidden states; None: the first positional argument."""
 
@@ -182,16 +181,10 @@ def _decoder(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: 
 
 
 def _alone(model: nn.Module, plan: ModelPlan, name: str, large: int) -> Unit:
-    """One block or sublayer by itself."""
-    part = ModelPart(model, plan, name, (name,) if name in plan.blocks else (), large)
-    return Unit(part, _width(model, plan, name))
-
-
-def _width(model: nn.Module, plan: ModelPlan, name: str) -> int:
-    """The width of the hidden states that ``name`` takes: the input width of its first norm or projection."""
-    first = next(each for each in plan.inside(name) if kinds.own_shapes(model.get_submodule(each)))
-    module = model.get_submodule(first)
-    return kinds.sizes(module)[0] if kinds.is_linear(module) else next(iter(kinds.own_shapes(module).values()))[-1]
+    # Hidden states are as wide as the input of the first norm or projection.
+    first = next(module for module in map(model.get_submodule, plan.inside(name)) if kinds.own_shapes(module))
+    width = kinds.sizes(first)[0] if kinds.is_linear(first) else next(iter(kinds.own_shapes(first).values()))[-1]
+    return Unit(ModelPart(model, plan, name, (name,) if name in plan.blocks else (), large), width)
 
 
 def _sublayers(plan: ModelPlan, name: str) -> list[str]:
@@ -259,10 +252,9 @@ def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, g
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=output.dtype)
     torch.autograd.backward(output, upstream)
     weights = dict(model.named_parameters())
-    gradients = {"": x_BSH, **weights}
     return RankResult(
         output.detach(),
-        {name: each.grad for name, each in gradients.items() if each.grad is not None},
+        {name: each.grad for name, each in {"": x_BSH, **weights}.items() if each.grad is not None},
         regions,
         {name: sharding_of(each) for name, each in weights.items()},
     )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 
 from torch import nn
 
-from ds_npu.config.roles import Role
+from ds_npu.config.roles import PARENT, Role
 from ds_npu.features.declaration import Change
 from ds_npu.features.modules.closing_checkpoint import recompute_in_micro_batch
 from ds_npu.features.tensor_parallel.adapters import is_at_border, with_adapter
 from ds_npu.features.tensor_parallel.experts import show_all_tokens
 from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES
-from ds_npu.features.tensor_parallel.whole_sequences import need_whole_sequences
-from ds_npu.models import names
+from ds_npu.models import kinds, names
+from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.hugging_face_model import config_of, has_setting, logits_index
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.runtime.forward_wraps import Level
@@ -34,8 +35,54 @@ from ds_npu.parallel.tensor.region import (
 
 REGION_ROLES = (Role.ATTENTION, Role.MLP)
 """Sublayers that are tensor-parallel regions; in an MoE layer, the experts and shared MLPs are regions."""
+SHARDED_IN_REGIONS = (
+    *(role for role, parent in PARENT.items() if parent in REGION_ROLES),
+    Role.EXPERTS,
+    Role.COLUMN,
+    Role.ROW,
+)
+SHARDED_ROLES = (*SHARDED_IN_REGIONS, Role.EMBEDDING, Role.HEAD)
 JOINT_ROLES = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
 """Roles of linears that a module calls with the same hidden states."""
+BIASES = {"alibi", "position_bias"}
+"""Arguments of attentions in transformers that are biases of the scores of all heads."""
+LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Modules without a forward of their own."""
+
+
+def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
+    """Raise ValueError for regions that cannot be sharded.
+
+    They hold a module, or take an argument, that needs all heads or columns; or, with sequence parallelism, they stand
+    outside of blocks.
+    """
+    for name in plan.named(Role.REPLICATED):
+        region, module = plan.around(name, *REGION_ROLES), model.get_submodule(name)
+        if region is not None and not kinds.is_norm(module):
+            raise ValueError(
+                f"{plan.model}: {name} is {Role.REPLICATED} and stands in {region}, whose role is "
+                f"{plan.roles[region]}, where each tensor rank has heads or columns of its own. What to do: give "
+                f"{names.generic(region)} the role {Role.REPLICATED} in ds_npu.plan, which holds for all in it"
+            )
+    for name in plan.named(Role.ATTENTION):
+        module = model.get_submodule(name)
+        settings = config_of(module) or config_of(model) or module
+        has_alibi = attribute(settings, "alibi", object) if has_attribute(settings, "alibi") else True
+        biased = BIASES & inspect.signature(module.forward).parameters.keys()
+        if biased and has_alibi:
+            raise ValueError(
+                f"{plan.model}: {name} is given {min(biased)}, a bias of the scores of all heads (ALiBi), of which "
+                "each tensor rank would need that of its own heads. What to do: ds_npu.parallel.tensor = 1, or give "
+                f"{names.generic(name)} the role {Role.REPLICATED} in ds_npu.plan"
+            )
+    outside = [f"{name} ({plan.roles[name]})" for name in plan.named(*SHARDED_IN_REGIONS) if plan.block(name) is None]
+    if axis.sequence_parallel and outside:
+        more = " ..." if len(outside) > 4 else ""
+        raise ValueError(
+            "ds_npu.parallel.sequence_parallel: found true; outside of blocks, where sequences are whole, "
+            f"{plan.model} shards {', '.join(outside[:4])}{more}. What to do: false, or give the modules around them "
+            "the role block in ds_npu.plan"
+        )
 
 
 def wrap(name: str, what: str, make: Callable[[], object] | None) -> Change:
@@ -77,11 +124,36 @@ class Regions:
 
     @cached_property
     def _whole(self) -> list[str]:
-        return need_whole_sequences(self.plan, self.modules) if self.axis.sequence_parallel else []
+        """The outermost modules in blocks of which nothing is sharded, and that may mix tokens or count them.
+
+        They are ``replicated``, or have no weights and so no role. Each is given the whole sequence.
+        """
+        if not self.sequences:
+            return []
+        plan = self.plan
+        free = [name for name in self.modules if plan.of(name) is None and plan.sublayer(name) is None]
+        found = dict.fromkeys(map(self._outermost_whole, (*plan.named(Role.REPLICATED), *free)))
+        return [
+            name
+            for name in found
+            if name is not None
+            and not all(
+                kinds.works_on_tokens(each) and not kinds.is_sparse(each) for each in self.modules[name].modules()
+            )
+        ]
+
+    def _outermost_whole(self, name: str) -> str | None:
+        """The outermost module around ``name`` in its block of which nothing is sharded; None outside of blocks."""
+        plan, block = self.plan, self.plan.block(name)
+        if block is None:
+            return None
+        in_block = [each for each in (name, *names.ancestors(name)) if each != block and names.is_inside(each, block)]
+        roles = ({plan.of(inner) for inner in (each, *plan.inside(each))} for each in in_block)
+        whole = [each for each, found in zip(in_block, roles, strict=True) if found <= {Role.REPLICATED, None}]
+        return next((each for each in reversed(whole) if not isinstance(self.modules[each], LISTS)), None)
 
     def _region(self, name: str) -> Iterator[Change]:
-        module = self.modules[name]
-        numbers = {} if self.sequences else self._random_numbers(module)
+        numbers = {} if self.sequences else self._random_numbers(self.modules[name])
         if numbers:
             # Dropout behind the row linear (GPT-2) must be the same on every rank.
             for row in (with_adapter(each) for each in self.plan.inside(name, *ROW_ROLES)):
@@ -93,8 +165,7 @@ class Regions:
 
     def _make_region(self, name: str, numbers: dict[str, RandomNumbers]) -> None:
         for roles in JOINT_ROLES:
-            found = self.plan.inside(name, *roles)
-            mine = [self.modules[each] for each in found if not names.is_copy(each)]
+            mine = [self.modules[each] for each in self.plan.inside(name, *roles) if not names.is_copy(each)]
             layers = [each for each in mine if isinstance(each, ColumnLinear)]
             if layers:
                 group_projections(layers)
@@ -103,13 +174,10 @@ class Regions:
     def _shard_run(self, run: Sequence[str], sequences: SequenceParallel) -> Iterator[Change]:
         """Shard the sequence in all of a block, for sequence parallelism; ``run``: the blocks of one forward."""
         blocks = [self.modules[name] for name in run]
-        make: Callable[[], object] | None = partial(
-            run_on_sequence_shards, blocks, sequences, **self._random_numbers(*blocks)
-        )
-        for name in run:
-            yield wrap(name, "sequence shards", make)
-            yield wrap(name, "shards the sequence" if name == run[0] else "goes on with its MicroBatch", None)
-            make = None
+        make = partial(run_on_sequence_shards, blocks, sequences, **self._random_numbers(*blocks))
+        for index, name in enumerate(run):
+            yield wrap(name, "sequence shards", None if index else make)
+            yield wrap(name, "goes on with its MicroBatch" if index else "shards the sequence", None)
         yield wrap(run[-1], "gathers the sequence", None)
 
     def _shard_sequences(self, sequences: SequenceParallel) -> Iterator[Change]:
@@ -127,21 +195,16 @@ class Regions:
             numbers = {"random_numbers": self.randomness.outside} if any(map(drops, inside)) else {}
             make = partial(run_on_whole_sequences, self.modules[name], sequences, **numbers)
             yield wrap(name, "whole sequences", make)
-        for name in self.plan.named(Role.ROUTER) if self._counts_tokens else []:
+        configs = (config_of(module) for module in self.modules.values())
+        has_auxiliary_loss = any(has_setting(each, "output_router_logits") for each in configs if each is not None)
+        for name in self.plan.named(Role.ROUTER) if has_auxiliary_loss else []:
             router = self.modules[name]
             make = partial(show_all_tokens, router, sequences, logits_index(self.modules[""], router))
             yield wrap(name, "logits of all tokens", make)
         for name in dict.fromkeys(around for block in self.plan.blocks for around in names.ancestors(block)):
             yield wrap(name, "begins a MicroBatch", partial(begin_micro_batches, self.modules[name]))
 
-    @cached_property
-    def _counts_tokens(self) -> bool:
-        """Whether the model has an auxiliary loss of the router logits."""
-        configs = (config_of(module) for module in self.modules.values())
-        return any(has_setting(config, "output_router_logits") for config in configs if config is not None)
-
     def _random_numbers(self, *modules: nn.Module) -> dict[str, RandomNumbers]:
         """Arguments for random numbers of this rank's own; none where ``modules`` drop nothing."""
-        if not any(drops(each) for module in modules for each in module.modules()):
-            return {}
-        return {"random_numbers": self.randomness.region}
+        is_random = any(drops(each) for module in modules for each in module.modules())
+        return {"random_numbers": self.randomness.region} if is_random else {}

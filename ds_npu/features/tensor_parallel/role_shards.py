@@ -25,7 +25,6 @@ class RoleShards:
     size: int
     """The number of outputs or inputs over all ranks."""
     ranges: tuple[Ranges, ...]
-    """The index ranges of each rank."""
     whole: bool = False
     """The ranks' ranges overlap, so that every rank keeps the whole weight."""
 
@@ -73,8 +72,7 @@ def _fused(outputs: int, shape: AttentionShape, size: int) -> RoleShards:
         _key_value(shape.kv_heads * width, shape, size),
         _key_value(shape.kv_heads * width, shape, size),
     ]
-    whole = any(part.whole for part in parts)
-    return RoleShards(outputs, _one_behind_the_other(parts), whole)
+    return RoleShards(outputs, _one_behind_the_other(parts), any(part.whole for part in parts))
 
 
 def _one_behind_the_other(parts: list[RoleShards]) -> tuple[Ranges, ...]:
@@ -103,9 +101,7 @@ def paired_shards(count: int, size: int) -> RoleShards:
     return RoleShards(count, _one_behind_the_other([even_shards(count // 2, size)] * 2))
 
 
-ByHeads = Callable[[int, AttentionShape, int], RoleShards]
-
-BY_HEADS: dict[Role, ByHeads] = {
+BY_HEADS: dict[Role, Callable[[int, AttentionShape, int], RoleShards]] = {
     Role.QUERY: _queries,
     Role.KEY: _key_value,
     Role.VALUE: _key_value,

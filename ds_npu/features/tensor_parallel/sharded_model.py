@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,16 +22,14 @@ from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
     check_adapters,
     enter_by_factors,
+    enter_by_output,
     entered_factors,
     factor_shards_of,
     keep_padding,
-    second_factors,
     with_adapter,
 )
 from ds_npu.features.tensor_parallel.experts import enter_experts
-from ds_npu.features.tensor_parallel.latent import make_latent
-from ds_npu.features.tensor_parallel.refusal import check_shardable
-from ds_npu.features.tensor_parallel.regions import REGION_ROLES, Regions, wrap
+from ds_npu.features.tensor_parallel.regions import REGION_ROLES, Regions, check_shardable, wrap
 from ds_npu.features.tensor_parallel.role_shards import (
     ROW_ROLES,
     RoleShards,
@@ -39,7 +37,7 @@ from ds_npu.features.tensor_parallel.role_shards import (
     paired_shards,
     role_shards_of,
 )
-from ds_npu.features.tensor_parallel.vocabulary import local_axis, shard_logits
+from ds_npu.features.tensor_parallel.vocabulary import shard_logits
 from ds_npu.models import kinds, names
 from ds_npu.models.attention_modules import local_heads
 from ds_npu.models.attributes import attribute, set_attribute
@@ -126,7 +124,6 @@ class _ModelSharder:
         self.modules = dict(model.named_modules())
         self.regions = Regions(plan, self.modules, axis, randomness)
         self.sharded: set[str] = set()
-        """Parameters that are declared to be sharded."""
         self.linked: set[str] = set()
         """Models whose loss is declared to be linked: PEFT keeps both a head and the copy of it that it trains."""
 
@@ -144,7 +141,8 @@ class _ModelSharder:
             yield self._keep(name, "down_proj", down.sharding(2))
             yield wrap(name, "tokens enter the region", partial(enter_experts, self.modules[name], self.axis))
         for name in self.plan.named(Role.LATENT):
-            yield wrap(name, "computed before the region", partial(make_latent, self.modules[name]))
+            make = partial(wrap_forward, self.modules[name], enter_by_output, Level.REGION)
+            yield wrap(name, "computed before the region", make)
         for name in self.plan.attentions:
             yield from self._localise(name)
         yield from self._sum_partial_gradients()
@@ -163,11 +161,10 @@ class _ModelSharder:
 
     def _widths(self) -> dict[str, int]:
         """Outputs of column linears, inputs of row linears, words of embeddings and heads, by module name."""
-        widths = {}
-        for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD):
-            weight = module.get_parameter("weight")
-            widths[name] = weight.shape[_dim(module, self.plan.roles[name] not in ROW_ROLES)]
-        return widths
+        return {
+            name: module.get_parameter("weight").shape[_dim(module, self.plan.roles[name] not in ROW_ROLES)]
+            for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD)
+        }
 
     def _experts(self) -> dict[str, tuple[RoleShards, RoleShards]]:
         """The shards of experts: (gate and up, down)."""
@@ -205,7 +202,7 @@ class _ModelSharder:
             yield Change("sets", name, "__class__: vocabulary-parallel", adopt)
             return
         is_row = role in ROW_ROLES
-        weight, bias = module.get_parameter("weight"), _bias(module)
+        weight, bias = module.get_parameter("weight"), dict(module.named_parameters(recurse=False)).get("bias")
         form = WeightLayout(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank))
         if not shards.whole:
             yield self._keep(name, "weight", shards.sharding(_dim(module, not is_row)))
@@ -215,7 +212,8 @@ class _ModelSharder:
         if is_row:
             yield self._put(name, "row-parallel linear", lambda: RowLinear(weight, bias, self.axis, form))
         else:
-            axis = local_axis(self.axis) if role is Role.HEAD else self.axis
+            # The inputs of a head are whole hidden states, also with sequence parallelism.
+            axis = replace(self.axis, sequence_parallel=False) if role is Role.HEAD else self.axis
             yield self._put(name, "column-parallel linear", lambda: ColumnLinear(weight, bias, axis, form, inside))
         if role is Role.HEAD:
             if name == layer:
@@ -224,7 +222,8 @@ class _ModelSharder:
             yield wrap(name, "hidden states are checked", partial(self._expect_sequences, name))
 
     def _shard_logits(self, head: str, vocabulary: Sharding) -> Iterator[Change]:
-        owner, heads = names.owner(head), [head, *second_factors(self.plan, head)]
+        owner = names.owner(head)
+        heads = [head, *(each for each in self.plan.named(Role.LORA_B) if self.plan.adapted(each) == head)]
 
         def make() -> None:
             shard_logits(self.modules[owner], [self.modules[each] for each in heads], vocabulary, self.topology)
@@ -253,12 +252,11 @@ class _ModelSharder:
                 yield Change("sets", outer, "_embed", make)
             elif role in (Role.LATENT, *COLUMN_ROLES) and self.plan.around(name, *REGION_ROLES) is not None:
                 make = partial(enter_by_factors, self.modules[outer], self.axis, self.regions.outside)
-                for child in entered_factors(self.modules[outer]):
-                    yield wrap(f"{outer}.{child}", "computed before the region", make)
-                    make = None  # The first change makes all.
+                for index, child in enumerate(entered_factors(self.modules[outer])):
+                    # The first change makes all.
+                    yield wrap(f"{outer}.{child}", "computed before the region", None if index else make)
 
     def _put(self, name: str, what: str, made: Callable[[], nn.Module]) -> Change:
-        """Replace the module ``name`` by what ``made`` makes."""
 
         def put() -> None:
             parent, _, leaf = name.rpartition(".")
@@ -309,7 +307,3 @@ def _give_own_config(attention: nn.Module, heads: int, kv_heads: int) -> None:
 def _dim(module: nn.Module, outputs: bool) -> int:
     """The dim of ``module``'s weight that its outputs, or else its inputs, run along."""
     return kinds.output_dim(module) if outputs else 1 - kinds.output_dim(module)
-
-
-def _bias(module: nn.Module) -> nn.Parameter | None:
-    return dict(module.named_parameters(recurse=False)).get("bias")

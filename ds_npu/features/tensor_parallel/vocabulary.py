@@ -20,7 +20,6 @@ from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard
 from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, carried_by, new_forward, running
-from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, gather_vocabulary, vocabulary_argmax
 from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.topology import Topology
@@ -97,11 +96,11 @@ class ShardedHead:
         if isinstance(out, dict) and "logits" in out:
             ranks = f"{len(self.vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
             described = f"logits of {self.vocabulary.size} words, in training on labels, are sharded over {ranks}"
-            out["logits"] = guard_shard(out["logits"], described, self._likeliest)
+            vocabulary, topology = self.vocabulary, self.topology
+            out["logits"] = guard_shard(
+                out["logits"], described, lambda logits: vocabulary_argmax(logits, vocabulary, topology.group("tp"))
+            )
         return out
-
-    def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        return vocabulary_argmax(logits, self.vocabulary, self.topology.group("tp"))
 
 
 def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Sharding, topology: Topology) -> None:
@@ -117,8 +116,3 @@ def shard_logits(model: nn.Module, heads: Sequence[nn.Module], vocabulary: Shard
         wrap_forward(each, head.logits, Level.REGION)
     if known is None and has_causal_lm_loss(model):
         head.keep_shards(model)
-
-
-def local_axis(axis: TensorAxis) -> TensorAxis:
-    """``axis`` for a head: its inputs are whole hidden states, also with sequence parallelism."""
-    return TensorAxis(axis.group, axis.size, axis.rank, False, axis.collectives)

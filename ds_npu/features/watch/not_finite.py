@@ -145,7 +145,8 @@ class Steps:
         def look(name: str) -> Any:
             def hook(module: nn.Module, _args: Any, output: Any) -> None:
                 order = next(executed)
-                if not found and any(not leaf.isfinite().all() for leaf in tree_leaves(output) if _is_float(leaf)):
+                floats = (leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point())
+                if not found and any(not leaf.isfinite().all() for leaf in floats):
                     found.append((order, f"{name or 'the model'} ({type(module).__name__})"))
 
             return hook
@@ -182,10 +183,6 @@ def stop_at_not_finite(engine: TrainingEngine, *, is_pipeline: bool) -> None:
 def _can_be_kept(arguments: Any) -> bool:
     tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     return not any(each.requires_grad for each in tensors) and sum(each.nbytes for each in tensors) <= KEPT_BYTES
-
-
-def _is_float(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _gathered(mine: Finding) -> list[Finding]:

@@ -112,7 +112,6 @@ class StallWatch:
 
 
 _WATCHES: weakref.WeakSet[StallWatch] = weakref.WeakSet()
-"""The watches of all engines of this process."""
 _CHANGING = threading.Lock()
 """Held while _WATCHES is read or changed: each engine has a thread of its own."""
 

@@ -7,7 +7,7 @@ import tensor_parallel_rule as dense
 import torch
 import torch.distributed as dist
 
-from ds_npu.parallel.expert import replicas, sharing
+from ds_npu.parallel.expert import sharing
 from ds_npu.parallel.expert.weights import GroupedProduct
 
 
@@ -55,7 +55,7 @@ def replicas_are_made(family: str, parallel: dict) -> None:
             seen.append([sum(rows for each in plan.rows for at, rows in each if at == rank) for rank in range(ranks)])
         return plan
 
-    replicas.shared_rows = shared_rows
+    sharing.shared_rows = shared_rows
     moe = {"replica_rows": 1}
     hold_to_one_process(family, parallel, moe, (0, 1), {"fused_ops": {"matmul_accumulate": True}})
     hold_to_one_process(family, parallel, moe, (2, 3), {})

@@ -4,7 +4,7 @@ A token is sent once for each of its experts, and not once to each rank as by ot
 of experts only. Where the kernels do not take a layer or a micro-batch, another dispatcher computes it, and a warning
 says why. Source: MindSpeed (moe-alltoall-mc2).
 
-Shape letters as in ``routing`` and in ``ops.npu.expert_exchange``; S rows sent, one for each choice of a token.
+Shape letters as in ``routing`` and in ``ops.npu.matmul_collective``; S rows sent, one for each choice of a token.
 """
 
 from __future__ import annotations

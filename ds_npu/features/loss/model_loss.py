@@ -100,20 +100,20 @@ class ModelLoss:
     def __init__(self, model: str, own: LossFunction) -> None:
         """``model``: the name of its class, for errors."""
         self.model, self.own = model, own
-        self.links: dict[LossLevel, _Link] = {}
+        self._links: dict[LossLevel, _Link] = {}
         self._run: Fact[LossRun] = Fact(while_running=True)
 
     @property
     def keys(self) -> dict[LossLevel, str]:
         """Keys of the section whose features have a link, by level, outermost first."""
-        return {level: self.links[level].key for level in LossLevel if level in self.links}
+        return {level: self._links[level].key for level in LossLevel if level in self._links}
 
     def add(self, link: LossLink, level: LossLevel, key: str) -> None:
         """Add a link of the feature ``key``; raises ValueError where the chain has one of this level."""
-        if level in self.links:
-            both = f"ds_npu.{self.links[level].key} and ds_npu.{key}"
+        if level in self._links:
+            both = f"ds_npu.{self._links[level].key} and ds_npu.{key}"
             raise ValueError(f"{both} both set the {level.name.lower()} link of {self.model}'s loss; turn one off")
-        self.links[level] = _Link(link, key)
+        self._links[level] = _Link(link, key)
 
     def check_not_replaced(self, model: HasLossFunction) -> None:
         """Raise ValueError where ``model``, whose loss this is, has been given another loss function since."""
@@ -138,7 +138,7 @@ class ModelLoss:
     def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         function = self.own
         for level in reversed(self.keys):
-            function = partial(self.links[level].function, function)
+            function = partial(self._links[level].function, function)
         computed, run = function(*args, **kwargs), self._run.of(running())
         return computed if run is None else run.record(computed)
 
@@ -162,7 +162,7 @@ def wrap_loss(model: HasLossFunction, link: LossLink, level: LossLevel, key: str
 def link_of(model: object, level: LossLevel) -> LossLink | None:
     """The link of ``level`` in the loss of ``model``, if there is one."""
     loss = MODEL_LOSS.get(model)
-    found = None if loss is None else loss.links.get(level)
+    found = None if loss is None else loss._links.get(level)
     return None if found is None else found.function
 
 

@@ -99,7 +99,6 @@ def _commit() -> str | None:
 
 
 def _npu_smi() -> list[str]:
-    """The NPUs and their state by ``npu-smi info``, without its table of processes."""
     if simulated() or shutil.which("npu-smi") is None:
         return []
     try:

@@ -55,8 +55,6 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def _copied(args: tuple[object, ...], device: torch.device, dtype: torch.dtype | None) -> tuple[object, ...]:
-    """Copies of ``args`` on ``device``, floating ones in ``dtype`` (None: their own)."""
-
     def copied(x: object) -> object:
         if isinstance(x, torch.Tensor):
             wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype

@@ -168,7 +168,7 @@ class ActivationSwap:
     def timed(self, begin: Times, computed: Times, copied: Times, group: SwapGroup) -> None:
         """Keep the events around a module's computation and copies, to be read when they are over."""
         self._times = [begin[0], computed[0], computed[1], copied[1]]
-        self._timed_bytes, self._timed_copies = sum(each.size for each in group.own), group.copied_bytes
+        self._timed_bytes, self._timed_copies = group.bytes(), group.copied_bytes
 
     def _set_depth(self) -> None:
         """Set the depth from measured times, when the timed copies are over."""
@@ -218,7 +218,7 @@ class SwapGroup:
         self._swap, self._remains = swap, remains
         with torch._C.DisableTorchFunctionSubclass():
             self.kept = {each.untyped_storage()._cdata for each in kept}
-        self.own: list[SwappedStorage] = []
+        self._own: list[SwappedStorage] = []
         """Storages that only this group keeps on the device."""
         self._needed: dict[int, weakref.ref[SwappedStorage]] = {}
         self._copied: torch.Event | None = None
@@ -235,28 +235,32 @@ class SwapGroup:
         if found is None:
             found = SwappedStorage(tensor, self._swap.streams, self._swap.host)
             SWAPPED_STORAGE.set(storage, weakref.ref(found))
-            self.own.append(found)
+            self._own.append(found)
         self._needed[id(found)] = weakref.ref(found)
         return found
 
     def copy_out(self) -> None:
         """Begin to copy to the host, after the module's call."""
         if self._remains:
-            self.own.clear()
+            self._own.clear()
             return
-        copies = {each: each.begin_copy() for each in self._swap.chosen(self.own)}
-        self.own = [each for each, copy in copies.items() if copy is not None]
+        copies = {each: each.begin_copy() for each in self._swap.chosen(self._own)}
+        self._own = [each for each, copy in copies.items() if copy is not None]
         begun = [copy for copy in copies.values() if copy is not None]
         self.copied_bytes = sum(copy.host.size for copy in begun)
         self._copied = self._swap.streams.copy_out(begun)
 
+    def bytes(self) -> int:
+        """Bytes of the storages that are copied and not released."""
+        return sum(each.size for each in self._own)
+
     def release(self) -> None:
         """Release the copied storages; the current stream waits for their copies."""
-        if self.own:
+        if self._own:
             self._swap.streams.wait(self._copied)
-        for each in self.own:
+        for each in self._own:
             each.release()
-        self.own.clear()
+        self._own.clear()
 
     def copy_back(self) -> None:
         """Begin to copy the storages on the host back."""

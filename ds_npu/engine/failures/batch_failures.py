@@ -147,7 +147,7 @@ class BatchInStages:
         self._random = generator_states(failures.device_type)
         self._error: Exception | None = None
         self.checksum: BatchChecksum | None = None
-        """Of the batch that this rank was given; it is compared with those of its peers at the end."""
+        """The checksum of the batch that this rank was given; ``end`` compares it with those of its peers."""
 
     @property
     def has_failed(self) -> bool:

@@ -20,6 +20,7 @@ from ds_npu.features.build import Build
 from ds_npu.features.declaration import table
 from ds_npu.features.driver import apply_features, values_in
 from ds_npu.models import names
+from ds_npu.models.attributes import attributes
 from ds_npu.models.hugging_face_model import setting
 from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
@@ -88,7 +89,7 @@ def left_on(model: nn.Module) -> Iterator[str]:
         if levels := [wrap.level.name for wrap in wraps_of(module)]:
             found.append(("forward", "wraps, outermost first", ", ".join(levels), name))
     for name, parameter in model.named_parameters():
-        for mark, value in vars(parameter).items():
+        for mark, value in attributes(parameter, object).items():
             if mark.startswith(OF_DS_NPU):
                 words = mark.removeprefix(OF_DS_NPU).replace("_", " ")
                 found.append(("parameter", words, type(value).__name__, name))

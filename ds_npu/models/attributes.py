@@ -6,42 +6,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from ds_npu.parallel.runtime.marks import held
 
 T = TypeVar("T")
 
 
-def _held(owner: object) -> dict[str, Any]:
-    return vars(owner)
-
-
 def attribute(owner: object, name: str, kind: type[T]) -> T | None:
     """The attribute ``name`` that ``owner`` holds itself, if it is a ``kind``; else None."""
-    found = _held(owner).get(name)
+    found = held(owner).get(name)
     return found if isinstance(found, kind) else None
 
 
 def attributes(owner: object, kind: type[T]) -> dict[str, T]:
     """Every attribute that ``owner`` holds itself and that is a ``kind``, by name."""
-    return {name: value for name, value in _held(owner).items() if isinstance(value, kind)}
+    return {name: value for name, value in held(owner).items() if isinstance(value, kind)}
 
 
 def has_attribute(owner: object, name: str) -> bool:
     """Whether ``owner`` itself, and not only its class, has the attribute ``name``."""
-    return name in _held(owner)
+    return name in held(owner)
 
 
 def set_attribute(owner: object, name: str, value: object) -> None:
     """Set the attribute ``name`` of this one ``owner``; a module that is set does not become its child."""
-    _held(owner)[name] = value
+    held(owner)[name] = value
 
 
 def copy_attributes(source: object, target: object) -> None:
     """Give ``target`` every attribute that ``source`` holds itself."""
-    _held(target).update(_held(source))
+    held(target).update(held(source))
 
 
 def remove_attributes(owner: object, chosen: Callable[[str], bool]) -> None:
     """Remove the attributes that ``owner`` holds itself and whose name is ``chosen``."""
-    for name in [name for name in _held(owner) if chosen(name)]:
-        del _held(owner)[name]
+    for name in [name for name in held(owner) if chosen(name)]:
+        del held(owner)[name]

@@ -20,7 +20,7 @@ from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.hugging_face_model import is_hugging_face, transformers_module
 from ds_npu.parallel.runtime.placement import placement_of
 
-SAVE = "save_pretrained"
+SAVE, COMPILE = "save_pretrained", "compile"
 SHARDED_BY = {"tensor": "weights", "context": "sequences"}
 """The part of a model that each key of ``ds_npu.parallel`` shards."""
 Check = Callable[[str, Mapping[str, torch.Tensor] | None, bool], None]
@@ -134,9 +134,9 @@ def check_not_compiled(model: nn.Module, key: str) -> None:
 def refuse_compiling(model: nn.Module, key: str) -> None:
     """Make ``compile`` of ``model``, and of each module in it, raise ValueError."""
     for name, module in model.named_modules():
-        if not has_attribute(module, "compile"):
+        if not has_attribute(module, COMPILE):
             refusal = functools.partial(_refuse, type(model).__name__, name or "the model itself", key)
-            set_attribute(module, "compile", refusal)
+            set_attribute(module, COMPILE, refusal)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -77,13 +77,16 @@ def called_as_data_rank(original: Function) -> Function:
 def split_between_processes(original: Function) -> Function:
     """For a method that returns a context manager, within which processes are counted as ever."""
 
-    @functools.wraps(original)
     @contextmanager
-    def splitting(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def split(args: Any, kwargs: Any) -> Iterator[Any]:
         with ExitStack() as within:
             with data_ranks_as_processes():
                 mine = within.enter_context(original(*args, **kwargs))
             yield mine
+
+    @functools.wraps(original)
+    def splitting(*args: Any, **kwargs: Any) -> Any:
+        return split(args, kwargs)
 
     return splitting
 

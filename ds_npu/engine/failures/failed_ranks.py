@@ -40,7 +40,7 @@ PEER_GONE = re.compile(
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms|(?:Socket|Store|Wait) ?[Tt]imeout|HCCL_E_TIMEOUT|EI000[26]\b|wait timeout"
 )
-LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[1]), os.path.dirname(os.__file__))
+LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[2]), os.path.dirname(os.__file__))
 """Parts of paths of files that are not the user's script."""
 LATER_SECONDS = 5
 """Seconds by which other failures follow their cause, whose time the agent takes in whole seconds."""

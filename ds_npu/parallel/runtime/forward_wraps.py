@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from ds_npu.parallel.runtime.marks import held
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -154,7 +156,7 @@ def _call(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether the forward of ``module`` is its own and not that of its class."""
-    return "forward" in vars(module)
+    return "forward" in held(module)
 
 
 def has_class_forward(module: nn.Module) -> bool:

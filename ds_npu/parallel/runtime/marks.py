@@ -26,10 +26,15 @@ class Mark(Generic[T]):
 
     def set(self, module: object, value: T) -> None:
         # A new record: a shallow copy of the module has the old one.
-        vars(module)[RECORD] = {**marks_of(module), self.name: value}
+        held(module)[RECORD] = {**marks_of(module), self.name: value}
 
 
 def marks_of(module: object) -> Mapping[str, Any]:
     """The record of ``module``: each value by the name of its mark."""
-    found: Mapping[str, Any] = vars(module).get(RECORD, {})
+    found: Mapping[str, Any] = held(module).get(RECORD, {})
     return found
+
+
+def held(owner: object) -> dict[str, Any]:
+    """The attributes that ``owner`` holds itself, and not its class."""
+    return vars(owner)

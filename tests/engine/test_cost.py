@@ -80,9 +80,9 @@ def calls_of_micro_batches(layers: int, section: dict) -> int:
 
 
 PER_MICRO_BATCH = {
-    "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 143, 341),
-    "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 212, 470),
-    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 179, 479),
+    "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 131, 292),
+    "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 200, 421),
+    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 177, 477),
     "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 22, 36),
 }
 """A section, and the calls of Python functions in a micro-batch: outside of blocks, and in each block."""

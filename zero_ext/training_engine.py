@@ -17,6 +17,8 @@ from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 STEP, BACKWARD = "_take_model_step", "backward"
 CALLS = ("forward", BACKWARD, "train_batch", STEP)
 """Methods of an engine in which a training step computes; code of the script runs between them."""
+Action = Callable[[], object]
+Context = Callable[[], AbstractContextManager[object]]
 Undo = Callable[[], None]
 
 
@@ -78,11 +80,11 @@ class EngineEvents:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def before_step(self, level: MethodLevel, function: Callable[[], object]) -> None:
+    def before_step(self, level: MethodLevel, function: Action) -> None:
         """Call ``function`` before each optimizer step, at an accumulation boundary, when gradients are reduced."""
         wrap_method(self._engine, STEP, partial(_with_before, function), level)
 
-    def after_step(self, level: MethodLevel, function: Callable[[], object]) -> None:
+    def after_step(self, level: MethodLevel, function: Action) -> None:
         """Call ``function`` behind each optimizer step, one that DeepSpeed has skipped too."""
         wrap_method(self._engine, STEP, partial(_with_after, function), level)
 
@@ -90,26 +92,26 @@ class EngineEvents:
         """Call ``function`` with the loss of each micro-batch before its backward."""
         wrap_method(self._engine, BACKWARD, partial(_with_loss, function), level)
 
-    def after_load(self, level: MethodLevel, function: Callable[[], object]) -> None:
+    def after_load(self, level: MethodLevel, function: Action) -> None:
         """Call ``function`` when a checkpoint has been loaded."""
         wrap_method(self._engine, "load_checkpoint", partial(_with_after, function), level)
 
-    def around_calls(self, level: MethodLevel, context: Callable[[], AbstractContextManager[object]]) -> list[Undo]:
+    def around_calls(self, level: MethodLevel, context: Context) -> list[Undo]:
         """Run each of the engine's CALLS within a context of its own; returns what ends that."""
         run = partial(_within, context)
         return [wrap_method(self._engine, name, run, level) for name in CALLS if hasattr(self._engine, name)]
 
-    def around_step(self, level: MethodLevel, context: Callable[[], AbstractContextManager[object]]) -> None:
+    def around_step(self, level: MethodLevel, context: Context) -> None:
         """Run each optimizer step within a context."""
         wrap_method(self._engine, STEP, partial(_within, context), level)
 
 
-def _with_before(function: Callable[[], object], call: Forward, *args: Any, **kwargs: Any) -> Any:
+def _with_before(function: Action, call: Forward, *args: Any, **kwargs: Any) -> Any:
     function()
     return call(*args, **kwargs)
 
 
-def _with_after(function: Callable[[], object], call: Forward, *args: Any, **kwargs: Any) -> Any:
+def _with_after(function: Action, call: Forward, *args: Any, **kwargs: Any) -> Any:
     out = call(*args, **kwargs)
     function()
     return out
@@ -122,6 +124,6 @@ def _with_loss(
     return call(loss, *args, **kwargs)
 
 
-def _within(context: Callable[[], AbstractContextManager[object]], call: Forward, *args: Any, **kwargs: Any) -> Any:
+def _within(context: Context, call: Forward, *args: Any, **kwargs: Any) -> Any:
     with context():
         return call(*args, **kwargs)

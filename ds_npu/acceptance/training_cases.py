@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +13,7 @@ STEPS = 20
 SMALL_S, LARGE_S = 300.0, 420.0
 """Seconds that a case may take; the large ones compute their references first."""
 
+Keys = Mapping[str, object]
 Model = Literal["decoder", "experts", "layers"]
 """A Llama or a Mixtral of transformers, which ds_npu shards, or a list of layers for a DeepSpeed pipeline."""
 
@@ -67,7 +68,7 @@ class TrainingCase(Case):
     """A recipe on ``ranks`` NPUs with a ``"ds_npu"`` section (None: a config without one) and a ZeRO stage."""
 
     recipe: TrainingRecipe = field(default_factory=lambda: TrainingRecipe("decoder", SMALL_SIZES, "float32"))
-    section: Mapping[str, object] | None = None
+    section: Keys | None = None
     stage: int = 0
     micro_batches: int = 2
     """Micro-batches of a step of a data rank, one for each sequence at most."""
@@ -94,7 +95,7 @@ def training_cases(scope: Scope) -> list[TrainingCase]:
 
 
 def _small() -> Iterator[TrainingCase]:
-    cases: tuple[tuple[str, Mapping[str, object] | None, int, Model], ...] = (
+    cases: tuple[tuple[str, Keys | None, int, Model], ...] = (
         ("tensor 2 with sequence parallelism", _tensor(2, True), 1, "decoder"),
         ("context 2 by ring", _context(2, "ring"), 3, "decoder"),
         ("context 2 by ulysses", _context(2, "ulysses"), 2, "decoder"),
@@ -114,7 +115,7 @@ def _small() -> Iterator[TrainingCase]:
 
 
 def _case(
-    name: str, ranks: int, section: Mapping[str, object] | None, stage: int, dtype: str, model: Model = "decoder"
+    name: str, ranks: int, section: Keys | None, stage: int, dtype: str, model: Model = "decoder"
 ) -> TrainingCase:
     return TrainingCase(
         f"{name}, ZeRO {stage}, {dtype}",
@@ -149,7 +150,7 @@ def _one_npu() -> Iterator[TrainingCase]:
     yield _case("one NPU", 1, {}, 0, "float32")
     yield _case("one NPU", 1, {}, 1, "bfloat16")
     in_host_memory = {"swap": {"activations": True}, "optimizer_memory": {"share_fp32": True, "swap": True}}
-    fused_adams: tuple[tuple[str, Mapping[str, object], str], ...] = (
+    fused_adams: tuple[tuple[str, Keys, str], ...] = (
         ("one NPU, DeepSpeed's FusedAdam", {}, "float32"),
         ("one NPU, activations and optimizer state in host memory", in_host_memory, "bfloat16"),
     )
@@ -168,7 +169,7 @@ def _two_npus(npus: int) -> list[TrainingCase]:
         _case("tensor 2", 2, _tensor(2), 0, "float32"),
         _case("tensor 2 with sequence parallelism", 2, _tensor(2, True), 1, "bfloat16"),
         *(
-            _case(f"tensor 2, overlap {overlap}", 2, _tensor(2, True) | {"tensor_overlap": overlap}, 1, "bfloat16")
+            _case(f"tensor 2, overlap {overlap}", 2, {**_tensor(2, True), "tensor_overlap": overlap}, 1, "bfloat16")
             for overlap in ("pipelined", "fused")
         ),
         *(
@@ -204,9 +205,9 @@ def _four_npus(npus: int) -> list[TrainingCase]:
     ]
 
 
-def _tensor(ranks: int, sequence_parallel: bool = False) -> dict[str, object]:
+def _tensor(ranks: int, sequence_parallel: bool = False) -> Keys:
     return {"parallel": {"tensor": ranks, "sequence_parallel": sequence_parallel}}
 
 
-def _context(ranks: int, algorithm: str, **factors: int) -> dict[str, object]:
+def _context(ranks: int, algorithm: str, **factors: int) -> Keys:
     return {"parallel": {"context": ranks}, "context_parallel": {"algorithm": algorithm, **factors}}

@@ -25,6 +25,11 @@ from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_mode
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
 from ds_npu.parallel.runtime.micro_batch import running
 
+Given = Mapping[str, Any]
+"""Arguments of a forward by name."""
+Pieces = dict[str, Sequence[Any]]
+"""Pieces of arguments by name, one for each micro-batch."""
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -69,7 +74,7 @@ def pictures_of(model: nn.Module) -> tuple[Pictures, ...]:
     return () if found is None else SERVED.get(found.config.model_type, ())
 
 
-def check_images(model: nn.Module, given: Mapping[str, Any]) -> None:
+def check_images(model: nn.Module, given: Given) -> None:
     """Raise ValueError for inputs other than tokens that stages of ``model`` cannot be given."""
     served = [each.pixels for each in pictures_of(model)]
     refused = [name for name in INPUTS if given.get(name) is not None and name not in served]
@@ -82,7 +87,7 @@ def check_images(model: nn.Module, given: Mapping[str, Any]) -> None:
         )
 
 
-def check_no_pixels(model: nn.Module, given: Mapping[str, Any]) -> None:
+def check_no_pixels(model: nn.Module, given: Given) -> None:
     """Raise ValueError for pixels in a model whose sequences are sharded."""
     found = [each.pixels for each in pictures_of(model) if given.get(each.pixels) is not None]
     if found:
@@ -99,19 +104,19 @@ def without_pixels(model: nn.Module, given: Arguments) -> Arguments:
     return {name: each for name, each in given.items() if name not in pixels}
 
 
-def image_pieces(model: nn.Module, given: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:
+def image_pieces(model: nn.Module, given: Given, count: int) -> Pieces:
     """Split each argument about images into ``count`` micro-batches; a micro-batch without images has no pixels.
 
     Raises ValueError where the tokens of the samples do not say to which of them an image belongs.
     """
-    found: dict[str, Sequence[Any]] = {}
+    found: Pieces = {}
     for kind in pictures_of(model) if count > 1 else ():
         if any(given.get(name) is not None for name in kind.arguments):
             found |= _pieces(model, kind, given, count)
     return found
 
 
-def _pieces(model: nn.Module, kind: Pictures, given: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:
+def _pieces(model: nn.Module, kind: Pictures, given: Given, count: int) -> Pieces:
     root = hugging_face_model(model)
     token = None if root is None else setting(root.config, kind.token, int)
     ids = given.get("input_ids")
@@ -131,7 +136,7 @@ def _pieces(model: nn.Module, kind: Pictures, given: Mapping[str, Any], count: i
             f"sample. {REMEDY}"
         )
     parts = list(pairwise(indices))
-    found: dict[str, Sequence[Any]] = {}
+    found: Pieces = {}
     for name in kind.arguments:
         whole = given.get(name)
         if whole is None:
@@ -144,14 +149,12 @@ def _pieces(model: nn.Module, kind: Pictures, given: Mapping[str, Any], count: i
     return found
 
 
-def _named(model: nn.Module, kind: Pictures, given: Mapping[str, Any]) -> str:
+def _named(model: nn.Module, kind: Pictures, given: Given) -> str:
     shapes = {name: list(given[name].shape) for name in kind.arguments if isinstance(given.get(name), torch.Tensor)}
     return f"{type(model).__name__} is given " + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
-def _sizes(
-    model: HuggingFaceModel | None, kind: Pictures, given: Mapping[str, Any], total: int
-) -> tuple[list[int], list[int]]:
+def _sizes(model: HuggingFaceModel | None, kind: Pictures, given: Given, total: int) -> tuple[list[int], list[int]]:
     """Rows of pixels, and tokens, of each picture; the batch has ``total`` tokens of pictures."""
     if kind.grid is None:
         count = len(given[kind.pixels])

@@ -7,7 +7,7 @@ and the inputs of these, without the outputs that can be computed again (see ``o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +32,7 @@ from ds_npu.topology.machine import Machine
 PADDING, ROUNDING = 32, 512
 """Bytes that the NPU allocator adds to a storage, and then rounds up to a multiple of (NPUCachingAllocator)."""
 
+Hook = Callable[..., None]
 Bytes = dict[int, int]
 """Bytes of storages, by their number."""
 Path = tuple[tuple[str, str], ...]
@@ -199,11 +200,11 @@ class BlockRecord:
             calls.append(_Part(tuple(self._path), self._storages((args, kwargs))))
             self._parts.append(calls[-1])
 
-        def leave(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        def leave(*_: Any) -> None:
             if own in self._path:
                 self._path.remove(own)
 
-        def pause(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def pause(*_: Any) -> None:
             self._path.remove(own)
 
         def resume(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -232,7 +233,7 @@ class BlockRecord:
             stack.callback(remove_attributes, first.projections, "stacked".__eq__)
 
 
-def _hook(stack: ExitStack, module: nn.Module, enter: Any, leave: Any) -> None:
+def _hook(stack: ExitStack, module: nn.Module, enter: Hook, leave: Hook) -> None:
     stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
     stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
 

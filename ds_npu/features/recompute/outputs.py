@@ -144,7 +144,7 @@ class RecomputedActivation:
                 self._call.set(micro_batch, None)
                 call.made = None
 
-    def _column(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _column(self, name: str, forward: Callable[P, torch.Tensor], *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
         call = self._call.of(running())
         if call is None:
             return forward(*args, **kwargs)

@@ -27,6 +27,8 @@ from ds_npu.comm.crossing import collect, copy, gather, shard
 from ds_npu.parallel.runtime.forward_wraps import (
     Forward,
     Level,
+    P,
+    R,
     first_parameter_name,
     replace_first_argument,
     wrap_forward,
@@ -304,7 +306,7 @@ def run_on_sequence_shards(
     The blocks run in ``random_numbers``. The hidden states between them carry their MicroBatch.
     """
 
-    def in_block(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def in_block(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         with random_numbers(), region_scope():
             return forward(*args, **kwargs)
 
@@ -342,7 +344,7 @@ def run_on_sequence_shards(
 def begin_micro_batches(module: nn.Module) -> None:
     """Give each forward of ``module``, which holds blocks, a MicroBatch of its own."""
 
-    def begin(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def begin(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         with new_forward():
             return forward(*args, **kwargs)
 

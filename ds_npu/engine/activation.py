@@ -50,7 +50,6 @@ PATCHED = (
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.module",
     "deepspeed.runtime.zero.partition_parameters",
-    "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.utils.tensor_fragment",
     "swift.dataloader.shard",
     "swift.trainers.mixin",

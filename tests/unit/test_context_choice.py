@@ -16,7 +16,6 @@ from ds_npu.config.context_algorithm import ContextAlgorithm, algorithm_of
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms, wrong_factors
 from ds_npu.config.problems import ConfigError
 from ds_npu.features.build import Build
-from ds_npu.features.context_parallel import context_ranks as feature
 from ds_npu.models.plan import AttentionShape
 from ds_npu.parallel.context.transfer import ring_steps
 from ds_npu.parallel.tensor.sharding import near_even
@@ -389,6 +388,6 @@ def test_machines_are_known_by_their_devices(monkeypatch):
     assert [machine_of(name) for name in ("Ascend910B2", "Ascend910_9391", "cpu")] == [A2, A3, A2]
     npu = types.SimpleNamespace(get_device_name=lambda: "Ascend910_9391")
     monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.get)
-    assert feature._machine(Build(None, nn.Identity(), device_type="npu")) == A3
-    assert feature._machine(Build(None, nn.Identity(), device_type="cpu")) == A2
-    assert feature._machine(Build(None, nn.Identity(), device_type="npu", is_planned=True)) == A2
+    assert Build(None, nn.Identity(), device_type="npu").machine == A3
+    assert Build(None, nn.Identity(), device_type="cpu").machine == A2
+    assert Build(None, nn.Identity(), device_type="npu", is_planned=True).machine == A2

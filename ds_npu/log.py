@@ -1,4 +1,4 @@
-"""The project's logger: one line a message, on the first rank of each node only."""
+"""The project's logger (one line a message, on the first rank of each node only), and tables for people."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator, Sequence
 
 
 @functools.lru_cache(maxsize=1)
@@ -25,3 +26,10 @@ def logger() -> logging.Logger:
 def warn_once(message: str) -> None:
     """Warn with ``message``, once in this process."""
     logger().warning(message)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: each column is as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,8 +1,8 @@
 """Converts a checkpoint's tensors to a model's weights, and tells in one error all that does not fit the model.
 
 Checkpoints may have old names, base-model prefixes, or one tensor for each expert where the model has one for all.
-The renamings and conversions
-are transformers' own. Source: transformers 5, core_model_loading.convert_and_load_state_dict_in_model.
+The renamings and conversions are transformers' own. Source: transformers 5,
+core_model_loading.convert_and_load_state_dict_in_model.
 """
 
 from __future__ import annotations

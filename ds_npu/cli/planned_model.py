@@ -19,15 +19,16 @@ from ds_npu.engine.placements import complete_placements
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import table
 from ds_npu.features.driver import apply_features, values_in
+from ds_npu.log import aligned
 from ds_npu.models import names
 from ds_npu.models.attributes import attributes
 from ds_npu.models.hugging_face_model import setting
+from ds_npu.models.zero3 import OURS
 from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
 from ds_npu.parallel.runtime.forward_wraps import wraps_of
 from ds_npu.parallel.runtime.marks import marks_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
-from ds_npu.planner.memory_plan_table import aligned
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import PlannedTopology
@@ -36,8 +37,6 @@ ASSUMED = (
     "Assumed: NPUs whose kernels pass their checks, and weights that agree with their roles (the probe was not run)."
 )
 MOST_LAYERS = 1000
-OF_DS_NPU = "ds_npu_"
-"""The beginning of the names of the attributes that ds_npu gives tensors."""
 WIDEST = 160
 """Columns of the schedule in text."""
 MOST_ACTIONS = 100_000
@@ -90,8 +89,8 @@ def left_on(model: nn.Module) -> Iterator[str]:
             found.append(("forward", "wraps, outermost first", ", ".join(levels), name))
     for name, parameter in model.named_parameters():
         for mark, value in attributes(parameter, object).items():
-            if mark.startswith(OF_DS_NPU):
-                words = mark.removeprefix(OF_DS_NPU).replace("_", " ")
+            if mark.startswith(OURS):
+                words = mark.removeprefix(f"{OURS}_").replace("_", " ")
                 found.append(("parameter", words, type(value).__name__, name))
     groups: dict[tuple[str, ...], list[str]] = {}
     for *row, name in found:

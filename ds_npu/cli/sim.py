@@ -17,8 +17,9 @@ from ds_npu.cli.command import Command, refused
 from ds_npu.config.problems import printable
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import ELSEWHERE, BuildError
+from ds_npu.simulator.contents import markdown
 from ds_npu.simulator.environment import MOST_DEVICES, SOCS, Simulation, bytes_of, integer_of
-from ds_npu.simulator.fault import fault_of, markdown, run, unknown_function
+from ds_npu.simulator.fault import fault_of, run, unknown_function
 
 T = TypeVar("T")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -48,9 +49,9 @@ ABILITIES = {
 DEFAULT_DISPATCHER = "alltoall"
 
 
-def able(ability: str) -> str:
+def able(can: Callable[[Dispatching], object]) -> str:
     """The dispatchers with an ability, as errors list them: ``'alltoall' or 'allgather'``."""
-    return " or ".join(repr(name) for name, each in ABILITIES.items() if asdict(each)[ability])
+    return " or ".join(repr(name) for name, each in ABILITIES.items() if can(each))
 
 
 def _known(name: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ds_npu.config.context_parallel import wrong_factors
 from ds_npu.config.moe import MoeSection, able
@@ -68,7 +68,7 @@ def _refused(
         if when(config):
             yield Problem(
                 f"ds_npu.{path}",
-                functools.reduce(getattr, path.split("."), config),
+                attrgetter(path)(config),
                 accepted if isinstance(accepted, str) else accepted(config),
             )
 
@@ -112,7 +112,7 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem(
             "ds_npu.moe.dispatcher",
             moe.dispatcher,
-            f"{able('padded')} or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks "
+            f"{able(lambda each: each.padded)} or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks "
             "only",
         )
 
@@ -187,7 +187,9 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
         )
     if not config.moe.dispatching.overlaps:
         yield Problem(
-            "ds_npu.moe.dispatcher", config.moe.dispatcher, f"{able('overlaps')} {why}, which leaves it no message"
+            "ds_npu.moe.dispatcher",
+            config.moe.dispatcher,
+            f"{able(lambda each: each.overlaps)} {why}, which leaves it no message",
         )
     keys = ("pipeline.recompute", "recompute.budget_gib", "swap.activations")
     yield from _asked(config, keys, f"left out {why}: they know one forward or backward at a time")

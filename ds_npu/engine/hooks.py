@@ -48,9 +48,9 @@ def npu_accelerator(original: type) -> type:
 
 
 def _take_over(built_in: type, ours: type) -> None:
-    """Make an ``ours`` DeepSpeed's accelerator if it is a ``built_in`` now, and its builders the ones bound so far.
+    """Replace DeepSpeed's accelerator by an ``ours`` if it is a ``built_in`` now, and the builders that are bound.
 
-    So it is where ``import ds_npu`` comes after ``import deepspeed`` on an NPU.
+    Both are there already where ``import ds_npu`` comes after ``import deepspeed`` on an NPU.
     """
     real: Any = sys.modules.get("deepspeed.accelerator.real_accelerator")
     if real is None or type(real.ds_accelerator) is not built_in:

@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 
 from ds_npu.features.loss.model_loss import LossLevel
+from ds_npu.log import aligned
 from ds_npu.models import names
 from ds_npu.parallel.runtime.forward_wraps import Level, P, Wrapper, wrap_forward
 
@@ -153,6 +154,4 @@ def table(declarations: Iterable[Declaration]) -> Iterator[str]:
                 group.append(change.part)
         for (act, _, what), parts in groups.items():
             rows.append((declaration.key, act, names.abbreviated(parts) or "the model", what))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    for key, act, part, what in rows:
-        yield f"{key:<{widths[0]}}  {act:<{widths[1]}}  {part:<{widths[2]}}  {what}"
+    yield from aligned(rows)

@@ -147,13 +147,13 @@ class AllocatorMeter:
 
 
 class StorageMeter:
-    """Measures the same by the storages in ``record``, where no allocator counts."""
+    """Measures the peaks of the storages in ``record``, where no allocator counts."""
 
     def __init__(self, record: StorageRecord) -> None:
         self._record, self._counted, self._held = record, 0, 0
 
     def peak(self) -> int:
-        """The same."""
+        """Return the most bytes of storages since the last call; a new interval begins."""
         most = self._held
         for change in self._record.changes[self._counted :]:
             self._held += change.size

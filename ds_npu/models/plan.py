@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ds_npu.config.roles import Role
+from ds_npu.log import aligned
 from ds_npu.models import names
 
 SUBLAYERS = (Role.ATTENTION, Role.MLP, Role.MOE)
@@ -123,8 +124,7 @@ class ModelPlan:
     def picture(self) -> str:
         """The plan as a table for people; modules that differ only in indices share a row."""
         rows = [(names.abbreviated(group) or "(the model itself)", text) for text, group in _groups(self)]
-        width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join([f"Plan of {self.model}", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+        return "\n".join([f"Plan of {self.model}", *(f"  {line}" for line in aligned(rows))])
 
 
 def _groups(plan: ModelPlan) -> Iterator[tuple[str, list[str]]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_npu.config.recompute import RecomputeSection
 from ds_npu.config.swap import SwapSection
+from ds_npu.log import aligned
 from ds_npu.models import names
 from ds_npu.planner.memory_plan import (
     BudgetError,
@@ -121,13 +122,6 @@ def plan_lines(stages: Sequence[StagePlan], budget_gib: float, buffer_bytes: int
             f"{size_text(least.peak_bytes + buffer_bytes)} and {1e3 * least.seconds:.3g} ms"
         )
     yield f'  the same without a budget: "ds_npu": {json.dumps(section_of(stages))}'
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table: each column is as wide as its longest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _rows(stage: StagePlan) -> Iterator[tuple[str, str, str, str]]:

@@ -1,16 +1,14 @@
-"""The simulated functions, and faults of ``ds_npu sim --fault``: their syntax, and whether one has fired."""
+"""Faults of ``ds_npu sim --fault``: their syntax, and whether one has fired."""
 
 from __future__ import annotations
 
 import ctypes
 import difflib
-import itertools
 import json
 import os
 import re
 import signal
 import subprocess
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,23 +59,6 @@ def faultable(home: Path) -> set[str]:
     plain = set(re.findall(r"^SIM_PLAIN [^(]*?(\w+)\(", sources, re.MULTILINE))
     graph = {f"aclop{name}" for name in re.findall(r"^GRAPH_OPERATOR\((\w+)\)", sources, re.MULTILINE)}
     return defined - plain - graph - {f"{name}GetWorkspaceSize" for name in defined}
-
-
-def markdown(home: Path) -> str:
-    """A point for each source of the build in ``home``: its purpose and its functions of CANN's interface."""
-    lines = []
-    for source, functions in sorted(json.loads((home / CONTENTS).read_text()).items()):
-        shown = [name for name in functions if not name.endswith("GetWorkspaceSize")]
-        if shown:
-            lines += textwrap.wrap(f"- `{source}`: {_purpose(SOURCES / source)}", 118, subsequent_indent="  ")
-            lines += textwrap.wrap(", ".join(shown), 118, initial_indent="  ", subsequent_indent="  ")
-    return "\n".join(lines)
-
-
-def _purpose(source: Path) -> str:
-    """The first sentence of the comment at the top of ``source``."""
-    comment = itertools.takewhile(lambda line: line.startswith("// "), source.read_text().splitlines())
-    return " ".join(line[3:] for line in comment).partition(". ")[0].rstrip(".") + "."
 
 
 def run(program: str, command: Sequence[str], environment: dict[str, str], faults: Sequence[str]) -> int:

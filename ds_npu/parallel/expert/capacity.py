@@ -89,7 +89,10 @@ def compute_padded(
 
 
 def _slots(ids_TK: torch.Tensor, experts: int, capacity: int) -> tuple[Order, torch.Tensor, torch.Tensor]:
-    """The order of choices by slot; of each slot [S] the index of its choice among all T * K (0 if empty), is taken."""
+    """The order of choices by slot; of each slot [S], the index of its choice among all T * K, and whether it has one.
+
+    The index of an empty slot is 0.
+    """
     count, choices = experts * capacity, torch.arange(ids_TK.numel(), device=ids_TK.device)
     positions_TK = positions_in_experts(ids_TK, choices, experts) * experts + ids_TK
     positions_TK = torch.where((ids_TK >= 0) & (ids_TK < experts), positions_TK, count).clamp(max=count)

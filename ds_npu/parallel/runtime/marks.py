@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+held: Callable[[Any], dict[str, Any]] = vars
+"""The attributes that an object holds itself, and not its class. Subclasses of tensors overload getattr, setattr."""
 RECORD = "ds_npu"
 """The attribute of a module that is its record."""
 
@@ -33,8 +35,3 @@ def marks_of(module: object) -> Mapping[str, Any]:
     """The record of ``module``: each value by the name of its mark."""
     found: Mapping[str, Any] = held(module).get(RECORD, {})
     return found
-
-
-def held(owner: object) -> dict[str, Any]:
-    """The attributes that ``owner`` holds itself, and not its class."""
-    return vars(owner)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from types import GetSetDescriptorType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
+from ds_npu.parallel.runtime.marks import held
+
 T = TypeVar("T")
 Marked = torch.Tensor | torch.UntypedStorage
-_attributes: Callable[[Marked], dict[str, Any]] = vars
-# Subclasses of tensors overload getattr and setattr.
 
 
 class TensorAttribute(Generic[T]):
@@ -23,19 +22,19 @@ class TensorAttribute(Generic[T]):
 
     def get(self, tensor: Marked) -> T | None:
         """The value on ``tensor``; None where it does not have the attribute."""
-        found: T | None = _attributes(tensor).get(self.name)
+        found: T | None = held(tensor).get(self.name)
         return found
 
     def set(self, tensor: Marked, value: T) -> None:
-        _attributes(tensor)[self.name] = value
+        held(tensor)[self.name] = value
 
     def remove(self, tensor: Marked) -> None:
         """Remove the attribute from ``tensor``, if it has it."""
-        _attributes(tensor).pop(self.name, None)
+        held(tensor).pop(self.name, None)
 
     def is_on(self, tensor: Marked) -> bool:
         """Whether ``tensor`` has the attribute, whatever its value."""
-        return self.name in _attributes(tensor)
+        return self.name in held(tensor)
 
 
 def tensor_property(name: str) -> GetSetDescriptorType:

@@ -112,8 +112,8 @@ def _capacity(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem(
             "ds_npu.moe.dispatcher",
             moe.dispatcher,
-            f"{able(lambda each: each.padded)} or left out with ds_npu.moe.pad_to_capacity: padded rows go to their expert's ranks "
-            "only",
+            f"{able(lambda each: each.padded)} or left out with ds_npu.moe.pad_to_capacity: padded rows go to "
+            "their expert's ranks only",
         )
 
 

@@ -19,7 +19,7 @@ from itertools import accumulate
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.models.plan import AttentionShape
 from ds_npu.operator_costs import Shape, attention_backward_cost, attention_forward_cost
-from ds_npu.parallel.context.transfer import Link, Step, ring_steps
+from ds_npu.parallel.context.ring_schedule import Link, Step, ring_steps
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.machine import Machine
 

@@ -81,7 +81,7 @@ def calls_of_micro_batches(layers: int, section: dict) -> int:
 
 PER_MICRO_BATCH = {
     "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 131, 292),
-    "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 200, 421),
+    "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 200, 420),
     "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 177, 477),
     "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 22, 36),
 }

@@ -18,7 +18,7 @@ from ranks import run_on_ranks
 from ds_npu.comm.pending import Pending
 from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.axis import Ring
-from ds_npu.parallel.context.transfer import Hop
+from ds_npu.parallel.context.ring_schedule import Hop
 
 PRIVATE_USE = 20
 """c10's number of what NPUs are to it."""

@@ -21,7 +21,7 @@ from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, Options
 from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.attention import context_attention
-from ds_npu.parallel.context.transfer import Step
+from ds_npu.parallel.context.ring_schedule import Step
 
 RANKS = 4
 SHAPE = (1, 512, 4, 64)

@@ -16,7 +16,7 @@ from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import CAUSAL, sliding
 from ds_npu.parallel.context import transfer
 from ds_npu.parallel.context.axis import Ring
-from ds_npu.parallel.context.transfer import Hop
+from ds_npu.parallel.context.ring_schedule import Hop
 
 RINGS = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (8, 1), (8, 4)]
 """Ranks, and ranks of an inner ring (1: a single ring)."""

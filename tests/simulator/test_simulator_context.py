@@ -12,7 +12,7 @@ import pytest
 import simulated
 from stream_trace import Message, Task, Trace
 
-from ds_npu.parallel.context.transfer import ring_steps
+from ds_npu.parallel.context.ring_schedule import ring_steps
 
 pytestmark = pytest.mark.slow  # the libraries are compiled first, if they are not yet
 

@@ -17,7 +17,7 @@ from ds_npu.config.context_parallel import ContextParallelSection, algorithms, w
 from ds_npu.config.problems import ConfigError
 from ds_npu.features.build import Build
 from ds_npu.models.plan import AttentionShape
-from ds_npu.parallel.context.transfer import ring_steps
+from ds_npu.parallel.context.ring_schedule import ring_steps
 from ds_npu.parallel.tensor.sharding import near_even
 from ds_npu.planner import context_cost
 from ds_npu.planner.context_choice import algorithm_text, choose, choose_for, communicators, estimated, refusals

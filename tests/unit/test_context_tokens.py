@@ -15,7 +15,7 @@ from ds_npu.ops.attention import CAUSAL, FULL, Mask, sliding
 from ds_npu.parallel.context.kernel_calls import block_calls, last_step, pairs
 from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
 from ds_npu.parallel.context.mask_tiles import tiles
-from ds_npu.parallel.context.transfer import ring_steps
+from ds_npu.parallel.context.ring_schedule import ring_steps
 
 MASKS = [FULL, CAUSAL, sliding(1), sliding(4), Mask(before=3, after=2), Mask(before=2), Mask(after=3)]
 

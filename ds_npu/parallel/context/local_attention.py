@@ -13,7 +13,8 @@ from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.kernel_calls import KernelCall, RangeSelection, block_calls, last_step
 from ds_npu.parallel.context.load_balance import Tokens
 from ds_npu.parallel.context.online_softmax import Block
-from ds_npu.parallel.context.transfer import GatherRoute, LocalRoute, RingRoute, Route, Step
+from ds_npu.parallel.context.ring_schedule import Step
+from ds_npu.parallel.context.transfer import GatherRoute, LocalRoute, RingRoute, Route
 
 HEAD_DIM = 2
 """The dim of the heads in [B, S, N, D]."""

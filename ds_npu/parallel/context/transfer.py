@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,61 +22,7 @@ from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.context.axis import Ring
 from ds_npu.parallel.context.kernel_calls import TOKEN_DIM
 from ds_npu.parallel.context.online_softmax import Block, CallGradients, sum_of_calls
-
-Link = Literal["inner", "outer", "home"]
-"""Link to the next index of the inner ring; to the same index of the next inner ring; to the owner of the block."""
-
-
-class Hop(NamedTuple):
-    """Send a message to ring rank ``to``; receive one, of the block of ring rank ``received``, from ``origin``."""
-
-    link: Link
-    to: int
-    origin: int
-    received: int
-
-
-class Step(NamedTuple):
-    """One step: attention to the block, keys and values, of ring rank ``source``."""
-
-    source: int
-    hops: tuple[Hop, ...]
-    """The messages that travel while this block is computed with."""
-    gradient: Hop | None
-    """The message of the block's gradients, summed so far, after the step; None: this rank owns the block."""
-    adds: bool
-    """Whether the gradients are added to the sum that the step before received."""
-
-
-def ring_steps(rank: int, size: int, window: int, last: int | None = None) -> list[Step]:
-    """The steps of ring rank ``rank`` of ``size``, in inner rings of ``window`` ranks.
-
-    A single ring (``window`` equal to ``size``) may end after the step with number ``last``: masks with a window need
-    the nearest ranks only.
-    """
-    outer, inner = divmod(rank, window)
-    rings, final = size // window, window - 1 if last is None else last
-
-    def at(ring: int, index: int) -> int:
-        return ring % rings * window + index % window
-
-    steps = []
-    for a in range(rings):
-        for i in range(final + 1):
-            source = at(outer - a, inner - i)
-            hops = []
-            if i < final:
-                hops.append(Hop("inner", at(outer, inner + 1), at(outer, inner - 1), at(outer - a, inner - i - 1)))
-            if i == 0 and a < rings - 1:
-                hops.append(Hop("outer", at(outer + 1, inner), at(outer - 1, inner), at(outer - a - 1, inner)))
-            gradient = None
-            if source != rank and i == final:
-                home = a > 0 or final < window - 1
-                gradient = Hop("home" if home else "inner", source, at(outer + a, inner + final), rank)
-            elif source != rank:
-                gradient = Hop("inner", at(outer, inner + 1), at(outer, inner - 1), at(outer - a, inner - i - 1))
-            steps.append(Step(source, tuple(hops), gradient, i > (a == 0)))
-    return steps
+from ds_npu.parallel.context.ring_schedule import Hop, Step, ring_steps
 
 
 class Route(Protocol):

@@ -58,9 +58,10 @@ def fails(case: str, folder: str, sample: int) -> None:
     before, expected = run.held(), [run.step(3), *run.held()]
     run = resumed()
     total = count(DEVICE, lambda: run.step(3))
-    run = resumed()
     seen: Counter[str] = Counter()
     for first in places(total, sample):
+        # A later step allocates less, and after a backward that has not ended ZeRO 2 and 3 reduce nothing any more.
+        run = resumed()
         with shortage(DEVICE, first), pytest.raises(RuntimeError, match=r"apply for memory|out of memory"):
             run.step(3)
         torch.npu.synchronize()
@@ -70,9 +71,7 @@ def fails(case: str, folder: str, sample: int) -> None:
         if refused:
             run.engine.load_checkpoint(folder)
             assert rig.alike(run.held(), before), (case, first)
-        # ZeRO 3 gathers nothing any more where a forward or backward has not ended.
-        run = resumed() if CASES[case][0] == 3 else run
-    assert seen["forward"] and seen["backward"] and seen["step"] and seen["refused"], seen
+    assert set(seen) >= ({"backward", "step"} if sample else {"forward", "backward", "step", "refused"}), seen
     print(f"{case}: {total} allocations, failed in {dict(seen)}")
     again = resumed()
     assert rig.alike([again.step(3), *again.held()], expected), case

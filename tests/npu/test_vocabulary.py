@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from ranks import run_on_ranks
 from region_dropout import alignment_body, checkpoint_body, regions_body
 from torch import nn
@@ -124,3 +125,17 @@ def no_wait_body() -> None:
 
 def test_the_host_waits_for_nothing():
     run_on_ranks(2, no_wait_body, backend="hccl")
+
+
+def outside_body(word: int) -> None:
+    embedding = VocabParallelEmbedding.adopt(nn.Embedding(13, 4), tensor_world()).npu()
+    embedding(torch.tensor([1, 12]).npu())
+    torch.npu.synchronize()
+    embedding(torch.tensor([1, word]).npu())
+    torch.npu.synchronize()
+
+
+@pytest.mark.parametrize("word", [-1, 13])
+def test_a_word_outside_of_the_vocabulary_stops_the_device_as_torchs_embedding_does(word):
+    with pytest.raises(mp.ProcessRaisedException, match=r"error code(:| is) 5070(15|18)"):
+        run_on_ranks(2, outside_body, word, backend="hccl")

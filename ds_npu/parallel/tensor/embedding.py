@@ -76,7 +76,8 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of the word numbers ``input`` [...]: [..., H], the same on every tensor rank.
 
-        Raises IndexError for a number outside of the vocabulary on the CPU (on a device, the check would wait for it).
+        Raises IndexError for a number outside of the vocabulary on the CPU. On a device this check would wait for it:
+        there the first or the last tensor rank looks such a number up, and torch's embedding fails as without shards.
         """
         if self.rows == self.num_embeddings:
             return super().forward(input)
@@ -86,7 +87,12 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
                 f"{self.num_embeddings} words"
             )
         local = input - self.first_row
-        elsewhere = (local < 0) | (local >= self.rows)
+        if self.first_row == 0:
+            elsewhere = local >= self.rows
+        elif self.first_row + self.rows == self.num_embeddings:
+            elsewhere = local < 0
+        else:
+            elsewhere = (local < 0) | (local >= self.rows)
         # Words of other ranks look up row 0; the result is replaced by 0, and so is its gradient.
         with allow_shard_access():  # The lookup may be that of a user's subclass of nn.Embedding.
             found = super().forward(local.masked_fill(elsewhere, 0))

@@ -103,7 +103,9 @@ class Bench:
         copied = 2 * wide.nbytes / seconds(lambda: wide * 1.5)
         print(f"products {rate / 1e9:.1f} GFLOP/s, elementwise {copied / 1e9:.1f} GB/s")
         of_an_npu = from_module("ds_npu.topology.machine", "A2")
-        return dataclasses.replace(of_an_npu, matmul=rate, attention=((1, rate),), memory=copied, kernel=5e-6)
+        rates = {"matmul": rate, "matmul_float32": rate, "attention": ((1, rate),), "memory": ((1, copied),)}
+        # A core that computes one tile at a time rounds nothing up here.
+        return dataclasses.replace(of_an_npu, **rates, cores=1, kernel=5e-6)
 
     def planner(self) -> Callable[[float], tuple[dict[str, Any], int, float]]:
         """A function from a share between the least and the most bytes to a plan's section, its budget and seconds."""

@@ -1,11 +1,12 @@
 """Estimates how long a forward's operators take on a machine, by their shapes: a roofline, no clock.
 
-An operator takes as long as its products of matrices at the machine's rate, or as it reads its arguments and writes its
-results, whichever is longer, and at least as long as a small kernel. Views and allocations take no time.
+An operator takes as long as its products of matrices on whole tiles of the cube cores, or as it reads its arguments and
+writes its results, whichever is longer, and a kernel's time besides. Views and allocations take no time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ ATTENTION, GROUPED, LINEAR = "attention", "grouped_m", "npu_linear"
 """Parts of the names of operators whose FLOP torch's counter does not know for every device."""
 KEYS_DIM = {"BSH": 1, "BSND": 1, "SBH": 0, "BNSD": 2, "TND": 0}
 """The dim of the keys in torch_npu's layouts of attention."""
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+"""Products of two matrices, or of two batches of them."""
 MADE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::set_", "aten::resize_")
 """Beginnings of the names of operators that start no kernel."""
 
@@ -54,7 +57,7 @@ def operator_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: A
     if name.startswith("c10d"):
         return machine.message + float(moved) / machine.port
     product = _product_seconds(func, args, kwargs, out, machine)
-    return float(max(product, moved / machine.memory, machine.kernel))
+    return machine.operator_seconds(product, float(moved))
 
 
 def _product_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: Any, machine: Machine) -> float:
@@ -65,13 +68,24 @@ def _product_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: A
         layout = next((each for each in args if isinstance(each, str) and each in KEYS_DIM), "BNSD")
         keys = k.shape[KEYS_DIM[layout]]
         # Two products, of scores and of sums; a causal mask leaves half.
-        return float(2 * q.numel() * keys / machine.attention_rate(keys))
+        return machine.attention_seconds(2.0 * q.numel() * keys, keys)
     if GROUPED in name and len(tensors) > 1:
-        return float(2 * tensors[0].numel() * tensors[1].shape[-1] / machine.matmul)
+        x, weight = tensors[:2]
+        groups = math.prod(weight.shape[:-2])
+        rows = math.ceil(math.prod(x.shape[:-1]) / groups)
+        return machine.product_seconds(rows, weight.shape[-1], x.shape[-1], x.itemsize, groups)
     if LINEAR in name and len(tensors) > 1:
-        return float(2 * tensors[0].numel() * tensors[1].shape[0] / machine.matmul)
+        x, weight = tensors[:2]
+        return machine.product_seconds(math.prod(x.shape[:-1]), weight.shape[0], x.shape[-1], x.itemsize)
     count = flop_registry.get(func._overloadpacket)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out) / machine.matmul)
+    if count is None:
+        return 0.0
+    flop = count(*args, **kwargs, out_val=out)
+    if name not in PRODUCTS:
+        return float(flop / machine.matmul)
+    inner = flop // (2 * out.numel()) if out.numel() else 0
+    rows, columns = out.shape[-2:]
+    return machine.product_seconds(rows, columns, inner, out.itemsize, math.prod(out.shape[:-2]))
 
 
 def _is_view(func: OpOverload) -> bool:

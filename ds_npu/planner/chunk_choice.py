@@ -52,13 +52,18 @@ class ChunkedHead:
         return whole * self._chunk_seconds(size, machine) + (self._chunk_seconds(rest, machine) if rest else 0.0)
 
     def _chunk_seconds(self, tokens: int, machine: Machine) -> float:
-        product = 2 * tokens * self.hidden * self.words / machine.matmul
         chunk = tokens * (self.hidden + self.words) * self.itemsize
         weight = self.hidden * self.words
         # The weight is read twice, the sum of its gradient read and written.
-        moved = [chunk + weight * self.itemsize] * 2 + [chunk + 2 * weight * self.wide] * self.trains_weight
-        products = sum(max(product, each / machine.memory, machine.kernel) for each in moved)
-        return products + PASSES * max(2 * tokens * self.words * self.wide / machine.memory, machine.kernel)
+        products = [
+            ((tokens, self.words, self.hidden), chunk + weight * self.itemsize),
+            ((tokens, self.hidden, self.words), chunk + weight * self.itemsize),
+            ((self.words, self.hidden, tokens), chunk + 2 * weight * self.wide),
+        ][: 2 + self.trains_weight]
+        passes = PASSES * machine.operator_seconds(0.0, 2 * tokens * self.words * self.wide)
+        return passes + sum(
+            machine.operator_seconds(machine.product_seconds(*sizes, self.itemsize), moved) for sizes, moved in products
+        )
 
     def options(self, machine: Machine) -> tuple[Option, ...]:
         """A chunk of each size, the smallest first; its parts are its number of tokens."""

@@ -155,7 +155,7 @@ class _Rank:
         q = Shape((layer.samples, rows, max(self.heads[0]), key), e)
         k, v = (Shape((layer.samples, layer.length, max(self.heads[1]), width), e) for width in (key, value))
         cost = attention_backward_cost(q, k, v, pairs) if backward else attention_forward_cost(q, k, v, pairs)
-        return Pass(attention_s=cost.flop / self.machine.attention_rate(keys) + calls * self.machine.kernel)
+        return Pass(attention_s=self.machine.attention_seconds(cost.flop, keys) + calls * self.machine.kernel)
 
     def exchange(self) -> Pass:
         """Ulysses, forward: a rank sends each other rank its heads of q, k, v, and receives its own tokens' result."""
@@ -180,7 +180,9 @@ class _Rank:
         near = sent * number_bytes * near_peers / peers
         far = sent * number_bytes - near
         seconds = self.machine.seconds(near, near_peers, far) + messages * self.machine.message
-        return Pass(near, far, messages, exposed_s=seconds, copy_s=2 * copied * number_bytes / self.machine.memory)
+        return Pass(
+            near, far, messages, exposed_s=seconds, copy_s=self.machine.memory_seconds(2 * copied * number_bytes)
+        )
 
     def kept_bytes(self) -> float:
         """Received keys and values that ``kv_cache`` keeps; with Ulysses, only what exceeds the rank's own."""
@@ -229,7 +231,7 @@ def _gather(rank: _Rank, backward: bool = False) -> Pass:
     far = sum(collectives) * (ranks // near - 1)
     within = sum(collectives) * (near - 1) * (ranks // near)
     seconds = machine.seconds(within, near - 1, 0) + machine.seconds(0, 0, far) + len(collectives) * machine.message
-    return Pass(within, far, len(collectives), exposed_s=seconds, copy_s=copied / machine.memory)
+    return Pass(within, far, len(collectives), exposed_s=seconds, copy_s=machine.memory_seconds(copied))
 
 
 def _ring(rank: _Rank, backward: bool = False) -> Pass:
@@ -255,7 +257,7 @@ def _ring(rank: _Rank, backward: bool = False) -> Pass:
     rows = rank.tokens * algorithm.ulysses * max(rank.heads[0]) * (CAUSAL_ROWS if layer.causal else 1)
     added = rows * rank.widths[0] + rank.block if backward else rows * rank.widths[1]
     # Read and written: a part, the same made wide, and the sum.
-    copies = (algorithm.ring - 1) * added * (e + 4 * w) / machine.memory
+    copies = (algorithm.ring - 1) * machine.memory_seconds(added * (e + 4 * w))
     return Pass(sum(size for _, size in sent) - far, far, len(sent), exposed_s=waited, copy_s=copies)
 
 

@@ -77,7 +77,7 @@ def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
         f"{machine.node} ranks a node, {machine.port / 1e9:.0f} GB/s to all of them together",
         f"{machine.link / 1e9:.1f} GB/s to one of them",
         f"{machine.network / 1e9:.1f} GB/s to other nodes",
-        f"{machine.memory / 1e9:,.0f} GB/s of memory",
+        f"{machine.memory[0][1] / 1e9:,.0f} to {machine.memory[-1][1] / 1e9:,.0f} GB/s of memory, in L2 and beyond",
         f"{slowest / 1e12:.0f} to {fastest / 1e12:.0f} TFLOP/s in attention at {fewest:,} to {most:,} keys a call",
         f"{machine.kernel * 1e6:.0f} us a kernel",
         f"{machine.message * 1e6:.0f} us a message",

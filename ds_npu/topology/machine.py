@@ -1,7 +1,8 @@
-"""Speeds and sizes of machines, for estimates: read from ``machines.json``, where every number has its unit and source.
+"""Profiles of machines: speeds and sizes for estimates, read from ``machines.json``.
 
-``die`` holds the numbers of every machine's ranks, the other sections what one machine adds. ds_npu measured none of
-them.
+Every number has its unit, its source, its mark (measured, claimed by the vendor, derived or assumed) and how far to
+trust it. A machine that is ``like`` another one has its numbers but for those that it gives itself. ds_npu measured
+none of them. The simulator's C++ takes the same numbers (``csrc/machine.h``) and computes the same seconds.
 """
 
 from __future__ import annotations
@@ -16,22 +17,32 @@ from typing import Any
 
 from ds_npu.topology.degrees import Degrees
 
+Table = tuple[tuple[int, float], ...]
+"""Rates by a size, ascending."""
 FILE = Path(__file__).with_name("machines.json")
 UNITS = {
+    "cores": "cores",
+    "peak": "FLOP/s",
+    "matmul": "FLOP/s",
+    "matmul_float32": "FLOP/s",
+    "memory": "B/s",
+    "attention": "FLOP/s",
+    "hbm": "B",
+    "kernel": "s",
+    "message": "s",
     "node": "ranks",
     "port": "B/s",
     "link": "B/s",
     "network": "B/s",
     "host": "B/s",
-    "hbm": "B",
-    "memory": "B/s",
-    "matmul": "FLOP/s",
-    "attention": "FLOP/s",
-    "kernel": "s",
-    "message": "s",
 }
 """The unit of each number of a machine."""
-COMMON = "die"
+TABLES = ("memory", "attention")
+"""The numbers that are tables."""
+MARKS, TRUST = ("measured", "claimed", "derived", "assumed"), ("high", "medium", "low")
+LIKE = "like"
+TILE = (128, 256)
+"""Rows and columns, or columns and rows, of a result that one cube core computes at a time. Source: hardware.md, 4."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,24 @@ class Machine:
     """Reached speeds of one rank, in one direction, and its sizes: bytes, FLOPs and seconds."""
 
     name: str
+    cores: int
+    """Cube cores."""
+    peak: float
+    """FLOP/s of the cube cores in bf16, of which an MFU is a share."""
+    matmul: float
+    """FLOP/s of products of matrices in 16 bits, on whole tiles."""
+    matmul_float32: float
+    """FLOP/s of products of matrices in float32."""
+    memory: Table
+    """Bytes/s that an operator reads and writes, by the bytes of its tensors."""
+    attention: Table
+    """FLOP/s of the attention kernel, forward and backward, by the keys of a call."""
+    hbm: int
+    """Bytes of device memory."""
+    kernel: float
+    """Seconds that the device takes for a kernel besides its arithmetic."""
+    message: float
+    """Seconds that a message or collective takes however small it is."""
     node: int
     """Ranks that HCCS connects."""
     port: float
@@ -49,18 +78,6 @@ class Machine:
     """Bytes/s to ranks of other nodes."""
     host: float
     """Bytes/s between the memory of the device and pinned memory of its host."""
-    hbm: int
-    """Bytes of device memory."""
-    memory: float
-    """Bytes/s that copies and sums read and write."""
-    matmul: float
-    """FLOP/s of large products of matrices in bf16."""
-    attention: tuple[tuple[int, float], ...]
-    """FLOP/s of the attention kernel, forward and backward, by the keys of a call, ascending."""
-    kernel: float
-    """Seconds that the device takes for a kernel however small it is."""
-    message: float
-    """Seconds that a message or collective takes however small it is."""
 
     def near(self, degrees: Degrees) -> int:
         """How many consecutive context ranks share a node in every context group; a divisor of their number."""
@@ -74,22 +91,42 @@ class Machine:
         within = near_bytes / min(self.port, self.link * near_peers) if near_peers else 0.0
         return max(within, far_bytes / self.network)
 
-    def attention_rate(self, keys: float) -> float:
-        """FLOP/s of an attention call on ``keys`` keys: between two entries of the table linear in their logarithm."""
-        (fewest, slowest), (_, fastest) = self.attention[0], self.attention[-1]
-        if keys <= fewest:
-            return slowest
-        for (low, slow), (high, fast) in pairwise(self.attention):
-            if keys <= high:
-                return slow + (fast - slow) * math.log(keys / low) / math.log(high / low)
-        return fastest
+    def operator_seconds(self, arithmetic: float, moved: float) -> float:
+        """Seconds of a kernel with ``arithmetic`` seconds of the cube cores that reads and writes ``moved`` bytes."""
+        return self.kernel + max(arithmetic, self.memory_seconds(moved))
+
+    def memory_seconds(self, moved: float) -> float:
+        """Seconds to read and write ``moved`` bytes."""
+        return moved / interpolated(self.memory, moved)
+
+    def product_seconds(self, rows: int, columns: int, inner: int, itemsize: int, count: int = 1) -> float:
+        """Seconds of arithmetic of ``count`` products [rows, inner] @ [inner, columns], on whole tiles of each core."""
+        tiles = min(math.ceil(rows / high) * math.ceil(columns / wide) for high, wide in (TILE, TILE[::-1]))
+        rounds = math.ceil(count * tiles / self.cores)
+        rate = self.matmul if itemsize <= 2 else self.matmul_float32
+        return rounds * self.cores * 2 * math.prod(TILE) * inner / rate
+
+    def attention_seconds(self, flop: float, keys: float) -> float:
+        """Seconds of arithmetic of an attention call of ``flop`` FLOP on ``keys`` keys."""
+        return flop / interpolated(self.attention, keys)
+
+
+def interpolated(table: Table, size: float) -> float:
+    """The rate for ``size``: between two entries of ``table`` linear in the size's logarithm."""
+    (fewest, first), (_, last) = table[0], table[-1]
+    if size <= fewest:
+        return first
+    for (low, before), (high, after) in pairwise(table):
+        if size <= high:
+            return before + (after - before) * math.log(size / low) / math.log(high / low)
+    return last
 
 
 def machine_from(name: str, entries: Mapping[str, Any]) -> Machine:
-    """The Machine ``name`` from its part of ``machines.json``: ``{field: {"value", "unit", "source"}}``.
+    """The Machine ``name`` from its part of a profile: ``{field: {"value", "unit", "mark", "trust", "source"}}``.
 
-    Raises ValueError for a field that is missing or unknown, and for an entry without a positive number (a table of
-    them by ascending keys for "attention"), the field's unit and a source.
+    Raises ValueError for a field that is missing or unknown, and for an entry without a positive number (for "memory"
+    and "attention" a table of them by ascending sizes), the field's unit, a mark, its trust and a source.
     """
     if wrong := entries.keys() ^ UNITS.keys():
         raise ValueError(f"{FILE.name}: {name}: missing or unknown: {', '.join(sorted(wrong))}")
@@ -97,20 +134,21 @@ def machine_from(name: str, entries: Mapping[str, Any]) -> Machine:
 
 
 def _value(where: str, field: str, entry: Any) -> Any:
-    if not isinstance(entry, dict) or entry.keys() != {"value", "unit", "source"}:
-        raise ValueError(f"{where}: has not exactly a value, a unit and a source")
-    if entry["unit"] != UNITS[field]:
-        raise ValueError(f"{where}: the unit is {entry['unit']!r}, not {UNITS[field]!r}")
+    if not isinstance(entry, dict) or entry.keys() != {"value", "unit", "mark", "trust", "source"}:
+        raise ValueError(f"{where}: has not exactly a value, a unit, a mark, a trust and a source")
+    for part, accepted in (("unit", (UNITS[field],)), ("mark", MARKS), ("trust", TRUST)):
+        if entry[part] not in accepted:
+            raise ValueError(f"{where}: the {part} is {entry[part]!r}, not {' or '.join(map(repr, accepted))}")
     if not isinstance(entry["source"], str) or not entry["source"].strip():
         raise ValueError(f"{where}: a number without a source")
     value = entry["value"]
-    if field != "attention":
+    if field not in TABLES:
         return _positive(where, value)
     if not isinstance(value, dict) or not value:
-        raise ValueError(f"{where}: {value!r} is no table of numbers by keys")
-    table = tuple((int(keys), _positive(where, rate)) for keys, rate in value.items())
-    if [keys for keys, _ in table] != sorted({keys for keys, _ in table}):
-        raise ValueError(f"{where}: the keys of the table do not ascend")
+        raise ValueError(f"{where}: {value!r} is no table of numbers by sizes")
+    table = tuple((int(size), _positive(where, rate)) for size, rate in value.items())
+    if [size for size, _ in table] != sorted({size for size, _ in table}):
+        raise ValueError(f"{where}: the sizes of the table do not ascend")
     return table
 
 
@@ -120,11 +158,20 @@ def _positive(where: str, value: Any) -> float:
     return value
 
 
-_ENTRIES = json.loads(FILE.read_text())
-MACHINES = {name: machine_from(name, _ENTRIES[COMMON] | own) for name, own in _ENTRIES.items() if name != COMMON}
+def entries_of(profile: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The entries of the machine ``name`` of a profile: its own, and those of the machine that it is like."""
+    own = dict(profile[name])
+    like = own.pop(LIKE, None)
+    return own if like is None else entries_of(profile, like) | own
+
+
+_PROFILE = json.loads(FILE.read_text())
+MACHINES = {name: machine_from(name, entries_of(_PROFILE, name)) for name in _PROFILE}
 A2, A3 = MACHINES["A2"], MACHINES["A3"]
 
 
 def machine_of(device_name: str) -> Machine:
     """The Machine of an NPU by its name in torch_npu; A2 for an unknown one. Source: CANN, names of A3 chips."""
-    return A3 if device_name.startswith("Ascend910_93") else A2
+    if device_name.startswith("Ascend910_93"):
+        return A3
+    return MACHINES.get(device_name.removeprefix("Ascend"), A2)

@@ -385,7 +385,7 @@ def test_a_world_within_a_node_is_near():
 
 
 def test_machines_are_known_by_their_devices(monkeypatch):
-    assert [machine_of(name) for name in ("Ascend910B2", "Ascend910_9391", "cpu")] == [A2, A3, A2]
+    assert [machine_of(name) for name in ("Ascend910B", "Ascend910_9391", "cpu")] == [A2, A3, A2]
     npu = types.SimpleNamespace(get_device_name=lambda: "Ascend910_9391")
     monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.get)
     assert Build(None, nn.Identity(), device_type="npu").machine == A3

@@ -26,6 +26,8 @@ KEYS_DIM = {"BSH": 1, "BSND": 1, "SBH": 0, "BNSD": 2, "TND": 0}
 """The dim of the keys in torch_npu's layouts of attention."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 """Products of two matrices, or of two batches of them."""
+INDEXING = ("aten::embedding", "aten::index_select", "aten::gather", "aten::take", "aten::index")
+"""Operators that read those elements of a tensor that an index names."""
 MADE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::set_", "aten::resize_")
 """Beginnings of the names of operators that start no kernel."""
 
@@ -53,7 +55,8 @@ def operator_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: A
     name: str = func._schema.name
     if _is_view(func) or name.startswith(MADE):
         return 0.0
-    moved = sum(each.nbytes for each in (*_tensors((args, kwargs)), *_tensors(out)))
+    moved = sum(map(_bytes, _tensors(out) if name in INDEXING else (*_tensors((args, kwargs)), *_tensors(out))))
+    moved *= 1 + (name in INDEXING)
     if name.startswith("c10d"):
         return machine.message + float(moved) / machine.port
     product = _product_seconds(func, args, kwargs, out, machine)
@@ -92,6 +95,12 @@ def _is_view(func: OpOverload) -> bool:
     """Whether ``func`` returns a view of an argument that it does not write."""
     aliases = [each.alias_info for each in func._schema.returns]
     return any(each is not None and not each.is_write for each in aliases)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of ``tensor``, each element of a broadcast one once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride) * tensor.itemsize
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

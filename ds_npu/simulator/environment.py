@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_npu.topology.machine import A2
+from ds_npu.topology.machine import A2, COLLECTIVES, TABLES, Machine, machine_of
 
 SOCS = (
     "910B1", "910B2", "910B2C", "910B3", "910B4", "910B4-1",
@@ -62,8 +62,17 @@ class Simulation:
             "DS_NPU_SIM_MEMORY": str(self.memory_bytes),
             "DS_NPU_SIM_CHAOS": "" if self.chaos is None else str(self.chaos),
             "DS_NPU_SIM_FAULT": ",".join(self.faults),
+            "DS_NPU_SIM_MACHINE": _numbers(machine_of(f"Ascend{self.soc}")),
             "DS_NPU_SIM_TRACE": self.trace,
         }
+
+
+def _numbers(machine: Machine) -> str:
+    """The numbers of ``machine`` as ``csrc/machine.h`` reads them."""
+    numbers = {name: value for name, value in vars(machine).items() if name != "name"}
+    tables = {name: ",".join(f"{size}:{rate!r}" for size, rate in numbers[name]) for name in TABLES}
+    phases = {kind: ",".join(map(":".join, each)) for kind, each in COLLECTIVES.items()}
+    return " ".join(f"{name}={value}" for name, value in (numbers | tables | phases).items())
 
 
 def bytes_of(text: str) -> int:

@@ -34,6 +34,7 @@ UNITS = {
     "port": "B/s",
     "link": "B/s",
     "network": "B/s",
+    "hop": "s",
     "host": "B/s",
 }
 """The unit of each number of a machine."""
@@ -76,6 +77,8 @@ class Machine:
     """Bytes/s to one other rank of the node."""
     network: float
     """Bytes/s to ranks of other nodes."""
+    hop: float
+    """Seconds of each step of a collective between nodes."""
     host: float
     """Bytes/s between the memory of the device and pinned memory of its host."""
 
@@ -105,6 +108,23 @@ class Machine:
         rounds = math.ceil(count * tiles / self.cores)
         rate = self.matmul if itemsize <= 2 else self.matmul_float32
         return rounds * self.cores * 2 * math.prod(TILE) * inner / rate
+
+    def collective_seconds(self, kind: str, n: float, near: int, nodes: int) -> float:
+        """Seconds of a collective of ``COLLECTIVES`` over ``near`` ranks on each of ``nodes`` nodes.
+
+        ``n`` is the bytes of the whole buffer: before a reduce-scatter or all-reduce, after an all-gather.
+        """
+        ranks, hops, seconds = near * nodes, math.ceil(math.log2(nodes)), self.message
+        for level, amount in COLLECTIVES[kind]:
+            part = n / near if amount == "n/g" else n
+            if level == "near":
+                seconds += self.seconds(part * (near - 1) / near, near - 1, 0.0)
+            elif level == "far":
+                seconds += self.seconds(0.0, 0, part * (nodes - 1) / nodes) + hops * self.hop
+            else:
+                seconds += self.seconds(part * (near - 1) / ranks, near - 1, part * (ranks - near) / ranks)
+                seconds += (nodes - 1) * self.hop
+        return seconds
 
     def attention_seconds(self, flop: float, keys: float) -> float:
         """Seconds of arithmetic of an attention call of ``flop`` FLOP on ``keys`` keys."""
@@ -165,8 +185,13 @@ def entries_of(profile: Mapping[str, Any], name: str) -> dict[str, Any]:
     return own if like is None else entries_of(profile, like) | own
 
 
-_PROFILE = json.loads(FILE.read_text())
-MACHINES = {name: machine_from(name, entries_of(_PROFILE, name)) for name in _PROFILE}
+_PROFILES = json.loads(FILE.read_text())
+MACHINES = {name: machine_from(name, entries_of(_PROFILES["machines"], name)) for name in _PROFILES["machines"]}
+COLLECTIVES: dict[str, list[tuple[str, str]]] = {
+    kind: [(level, amount) for level, amount in phases] for kind, phases in _PROFILES["collectives"]["phases"].items()
+}
+"""The phases of each collective, one after the other: a level ("near" is within nodes, "far" between them, "both" at
+the same time), and its bytes: of n, those of the whole buffer, or of n / g, with g ranks of the group on a node."""
 A2, A3 = MACHINES["A2"], MACHINES["A3"]
 
 

@@ -22,7 +22,7 @@ from ds_npu.topology.machine import (
     machine_of,
 )
 
-PROFILE = json.loads(FILE.read_text())
+PROFILE = json.loads(FILE.read_text())["machines"]
 
 
 def entries():
@@ -139,6 +139,37 @@ def test_measured_products_are_met():
     for (rows, columns, inner), rate in measured.items():
         seconds = MACHINES["910B2"].product_seconds(rows, columns, inner, 2) + 15e-6
         assert seconds == pytest.approx(2 * rows * columns * inner / rate, rel=0.067)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        # 2 nodes of 4: 3/4 of 8e9 bytes over 3 links, half over the network; a step between two nodes.
+        ("all_gather", 6e9 / 3e9 + 4e9 / 2e9 + 0.25),
+        ("reduce_scatter", 6e9 / 3e9 + 4e9 / 2e9 + 0.25),
+        # Scattered and gathered within nodes; half of a rank's quarter twice between them.
+        ("all_reduce", 2 * 6e9 / 3e9 + 2 * (1e9 / 2e9 + 0.25)),
+        # 3 of 8 parts to the node while 4 of 8 go to the other one.
+        ("all_to_all", max(3e9 / 3e9, 4e9 / 2e9) + 0.25),
+        ("barrier", 0.0),
+    ],
+)
+def test_a_collective_takes_its_phases(kind, seconds):
+    machine = dataclasses.replace(A2, message=0.125, port=1e10, link=1e9, network=2e9, hop=0.25)
+    assert machine.collective_seconds(kind, 8e9, near=4, nodes=2) == pytest.approx(0.125 + seconds)
+
+
+def test_a_port_is_no_faster_with_more_peers():
+    machine = dataclasses.replace(A2, message=0.0, port=2.5e9, link=1e9)
+    assert machine.collective_seconds("all_gather", 8e9, near=8, nodes=1) == pytest.approx(7e9 / 2.5e9)
+
+
+def test_measured_collectives_of_one_server_are_met():
+    """Source: hardware.md, section 3: output bytes a second of large collectives; the sizes are not published."""
+    n = 1e9
+    for ranks, gather, reduce in ((2, 38e9, 18e9), (8, 149e9, 72e9)):
+        assert n / A2.collective_seconds("all_gather", n, ranks, 1) == pytest.approx(gather, rel=0.09)
+        assert n / A2.collective_seconds("all_reduce", n, ranks, 1) == pytest.approx(reduce, rel=0.09)
 
 
 def test_an_operator_takes_the_longer_of_its_arithmetic_and_its_bytes():

@@ -39,6 +39,7 @@ Settings from_environment() {
   if (!chaos.empty()) result.chaos = std::strtoull(chaos.c_str(), nullptr, 10);
   result.fault = variable("DS_NPU_SIM_FAULT", "");
   result.fired = variable("DS_NPU_SIM_FIRED", "");
+  result.machine = variable("DS_NPU_SIM_MACHINE", "");
   result.trace = variable("DS_NPU_SIM_TRACE", "");
   return result;
 }

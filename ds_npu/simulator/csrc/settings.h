@@ -16,6 +16,7 @@ struct Settings {
   std::optional<std::uint64_t> chaos;  // DS_NPU_SIM_CHAOS, the seed
   std::string fault;                   // DS_NPU_SIM_FAULT
   std::string fired;                   // DS_NPU_SIM_FIRED, the file that lists the faults that fired; "": none
+  std::string machine;                 // DS_NPU_SIM_MACHINE, as machine.h reads it
   std::string trace;                   // DS_NPU_SIM_TRACE, a folder; "": none
 };
 

@@ -53,8 +53,8 @@ Stream::~Stream() {
   device_.remove(this);
 }
 
-void Stream::push(const char* name, std::function<void()> work, std::string detail) {
-  enqueue({.name = name, .work = std::move(work), .detail = std::move(detail)});
+void Stream::push(const char* name, std::function<void()> work, std::string detail, Account account) {
+  enqueue({.name = name, .work = std::move(work), .detail = std::move(detail), .account = std::move(account)});
 }
 
 void Stream::enqueue(Task task) {
@@ -117,6 +117,7 @@ void Stream::perform(Task& task) {
            .place = task.place,
            .name = task.name,
            .detail = task.detail,
+           .account = task.account,
            .begun = begun,
            .ended = Clock::now()});
   };

@@ -15,6 +15,7 @@
 
 #include "device.h"
 #include "timeout.h"
+#include "work.h"
 
 namespace sim {
 
@@ -30,8 +31,9 @@ class Stream {
   int id() const { return id_; }
 
   // Puts `work` at the end of the queue. If it throws, the device has failed: Device::fail.
-  // `name` says in that error what was running; it must outlive the task. `detail` is for the trace.
-  void push(const char* name, std::function<void()> work, std::string detail = {});
+  // `name` says in that error what was running; it must outlive the task. `detail` is for the trace, `account` says what the
+  // task costs and touches.
+  void push(const char* name, std::function<void()> work, std::string detail = {}, Account account = {});
 
   // Throws the device's failure, or ACL_ERROR_RT_STREAM_SYNC_TIMEOUT.
   void synchronize(Timeout timeout = {});
@@ -53,6 +55,7 @@ class Stream {
     bool marks_end = false;         // has no work of its own: a stream with nothing else before it is idle
     std::string detail{};           // for the trace
     std::function<bool()> ready{};  // for a task that waits: whether it would not
+    Account account{};
     std::uint64_t place{};          // as Span's
   };
   void enqueue(Task task);

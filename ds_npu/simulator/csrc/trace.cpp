@@ -54,6 +54,15 @@ std::string microseconds(Clock::duration time) {
   return text;
 }
 
+// What the simulated machine does for the task, of one that costs something.
+std::string cost(const Account& account) {
+  if (account.seconds == 0) return "";
+  char numbers[160];
+  std::snprintf(numbers, sizeof numbers, ",\"flop\":%.17g,\"read\":%" PRId64 ",\"written\":%" PRId64 ",\"seconds\":%.17g",
+                account.work.flop, account.read_bytes, account.written_bytes, account.seconds);
+  return ",\"kind\":" + quoted(account.work.kind) + numbers;
+}
+
 }  // namespace
 
 bool tracing() { return !settings().trace.empty(); }
@@ -63,7 +72,7 @@ void trace(const Span& span) {
   file->write("{\"ph\":\"X\",\"pid\":" + std::to_string(span.device) + ",\"tid\":" + std::to_string(span.stream) +
               ",\"ts\":" + microseconds(span.begun.time_since_epoch()) + ",\"dur\":" + microseconds(span.ended - span.begun) +
               ",\"name\":" + quoted(span.name) + ",\"args\":{\"place\":" + std::to_string(span.place) +
-              ",\"detail\":" + quoted(span.detail) + "}},\n");
+              ",\"detail\":" + quoted(span.detail) + cost(span.account) + "}},\n");
 }
 
 }  // namespace sim

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "timeout.h"
+#include "work.h"
 
 namespace sim {
 
@@ -17,6 +18,7 @@ struct Span {
   std::uint64_t place;        // among the tasks of this process, in the order in which the host put them on streams
   const char* name;
   const std::string& detail;  // which event, which message
+  const Account& account;
   Clock::time_point begun;
   Clock::time_point ended;
 };

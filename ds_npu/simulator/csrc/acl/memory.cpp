@@ -89,7 +89,8 @@ void check_copy(const void* to, size_t room, const void* from, size_t bytes, acl
 void copy_async(const char* name, void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind,
                 aclrtStream stream) {
   check_copy(to, room, from, bytes, kind);
-  sim::stream_of(stream).push(name, [=] { std::memmove(to, from, bytes); });
+  const bool within_device = kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
+  sim::stream_of(stream).push(name, [=] { std::memmove(to, from, bytes); }, {}, sim::copy_of(to, from, bytes, within_device));
 }
 
 void allocate_on_device(void** address, size_t bytes) {
@@ -167,7 +168,8 @@ SIM_API(aclError, aclrtMemcpyAsyncWithCondition,
 
 SIM_API(aclError, aclrtMemsetAsync, (void* to, size_t room, int32_t value, size_t bytes, aclrtStream stream)) {
   if (bytes > room) throw Failure(ACL_ERROR_INVALID_PARAM, "more bytes to set than there are");
-  sim::stream_of(stream).push("aclrtMemsetAsync", [=] { std::memset(to, value, bytes); });
+  sim::stream_of(stream).push("aclrtMemsetAsync", [=] { std::memset(to, value, bytes); }, {},
+                              sim::account_of(sim::streaming(), {sim::touched(to, bytes, sim::Access::kWritten)}));
 }
 
 // Expandable segments. torch_npu probes for support before it has set a device. A physical handle is counted against

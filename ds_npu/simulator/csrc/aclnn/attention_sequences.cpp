@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "aclnn/attention.h"
+#include "machine.h"
 
 namespace sim {
 
@@ -227,6 +228,45 @@ std::vector<AttentionSequence> sequences_of(const AttentionCall& call) {
   }
   if (call.keep_probability < 1 && call.drop_mask->numel() * 8 < bit) reject("the dropout mask has too few bits");
   return result;
+}
+
+// Scores that are computed, of one head.
+static double visible_scores(const AttentionCall& call, const Tensors& queries, const Tensors& keys) {
+  const auto has_rows = [](const Tensor& query) { return query.size(1) > 0; };
+  const auto first = std::find_if(queries.begin(), queries.end(), has_rows) - queries.begin();
+  const auto last = queries.rend() - std::find_if(queries.rbegin(), queries.rend(), has_rows) - 1;
+  int64_t scores = 0;
+  for (size_t i = 0; i < queries.size(); ++i) {
+    const int64_t rows = queries[i].size(1);
+    if (rows == 0) continue;
+    const VisibleKeys visible = visible_keys(call, rows, keys.at(i).size(1), static_cast<int64_t>(i), first, last);
+    for (int64_t row = 0; row < rows; ++row) scores += std::max<int64_t>(visible.end(row) - visible.begin(row), 0);
+  }
+  return static_cast<double>(scores);
+}
+
+Work attention(bool backward, const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+               const OptionalInts& prefix, int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout,
+               int64_t sparse_mode, const OptionalInts& query_ends, const OptionalInts& key_ends) {
+  const AttentionCall call{.query = query, .key = key, .value = value, .pse = {}, .drop_mask = {}, .padding_mask = {},
+                           .mask = mask, .prefix = prefix, .scale = 1, .keep_probability = 1, .pre_tokens = pre_tokens,
+                           .next_tokens = next_tokens, .heads = heads, .layout = layout, .inner_precise = 0,
+                           .sparse_mode = sparse_mode, .query_ends = query_ends, .key_ends = key_ends};
+  Work work{.kind = "attention"};
+  try {
+    const Tensors queries = split_sequences(query, call, heads, query_ends);
+    const Tensors keys = split_sequences(key, call, key_heads(call), key_ends);
+    const Tensors values = split_sequences(value, call, key_heads(call), key_ends);
+    int64_t longest = 0;
+    for (const Tensor& one : keys) longest = std::max(longest, one.size(1));
+    // Forward: scores and sums. Backward: the scores again, and the gradients of weights, value, query and key.
+    const int64_t width = keys.at(0).size(2), value_width = values.at(0).size(2);
+    const int64_t products = backward ? 3 * width + 2 * value_width : width + value_width;
+    work.flop = 2 * visible_scores(call, queries, keys) * static_cast<double>(heads * products);
+    work.arithmetic = machine().attention_seconds(work.flop, static_cast<double>(longest));
+  } catch (const std::exception&) {
+  }
+  return work;
 }
 
 }  // namespace sim

@@ -4,53 +4,54 @@
 
 using namespace sim;
 
-ACLNN(InplaceZero, (Tensor& self)) { self.zero_(); }
-ACLNN(InplaceOne, (Tensor& self)) { self.fill_(1); }
-ACLNN(InplaceFillScalar, (Tensor& self, const Scalar& value)) { self.fill_(value); }
-ACLNN(InplaceFillTensor, (Tensor& self, const Tensor& value)) { self.fill_(value.reshape({})); }
-ACLNN(InplaceFillDiagonal, (Tensor& self, const Scalar& value, bool wrap)) { self.fill_diagonal_(value, wrap); }
+ACLNN(InplaceZero, streaming(), (Tensor& self)) { self.zero_(); }
+ACLNN(InplaceOne, streaming(), (Tensor& self)) { self.fill_(1); }
+ACLNN(InplaceFillScalar, streaming(), (Tensor& self, const Scalar& value)) { self.fill_(value); }
+ACLNN(InplaceFillTensor, streaming(), (Tensor& self, const Tensor& value)) { self.fill_(value.reshape({})); }
+ACLNN(InplaceFillDiagonal, streaming(),
+      (Changed<Tensor>& self, const Scalar& value, bool wrap)) { self.fill_diagonal_(value, wrap); }
 
-ACLNN(Arange, (const Scalar& start, const Scalar& end, const Scalar& step, Tensor& out)) {
+ACLNN(Arange, streaming(), (const Scalar& start, const Scalar& end, const Scalar& step, Tensor& out)) {
   at::arange_out(out, start, end, step);
 }
-ACLNN(Range, (const Scalar& start, const Scalar& end, const Scalar& step, Tensor& out)) {
+ACLNN(Range, streaming(), (const Scalar& start, const Scalar& end, const Scalar& step, Tensor& out)) {
   at::range_out(out, start, end, step);
 }
-ACLNN(Linspace, (const Scalar& start, const Scalar& end, int64_t steps, Tensor& out)) {
+ACLNN(Linspace, streaming(), (const Scalar& start, const Scalar& end, int64_t steps, Tensor& out)) {
   at::linspace_out(out, start, end, steps);
 }
-ACLNN(LogSpace, (const Scalar& start, const Scalar& end, int64_t steps, double base, Tensor& out)) {
+ACLNN(LogSpace, streaming(), (const Scalar& start, const Scalar& end, int64_t steps, double base, Tensor& out)) {
   at::logspace_out(out, start, end, steps, base);
 }
-ACLNN(Eye, (int64_t rows, int64_t columns, Tensor& out)) { at::eye_out(out, rows, columns); }
+ACLNN(Eye, streaming(), (int64_t rows, int64_t columns, Tensor& out)) { at::eye_out(out, rows, columns); }
 
-ACLNN(Tril, (const Tensor& self, int64_t diagonal, Tensor& out)) { at::tril_out(out, self, diagonal); }
-ACLNN(Triu, (const Tensor& self, int64_t diagonal, Tensor& out)) { at::triu_out(out, self, diagonal); }
-ACLNN(InplaceTril, (Tensor& self, int64_t diagonal)) { self.tril_(diagonal); }
-ACLNN(InplaceTriu, (Tensor& self, int64_t diagonal)) { self.triu_(diagonal); }
+ACLNN(Tril, streaming(), (const Tensor& self, int64_t diagonal, Tensor& out)) { at::tril_out(out, self, diagonal); }
+ACLNN(Triu, streaming(), (const Tensor& self, int64_t diagonal, Tensor& out)) { at::triu_out(out, self, diagonal); }
+ACLNN(InplaceTril, streaming(), (Changed<Tensor>& self, int64_t diagonal)) { self.tril_(diagonal); }
+ACLNN(InplaceTriu, streaming(), (Changed<Tensor>& self, int64_t diagonal)) { self.triu_(diagonal); }
 
 // Copies between tensors of one device: other strides, other types.
 
-ACLNN(InplaceCopy, (Tensor& self, const Tensor& source)) { self.copy_(source); }
-ACLNN(Cast, (const Tensor& self, ScalarType, Tensor& out)) { out.copy_(self); }
+ACLNN(InplaceCopy, streaming(), (Tensor& self, const Tensor& source)) { self.copy_(source); }
+ACLNN(Cast, streaming(), (const Tensor& self, ScalarType, Tensor& out)) { out.copy_(self); }
 
 // Concatenation, splitting, repetition, reordering and padding of tensors.
 
-ACLNN(Cat, (const Tensors& tensors, int64_t dim, Tensor& out)) { at::cat_out(out, tensors, dim); }
+ACLNN(Cat, streaming(), (const Tensors& tensors, int64_t dim, Tensor& out)) { at::cat_out(out, tensors, dim); }
 
-ACLNN(Stack, (const Tensors& tensors, int64_t dim, Tensor& out)) { at::stack_out(out, tensors, dim); }
+ACLNN(Stack, streaming(), (const Tensors& tensors, int64_t dim, Tensor& out)) { at::stack_out(out, tensors, dim); }
 
-ACLNN(SplitWithSize, (const Tensor& self, const Ints& sizes, int64_t dim, const Tensors& out)) {
+ACLNN(SplitWithSize, streaming(), (const Tensor& self, const Ints& sizes, int64_t dim, Written<Tensors>& out)) {
   const Tensors pieces = self.split_with_sizes(sizes, dim);
   for (size_t i = 0; i < out.size(); ++i) out[i].copy_(pieces.at(i));
 }
 
-ACLNN(ChunkCat, (const Tensors& tensors, int64_t dim, int64_t chunks, Tensor& out)) {
+ACLNN(ChunkCat, streaming(), (const Tensors& tensors, int64_t dim, int64_t chunks, Tensor& out)) {
   out.copy_(at::_chunk_cat(tensors, dim, chunks));
 }
 
 // Each dim of the result, split into (repetition, element), is the argument broadcast over the repetitions.
-ACLNN(Repeat, (const Tensor& self, const Ints& repeats, Tensor& out)) {
+ACLNN(Repeat, streaming(), (const Tensor& self, const Ints& repeats, Tensor& out)) {
   if (out.numel() == 0) return;
   Ints split, elements;
   const size_t leading = repeats.size() - static_cast<size_t>(self.dim());
@@ -72,39 +73,40 @@ static void repeat_each(Tensor& out, const Tensor& self, const Tensor& repeats, 
 
 static Tensor count(int64_t repeats) { return at::full({1}, repeats, at::kLong); }
 
-ACLNN(RepeatInterleave, (const Tensor& self, const Tensor& repeats, int64_t, Tensor& out)) {
+ACLNN(RepeatInterleave, streaming(), (const Tensor& self, const Tensor& repeats, int64_t, Tensor& out)) {
   repeat_each(out, self, repeats, {});
 }
 
-ACLNN(RepeatInterleaveWithDim, (const Tensor& self, const Tensor& repeats, int64_t dim, int64_t, Tensor& out)) {
+ACLNN(RepeatInterleaveWithDim, streaming(), (const Tensor& self, const Tensor& repeats, int64_t dim, int64_t, Tensor& out)) {
   repeat_each(out, self, repeats, dim);
 }
 
-ACLNN(RepeatInterleaveInt, (const Tensor& self, int64_t repeats, int64_t, Tensor& out)) {
+ACLNN(RepeatInterleaveInt, streaming(), (const Tensor& self, int64_t repeats, int64_t, Tensor& out)) {
   repeat_each(out, self, count(repeats), {});
 }
 
-ACLNN(RepeatInterleaveIntWithDim, (const Tensor& self, int64_t repeats, int64_t dim, int64_t, Tensor& out)) {
+ACLNN(RepeatInterleaveIntWithDim, streaming(), (const Tensor& self, int64_t repeats, int64_t dim, int64_t, Tensor& out)) {
   repeat_each(out, self, count(repeats), dim);
 }
 
-ACLNN(RepeatInterleaveTensor, (const Tensor& repeats, int64_t, Tensor& out)) { out.copy_(at::repeat_interleave(repeats)); }
+ACLNN(RepeatInterleaveTensor, streaming(),
+      (const Tensor& repeats, int64_t, Tensor& out)) { out.copy_(at::repeat_interleave(repeats)); }
 
-ACLNN(Flip, (const Tensor& self, const Ints& dims, Tensor& out)) { out.copy_(at::flip(self, dims)); }
+ACLNN(Flip, streaming(), (const Tensor& self, const Ints& dims, Tensor& out)) { out.copy_(at::flip(self, dims)); }
 
-ACLNN(Roll, (const Tensor& self, const Ints& shifts, const Ints& dims, Tensor& out)) {
+ACLNN(Roll, streaming(), (const Tensor& self, const Ints& shifts, const Ints& dims, Tensor& out)) {
   out.copy_(at::roll(self, shifts, dims));
 }
 
-ACLNN(ConstantPadNd, (const Tensor& self, const Ints& pad, const Scalar& value, Tensor& out)) {
+ACLNN(ConstantPadNd, streaming(), (const Tensor& self, const Ints& pad, const Scalar& value, Tensor& out)) {
   out.copy_(at::constant_pad_nd(self, pad, value));
 }
 
-ACLNN(UnfoldGrad, (const Tensor& grad, const Ints& sizes, int64_t dim, int64_t size, int64_t step, Tensor& out)) {
+ACLNN(UnfoldGrad, streaming(), (const Tensor& grad, const Ints& sizes, int64_t dim, int64_t size, int64_t step, Tensor& out)) {
   out.copy_(at::unfold_backward(wide(grad), sizes, dim, size, step));
 }
 
-ACLNN(Im2col, (const Tensor& self, const Ints& kernel, const Ints& dilation, const Ints& padding, const Ints& stride,
-               Tensor& out)) {
+ACLNN(Im2col, streaming(),
+      (const Tensor& self, const Ints& kernel, const Ints& dilation, const Ints& padding, const Ints& stride, Tensor& out)) {
   out.copy_(at::im2col(self, kernel, dilation, padding, stride));
 }

@@ -1,4 +1,6 @@
 // Products of groups of rows (experts), fused with the exchange of these rows between ranks. Of an A3 only.
+#include <numeric>
+
 #include "aclnn/communicator_argument.h"
 #include "settings.h"
 
@@ -91,13 +93,25 @@ Tensor products(const Tensor& x, const Tensor& weight, bool transposed, const Ro
   return out;
 }
 
+// The products of a rank's experts, of `rows` rows in all, while it sends `exchanged` to the ranks of their experts.
+Work with_exchange(const Tensor& x, const Tensor& weight, bool transposed, const Ints& rows, const Tensor& exchanged,
+                   const Group& group) {
+  const int64_t experts = std::max<int64_t>(weight.size(0), 1), ranks = group.communicator->size();
+  const int64_t all = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  const Work work = sim::products((all + experts - 1) / experts, weight.size(transposed ? 1 : 2), weight.size(transposed ? 2 : 1),
+                                  static_cast<int64_t>(x.element_size()), experts);
+  const auto sent = static_cast<double>(exchanged.nbytes()) * static_cast<double>(ranks - 1) / static_cast<double>(ranks);
+  return beside_message(work, sent, ranks - 1);
+}
+
 }  // namespace
 
-ACLNN(AlltoAllvGroupedMatMul,
+ACLNN(AlltoAllvGroupedMatMul, with_exchange(x, weight, transposed, received, x, group),
       (const Tensor& x, const Tensor& weight, const OptionalTensor& send_counts, const OptionalTensor& recv_counts,
        const OptionalTensor& mm_x, const OptionalTensor& mm_weight, const Group& group, int64_t ranks, const Ints& sent,
        const Ints& received, bool transposed, bool, bool permuted_out, Tensor& y, const OptionalTensor&,
-       const OptionalTensor& permuted)) {
+       Written<OptionalTensor>& permuted))
+       {
   check(group, x, weight, ranks, sent, received, x.numel() * x.element_size(), send_counts || recv_counts || mm_x || mm_weight);
   const Rows from{ranks, weight.size(0), sent}, to{ranks, weight.size(0), received};
   Scratch own(group, x, x.sizes()), all(group, x, {sum(received), x.size(1)});
@@ -108,7 +122,7 @@ ACLNN(AlltoAllvGroupedMatMul,
   y.copy_(products(rows, weight, transposed, to));
 }
 
-ACLNN(GroupedMatMulAlltoAllv,
+ACLNN(GroupedMatMulAlltoAllv, with_exchange(x, weight, transposed, sent, y, group),
       (const Tensor& x, const Tensor& weight, const OptionalTensor& send_counts, const OptionalTensor& recv_counts,
        const OptionalTensor& mm_x, const OptionalTensor& mm_weight, const Group& group, int64_t ranks, const Ints& sent,
        const Ints& received, bool transposed, bool, Tensor& y, const OptionalTensor&)) {

@@ -58,6 +58,7 @@ void forward_attention(const AttentionCall& given, Tensor& softmax_max, Tensor& 
 }  // namespace sim
 
 ACLNN(FlashAttentionScore,
+      attention(false, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, {}, {}),
       (const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& pse, const OptionalTensor& drop_mask,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalInts& prefix, double scale, double keep,
        int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
@@ -71,6 +72,7 @@ ACLNN(FlashAttentionScore,
 
 // q_start and kv_start, from here on, matter only to the kinds of pse that are made inside, which are not simulated.
 ACLNN(FlashAttentionScoreV2,
+      attention(false, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, {}, {}),
       (const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& pse, const OptionalTensor& drop_mask,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalInts& prefix, const OptionalInts&,
        const OptionalInts&, double scale, double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads,
@@ -84,6 +86,7 @@ ACLNN(FlashAttentionScoreV2,
 }
 
 ACLNN(FlashAttentionScoreV3,
+      attention(false, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, {}, {}),
       (const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& pse, const OptionalTensor& drop_mask,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalTensor& sink, const OptionalInts& prefix,
        const OptionalInts&, const OptionalInts&, double scale, double keep, int64_t pre_tokens, int64_t next_tokens,
@@ -98,6 +101,8 @@ ACLNN(FlashAttentionScoreV3,
 }
 
 ACLNN(FlashAttentionVarLenScore,
+      attention(false, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& pse, const OptionalTensor& drop_mask,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalInts& prefix,
        const OptionalInts& query_ends, const OptionalInts& key_ends, double scale, double keep, int64_t pre_tokens,
@@ -112,6 +117,8 @@ ACLNN(FlashAttentionVarLenScore,
 }
 
 ACLNN(FlashAttentionVarLenScoreV2,
+      attention(false, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& pse, const OptionalTensor& drop_mask,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalInts& prefix,
        const OptionalInts& query_ends, const OptionalInts& key_ends, const OptionalInts&, const OptionalInts&, double scale,
@@ -126,6 +133,8 @@ ACLNN(FlashAttentionVarLenScoreV2,
 }
 
 ACLNN(FlashAttentionVarLenScoreV3,
+      attention(false, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const OptionalTensor& query_rope, const Tensor& key, const OptionalTensor& key_rope,
        const Tensor& value, const OptionalTensor& pse, const OptionalTensor& drop_mask, const OptionalTensor& padding_mask,
        const OptionalTensor& mask, const OptionalInts& prefix, const OptionalInts& query_ends, const OptionalInts& key_ends,
@@ -142,6 +151,8 @@ ACLNN(FlashAttentionVarLenScoreV3,
 }
 
 ACLNN(FlashAttentionVarLenScoreV4,
+      attention(false, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& pse, const OptionalTensor& drop_mask,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalInts& prefix,
        const OptionalInts& query_ends, const OptionalInts& key_ends, double scale, double keep, int64_t pre_tokens,
@@ -156,6 +167,8 @@ ACLNN(FlashAttentionVarLenScoreV4,
 }
 
 ACLNN(FlashAttentionVarLenScoreV5,
+      attention(false, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const OptionalTensor& query_rope, const Tensor& key, const OptionalTensor& key_rope,
        const Tensor& value, const OptionalTensor& pse, const OptionalTensor& drop_mask, const OptionalTensor& padding_mask,
        const OptionalTensor& mask, const OptionalTensor& sink, const OptionalInts& prefix, const OptionalInts& query_ends,

@@ -85,12 +85,13 @@ void backward_attention(const AttentionCall& given, const AttentionSaved& saved,
 }  // namespace sim
 
 ACLNN(FlashAttentionScoreGrad,
+      attention(true, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, {}, {}),
       (const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out_gradient, const OptionalTensor& pse,
        const OptionalTensor& drop_mask, const OptionalTensor& padding_mask, const OptionalTensor& mask,
        const OptionalTensor& softmax_max, const OptionalTensor& softmax_sum, const OptionalTensor&, const OptionalTensor& out,
        const OptionalInts& prefix, double scale, double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads,
        const std::string& layout, int64_t inner_precise, int64_t sparse_mode, Tensor& dq, Tensor& dk, Tensor& dv,
-       const OptionalTensor& dpse)) {
+       Written<OptionalTensor>& dpse)) {
   backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
                       .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
                       .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
@@ -100,12 +101,13 @@ ACLNN(FlashAttentionScoreGrad,
 }
 
 ACLNN(FlashAttentionScoreGradV2,
+      attention(true, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, {}, {}),
       (const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out_gradient, const OptionalTensor& pse,
        const OptionalTensor& drop_mask, const OptionalTensor& padding_mask, const OptionalTensor& mask,
        const OptionalTensor& softmax_max, const OptionalTensor& softmax_sum, const OptionalTensor&, const OptionalTensor& out,
        const OptionalInts& prefix, const OptionalInts&, const OptionalInts&, double scale, double keep, int64_t pre_tokens,
        int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise, int64_t sparse_mode,
-       int64_t pse_type, Tensor& dq, Tensor& dk, Tensor& dv, const OptionalTensor& dpse)) {
+       int64_t pse_type, Tensor& dq, Tensor& dk, Tensor& dv, Written<OptionalTensor>& dpse)) {
   backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
                       .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
                       .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
@@ -115,13 +117,14 @@ ACLNN(FlashAttentionScoreGradV2,
 }
 
 ACLNN(FlashAttentionScoreGradV3,
+      attention(true, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, {}, {}),
       (const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out_gradient, const OptionalTensor& pse,
        const OptionalTensor& drop_mask, const OptionalTensor& padding_mask, const OptionalTensor& mask,
        const OptionalTensor& softmax_max, const OptionalTensor& softmax_sum, const OptionalTensor&, const OptionalTensor& out,
        const OptionalTensor& sink, const OptionalInts& prefix, const OptionalInts&, const OptionalInts&, double scale,
        double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
-       int64_t sparse_mode, int64_t pse_type, Tensor& dq, Tensor& dk, Tensor& dv, const OptionalTensor& dpse,
-       const OptionalTensor& dsink)) {
+       int64_t sparse_mode, int64_t pse_type, Tensor& dq, Tensor& dk, Tensor& dv, Written<OptionalTensor>& dpse,
+       Written<OptionalTensor>& dsink)) {
   backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
                       .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
                       .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
@@ -132,12 +135,14 @@ ACLNN(FlashAttentionScoreGradV3,
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGrad,
+      attention(true, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out_gradient, const OptionalTensor& pse,
        const OptionalTensor& drop_mask, const OptionalTensor& padding_mask, const OptionalTensor& mask,
        const OptionalTensor& softmax_max, const OptionalTensor& softmax_sum, const OptionalTensor&, const OptionalTensor& out,
        const OptionalInts& prefix, const OptionalInts& query_ends, const OptionalInts& key_ends, double scale, double keep,
        int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
-       int64_t sparse_mode, Tensor& dq, Tensor& dk, Tensor& dv, const OptionalTensor& dpse)) {
+       int64_t sparse_mode, Tensor& dq, Tensor& dk, Tensor& dv, Written<OptionalTensor>& dpse)) {
   backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
                       .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
                       .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
@@ -148,13 +153,16 @@ ACLNN(FlashAttentionUnpaddingScoreGrad,
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGradV2,
+      attention(true, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out_gradient, const OptionalTensor& pse,
        const OptionalTensor& drop_mask, const OptionalTensor& padding_mask, const OptionalTensor& mask,
        const OptionalTensor& softmax_max, const OptionalTensor& softmax_sum, const OptionalTensor&, const OptionalTensor& out,
        const OptionalInts& prefix, const OptionalInts& query_ends, const OptionalInts& key_ends, const OptionalInts&,
        const OptionalInts&, double scale, double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads,
        const std::string& layout, int64_t inner_precise, int64_t sparse_mode, int64_t pse_type, Tensor& dq, Tensor& dk,
-       Tensor& dv, const OptionalTensor& dpse)) {
+       Tensor& dv, Written<OptionalTensor>& dpse))
+       {
   backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
                       .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
                       .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
@@ -165,14 +173,16 @@ ACLNN(FlashAttentionUnpaddingScoreGradV2,
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGradV3,
+      attention(true, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const OptionalTensor& query_rope, const Tensor& key, const OptionalTensor& key_rope,
        const Tensor& value, const Tensor& out_gradient, const OptionalTensor& pse, const OptionalTensor& drop_mask,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalTensor& softmax_max,
        const OptionalTensor& softmax_sum, const OptionalTensor&, const OptionalTensor& out, const OptionalInts& prefix,
        const OptionalInts& query_ends, const OptionalInts& key_ends, const OptionalInts&, const OptionalInts&, double scale,
        double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
-       int64_t sparse_mode, int64_t pse_type, Tensor& dq, const OptionalTensor& dq_rope, Tensor& dk,
-       const OptionalTensor& dk_rope, Tensor& dv, const OptionalTensor& dpse)) {
+       int64_t sparse_mode, int64_t pse_type, Tensor& dq, Written<OptionalTensor>& dq_rope, Tensor& dk,
+       Written<OptionalTensor>& dk_rope, Tensor& dv, Written<OptionalTensor>& dpse)) {
   backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
                       .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
                       .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,
@@ -184,12 +194,14 @@ ACLNN(FlashAttentionUnpaddingScoreGradV3,
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGradV4,
+      attention(true, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out_gradient, const OptionalTensor& pse,
        const OptionalTensor& drop_mask, const OptionalTensor& padding_mask, const OptionalTensor& mask,
        const OptionalTensor& softmax_max, const OptionalTensor& softmax_sum, const OptionalTensor&, const OptionalTensor& out,
        const OptionalInts& prefix, const OptionalInts& query_ends, const OptionalInts& key_ends, double scale, double keep,
        int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout, int64_t inner_precise,
-       int64_t sparse_mode, Tensor& dq, Tensor& dk, Tensor& dv, const OptionalTensor& dpse,
+       int64_t sparse_mode, Tensor& dq, Tensor& dk, Tensor& dv, Written<OptionalTensor>& dpse,
        const std::string& softmax_layout)) {
   backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
                       .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
@@ -201,6 +213,8 @@ ACLNN(FlashAttentionUnpaddingScoreGradV4,
 }
 
 ACLNN(FlashAttentionUnpaddingScoreGradV5,
+      attention(true, query, key, value, mask, prefix, pre_tokens, next_tokens, heads, layout, sparse_mode, query_ends,
+                 key_ends),
       (const Tensor& query, const OptionalTensor& query_rope, const Tensor& key, const OptionalTensor& key_rope,
        const Tensor& value, const Tensor& out_gradient, const OptionalTensor& pse, const OptionalTensor& drop_mask,
        const OptionalTensor& padding_mask, const OptionalTensor& mask, const OptionalTensor& softmax_max,
@@ -208,8 +222,8 @@ ACLNN(FlashAttentionUnpaddingScoreGradV5,
        const OptionalInts& prefix, const OptionalInts& query_ends, const OptionalInts& key_ends, const OptionalInts&,
        const OptionalInts&, double scale, double keep, int64_t pre_tokens, int64_t next_tokens, int64_t heads,
        const std::string& layout, int64_t inner_precise, int64_t sparse_mode, int64_t pse_type,
-       const std::string& softmax_layout, Tensor& dq, const OptionalTensor& dq_rope, Tensor& dk,
-       const OptionalTensor& dk_rope, Tensor& dv, const OptionalTensor& dpse, const OptionalTensor& dsink)) {
+       const std::string& softmax_layout, Tensor& dq, Written<OptionalTensor>& dq_rope, Tensor& dk,
+       Written<OptionalTensor>& dk_rope, Tensor& dv, Written<OptionalTensor>& dpse, Written<OptionalTensor>& dsink)) {
   backward_attention({.query = query, .key = key, .value = value, .pse = pse, .drop_mask = drop_mask,
                       .padding_mask = padding_mask, .mask = mask, .prefix = prefix, .scale = scale,
                       .keep_probability = keep, .pre_tokens = pre_tokens, .next_tokens = next_tokens, .heads = heads,

@@ -137,10 +137,28 @@ static void grouped_matmul(const Tensors& x, const Tensors& weight, const Option
   multiply_rows(x, each(weight, 2), biases, groups, y);
 }
 
+// The groups are taken to be of one size: which they have is known on the device only.
+static Work groups(const Tensors& x, const Tensors& weight, const Tensors& y, bool inner) {
+  const auto itemsize = static_cast<int64_t>(x.at(0).element_size());
+  const int64_t columns = weight.at(0).size(-1), width = x[0].size(-1);
+  const auto share = [](int64_t all, int64_t count) { return count == 0 ? 0 : (all + count - 1) / count; };
+  if (inner) {
+    int64_t results = 0;
+    for (const Tensor& one : y) results += one.numel();
+    const int64_t rows = x[0].size(0), count = rows * columns == 0 ? 0 : results / (rows * columns);
+    return products(rows, columns, share(width, count), itemsize, count);
+  }
+  int64_t rows = 0;
+  for (const Tensor& one : x) rows += width == 0 ? 0 : one.numel() / width;
+  const int64_t count = weight.size() == 1 && weight[0].dim() == 3 ? weight[0].size(0) : static_cast<int64_t>(weight.size());
+  return products(share(rows, count), columns, width, itemsize, count);
+}
+
 // With a list on the host: rows are split where there is one, or where several x go to one y.
-ACLNN(GroupedMatmul, (const Tensors& x, const Tensors& weight, const OptionalTensors& bias, const OptionalTensors& scale,
-                      const OptionalTensors& offset, const OptionalTensors& antiquant_scale,
-                      const OptionalTensors& antiquant_offset, const OptionalInts& group_list, int64_t, const Tensors& y)) {
+ACLNN(GroupedMatmul, groups(x, weight, y, false),
+      (const Tensors& x, const Tensors& weight, const OptionalTensors& bias, const OptionalTensors& scale,
+       const OptionalTensors& offset, const OptionalTensors& antiquant_scale, const OptionalTensors& antiquant_offset,
+       const OptionalInts& group_list, int64_t, Written<Tensors>& y)) {
   refuse_quantized(scale, "scale");
   refuse_quantized(offset, "offset");
   refuse_quantized(antiquant_scale, "antiquant_scale");
@@ -151,13 +169,13 @@ ACLNN(GroupedMatmul, (const Tensors& x, const Tensors& weight, const OptionalTen
   grouped_matmul(x, weight, bias, list, split ? split_rows : not_split, cumulative, 0, y);
 }
 
-ACLNN(GroupedMatmulV4, (const Tensors& x, const Tensors& weight, const OptionalTensors& bias, const OptionalTensors& scale,
-                        const OptionalTensors& offset, const OptionalTensors& antiquant_scale,
-                        const OptionalTensors& antiquant_offset, const OptionalTensors& per_token_scale,
-                        const OptionalTensor& group_list, const OptionalTensors& activation_input,
-                        const OptionalTensors& activation_quant_scale, const OptionalTensors& activation_quant_offset, int64_t,
-                        int64_t group_type, int64_t list_type, int64_t activation, const Tensors& y, const OptionalTensors&,
-                        const OptionalTensors&)) {
+ACLNN(GroupedMatmulV4, groups(x, weight, y, group_type == split_inner),
+      (const Tensors& x, const Tensors& weight, const OptionalTensors& bias, const OptionalTensors& scale,
+       const OptionalTensors& offset, const OptionalTensors& antiquant_scale, const OptionalTensors& antiquant_offset,
+       const OptionalTensors& per_token_scale, const OptionalTensor& group_list, const OptionalTensors& activation_input,
+       const OptionalTensors& activation_quant_scale, const OptionalTensors& activation_quant_offset, int64_t,
+       int64_t group_type, int64_t list_type, int64_t activation, Written<Tensors>& y, const OptionalTensors&,
+       const OptionalTensors&)) {
   refuse_quantized(scale, "scale");
   refuse_quantized(offset, "offset");
   refuse_quantized(antiquant_scale, "antiquant_scale");
@@ -170,21 +188,22 @@ ACLNN(GroupedMatmulV4, (const Tensors& x, const Tensors& weight, const OptionalT
 }
 
 // As V4, with a hint for tuning.
-ACLNN(GroupedMatmulV5, (const Tensors& x, const Tensors& weight, const OptionalTensors& bias, const OptionalTensors& scale,
-                        const OptionalTensors& offset, const OptionalTensors& antiquant_scale,
-                        const OptionalTensors& antiquant_offset, const OptionalTensors& per_token_scale,
-                        const OptionalTensor& group_list, const OptionalTensors& activation_input,
-                        const OptionalTensors& activation_quant_scale, const OptionalTensors& activation_quant_offset,
-                        int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation, const OptionalInts&,
-                        const Tensors& y, const OptionalTensors& activation_out, const OptionalTensors& quant_scale_out)) {
+ACLNN(GroupedMatmulV5, groups(x, weight, y, group_type == split_inner),
+      (const Tensors& x, const Tensors& weight, const OptionalTensors& bias, const OptionalTensors& scale,
+       const OptionalTensors& offset, const OptionalTensors& antiquant_scale, const OptionalTensors& antiquant_offset,
+       const OptionalTensors& per_token_scale, const OptionalTensor& group_list, const OptionalTensors& activation_input,
+       const OptionalTensors& activation_quant_scale, const OptionalTensors& activation_quant_offset, int64_t split_item,
+       int64_t group_type, int64_t list_type, int64_t activation, const OptionalInts&, Written<Tensors>& y,
+       const OptionalTensors& activation_out, const OptionalTensors& quant_scale_out)) {
   GroupedMatmulV4_body(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale, group_list,
                        activation_input, activation_quant_scale, activation_quant_offset, split_item, group_type, list_type,
                        activation, y, activation_out, quant_scale_out);
 }
 
 // y_g += x_g^T @ weight_g into float32: the gradient of the experts' weights, added to what is there.
-ACLNN(GroupedMatmulAdd, (const Tensor& x, const Tensor& weight, const Tensor& group_list, Tensor& y, bool transpose_x,
-                         bool transpose_weight, int64_t group_type)) {
+ACLNN(GroupedMatmulAdd, groups({x.t()}, {weight}, {y}, true),
+      (const Tensor& x, const Tensor& weight, const Tensor& group_list, Changed<Tensor>& y, bool transpose_x,
+       bool transpose_weight, int64_t group_type)) {
   if (!transpose_x || transpose_weight) refuse("grouped matmul add with x not transposed, or weight transposed,");
   if (group_type != split_inner) refuse("grouped matmul add with group_type " + std::to_string(group_type));
   check_types({x}, {weight});

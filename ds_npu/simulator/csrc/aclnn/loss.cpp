@@ -20,18 +20,21 @@ static void nll_loss(const Tensor& self, const Tensor& target, const Tensor& wei
   total_weight.copy_(total.reshape(total_weight.sizes()));
 }
 
-ACLNN(NLLLoss, (const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction, int64_t ignore_index,
-                Tensor& out, Tensor& total_weight)) {
+ACLNN(NLLLoss, indexing(target),
+      (const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction, int64_t ignore_index, Tensor& out,
+       Tensor& total_weight)) {
   nll_loss(self, target, weight, reduction, ignore_index, out, total_weight);
 }
 
-ACLNN(NLLLoss2d, (const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction, int64_t ignore_index,
-                  Tensor& out, Tensor& total_weight)) {
+ACLNN(NLLLoss2d, indexing(target),
+      (const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction, int64_t ignore_index, Tensor& out,
+       Tensor& total_weight)) {
   nll_loss(self, target, weight, reduction, ignore_index, out, total_weight);
 }
 
-ACLNN(NLLLossBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, const Tensor& weight,
-                        int64_t reduction, int64_t ignore_index, const Tensor& total_weight, Tensor& out)) {
+ACLNN(NLLLossBackward, streaming(),
+      (const Tensor& grad_output, const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction,
+       int64_t ignore_index, const Tensor& total_weight, Tensor& out)) {
   gradient_of(self, out, [&](Tensor& grad_input) {
     const ScalarType type = grad_input.scalar_type();
     at::nll_loss_backward_out(grad_input, grad_output.to(type), wide(self), target.to(at::kLong), weight.to(type), reduction,
@@ -39,8 +42,9 @@ ACLNN(NLLLossBackward, (const Tensor& grad_output, const Tensor& self, const Ten
   });
 }
 
-ACLNN(NLLLoss2dBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, const Tensor& weight,
-                          int64_t reduction, int64_t ignore_index, Tensor& total_weight, Tensor& out)) {
+ACLNN(NLLLoss2dBackward, streaming(),
+      (const Tensor& grad_output, const Tensor& self, const Tensor& target, const Tensor& weight, int64_t reduction,
+       int64_t ignore_index, const Tensor& total_weight, Tensor& out)) {
   gradient_of(self, out, [&](Tensor& grad_input) {
     const ScalarType type = grad_input.scalar_type();
     at::nll_loss2d_backward_out(grad_input, grad_output.to(type), wide(self), target.to(at::kLong), weight.to(type), reduction,
@@ -48,56 +52,60 @@ ACLNN(NLLLoss2dBackward, (const Tensor& grad_output, const Tensor& self, const T
   });
 }
 
-ACLNN(MseLoss, (const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
+ACLNN(MseLoss, streaming(), (const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
   out.copy_(at::mse_loss(wide(self), wide(target), reduction));
 }
 
-ACLNN(MseLossBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
+ACLNN(MseLossBackward, streaming(),
+      (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
   gradient_of(self, out, [&](Tensor& grad_input) {
     at::mse_loss_backward_out(grad_input, wide(grad_output), wide(self), wide(target), reduction);
   });
 }
 
-ACLNN(L1Loss, (const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
+ACLNN(L1Loss, streaming(), (const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
   out.copy_(at::l1_loss(wide(self), wide(target), reduction));
 }
 
-ACLNN(L1LossBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
+ACLNN(L1LossBackward, streaming(),
+      (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, Tensor& out)) {
   const Tensor difference = wide(self) - wide(target);
   const Tensor grad = difference.sign_().mul_(wide(grad_output));
   constexpr int64_t mean = 1;
   out.copy_(reduction == mean ? grad / static_cast<double>(grad.numel()) : grad);
 }
 
-ACLNN(SmoothL1Loss, (const Tensor& self, const Tensor& target, int64_t reduction, float beta, Tensor& out)) {
+ACLNN(SmoothL1Loss, streaming(), (const Tensor& self, const Tensor& target, int64_t reduction, float beta, Tensor& out)) {
   out.copy_(at::smooth_l1_loss(wide(self), wide(target), reduction, beta));
 }
 
-ACLNN(SmoothL1LossBackward,
+ACLNN(SmoothL1LossBackward, streaming(),
       (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, float beta, Tensor& out)) {
   gradient_of(self, out, [&](Tensor& grad_input) {
     at::smooth_l1_loss_backward_out(grad_input, wide(grad_output), wide(self), wide(target), reduction, beta);
   });
 }
 
-ACLNN(BinaryCrossEntropy,
+ACLNN(BinaryCrossEntropy, streaming(),
       (const Tensor& self, const Tensor& target, const OptionalTensor& weight, int64_t reduction, Tensor& out)) {
   out.copy_(at::binary_cross_entropy(wide(self), wide(target), wide(weight), reduction));
 }
 
-ACLNN(BinaryCrossEntropyBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target,
-                                   const OptionalTensor& weight, int64_t reduction, Tensor& out)) {
+ACLNN(BinaryCrossEntropyBackward, streaming(),
+      (const Tensor& grad_output, const Tensor& self, const Tensor& target, const OptionalTensor& weight, int64_t reduction,
+       Tensor& out)) {
   gradient_of(self, out, [&](Tensor& grad_input) {
     at::binary_cross_entropy_backward_out(grad_input, wide(grad_output), wide(self), wide(target), wide(weight), reduction);
   });
 }
 
-ACLNN(BinaryCrossEntropyWithLogits, (const Tensor& self, const Tensor& target, const OptionalTensor& weight,
-                                     const OptionalTensor& pos_weight, int64_t reduction, Tensor& out)) {
+ACLNN(BinaryCrossEntropyWithLogits, streaming(),
+      (const Tensor& self, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& pos_weight,
+       int64_t reduction, Tensor& out)) {
   out.copy_(at::binary_cross_entropy_with_logits(wide(self), wide(target), wide(weight), wide(pos_weight), reduction));
 }
 
-ACLNN(BinaryCrossEntropyWithLogitsBackward,
+ACLNN(BinaryCrossEntropyWithLogitsBackward, streaming(),
       (const Tensor& grad_output, const Tensor& self, const Tensor& target, const OptionalTensor& weight,
        const OptionalTensor& pos_weight, int64_t reduction, Tensor& out)) {
   const Tensor probability = wide(self).sigmoid(), truth = wide(target);
@@ -109,12 +117,12 @@ ACLNN(BinaryCrossEntropyWithLogitsBackward,
   out.copy_(reduction == mean ? grad / static_cast<double>(grad.numel()) : grad);
 }
 
-ACLNN(KlDiv, (const Tensor& self, const Tensor& target, int64_t reduction, bool log_target, Tensor& out)) {
+ACLNN(KlDiv, streaming(), (const Tensor& self, const Tensor& target, int64_t reduction, bool log_target, Tensor& out)) {
   out.copy_(at::kl_div(wide(self), wide(target), reduction, log_target));
 }
 
-ACLNN(KlDivBackward, (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, bool log_target,
-                      Tensor& out)) {
+ACLNN(KlDivBackward, streaming(),
+      (const Tensor& grad_output, const Tensor& self, const Tensor& target, int64_t reduction, bool log_target, Tensor& out)) {
   const Tensor probability = log_target ? wide(target).exp() : wide(target).clamp_min(0);
   const Tensor grad = -probability * wide(grad_output);
   constexpr int64_t mean = 1;
@@ -149,9 +157,10 @@ void check(const std::string& reduction, double label_smoothing, double z_loss_s
 
 }  // namespace
 
-ACLNN(CrossEntropyLoss, (const Tensor& input, const Tensor& target, const OptionalTensor& weight, const std::string& reduction,
-                         int64_t ignore_index, double label_smoothing, double z_loss_scale, bool return_z_loss, Tensor& loss,
-                         Tensor& log_prob, Tensor& /*z_loss*/, Tensor& /*log_sum_exp*/)) {
+ACLNN(CrossEntropyLoss, streaming(),
+      (const Tensor& input, const Tensor& target, const OptionalTensor& weight, const std::string& reduction,
+       int64_t ignore_index, double label_smoothing, double z_loss_scale, bool return_z_loss, Tensor& loss, Tensor& log_prob,
+       Tensor& /*z_loss*/, Tensor& /*log_sum_exp*/)) {
   check(reduction, label_smoothing, return_z_loss ? 1 : z_loss_scale);
   const Tensor exact = at::log_softmax(wide(input), 1);
   const auto tokens = tokens_of(exact, target, weight, reduction, ignore_index);
@@ -161,7 +170,7 @@ ACLNN(CrossEntropyLoss, (const Tensor& input, const Tensor& target, const Option
   log_prob.copy_(exact);
 }
 
-ACLNN(CrossEntropyLossGrad,
+ACLNN(CrossEntropyLossGrad, streaming(),
       (const Tensor& grad_loss, const Tensor& log_prob, const Tensor& target, const OptionalTensor& weight,
        const OptionalTensor& /*grad_z_loss*/, const OptionalTensor& /*log_sum_exp*/, const std::string& reduction,
        int64_t ignore_index, double label_smoothing, double z_loss_scale, Tensor& out)) {

@@ -126,8 +126,12 @@ int64_t read_slot(const uint8_t* slot, int64_t most, uint8_t* places) {
 
 }  // namespace
 
-ACLNN(HansEncode, (const Tensor& numbers, Tensor& pdf, bool statistic, bool reshuff, const MappedTensor& mantissa,
-                   Tensor& fixed, const MappedTensor& var)) {
+// No figure of its rate was found: as fast as memory.
+static Work lossless_code() { return {.kind = "lossless_code"}; }
+
+ACLNN(HansEncode, lossless_code(),
+      (const Tensor& numbers, Changed<Tensor>& pdf, bool statistic, bool reshuff, Written<MappedTensor>& mantissa,
+       Tensor& fixed, Written<MappedTensor>& var)) {
   const Parts parts = checked(numbers, pdf, reshuff, mantissa.value, fixed, var.value);
   const Tensor source = numbers.contiguous();
   const auto* number = static_cast<const uint8_t*>(source.const_data_ptr());
@@ -158,8 +162,9 @@ ACLNN(HansEncode, (const Tensor& numbers, Tensor& pdf, bool statistic, bool resh
   }
 }
 
-ACLNN(HansDecode, (const MappedTensor& mantissa, const Tensor& fixed, const MappedTensor& var, const Tensor& pdf,
-                   bool reshuff, Tensor& out)) {
+ACLNN(HansDecode, lossless_code(),
+      (const MappedTensor& mantissa, const Tensor& fixed, const MappedTensor& var, const Tensor& pdf, bool reshuff,
+       Tensor& out)) {
   const Parts parts = checked(out, pdf, reshuff, mantissa.value, fixed, var.value);
   const Values values = by_frequency(pdf);
   std::vector<uint8_t> highest(parts.numel);

@@ -72,55 +72,60 @@ static void matmul(const Tensor& out, const Tensor& a, const Tensor& b, int8_t c
   multiply_any(out, a, b);
 }
 
-ACLNN(Matmul, (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
+ACLNN(Matmul, product(self, mat2, out), (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
   matmul(out, self, mat2, cube_math_type);
 }
 
-ACLNN(Mm, (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
+ACLNN(Mm, product(self, mat2, out), (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
   matmul(out, self, mat2, cube_math_type);
 }
 
-ACLNN(BatchMatMul, (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
+ACLNN(BatchMatMul, product(self, mat2, out), (const Tensor& self, const Tensor& mat2, Tensor& out, int8_t cube_math_type)) {
   matmul(out, self, mat2, cube_math_type);
 }
 
-ACLNN(Mv, (const Tensor& self, const Tensor& vec, Tensor& out, int8_t cube_math_type)) {
+ACLNN(Mv, product(self, vec, out), (const Tensor& self, const Tensor& vec, Tensor& out, int8_t cube_math_type)) {
   matmul(out, self, vec, cube_math_type);
 }
 
-ACLNN(Dot, (const Tensor& self, const Tensor& tensor, Tensor& out)) {
+ACLNN(Dot, streaming(), (const Tensor& self, const Tensor& tensor, Tensor& out)) {
   const Tensor a = wide(self), b = wide(tensor);
   write_as(a.scalar_type(), out, [&](Tensor& target) { at::dot_out(target, a, b); });
 }
 
-ACLNN(Addmm, (const Tensor& self, const Tensor& mat1, const Tensor& mat2, const Scalar& beta, const Scalar& alpha, Tensor& out,
-              int8_t cube_math_type)) {
+ACLNN(Addmm, product(mat1, mat2, out),
+      (const Tensor& self, const Tensor& mat1, const Tensor& mat2, const Scalar& beta, const Scalar& alpha, Tensor& out,
+       int8_t cube_math_type)) {
   add_matrix_product(out, self, mat1, mat2, beta, alpha, cube_math_type);
 }
 
-ACLNN(InplaceAddmm, (Tensor& self, const Tensor& mat1, const Tensor& mat2, const Scalar& beta, const Scalar& alpha,
-                     int8_t cube_math_type)) {
+ACLNN(InplaceAddmm, product(mat1, mat2, self),
+      (Changed<Tensor>& self, const Tensor& mat1, const Tensor& mat2, const Scalar& beta, const Scalar& alpha,
+       int8_t cube_math_type)) {
   add_matrix_product(self, self, mat1, mat2, beta, alpha, cube_math_type);
 }
 
-ACLNN(Addmv, (const Tensor& self, const Tensor& mat, const Tensor& vec, const Scalar& alpha, const Scalar& beta, Tensor& out,
-              int8_t cube_math_type)) {
+ACLNN(Addmv, product(mat, vec, out),
+      (const Tensor& self, const Tensor& mat, const Tensor& vec, const Scalar& alpha, const Scalar& beta, Tensor& out,
+       int8_t cube_math_type)) {
   check(mat, vec, cube_math_type);
   add_product(out, self, mat, vec, [&](Tensor& target, const Tensor& term, const Tensor& left, const Tensor& right) {
     at::addmv_out(target, term, left, right, beta, alpha);
   });
 }
 
-ACLNN(Baddbmm, (const Tensor& self, const Tensor& batch1, const Tensor& batch2, const Scalar& beta, const Scalar& alpha,
-                Tensor& out, int8_t cube_math_type)) {
+ACLNN(Baddbmm, product(batch1, batch2, out),
+      (const Tensor& self, const Tensor& batch1, const Tensor& batch2, const Scalar& beta, const Scalar& alpha, Tensor& out,
+       int8_t cube_math_type)) {
   check(batch1, batch2, cube_math_type);
   add_product(out, self, batch1, batch2, [&](Tensor& target, const Tensor& term, const Tensor& a, const Tensor& b) {
     at::baddbmm_out(target, term, a, b, beta, alpha);
   });
 }
 
-ACLNN(Addbmm, (const Tensor& self, const Tensor& batch1, const Tensor& batch2, const Scalar& beta, const Scalar& alpha,
-               Tensor& out, int8_t cube_math_type)) {
+ACLNN(Addbmm, products(out.size(0), out.size(1), batch1.size(0) * batch1.size(2), batch1.element_size(), 1),
+      (const Tensor& self, const Tensor& batch1, const Tensor& batch2, const Scalar& beta, const Scalar& alpha, Tensor& out,
+       int8_t cube_math_type)) {
   check(batch1, batch2, cube_math_type);
   add_product(out, self, batch1, batch2, [&](Tensor& target, const Tensor& term, const Tensor& a, const Tensor& b) {
     at::addbmm_out(target, term, a, b, beta, alpha);
@@ -135,12 +140,14 @@ static void add_outer_product(const Tensor& out, const Tensor& self, const Tenso
   });
 }
 
-ACLNN(Addr, (const Tensor& self, const Tensor& vec1, const Tensor& vec2, const std::optional<Scalar>& beta,
-             const std::optional<Scalar>& alpha, Tensor& out)) {
+ACLNN(Addr, streaming(),
+      (const Tensor& self, const Tensor& vec1, const Tensor& vec2, const std::optional<Scalar>& beta,
+       const std::optional<Scalar>& alpha, Tensor& out)) {
   add_outer_product(out, self, vec1, vec2, beta, alpha);
 }
 
-ACLNN(InplaceAddr, (Tensor& self, const Tensor& vec1, const Tensor& vec2, const std::optional<Scalar>& beta,
-                    const std::optional<Scalar>& alpha)) {
+ACLNN(InplaceAddr, streaming(),
+      (Changed<Tensor>& self, const Tensor& vec1, const Tensor& vec2, const std::optional<Scalar>& beta,
+       const std::optional<Scalar>& alpha)) {
   add_outer_product(self, self, vec1, vec2, beta, alpha);
 }

@@ -41,10 +41,27 @@ void product_summed_over_ranks(const Tensor& x1, const Tensor& x2, const Optiona
   out.copy_(partial.tensor());
 }
 
+// The product of the gathered rows, while each rank sends its own to the others.
+Work with_gather(const Tensor& x1, const Tensor& x2, const Group& group) {
+  const int64_t ranks = group.communicator->size();
+  const Work work = products(ranks * x1.size(0), x2.size(1), x1.size(1), static_cast<int64_t>(x1.element_size()), 1);
+  return beside_message(work, static_cast<double>(x1.nbytes()) * static_cast<double>(ranks - 1), ranks - 1);
+}
+
+// The product, while its rows go to the ranks that sum them, and once more to all ranks in a second phase.
+Work with_reduction(const Tensor& x1, const Tensor& x2, const Group& group, int phases) {
+  const int64_t ranks = group.communicator->size(), itemsize = static_cast<int64_t>(x1.element_size());
+  const int64_t rows = x1.numel() / std::max<int64_t>(x1.size(-1), 1);
+  const Work work = products(rows, x2.size(1), x1.size(-1), itemsize, 1);
+  const auto sent = static_cast<double>(rows * x2.size(1) * itemsize * (ranks - 1)) / static_cast<double>(ranks);
+  return beside_message(work, phases * sent, ranks - 1);
+}
+
 }  // namespace
 
-ACLNN(AllGatherMatmul, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
-                        int64_t gather_index, int64_t comm_turn, int64_t, Tensor& out, const OptionalTensor& gathered)) {
+ACLNN(AllGatherMatmul, with_gather(x1, x2, group),
+      (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group, int64_t gather_index,
+       int64_t comm_turn, int64_t, Tensor& out, Written<OptionalTensor>& gathered)) {
   check_halves(x1, x2);
   check_turn(comm_turn);
   check_no_bias(bias);
@@ -58,8 +75,9 @@ ACLNN(AllGatherMatmul, (const Tensor& x1, const Tensor& x2, const OptionalTensor
   product(out, all.tensor(), x2, {});
 }
 
-ACLNN(MatmulReduceScatter, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
-                            const std::string& reduction, int64_t comm_turn, int64_t, Tensor& out)) {
+ACLNN(MatmulReduceScatter, with_reduction(x1, x2, group, 1),
+      (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group, const std::string& reduction,
+       int64_t comm_turn, int64_t, Tensor& out)) {
   check_halves(x1, x2);
   check_sum(reduction);
   check_turn(comm_turn);
@@ -72,12 +90,14 @@ ACLNN(MatmulReduceScatter, (const Tensor& x1, const Tensor& x2, const OptionalTe
   out.copy_(own.tensor());
 }
 
-ACLNN(MatmulAllReduce, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group,
-                        const std::string& reduction, int64_t comm_turn, int64_t, Tensor& out)) {
+ACLNN(MatmulAllReduce, with_reduction(x1, x2, group, 2),
+      (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Group& group, const std::string& reduction,
+       int64_t comm_turn, int64_t, Tensor& out)) {
   product_summed_over_ranks(x1, x2, bias, {}, group, reduction, comm_turn, out);
 }
 
-ACLNN(MatmulAllReduceV2, (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Tensor& x3, const Group& group,
-                          const std::string& reduction, int64_t comm_turn, int64_t, Tensor& out)) {
+ACLNN(MatmulAllReduceV2, with_reduction(x1, x2, group, 2),
+      (const Tensor& x1, const Tensor& x2, const OptionalTensor& bias, const Tensor& x3, const Group& group,
+       const std::string& reduction, int64_t comm_turn, int64_t, Tensor& out)) {
   product_summed_over_ranks(x1, x2, bias, x3, group, reduction, comm_turn, out);
 }

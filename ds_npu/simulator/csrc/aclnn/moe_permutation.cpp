@@ -55,8 +55,8 @@ static int64_t choices_of(int64_t count, int64_t tokens) {
   return std::max<int64_t>(count / tokens, 1);
 }
 
-ACLNN(MoeTokenPermute, (const Tensor& tokens, const Tensor& indices, int64_t, bool padded_mode, Tensor& permuted,
-                        Tensor& positions)) {
+ACLNN(MoeTokenPermute, streaming(),
+      (const Tensor& tokens, const Tensor& indices, int64_t, bool padded_mode, Tensor& permuted, Tensor& positions)) {
   refuse_padding(padded_mode);
   const Tensor order = stable_order(indices.reshape({indices.numel()}));
   Tensor inverse = at::empty_like(order);
@@ -66,21 +66,23 @@ ACLNN(MoeTokenPermute, (const Tensor& tokens, const Tensor& indices, int64_t, bo
   at::index_select_out(permuted, tokens, 0, order.narrow(0, 0, permuted.size(0)).floor_divide(choices));
 }
 
-ACLNN(MoeTokenPermuteGrad, (const Tensor& grad, const Tensor& positions, int64_t choices, bool padded_mode, Tensor& dtokens)) {
+ACLNN(MoeTokenPermuteGrad, streaming(),
+      (const Tensor& grad, const Tensor& positions, int64_t choices, bool padded_mode, Tensor& dtokens)) {
   refuse_padding(padded_mode);
   sum_choices(dtokens, gathered(grad, positions.reshape({positions.numel()}), choices));
 }
 
-ACLNN(MoeTokenUnpermute, (const Tensor& permuted, const Tensor& positions, const OptionalTensor& probs, bool padded_mode,
-                          const OptionalInts&, Tensor& out)) {
+ACLNN(MoeTokenUnpermute, streaming(),
+      (const Tensor& permuted, const Tensor& positions, const OptionalTensor& probs, bool padded_mode, const OptionalInts&,
+       Tensor& out)) {
   refuse_padding(padded_mode);
   const Tensor rows = gathered(permuted, positions, probs ? probs->size(1) : 1);
   sum_choices(out, probs ? rows * probs->to(at::kFloat).unsqueeze(2) : rows);
 }
 
-ACLNN(MoeTokenUnpermuteGrad, (const OptionalTensor& permuted, const Tensor& grad, const Tensor& positions,
-                              const OptionalTensor& probs, bool padded_mode, const OptionalInts&, Tensor& dpermuted,
-                              const OptionalTensor& dprobs)) {
+ACLNN(MoeTokenUnpermuteGrad, streaming(),
+      (const OptionalTensor& permuted, const Tensor& grad, const Tensor& positions, const OptionalTensor& probs,
+       bool padded_mode, const OptionalInts&, Tensor& dpermuted, Written<OptionalTensor>& dprobs)) {
   refuse_padding(padded_mode);
   if (!probs) return scatter_rows(dpermuted, positions, grad);
   if (!permuted || !dprobs) throw Failure(ACL_ERROR_INVALID_PARAM, "the gradient of probs needs permutedTokens");
@@ -109,9 +111,9 @@ static Tensor padded_places(const Tensor& token_of_row, int64_t experts, int64_t
   return (at::arange(experts, row.options()).unsqueeze(1) * tokens + row).view({-1});
 }
 
-ACLNN(MoeTokenPermuteWithRoutingMap, (const Tensor& tokens, const Tensor& map, const OptionalTensor& probs, int64_t,
-                                      bool drop_and_pad, Tensor& permuted, const OptionalTensor& permuted_probs,
-                                      Tensor& sorted_indices)) {
+ACLNN(MoeTokenPermuteWithRoutingMap, streaming(),
+      (const Tensor& tokens, const Tensor& map, const OptionalTensor& probs, int64_t, bool drop_and_pad, Tensor& permuted,
+       Written<OptionalTensor>& permuted_probs, Tensor& sorted_indices)) {
   const int64_t count = map.size(0), experts = map.size(1);
   const Tensor chosen = experts_first(map);
   Tensor token_of_row;
@@ -133,9 +135,9 @@ ACLNN(MoeTokenPermuteWithRoutingMap, (const Tensor& tokens, const Tensor& map, c
   at::index_select_out(permuted, tokens, 0, token_of_row);
 }
 
-ACLNN(MoeTokenPermuteWithRoutingMapGrad, (const Tensor& grad, const OptionalTensor& grad_probs, const Tensor& sorted_indices,
-                                          const OptionalTensor& map, int64_t experts, int64_t tokens, bool drop_and_pad,
-                                          Tensor& dtokens, const OptionalTensor& dprobs)) {
+ACLNN(MoeTokenPermuteWithRoutingMapGrad, streaming(),
+      (const Tensor& grad, const OptionalTensor& grad_probs, const Tensor& sorted_indices, const OptionalTensor& map,
+       int64_t experts, int64_t tokens, bool drop_and_pad, Tensor& dtokens, Written<OptionalTensor>& dprobs)) {
   if (drop_and_pad) {
     const Tensor wide = at::zeros(dtokens.sizes(), dtokens.options().dtype(at::kFloat));
     dtokens.copy_(at::index_add(wide, 0, sorted_indices, grad.to(at::kFloat)));
@@ -156,9 +158,10 @@ ACLNN(MoeTokenPermuteWithRoutingMapGrad, (const Tensor& grad, const OptionalTens
 }
 
 // out_index and token_of_row are for the gradient with padding; without, they stay as they are and torch_npu does not use them.
-ACLNN(MoeTokenUnpermuteWithRoutingMap, (const Tensor& permuted, const Tensor& sorted_indices, const OptionalTensor& map,
-                                        const OptionalTensor& probs, bool drop_and_pad, const OptionalInts&, Tensor& out,
-                                        Tensor& out_index, Tensor& token_of_row, const OptionalTensor& permuted_probs)) {
+ACLNN(MoeTokenUnpermuteWithRoutingMap, streaming(),
+      (const Tensor& permuted, const Tensor& sorted_indices, const OptionalTensor& map, const OptionalTensor& probs,
+       bool drop_and_pad, const OptionalInts&, Tensor& out, Tensor& out_index, Tensor& token_of_row,
+       Written<OptionalTensor>& permuted_probs)) {
   Tensor weights;
   if (probs && drop_and_pad) {
     const Tensor flat = probs->t().reshape({probs->numel()});
@@ -178,10 +181,10 @@ ACLNN(MoeTokenUnpermuteWithRoutingMap, (const Tensor& permuted, const Tensor& so
   out.copy_(at::index_add(zeros, 0, sorted_indices, rows.to(at::kFloat)));
 }
 
-ACLNN(MoeTokenUnpermuteWithRoutingMapGrad,
+ACLNN(MoeTokenUnpermuteWithRoutingMapGrad, streaming(),
       (const Tensor& grad, const Tensor& out_index, const Tensor& token_of_row, const OptionalTensor& map,
        const OptionalTensor& permuted, const OptionalTensor& probs, bool drop_and_pad, const OptionalInts&, Tensor& dpermuted,
-       const OptionalTensor& dprobs)) {
+       Written<OptionalTensor>& dprobs)) {
   const int64_t rows = out_index.numel(), tokens = grad.size(0);
   const Tensor place = out_index.to(at::kLong);
   // token[i] is whose gradient the permuted row place[i] gets.

@@ -15,8 +15,8 @@ static void write_experts(const Tensor& out, Tensor experts, const OptionalTenso
   out.copy_(experts);
 }
 
-ACLNN(MoeGatingTopKSoftmax, (const Tensor& x, const OptionalTensor& finished, int64_t k, Tensor& y, Tensor& experts,
-                             Tensor& rows)) {
+ACLNN(MoeGatingTopKSoftmax, sorting(),
+      (const Tensor& x, const OptionalTensor& finished, int64_t k, Tensor& y, Tensor& experts, Tensor& rows)) {
   const auto [values, indices] = largest(at::softmax(x, -1, at::kFloat), k);
   y.copy_(values);
   write_experts(experts, indices, finished, x.size(-1));
@@ -24,8 +24,9 @@ ACLNN(MoeGatingTopKSoftmax, (const Tensor& x, const OptionalTensor& finished, in
   rows.copy_(at::arange(rows.numel(), at::kInt).view({k, tokens}).t().reshape(rows.sizes()));
 }
 
-ACLNN(MoeGatingTopKSoftmaxV2, (const Tensor& x, const OptionalTensor& finished, int64_t k, int64_t renorm, bool give_softmax,
-                               Tensor& y, Tensor& experts, const OptionalTensor& softmax)) {
+ACLNN(MoeGatingTopKSoftmaxV2, sorting(),
+      (const Tensor& x, const OptionalTensor& finished, int64_t k, int64_t renorm, bool give_softmax, Tensor& y,
+       Tensor& experts, Written<OptionalTensor>& softmax)) {
   if (renorm != 0 && renorm != 1) throw Failure(ACL_ERROR_INVALID_PARAM, "renorm is 0 or 1");
   const Tensor scores = renorm == 0 ? at::softmax(x, -1, at::kFloat) : x.to(at::kFloat);
   const auto [values, indices] = largest(scores, k);
@@ -34,8 +35,9 @@ ACLNN(MoeGatingTopKSoftmaxV2, (const Tensor& x, const OptionalTensor& finished, 
   if (give_softmax && softmax) softmax->copy_(scores);
 }
 
-ACLNN(MoeInitRouting, (const Tensor& x, const Tensor& row_indices, const Tensor& experts, int64_t, Tensor& expanded_x,
-                       Tensor& expanded_rows, Tensor& expanded_experts)) {
+ACLNN(MoeInitRouting, streaming(),
+      (const Tensor& x, const Tensor& row_indices, const Tensor& experts, int64_t, Tensor& expanded_x, Tensor& expanded_rows,
+       Tensor& expanded_experts)) {
   const auto [sorted, order] = at::sort(experts.reshape({experts.numel()}), true, 0, false);
   const Tensor rows = row_indices.reshape({row_indices.numel()}).index_select(0, order).to(at::kLong);
   expanded_experts.copy_(sorted);
@@ -60,10 +62,11 @@ static void write_expert_counts(const Tensor& out, const Tensor& counts, int64_t
 }
 
 // Without quantisation, and without dropping. Rows of experts outside the active range come last and are not copied.
-ACLNN(MoeInitRoutingV3, (const Tensor& x, const Tensor& experts, const OptionalTensor& scale, const OptionalTensor& offset,
-                         int64_t active, int64_t, int64_t, int64_t drop_pad_mode, int64_t count_type, bool give_counts,
-                         int64_t quant_mode, const OptionalInts& range, int64_t index_type, Tensor& expanded_x,
-                         Tensor& expanded_rows, Tensor& counts_out, const OptionalTensor& expanded_scale)) {
+ACLNN(MoeInitRoutingV3, streaming(),
+      (const Tensor& x, const Tensor& experts, const OptionalTensor& scale, const OptionalTensor& offset, int64_t active,
+       int64_t, int64_t, int64_t drop_pad_mode, int64_t count_type, bool give_counts, int64_t quant_mode,
+       const OptionalInts& range, int64_t index_type, Tensor& expanded_x, Tensor& expanded_rows, Tensor& counts_out,
+       Written<OptionalTensor>& expanded_scale)) {
   if (quant_mode != -1) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "quantMode " + std::to_string(quant_mode));
   if (drop_pad_mode != 0) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "dropPadMode " + std::to_string(drop_pad_mode));
   if (offset) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "offset without quantisation");
@@ -88,7 +91,7 @@ ACLNN(MoeInitRoutingV3, (const Tensor& x, const Tensor& experts, const OptionalT
 }
 
 // How many rows belong to each expert and those before it.
-ACLNN(MoeComputeExpertTokens, (const Tensor& sorted_experts, int64_t, Tensor& out)) {
+ACLNN(MoeComputeExpertTokens, streaming(), (const Tensor& sorted_experts, int64_t, Tensor& out)) {
   out.copy_(at::searchsorted(sorted_experts.contiguous(), at::arange(out.numel(), sorted_experts.options()), true, true));
 }
 
@@ -112,27 +115,27 @@ static void finalize(const Tensor& expanded_x, const Tensor& expanded_rows, cons
   out.copy_(sum);
 }
 
-ACLNN(MoeFinalizeRoutingV2, (const Tensor& expanded_x, const Tensor& expanded_rows, const OptionalTensor& x1,
-                             const OptionalTensor& x2, const OptionalTensor& bias, const OptionalTensor& scales,
-                             const OptionalTensor& experts, int64_t mode, Tensor& out)) {
+ACLNN(MoeFinalizeRoutingV2, streaming(),
+      (const Tensor& expanded_x, const Tensor& expanded_rows, const OptionalTensor& x1, const OptionalTensor& x2,
+       const OptionalTensor& bias, const OptionalTensor& scales, const OptionalTensor& experts, int64_t mode, Tensor& out)) {
   finalize(expanded_x, expanded_rows, x1, x2, bias, scales, experts, mode, out);
 }
 
 // CANN does not document V4: its arguments are those of op-plugin's call, which passes null for what V2 lacks.
-ACLNN(MoeFinalizeRoutingV4, (const Tensor& expanded_x, const Tensor& expanded_rows, const OptionalTensor& x1,
-                             const OptionalTensor& x2, const OptionalTensor& bias, const OptionalTensor& scales,
-                             const OptionalTensor& experts, const OptionalTensor& a, const OptionalTensor& b,
-                             const OptionalTensor& c, const OptionalTensor& d, int64_t mode, const OptionalInts& e,
-                             const OptionalInts& f, const OptionalInts& g, int64_t, Tensor& out)) {
+ACLNN(MoeFinalizeRoutingV4, streaming(),
+      (const Tensor& expanded_x, const Tensor& expanded_rows, const OptionalTensor& x1, const OptionalTensor& x2,
+       const OptionalTensor& bias, const OptionalTensor& scales, const OptionalTensor& experts, const OptionalTensor& a,
+       const OptionalTensor& b, const OptionalTensor& c, const OptionalTensor& d, int64_t mode, const OptionalInts& e,
+       const OptionalInts& f, const OptionalInts& g, int64_t, Tensor& out)) {
   if (a || b || c || d || e || f || g)
     throw Failure(ACL_ERROR_API_NOT_SUPPORT, "the tensors and lists that V4 adds to V2 are not simulated");
   finalize(expanded_x, expanded_rows, x1, x2, bias, scales, experts, mode, out);
 }
 
 // Tokens in the order (rank, expert) brought into the order (expert, rank).
-ACLNN(MoeReRouting, (const Tensor& tokens, const Tensor& counts, const OptionalTensor& scales, int64_t count_type,
-                     int64_t index_type, Tensor& permuted, const OptionalTensor& permuted_scales, Tensor& indices,
-                     Tensor& expert_counts)) {
+ACLNN(MoeReRouting, streaming(),
+      (const Tensor& tokens, const Tensor& counts, const OptionalTensor& scales, int64_t count_type, int64_t index_type,
+       Tensor& permuted, Written<OptionalTensor>& permuted_scales, Tensor& indices, Tensor& expert_counts)) {
   if (count_type != 1) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "expertTokenNumType " + std::to_string(count_type));
   if (index_type != 0) throw Failure(ACL_ERROR_API_NOT_SUPPORT, "idxType " + std::to_string(index_type));
   const Tensor expert = at::arange(counts.size(1), at::kLong).expand(counts.sizes()).reshape({counts.numel()});

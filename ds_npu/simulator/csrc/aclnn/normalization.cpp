@@ -21,15 +21,16 @@ static void layer_norm(const Tensor& input, const Ints& shape, const OptionalTen
   give(rstd, inverse);
 }
 
-ACLNN(LayerNorm, (const Tensor& input, const Ints& shape, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                  Tensor& out, const OptionalTensor& mean, const OptionalTensor& rstd)) {
+ACLNN(LayerNorm, streaming(),
+      (const Tensor& input, const Ints& shape, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+       Tensor& out, Written<OptionalTensor>& mean, Written<OptionalTensor>& rstd)) {
   layer_norm(input, shape, weight, bias, eps, out, mean, rstd);
 }
 
-ACLNN(LayerNormBackward,
+ACLNN(LayerNormBackward, streaming(),
       (const Tensor& grad_out, const Tensor& input, const Ints& shape, const Tensor& mean, const Tensor& rstd,
-       const OptionalTensor& weight, const OptionalTensor& bias, const Bools& output_mask, const OptionalTensor& grad_input,
-       const OptionalTensor& grad_weight, const OptionalTensor& grad_bias)) {
+       const OptionalTensor& weight, const OptionalTensor& bias, const Bools& output_mask, Written<OptionalTensor>& grad_input,
+       Written<OptionalTensor>& grad_weight, Written<OptionalTensor>& grad_bias)) {
   // ATen rounds parts of these sums to bf16 and fp16, whatever the type of the parameters.
   const auto [of_input, of_weight, of_bias] = at::native_layer_norm_backward(
       wide(grad_out), wide(input), shape, mean, rstd, wide(weight), wide(bias), mask_of(output_mask));
@@ -38,8 +39,9 @@ ACLNN(LayerNormBackward,
   give(grad_bias, of_bias);
 }
 
-ACLNN(GroupNorm, (const Tensor& self, const OptionalTensor& gamma, const OptionalTensor& beta, int64_t N, int64_t C,
-                  int64_t HxW, int64_t group, double eps, Tensor& out, Tensor& mean, Tensor& rstd)) {
+ACLNN(GroupNorm, streaming(),
+      (const Tensor& self, const OptionalTensor& gamma, const OptionalTensor& beta, int64_t N, int64_t C, int64_t HxW,
+       int64_t group, double eps, Tensor& out, Tensor& mean, Tensor& rstd)) {
   const auto [result, average, inverse] =
       at::native_group_norm(wide(self).contiguous(), wide(gamma), wide(beta), N, C, HxW, group, eps);
   out.copy_(result);
@@ -47,10 +49,10 @@ ACLNN(GroupNorm, (const Tensor& self, const OptionalTensor& gamma, const Optiona
   give(rstd, inverse);
 }
 
-ACLNN(GroupNormBackward,
+ACLNN(GroupNormBackward, streaming(),
       (const Tensor& grad_out, const Tensor& input, const Tensor& mean, const Tensor& rstd, const OptionalTensor& gamma,
-       int64_t N, int64_t C, int64_t HxW, int64_t group, const Bools& output_mask, const OptionalTensor& grad_input,
-       const OptionalTensor& grad_gamma, const OptionalTensor& grad_beta)) {
+       int64_t N, int64_t C, int64_t HxW, int64_t group, const Bools& output_mask, Written<OptionalTensor>& grad_input,
+       Written<OptionalTensor>& grad_gamma, Written<OptionalTensor>& grad_beta)) {
   const auto [of_input, of_gamma, of_beta] =
       at::native_group_norm_backward(wide(grad_out).contiguous(), wide(input).contiguous(), wide(mean), wide(rstd),
                                      wide(gamma), N, C, HxW, group, mask_of(output_mask));
@@ -60,9 +62,10 @@ ACLNN(GroupNormBackward,
 }
 
 // The running statistics are changed in place if `training`; without it nothing is saved for the gradient.
-ACLNN(BatchNorm, (const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                  const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training, double momentum,
-                  double eps, Tensor& out, Tensor& save_mean, Tensor& save_invstd)) {
+ACLNN(BatchNorm, streaming(),
+      (const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, Changed<OptionalTensor>& running_mean,
+       Changed<OptionalTensor>& running_var, bool training, double momentum, double eps, Tensor& out, Tensor& save_mean,
+       Tensor& save_invstd)) {
   const OptionalTensor mean = wide(running_mean), var = wide(running_var);
   const auto [result, average, inverse] =
       at::native_batch_norm(wide(input), wide(weight), wide(bias), mean, var, training, momentum, eps);
@@ -74,11 +77,11 @@ ACLNN(BatchNorm, (const Tensor& input, const OptionalTensor& weight, const Optio
     if (kept && !kept->is_same(*changed)) kept->copy_(*changed);
 }
 
-ACLNN(BatchNormBackward,
+ACLNN(BatchNormBackward, streaming(),
       (const Tensor& grad_out, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running_mean,
        const OptionalTensor& running_var, const OptionalTensor& save_mean, const OptionalTensor& save_invstd, bool training,
-       double eps, const Bools& output_mask, const OptionalTensor& grad_input, const OptionalTensor& grad_weight,
-       const OptionalTensor& grad_bias)) {
+       double eps, const Bools& output_mask, Written<OptionalTensor>& grad_input, Written<OptionalTensor>& grad_weight,
+       Written<OptionalTensor>& grad_bias)) {
   const auto [of_input, of_weight, of_bias] = at::native_batch_norm_backward(
       wide(grad_out), wide(input), wide(weight), wide(running_mean), wide(running_var), wide(save_mean),
       wide(save_invstd), training, eps, mask_of(output_mask));
@@ -110,15 +113,16 @@ static void normalize(const Tensor& x, const Tensor& gamma, double epsilon, cons
   rstd.copy_(scale.view(rstd.sizes()));
 }
 
-ACLNN(RmsNorm, (const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd)) {
+ACLNN(RmsNorm, streaming(), (const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd)) {
   normalize(rows(x, gamma.numel()), gamma, epsilon, y, rstd);
 }
 
-ACLNN(GemmaRmsNorm, (const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd)) {
+ACLNN(GemmaRmsNorm, streaming(), (const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd)) {
   normalize(rows(x, gamma.numel()), gamma.to(at::kFloat) + 1, epsilon, y, rstd);
 }
 
-ACLNN(RmsNormGrad, (const Tensor& dy, const Tensor& x, const Tensor& rstd, const Tensor& gamma, Tensor& dx, Tensor& dgamma)) {
+ACLNN(RmsNormGrad, streaming(),
+      (const Tensor& dy, const Tensor& x, const Tensor& rstd, const Tensor& gamma, Tensor& dx, Tensor& dgamma)) {
   const int64_t length = gamma.numel();
   const Tensor grad = rows(dy, length), weight = gamma.to(at::kFloat).reshape({length});
   const Tensor scale = rstd.reshape({grad.size(0), 1});
@@ -132,15 +136,16 @@ ACLNN(RmsNormGrad, (const Tensor& dy, const Tensor& x, const Tensor& rstd, const
 // x1 + x2 in float32, which is normalised; the output x is its rounded value.
 static Tensor sum_of(const Tensor& x1, const Tensor& x2) { return at::add(x1.to(at::kFloat), x2); }
 
-ACLNN(AddRmsNorm, (const Tensor& x1, const Tensor& x2, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd,
-                   Tensor& x)) {
+ACLNN(AddRmsNorm, streaming(),
+      (const Tensor& x1, const Tensor& x2, const Tensor& gamma, double epsilon, Tensor& y, Tensor& rstd, Tensor& x)) {
   const Tensor sum = sum_of(x1, x2);
   normalize(rows(sum, gamma.numel()), gamma, epsilon, y, rstd);
   x.copy_(sum);
 }
 
-ACLNN(AddRmsNormCast, (const Tensor& x1, const Tensor& x2, const Tensor& gamma, double epsilon, Tensor& y_float, Tensor& y,
-                       Tensor& rstd, Tensor& x)) {
+ACLNN(AddRmsNormCast, streaming(),
+      (const Tensor& x1, const Tensor& x2, const Tensor& gamma, double epsilon, Tensor& y_float, Tensor& y, Tensor& rstd,
+       Tensor& x)) {
   const Tensor sum = sum_of(x1, x2);
   normalize(rows(sum, gamma.numel()), gamma, epsilon, y_float, rstd);
   y.copy_(y_float);
@@ -148,7 +153,8 @@ ACLNN(AddRmsNormCast, (const Tensor& x1, const Tensor& x2, const Tensor& gamma, 
 }
 
 // x1 becomes y, x2 becomes x1 + x2.
-ACLNN(InplaceAddRmsNorm, (Tensor& x1, Tensor& x2, const Tensor& gamma, double epsilon, Tensor& rstd)) {
+ACLNN(InplaceAddRmsNorm, streaming(),
+      (Changed<Tensor>& x1, Changed<Tensor>& x2, const Tensor& gamma, double epsilon, Tensor& rstd)) {
   const Tensor sum = sum_of(x1, x2);
   normalize(rows(sum, gamma.numel()), gamma, epsilon, x1, rstd);
   x2.copy_(sum);
@@ -180,34 +186,39 @@ static Tensor normalize_backward(const Tensor& dy, const Tensor& x, const Tensor
   return dx;
 }
 
-ACLNN(AddLayerNorm, (const Tensor& x1, const Tensor& x2, const Tensor& gamma, const Tensor& beta, const OptionalTensor& bias,
-                     double epsilon, bool give_sum, Tensor& y, Tensor& mean, Tensor& rstd, Tensor& sum)) {
+ACLNN(AddLayerNorm, streaming(),
+      (const Tensor& x1, const Tensor& x2, const Tensor& gamma, const Tensor& beta, const OptionalTensor& bias, double epsilon,
+       bool give_sum, Tensor& y, Tensor& mean, Tensor& rstd, Tensor& sum)) {
   Tensor x = at::add(x1.to(at::kFloat), x2);
   if (bias) x = x + *bias;
   normalize(x, gamma, beta, epsilon, y, mean, rstd);
   if (give_sum) sum.copy_(x);
 }
 
-ACLNN(AddLayerNormGrad, (const Tensor& dy, const Tensor& x1, const Tensor& x2, const Tensor& rstd, const Tensor& mean,
-                         const Tensor& gamma, const OptionalTensor& dsum, Tensor& dx, Tensor& dgamma, Tensor& dbeta)) {
+ACLNN(AddLayerNormGrad, streaming(),
+      (const Tensor& dy, const Tensor& x1, const Tensor& x2, const Tensor& rstd, const Tensor& mean, const Tensor& gamma,
+       const OptionalTensor& dsum, Tensor& dx, Tensor& dgamma, Tensor& dbeta)) {
   Tensor grad = normalize_backward(dy, at::add(x1.to(at::kFloat), x2), gamma, mean, rstd, dgamma, dbeta);
   dx.copy_(dsum ? grad.add_(*dsum) : grad);
 }
 
-ACLNN(DeepNorm, (const Tensor& x, const Tensor& gx, const Tensor& beta, const Tensor& gamma, double alpha, double epsilon,
-                 Tensor& mean, Tensor& rstd, Tensor& y)) {
+ACLNN(DeepNorm, streaming(),
+      (const Tensor& x, const Tensor& gx, const Tensor& beta, const Tensor& gamma, double alpha, double epsilon, Tensor& mean,
+       Tensor& rstd, Tensor& y)) {
   normalize(at::add(gx.to(at::kFloat), x, alpha), gamma, beta, epsilon, y, mean, rstd);
 }
 
-ACLNN(DeepNormGrad, (const Tensor& dy, const Tensor& x, const Tensor& gx, const Tensor& gamma, const Tensor& mean,
-                     const Tensor& rstd, double alpha, Tensor& dx, Tensor& dgx, Tensor& dbeta, Tensor& dgamma)) {
+ACLNN(DeepNormGrad, streaming(),
+      (const Tensor& dy, const Tensor& x, const Tensor& gx, const Tensor& gamma, const Tensor& mean, const Tensor& rstd,
+       double alpha, Tensor& dx, Tensor& dgx, Tensor& dbeta, Tensor& dgamma)) {
   Tensor grad = normalize_backward(dy, at::add(gx.to(at::kFloat), x, alpha), gamma, mean, rstd, dgamma, dbeta);
   dgx.copy_(grad);
   dx.copy_(grad.mul_(alpha));
 }
 
-ACLNN(GroupNormSilu, (const Tensor& x, const OptionalTensor& gamma, const OptionalTensor& beta, int64_t groups, double epsilon,
-                      Tensor& out, Tensor& mean, Tensor& rstd)) {
+ACLNN(GroupNormSilu, streaming(),
+      (const Tensor& x, const OptionalTensor& gamma, const OptionalTensor& beta, int64_t groups, double epsilon, Tensor& out,
+       Tensor& mean, Tensor& rstd)) {
   auto wide = [](const OptionalTensor& tensor) { return tensor ? tensor->to(at::kFloat) : Tensor(); };
   const int64_t batch = x.size(0), channels = x.size(1), positions = x[0][0].numel();
   auto [normal, average, scale] = at::native_group_norm(x.to(at::kFloat).contiguous(), wide(gamma), wide(beta), batch,

@@ -30,11 +30,15 @@ void DynamicTensor::assign(const Tensor& value) {
   *shape = value.sizes().vec();
 }
 
+void touch(std::vector<Touch>& touches, const Tensor& tensor, Access access) {
+  if (tensor.defined() && tensor.numel() > 0) touches.push_back({.tensor = tensor, .access = access});
+}
+
 int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
   const std::unique_ptr<aclOpExecutor> owned(executor);
   return reported(name, ACL_ERROR_INTERNAL_ERROR, [&] {
     if (owned->launched) owned->launched();
-    stream_of(stream).push(owned->name, std::move(owned->work));
+    stream_of(stream).push(owned->name, std::move(owned->work), {}, std::move(owned->account));
   });
 }
 

@@ -1,13 +1,15 @@
 // An aclnn operator from a C++ function over ATen tensors.
 //
-//   ACLNN(Add, (const Tensor& self, const Tensor& other, const Scalar& alpha, Tensor& out)) {
+//   ACLNN(Add, streaming(), (const Tensor& self, const Tensor& other, const Scalar& alpha, Tensor& out)) {
 //     at::add_out(out, self, other, alpha);
 //   }
 //
 // defines aclnnAddGetWorkspaceSize(const aclTensor*, const aclTensor*, const aclScalar*, aclTensor*, uint64_t*,
 // aclOpExecutor**) and aclnnAdd(void*, uint64_t, aclOpExecutor*, aclrtStream): the first takes the arguments, the second puts
 // the function on the stream. The parameters' types give the C types, by Argument<> below; they must be those that CANN's
-// documentation of the operator has, in its order. The body runs on the stream's thread, on CPU tensors that are views of
+// documentation of the operator has, in its order. They also say what the operator touches: it reads a const parameter,
+// overwrites a Tensor& or Written<...>&, and changes a Changed<...>& in place. The second argument says what it costs (work.h),
+// as an expression of the parameters. The body runs on the stream's thread, on CPU tensors that are views of
 // device memory, with autograd off: what it throws stops the simulated device with that message.
 #pragma once
 
@@ -23,10 +25,12 @@
 #include "aclnn/handles.h"
 #include "api.h"
 #include "stream.h"
+#include "work.h"
 
 struct aclOpExecutor {
   const char* name;
   std::function<void()> work;
+  sim::Account account;
   std::function<void()> launched;  // on the host, right before the work is put on the stream; may be empty
 };
 
@@ -56,6 +60,16 @@ struct DynamicTensor {
   ViewShape shape;
   // Copies `value` into the front of the room and lets aclGetViewShape tell its sizes.
   void assign(const Tensor& value);
+};
+
+// Parameters that are results: overwritten, or read and written in place.
+template <class Value>
+struct Written : Value {
+  Written(Value value) : Value(std::move(value)) {}
+};
+template <class Value>
+struct Changed : Value {
+  Changed(Value value) : Value(std::move(value)) {}
 };
 
 // How one parameter of an operator is passed through the C ABI: its C type, and what is stored until the operator runs.
@@ -175,6 +189,36 @@ struct Argument<DynamicTensor&> {
   }
 };
 
+template <class Value>
+struct Argument<Written<Value>&> : Argument<const Value&> {
+  using Kept = Written<Value>;
+};
+template <class Value>
+struct Argument<Changed<Value>&> : Argument<const Value&> {
+  using Kept = Changed<Value>;
+};
+
+template <class Parameter> constexpr Access kAccess = Access::kRead;
+template <> constexpr Access kAccess<Tensor&> = Access::kWritten;
+template <> constexpr Access kAccess<DynamicTensor&> = Access::kWritten;
+template <class Value> constexpr Access kAccess<Written<Value>&> = Access::kWritten;
+template <class Value> constexpr Access kAccess<Changed<Value>&> = Access::kChanged;
+
+void touch(std::vector<Touch>& touches, const Tensor& tensor, Access access);
+
+template <class Kept>
+void touch_all(std::vector<Touch>& touches, const Kept& kept, Access access) {
+  const auto all = [&](const Tensors& tensors) {
+    for (const Tensor& tensor : tensors) touch(touches, tensor, access);
+  };
+  if constexpr (std::is_base_of_v<Tensor, Kept>) touch(touches, kept, access);
+  if constexpr (std::is_base_of_v<MappedTensor, Kept>) touch(touches, kept.value, access);
+  if constexpr (std::is_base_of_v<DynamicTensor, Kept>) touch(touches, kept.room, access);
+  if constexpr (std::is_base_of_v<OptionalTensor, Kept>) touch(touches, kept.value_or(Tensor()), access);
+  if constexpr (std::is_base_of_v<Tensors, Kept>) all(kept);
+  if constexpr (std::is_base_of_v<OptionalTensors, Kept>) all(kept.value_or(Tensors()));
+}
+
 // torch_npu prepares an operator when Python calls it and launches it later, from its queue of calls, in order with all else.
 // A stored argument that depends on its place in that order (a communicator's) has a function launched().
 template <class Kept>
@@ -189,17 +233,20 @@ std::function<void()> on_launch(const std::shared_ptr<std::tuple<Kept...>>& kept
   return [=] { std::apply([=](auto&... all) { (tell(all), ...); }, *kept); };
 }
 
-template <Literal name, auto body>
+template <Literal name, auto body, auto work>
 struct Operator;
 
-template <Literal name, class... Parameters, void (*body)(Parameters...)>
-struct Operator<name, body> {
+template <Literal name, class... Parameters, void (*body)(Parameters...), Work (*work)(Parameters...)>
+struct Operator<name, body, work> {
   static int prepare(typename Argument<Parameters>::C... arguments, uint64_t* workspace_bytes, aclOpExecutor** executor) {
     return guarded(name.text, ACL_ERROR_INVALID_PARAM, [&] {
       using Kept = std::tuple<typename Argument<Parameters>::Kept...>;
       auto kept = std::make_shared<Kept>(Argument<Parameters>::keep(arguments)...);
+      std::vector<Touch> touches;
+      std::apply([&](const auto&... each) { (touch_all(touches, each, kAccess<Parameters>), ...); }, *kept);
       *workspace_bytes = 0;
-      *executor = new aclOpExecutor{name.text, [kept] { std::apply(body, *kept); }, on_launch(kept)};
+      *executor = new aclOpExecutor{name.text, [kept] { std::apply(body, *kept); },
+                                    account_of(std::apply(work, *kept), std::move(touches)), on_launch(kept)};
     });
   }
 };
@@ -214,9 +261,13 @@ struct Launch {
 
 }  // namespace sim
 
-#define ACLNN(NAME, PARAMETERS)                                                 \
-  static void NAME##_body PARAMETERS;                                           \
-  using NAME##_operator = sim::Operator<"aclnn" #NAME, NAME##_body>;            \
+#define ACLNN(NAME, WORK, PARAMETERS)                                            \
+  static void NAME##_body PARAMETERS;                                             \
+  _Pragma("GCC diagnostic push")                                                  \
+  _Pragma("GCC diagnostic ignored \"-Wunused-parameter\"")                        \
+  static sim::Work NAME##_work PARAMETERS { return WORK; }                        \
+  _Pragma("GCC diagnostic pop")                                                   \
+  using NAME##_operator = sim::Operator<"aclnn" #NAME, NAME##_body, NAME##_work>; \
   using NAME##_launch = sim::Launch<"aclnn" #NAME>;                             \
   SIM_EXPORT(aclnn##NAME##GetWorkspaceSize, NAME##_operator::prepare)           \
   SIM_EXPORT(aclnn##NAME, NAME##_launch::call)                                  \

@@ -13,40 +13,42 @@ using namespace sim;
 
 static at::Generator generator(uint64_t seed, uint64_t offset);
 
-ACLNN(InplaceUniform, (Tensor& self, double from, double to, uint64_t seed, uint64_t offset)) {
+ACLNN(InplaceUniform, streaming(), (Tensor& self, double from, double to, uint64_t seed, uint64_t offset)) {
   self.uniform_(from, to, generator(seed, offset));
 }
 
-ACLNN(InplaceNormal, (Tensor& self, float mean, float deviation, int64_t seed, int64_t offset)) {
+ACLNN(InplaceNormal, streaming(), (Tensor& self, float mean, float deviation, int64_t seed, int64_t offset)) {
   self.normal_(mean, deviation, generator(seed, offset));
 }
-ACLNN(NormalFloatFloat, (float mean, float deviation, int64_t seed, int64_t offset, Tensor& out)) {
+ACLNN(NormalFloatFloat, streaming(), (float mean, float deviation, int64_t seed, int64_t offset, Tensor& out)) {
   out.normal_(mean, deviation, generator(seed, offset));
 }
-ACLNN(NormalFloatTensor, (float mean, const Tensor& deviation, int64_t seed, int64_t offset, Tensor& out)) {
+ACLNN(NormalFloatTensor, streaming(), (float mean, const Tensor& deviation, int64_t seed, int64_t offset, Tensor& out)) {
   at::normal_out(out, mean, deviation, generator(seed, offset));
 }
-ACLNN(NormalTensorFloat, (const Tensor& mean, float deviation, int64_t seed, int64_t offset, Tensor& out)) {
+ACLNN(NormalTensorFloat, streaming(), (const Tensor& mean, float deviation, int64_t seed, int64_t offset, Tensor& out)) {
   at::normal_out(out, mean, deviation, generator(seed, offset));
 }
-ACLNN(NormalTensorTensor, (const Tensor& mean, const Tensor& deviation, int64_t seed, int64_t offset, Tensor& out)) {
+ACLNN(NormalTensorTensor, streaming(),
+      (const Tensor& mean, const Tensor& deviation, int64_t seed, int64_t offset, Tensor& out)) {
   at::normal_out(out, mean, deviation, generator(seed, offset));
 }
 
-ACLNN(InplaceRandom, (Tensor& self, int64_t from, int64_t to, int64_t seed, int64_t offset)) {
+ACLNN(InplaceRandom, streaming(), (Tensor& self, int64_t from, int64_t to, int64_t seed, int64_t offset)) {
   self.random_(from, to, generator(seed, offset));
 }
-ACLNN(Randperm, (int64_t n, int64_t seed, int64_t offset, Tensor& out)) {
+ACLNN(Randperm, streaming(), (int64_t n, int64_t seed, int64_t offset, Tensor& out)) {
   at::randperm_out(out, n, generator(seed, offset));
 }
 
-ACLNN(InplaceBernoulli, (Tensor& self, const Scalar& probability, int64_t seed, int64_t offset)) {
+ACLNN(InplaceBernoulli, streaming(), (Tensor& self, const Scalar& probability, int64_t seed, int64_t offset)) {
   self.bernoulli_(probability.toDouble(), generator(seed, offset));
 }
-ACLNN(InplaceBernoulliTensor, (Tensor& self, const Tensor& probability, int64_t seed, int64_t offset)) {
+ACLNN(InplaceBernoulliTensor, streaming(), (Tensor& self, const Tensor& probability, int64_t seed, int64_t offset)) {
   self.bernoulli_(probability, generator(seed, offset));
 }
-ACLNN(Multinomial, (const Tensor& self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Tensor& out)) {
+ACLNN(Multinomial, streaming(),
+      (const Tensor& self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Tensor& out)) {
   at::multinomial_out(out, self, samples, replacement, generator(seed, offset));
 }
 
@@ -66,7 +68,8 @@ template <class T>
 static void keep(const T* from, const uint8_t* mask, double probability, T* to, int64_t count);
 
 // Bits of elements beyond the shape are drawn too; nothing reads them.
-ACLNN(DropoutGenMaskV2, (const Ints& shape, double probability, int64_t seed, int64_t offset, ScalarType, Tensor& out)) {
+ACLNN(DropoutGenMaskV2, streaming(),
+      (const Ints& shape, double probability, int64_t seed, int64_t offset, ScalarType, Tensor& out)) {
   if (out.numel() * 8 < c10::multiply_integers(shape))
     throw Failure(ACL_ERROR_INVALID_PARAM, "the mask has fewer bits than the shape has elements");
   const auto key = mixed(static_cast<uint64_t>(seed), static_cast<uint64_t>(offset));
@@ -83,7 +86,7 @@ ACLNN(DropoutGenMaskV2, (const Ints& shape, double probability, int64_t seed, in
   }
 }
 
-ACLNN(DropoutDoMask, (const Tensor& self, const Tensor& mask, double probability, Tensor& out)) {
+ACLNN(DropoutDoMask, streaming(), (const Tensor& self, const Tensor& mask, double probability, Tensor& out)) {
   if (mask.numel() * 8 < self.numel())
     throw Failure(ACL_ERROR_INVALID_PARAM, "the mask has fewer bits than the tensor has elements");
   const Tensor from = self.contiguous();

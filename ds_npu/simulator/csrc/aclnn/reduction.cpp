@@ -9,152 +9,157 @@ static at::OptionalIntArrayRef some(const Ints& dims) {
 }
 
 // ATen sums bf16 and fp16 in float32, except where it divides a single output over threads and rounds their partial sums.
-ACLNN(ReduceSum, (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
+ACLNN(ReduceSum, streaming(), (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
   const ScalarType accumulated = self.scalar_type() == type && out.numel() != 1 ? type : wide_type(type);
   write_as(accumulated, out, [&](Tensor& target) { at::sum_out(target, self, some(dims), keepdim, accumulated); });
 }
 
-ACLNN(ReduceNansum, (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
+ACLNN(ReduceNansum, streaming(), (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
   const ScalarType accumulated = wide_type(type);
   write_as(accumulated, out, [&](Tensor& target) { at::nansum_out(target, self, some(dims), keepdim, accumulated); });
 }
 
-ACLNN(Mean, (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
+ACLNN(Mean, streaming(), (const Tensor& self, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
   const ScalarType accumulated = wide_type(type);
   write_as(accumulated, out, [&](Tensor& target) { at::mean_out(target, self, some(dims), keepdim, accumulated); });
 }
 
-ACLNN(Prod, (const Tensor& self, ScalarType type, Tensor& out)) { out.copy_(at::prod(self, wide_type(type))); }
+ACLNN(Prod, streaming(), (const Tensor& self, ScalarType type, Tensor& out)) { out.copy_(at::prod(self, wide_type(type))); }
 
-ACLNN(ProdDim, (const Tensor& self, int64_t dim, bool keepdim, ScalarType type, Tensor& out)) {
+ACLNN(ProdDim, streaming(), (const Tensor& self, int64_t dim, bool keepdim, ScalarType type, Tensor& out)) {
   const ScalarType accumulated = wide_type(type);
   write_as(accumulated, out, [&](Tensor& target) { at::prod_out(target, self, dim, keepdim, accumulated); });
 }
 
-ACLNN(Trace, (const Tensor& self, Tensor& out)) { out.copy_(at::trace(wide(self))); }
+ACLNN(Trace, streaming(), (const Tensor& self, Tensor& out)) { out.copy_(at::trace(wide(self))); }
 
-ACLNN(Max, (const Tensor& self, Tensor& out)) { out.copy_(at::max(self)); }
+ACLNN(Max, streaming(), (const Tensor& self, Tensor& out)) { out.copy_(at::max(self)); }
 
-ACLNN(Min, (const Tensor& self, Tensor& out)) { out.copy_(at::min(self)); }
+ACLNN(Min, streaming(), (const Tensor& self, Tensor& out)) { out.copy_(at::min(self)); }
 
-ACLNN(MaxDim, (const Tensor& self, int64_t dim, bool keepdim, Tensor& out, Tensor& indices)) {
+ACLNN(MaxDim, streaming(), (const Tensor& self, int64_t dim, bool keepdim, Tensor& out, Tensor& indices)) {
   at::max_out(out, indices, self, dim, keepdim);
 }
 
-ACLNN(MinDim, (const Tensor& self, int64_t dim, bool keepdim, Tensor& out, Tensor& indices)) {
+ACLNN(MinDim, streaming(), (const Tensor& self, int64_t dim, bool keepdim, Tensor& out, Tensor& indices)) {
   at::min_out(out, indices, self, dim, keepdim);
 }
 
-ACLNN(Amax, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) { at::amax_out(out, self, dims, keepdim); }
+ACLNN(Amax, streaming(),
+      (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) { at::amax_out(out, self, dims, keepdim); }
 
-ACLNN(Amin, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) { at::amin_out(out, self, dims, keepdim); }
+ACLNN(Amin, streaming(),
+      (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) { at::amin_out(out, self, dims, keepdim); }
 
-ACLNN(Aminmax, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& smallest, Tensor& largest)) {
+ACLNN(Aminmax, streaming(), (const Tensor& self, const Ints& dims, bool keepdim, Tensor& smallest, Tensor& largest)) {
   at::amin_out(smallest, self, dims, keepdim);
   at::amax_out(largest, self, dims, keepdim);
 }
 
-ACLNN(AminmaxAll, (const Tensor& self, Tensor& smallest, Tensor& largest)) { at::aminmax_out(smallest, largest, self); }
+ACLNN(AminmaxAll, streaming(),
+      (const Tensor& self, Tensor& smallest, Tensor& largest)) { at::aminmax_out(smallest, largest, self); }
 
-ACLNN(AminmaxDim, (const Tensor& self, int64_t dim, bool keepdim, Tensor& smallest, Tensor& largest)) {
+ACLNN(AminmaxDim, streaming(), (const Tensor& self, int64_t dim, bool keepdim, Tensor& smallest, Tensor& largest)) {
   at::aminmax_out(smallest, largest, self, dim, keepdim);
 }
 
-ACLNN(ArgMax, (const Tensor& self, int64_t dim, bool keepdim, Tensor& out)) {
+ACLNN(ArgMax, streaming(), (const Tensor& self, int64_t dim, bool keepdim, Tensor& out)) {
   write_as(at::kLong, out, [&](Tensor& target) { at::argmax_out(target, self, dim, keepdim); });
 }
 
-ACLNN(ArgMin, (const Tensor& self, int64_t dim, bool keepdim, Tensor& out)) {
+ACLNN(ArgMin, streaming(), (const Tensor& self, int64_t dim, bool keepdim, Tensor& out)) {
   write_as(at::kLong, out, [&](Tensor& target) { at::argmin_out(target, self, dim, keepdim); });
 }
 
-ACLNN(Any, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
+ACLNN(Any, streaming(), (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
   at::any_out(out, self, some(dims), keepdim);
 }
 
-ACLNN(All, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
+ACLNN(All, streaming(), (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
   at::all_out(out, self, some(dims), keepdim);
 }
 
 // Matrix norms do not come here: torch's are made of vector norms and singular values.
-ACLNN(Norm, (const Tensor& self, const Scalar& p, const Ints& dims, bool keepdim, Tensor& out)) {
+ACLNN(Norm, streaming(), (const Tensor& self, const Scalar& p, const Ints& dims, bool keepdim, Tensor& out)) {
   const ScalarType accumulated = wide_type(out.scalar_type());
   write_as(accumulated, out,
            [&](Tensor& target) { at::linalg_vector_norm_out(target, self, p, some(dims), keepdim, accumulated); });
 }
 
-ACLNN(LinalgVectorNorm,
+ACLNN(LinalgVectorNorm, streaming(),
       (const Tensor& self, const Scalar& ord, const Ints& dims, bool keepdim, ScalarType type, Tensor& out)) {
   const ScalarType accumulated = wide_type(type);
   write_as(accumulated, out,
            [&](Tensor& target) { at::linalg_vector_norm_out(target, self, ord, some(dims), keepdim, accumulated); });
 }
 
-ACLNN(LogSumExp, (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
+ACLNN(LogSumExp, streaming(), (const Tensor& self, const Ints& dims, bool keepdim, Tensor& out)) {
   write_as(wide_type(out.scalar_type()), out,
            [&](Tensor& target) { at::logsumexp_out(target, self.to(target.scalar_type()), dims, keepdim); });
 }
 
-ACLNN(VarCorrection, (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& out)) {
+ACLNN(VarCorrection, streaming(), (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& out)) {
   write_as(self.scalar_type(), out, [&](Tensor& target) { at::var_out(target, self, some(dims), correction, keepdim); });
 }
 
-ACLNN(Std, (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& out)) {
+ACLNN(Std, streaming(), (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& out)) {
   write_as(self.scalar_type(), out, [&](Tensor& target) { at::std_out(target, self, some(dims), correction, keepdim); });
 }
 
-ACLNN(VarMean, (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& var, Tensor& mean)) {
+ACLNN(VarMean, streaming(),
+      (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& var, Tensor& mean)) {
   const auto found = at::var_mean(self, some(dims), correction, keepdim);
   var.copy_(std::get<0>(found));
   mean.copy_(std::get<1>(found));
 }
 
-ACLNN(StdMeanCorrection,
+ACLNN(StdMeanCorrection, streaming(),
       (const Tensor& self, const Ints& dims, int64_t correction, bool keepdim, Tensor& deviation, Tensor& mean)) {
   const auto found = at::std_mean(self, some(dims), correction, keepdim);
   deviation.copy_(std::get<0>(found));
   mean.copy_(std::get<1>(found));
 }
 
-ACLNN(Median, (const Tensor& self, Tensor& out)) { out.copy_(at::median(self)); }
+ACLNN(Median, sorting(), (const Tensor& self, Tensor& out)) { out.copy_(at::median(self)); }
 
-ACLNN(MedianDim, (const Tensor& self, int64_t dim, bool keepdim, Tensor& values, Tensor& indices)) {
+ACLNN(MedianDim, sorting(), (const Tensor& self, int64_t dim, bool keepdim, Tensor& values, Tensor& indices)) {
   at::median_out(values, indices, self, dim, keepdim);
 }
 
-ACLNN(Cumsum, (const Tensor& self, int64_t dim, ScalarType type, Tensor& out)) {
+ACLNN(Cumsum, streaming(), (const Tensor& self, int64_t dim, ScalarType type, Tensor& out)) {
   write_as(type, out, [&](Tensor& target) { at::cumsum_out(target, self, dim, type); });
 }
 
-ACLNN(Cumprod, (const Tensor& self, const Scalar& dim, ScalarType type, Tensor& out)) {
+ACLNN(Cumprod, streaming(), (const Tensor& self, const Scalar& dim, ScalarType type, Tensor& out)) {
   write_as(type, out, [&](Tensor& target) { at::cumprod_out(target, self, dim.toLong(), type); });
 }
 
-ACLNN(Cummax, (const Tensor& self, int64_t dim, Tensor& values, Tensor& indices)) {
+ACLNN(Cummax, streaming(), (const Tensor& self, int64_t dim, Tensor& values, Tensor& indices)) {
   at::cummax_out(values, indices, self, dim);
 }
 
-ACLNN(Cummin, (const Tensor& self, int64_t dim, Tensor& values, Tensor& indices)) {
+ACLNN(Cummin, streaming(), (const Tensor& self, int64_t dim, Tensor& values, Tensor& indices)) {
   at::cummin_out(values, indices, self, dim);
 }
 
 // Sorted order, largest elements, distinct elements, and where values fall between sorted ones.
 
-ACLNN(Sort, (const Tensor& self, bool stable, int64_t dim, bool descending, Tensor& values, Tensor& indices)) {
+ACLNN(Sort, sorting(), (const Tensor& self, bool stable, int64_t dim, bool descending, Tensor& values, Tensor& indices)) {
   at::sort_out(values, indices, self, stable, dim, descending);
 }
 
-ACLNN(Topk, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, Tensor& values, Tensor& indices)) {
+ACLNN(Topk, sorting(),
+      (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, Tensor& values, Tensor& indices)) {
   at::topk_out(values, indices, self, k, dim, largest, sorted);
 }
 
 // The policy is the order of equal elements, of which any is right.
-ACLNN(TopkV2, (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor& values,
-               Tensor& indices)) {
+ACLNN(TopkV2, sorting(),
+      (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor& values, Tensor& indices)) {
   at::topk_out(values, indices, self, k, dim, largest, sorted);
 }
 
-ACLNN(Kthvalue, (const Tensor& self, int64_t k, int64_t dim, bool keepdim, Tensor& values, Tensor& indices)) {
+ACLNN(Kthvalue, sorting(), (const Tensor& self, int64_t k, int64_t dim, bool keepdim, Tensor& values, Tensor& indices)) {
   at::kthvalue_out(values, indices, self, k, dim, keepdim);
 }
 
@@ -163,14 +168,16 @@ static void give(DynamicTensor& out, const Tensor& value) {
   if (out.room.numel() != 0) out.assign(value);
 }
 
-ACLNN(Unique, (const Tensor& self, bool sorted, bool return_inverse, DynamicTensor& values, DynamicTensor& inverse)) {
+ACLNN(Unique, sorting(),
+      (const Tensor& self, bool sorted, bool return_inverse, DynamicTensor& values, DynamicTensor& inverse)) {
   const auto [distinct, places] = at::_unique(self, sorted, return_inverse);
   values.assign(distinct);
   give(inverse, places);
 }
 
-ACLNN(Unique2, (const Tensor& self, bool sorted, bool, bool return_counts, DynamicTensor& values, DynamicTensor& inverse,
-                DynamicTensor& counts)) {
+ACLNN(Unique2, sorting(),
+      (const Tensor& self, bool sorted, bool, bool return_counts, DynamicTensor& values, DynamicTensor& inverse,
+       DynamicTensor& counts)) {
   const bool with_inverse = inverse.room.numel() != 0;
   const auto [distinct, places, times] = at::_unique2(self, sorted, with_inverse, return_counts);
   values.assign(distinct);
@@ -178,8 +185,9 @@ ACLNN(Unique2, (const Tensor& self, bool sorted, bool, bool return_counts, Dynam
   give(counts, times);
 }
 
-ACLNN(UniqueConsecutive, (const Tensor& self, bool return_inverse, bool return_counts, int64_t dim, DynamicTensor& values,
-                          DynamicTensor& inverse, DynamicTensor& counts)) {
+ACLNN(UniqueConsecutive, sorting(),
+      (const Tensor& self, bool return_inverse, bool return_counts, int64_t dim, DynamicTensor& values, DynamicTensor& inverse,
+       DynamicTensor& counts)) {
   constexpr int64_t flattened = 1000;
   const auto along = dim == flattened ? std::optional<int64_t>() : std::optional<int64_t>(dim);
   const auto [distinct, places, times] = at::unique_consecutive(self, return_inverse, return_counts, along);
@@ -188,29 +196,32 @@ ACLNN(UniqueConsecutive, (const Tensor& self, bool return_inverse, bool return_c
   if (return_counts) give(counts, times);
 }
 
-ACLNN(UniqueDim, (const Tensor& self, bool sorted, bool, int64_t dim, DynamicTensor& values, DynamicTensor& inverse,
-                  DynamicTensor& counts)) {
+ACLNN(UniqueDim, sorting(),
+      (const Tensor& self, bool sorted, bool, int64_t dim, DynamicTensor& values, DynamicTensor& inverse,
+       DynamicTensor& counts)) {
   const auto [distinct, places, times] = at::unique_dim(self, dim, sorted, true, true);
   values.assign(distinct);
   give(inverse, places);
   give(counts, times);
 }
 
-ACLNN(Bincount, (const Tensor& self, const OptionalTensor& weights, int64_t minlength, Tensor& out)) {
+ACLNN(Bincount, streaming(), (const Tensor& self, const OptionalTensor& weights, int64_t minlength, Tensor& out)) {
   out.copy_(at::bincount(self, weights, minlength));
 }
 
-ACLNN(Histc, (const Tensor& self, int64_t bins, const Scalar& min, const Scalar& max, Tensor& out)) {
+ACLNN(Histc, streaming(), (const Tensor& self, int64_t bins, const Scalar& min, const Scalar& max, Tensor& out)) {
   const bool floating = at::isFloatingType(self.scalar_type());
   out.copy_(at::histc(floating ? wide(self) : self.to(at::kDouble), bins, min, max));
 }
 
-ACLNN(SearchSorted, (const Tensor& sorted_sequence, const Tensor& self, bool out_int32, bool right,
-                     const OptionalTensor& sorter, Tensor& out)) {
+ACLNN(SearchSorted, streaming(),
+      (const Tensor& sorted_sequence, const Tensor& self, bool out_int32, bool right, const OptionalTensor& sorter,
+       Tensor& out)) {
   at::searchsorted_out(out, sorted_sequence, self, out_int32, right, {}, sorter);
 }
 
-ACLNN(SearchSorteds, (const Tensor& sorted_sequence, const Scalar& self, bool out_int32, bool right,
-                      const OptionalTensor& sorter, Tensor& out)) {
+ACLNN(SearchSorteds, streaming(),
+      (const Tensor& sorted_sequence, const Scalar& self, bool out_int32, bool right, const OptionalTensor& sorter,
+       Tensor& out)) {
   out.copy_(at::searchsorted(sorted_sequence, self, out_int32, right, {}, sorter));
 }

@@ -30,7 +30,7 @@ Tensor rows_first(const Tensor& statistics, const std::string& layout, const std
 
 }  // namespace
 
-ACLNN(RingAttentionUpdateV2,
+ACLNN(RingAttentionUpdateV2, streaming(),
       (const Tensor& previous, const Tensor& previous_max, const Tensor& previous_sum, const Tensor& current,
        const Tensor& current_max, const Tensor& current_sum, const OptionalTensor& ends, const std::string& layout,
        const std::string& softmax_layout, Tensor& out, Tensor& out_max, Tensor& out_sum)) {

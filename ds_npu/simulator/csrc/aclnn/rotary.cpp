@@ -86,21 +86,22 @@ void angle_gradients(const Tensor& dy, const Tensor& x, int64_t mode, const Tens
 
 }  // namespace
 
-ACLNN(RotaryPositionEmbedding, (const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode, Tensor& out)) {
+ACLNN(RotaryPositionEmbedding, streaming(),
+      (const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode, Tensor& out)) {
   rotate(x, cos, sin, mode, out);
 }
 
 // With `rotation`, a matrix takes the place of the mode.
-ACLNN(RotaryPositionEmbeddingV2, (const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode,
-                                  const OptionalTensor& rotation, Tensor& out)) {
+ACLNN(RotaryPositionEmbeddingV2, streaming(),
+      (const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode, const OptionalTensor& rotation, Tensor& out)) {
   if (!rotation) return rotate(x, cos, sin, mode, out);
   const Tensor wide = widened(x);
   out.copy_((wide * cos).addcmul_(at::matmul(wide, widened(*rotation)), widened(sin)));
 }
 
-ACLNN(RotaryPositionEmbeddingGrad,
+ACLNN(RotaryPositionEmbeddingGrad, streaming(),
       (const Tensor& dy, const Tensor& cos, const Tensor& sin, const OptionalTensor& x, int64_t mode, Tensor& dx,
-       const OptionalTensor& dcos, const OptionalTensor& dsin)) {
+       Written<OptionalTensor>& dcos, Written<OptionalTensor>& dsin)) {
   const Tensor room = room_for(dx), wide = widened(dy);
   const auto slope = pairs_out(wide, mode);
   const auto cosine = pairs_out(widened(cos), mode), sine = pairs_out(widened(sin), mode);
@@ -111,15 +112,17 @@ ACLNN(RotaryPositionEmbeddingGrad,
   if (x && dcos && dsin) angle_gradients(wide, widened(*x), mode, *dcos, *dsin);
 }
 
-ACLNN(ApplyRotaryPosEmb, (Tensor& query, Tensor& key, const Tensor& cos, const Tensor& sin, int64_t layout)) {
+ACLNN(ApplyRotaryPosEmb, streaming(),
+      (Changed<Tensor>& query, Changed<Tensor>& key, const Tensor& cos, const Tensor& sin, int64_t layout)) {
   apply_rotary(query, key, cos, sin, layout, kHalf);
 }
 
-ACLNN(ApplyRotaryPosEmbV2,
-      (Tensor& query, Tensor& key, const Tensor& cos, const Tensor& sin, int64_t layout, const std::string& mode)) {
+ACLNN(ApplyRotaryPosEmbV2, streaming(),
+      (Changed<Tensor>& query, Changed<Tensor>& key, const Tensor& cos, const Tensor& sin, int64_t layout,
+       const std::string& mode)) {
   apply_rotary(query, key, cos, sin, layout, mode_named(mode));
 }
 
-ACLNN(InterleaveRope, (const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& out)) {
+ACLNN(InterleaveRope, streaming(), (const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& out)) {
   rotate(x, cos, sin, kInterleaveHalf, out);
 }

@@ -6,7 +6,7 @@
 using namespace sim;
 
 // ATen's bf16 and fp16 softmax rounds once only over the last dim, its logarithm nowhere; their gradients do.
-ACLNN(Softmax, (const Tensor& self, int64_t dim, Tensor& out)) {
+ACLNN(Softmax, streaming(), (const Tensor& self, int64_t dim, Tensor& out)) {
   const bool last = dim == -1 || dim == self.dim() - 1;
   const ScalarType type = out.scalar_type();
   write_as(last ? type : wide_type(type), out, [&](Tensor& target) {
@@ -14,19 +14,19 @@ ACLNN(Softmax, (const Tensor& self, int64_t dim, Tensor& out)) {
   });
 }
 
-ACLNN(LogSoftmax, (const Tensor& self, int64_t dim, Tensor& out)) {
+ACLNN(LogSoftmax, streaming(), (const Tensor& self, int64_t dim, Tensor& out)) {
   write_as(wide_type(out.scalar_type()), out, [&](Tensor& target) {
     at::_log_softmax_out(target, self.to(target.scalar_type()), dim, /*half_to_float=*/false);
   });
 }
 
-ACLNN(SoftmaxBackward, (const Tensor& grad_output, const Tensor& output, int64_t dim, Tensor& out)) {
+ACLNN(SoftmaxBackward, streaming(), (const Tensor& grad_output, const Tensor& output, int64_t dim, Tensor& out)) {
   write_as(output.scalar_type(), out, [&](Tensor& target) {
     at::_softmax_backward_data_out(target, grad_output.to(output.scalar_type()), output, dim, output.scalar_type());
   });
 }
 
-ACLNN(LogSoftmaxBackward, (const Tensor& grad_output, const Tensor& output, int64_t dim, Tensor& out)) {
+ACLNN(LogSoftmaxBackward, streaming(), (const Tensor& grad_output, const Tensor& output, int64_t dim, Tensor& out)) {
   write_as(output.scalar_type(), out, [&](Tensor& target) {
     at::_log_softmax_backward_data_out(target, grad_output.to(output.scalar_type()), output, dim, output.scalar_type());
   });
@@ -48,6 +48,6 @@ Tensor scaled_masked_softmax(const Tensor& x, const Tensor& mask, double scale, 
 
 }  // namespace sim
 
-ACLNN(ScaledMaskedSoftmax, (const Tensor& x, const Tensor& mask, double scale, bool fixed_triangle, Tensor& out)) {
+ACLNN(ScaledMaskedSoftmax, streaming(), (const Tensor& x, const Tensor& mask, double scale, bool fixed_triangle, Tensor& out)) {
   out.copy_(scaled_masked_softmax(x, mask, scale, fixed_triangle));
 }

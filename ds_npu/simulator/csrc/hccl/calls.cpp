@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "failure.h"
+#include "hccl/account.h"
 #include "hccl/call.h"
 #include "stream.h"
 #include "trace.h"
@@ -44,8 +45,10 @@ std::string detail(const Communicator& communicator, const std::vector<Message>&
 void push(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,
           std::vector<Message> messages) {
   std::string told = detail(*communicator, messages);
+  Account account = account_of(*communicator, messages);
   stream_for(*communicator, stream)
-      .push(name, [communicator, messages = std::move(messages)] { transfer(*communicator, messages); }, std::move(told));
+      .push(name, [communicator, messages = std::move(messages)] { transfer(*communicator, messages); }, std::move(told),
+            std::move(account));
 }
 
 }  // namespace
@@ -57,7 +60,7 @@ void enqueue(const char* name, const std::shared_ptr<Communicator>& communicator
   const auto sequence = communicator->reserve();
   std::string told = tracing() ? detail(*communicator, "call " + std::to_string(sequence)) : "";
   target.push(name, [communicator, sequence, collective = std::move(collective)] { collective(*communicator, sequence); },
-              std::move(told));
+              std::move(told), account_of(name, *communicator, buffers));
 }
 
 void enqueue(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,

@@ -86,6 +86,8 @@ void Communicator::enter() {
 }
 
 // Two ranks on one NPU are refused, as by HCCL. Each rank sees all slots, so all ranks fail.
+int Communicator::npu_of(std::uint32_t rank) const { return segment_.slot(rank).npu; }
+
 void Communicator::check_devices() const {
   for (std::uint32_t peer = 0; peer < size_; ++peer)
     for (std::uint32_t other = 0; other < peer; ++other)

@@ -35,6 +35,8 @@ class Communicator {
   std::uint32_t rank() const { return rank_; }
   std::uint32_t size() const { return size_; }
   Device& device() const { return device_; }
+  // The number of a rank's NPU on the machine.
+  int npu_of(std::uint32_t rank) const;
 
   // On the host: the place of the next call in the communicator's order.
   std::uint64_t reserve() { return ++reserved_; }

@@ -1,0 +1,57 @@
+// What a task on a stream costs and touches.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+namespace sim {
+
+// The kind of an operator, and what it costs besides its bytes.
+struct Work {
+  const char* kind;
+  double flop = 0;        // of products of matrices: 2 for each multiplication and addition
+  double arithmetic = 0;  // seconds of the cube cores
+  double passes = 1;      // how often the operator reads and writes the bytes of its tensors
+  int64_t moved = -1;     // bytes that it reads and writes; -1: those of its tensors
+};
+
+enum class Access { kRead, kWritten, kChanged };  // changed: read, and written in place
+
+struct Touch {
+  at::Tensor tensor;  // a view of what is touched
+  Access access;
+};
+
+struct Account {
+  Work work{.kind = "none"};
+  std::vector<Touch> touches{};
+  int64_t read_bytes = 0, written_bytes = 0;
+  double seconds = 0;  // that the simulated machine takes
+};
+
+Touch touched(const void* address, std::size_t bytes, Access access);
+
+// Counts the bytes of `touches`, each element of a broadcast tensor once.
+Account account_of(const Work& work, std::vector<Touch> touches);
+// The same for a task that takes `seconds`.
+Account account_of(const Work& work, std::vector<Touch> touches, double seconds);
+// A copy within device memory, or between it and the host.
+Account copy_of(void* to, const void* from, std::size_t bytes, bool within_device);
+
+// ---- the kinds of operators, as functions of their arguments ----
+
+// Limited by memory: reads and writes each tensor once.
+inline Work streaming() { return {.kind = "streaming"}; }
+// Sorts in several passes, or finds the largest.
+Work sorting();
+// Reads or writes the elements of another tensor that an index names: as many as `chosen` has.
+Work indexing(const at::Tensor& chosen);
+// out [..., M, N] = a [..., M, K] @ b; vectors as in torch.matmul.
+Work product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out);
+// `work` beside a message of `bytes` bytes to `peers` ranks together, whichever takes longer.
+Work beside_message(Work work, double bytes, int64_t peers);
+// `count` products [rows, inner] @ [inner, columns] of operands of `itemsize` bytes.
+Work products(int64_t rows, int64_t columns, int64_t inner, int64_t itemsize, int64_t count);
+
+}  // namespace sim

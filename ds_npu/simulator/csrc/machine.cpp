@@ -30,7 +30,7 @@ std::string field(const std::string& text, const std::string& name) {
   std::istringstream fields(text);
   for (std::string one; fields >> one;)
     if (one.starts_with(name + "=")) return one.substr(name.size() + 1);
-  throw Failure(ACL_ERROR_INVALID_PARAM, "DS_NPU_SIM_MACHINE has no " + name + ": run commands on simulated NPUs by ds_npu sim");
+  throw Failure(ACL_ERROR_INVALID_PARAM, "DS_NPU_SIM_MACHINE has no " + name + ": simulated NPUs are started by ds_npu sim");
 }
 
 double number(const std::string& text, const std::string& name) { return std::strtod(field(text, name).c_str(), nullptr); }

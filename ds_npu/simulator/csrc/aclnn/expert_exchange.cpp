@@ -98,8 +98,9 @@ Work with_exchange(const Tensor& x, const Tensor& weight, bool transposed, const
                    const Group& group) {
   const int64_t experts = std::max<int64_t>(weight.size(0), 1), ranks = group.communicator->size();
   const int64_t all = std::accumulate(rows.begin(), rows.end(), int64_t{0});
-  const Work work = sim::products((all + experts - 1) / experts, weight.size(transposed ? 1 : 2), weight.size(transposed ? 2 : 1),
-                                  static_cast<int64_t>(x.element_size()), experts);
+  const int64_t columns = weight.size(transposed ? 1 : 2), inner = weight.size(transposed ? 2 : 1);
+  const Work work =
+      sim::products((all + experts - 1) / experts, columns, inner, static_cast<int64_t>(x.element_size()), experts);
   const auto sent = static_cast<double>(exchanged.nbytes()) * static_cast<double>(ranks - 1) / static_cast<double>(ranks);
   return beside_message(work, sent, ranks - 1);
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-GROUP_NAMES = ("operators", "collectives", "training")
+GROUP_NAMES = ("operators", "collectives", "training", "speeds")
 
 
 class Scope(NamedTuple):

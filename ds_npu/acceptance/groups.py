@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_npu.acceptance import collective_cases, operator_cases, training_cases
+from ds_npu.acceptance import collective_cases, operator_cases, speed_cases, training_cases
 from ds_npu.acceptance.case import Group
 
 GROUPS = (
@@ -32,5 +32,13 @@ GROUPS = (
         "Do not use the axis or the ZeRO stage that fails. If operators or collectives failed, too, those come first.",
         training_cases.training_cases,
         training_cases.unmet,
+    ),
+    Group(
+        "speeds",
+        "ds_npu.acceptance.speeds",
+        "speeds of this machine, of which ds_npu calibrate makes a profile for estimates",
+        speed_cases.TOLERANCE,
+        "Estimates go on with published figures; nothing else depends on this.",
+        speed_cases.speed_cases,
     ),
 )

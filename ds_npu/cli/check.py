@@ -25,7 +25,7 @@ from ds_npu.config.trainer_traps import trainer_traps
 from ds_npu.planner.communicators import MIB, buffer_mib, planned_communicators
 from ds_npu.planner.context_report import context_part, number_bytes, planned_algorithm
 from ds_npu.planner.model_file import hidden_size_of
-from ds_npu.topology.machine import MACHINES
+from ds_npu.topology.machine import Machine, machine_named
 
 MOST = 2**40
 """The largest accepted number of ranks or tokens; the config's check has a lower limit for ranks."""
@@ -37,8 +37,21 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--sequence-length", type=_at_least_one, metavar="N", help="tokens of each sample")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json, or a folder with one")
     parser.add_argument("--changes", action="store_true", help="with --model: also what ds_npu leaves on its modules")
-    parser.add_argument("--machine", choices=MACHINES, default="A2", help="whose speeds and nodes to take (A2)")
+    parser.add_argument(
+        "--machine",
+        type=_machine,
+        default="A2",
+        metavar="NAME",
+        help="whose speeds and nodes to take: a machine, or a file of ds_npu calibrate (A2)",
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the layout; needs --world-size")
+
+
+def _machine(text: str) -> Machine:
+    try:
+        return machine_named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _at_least_one(text: str) -> int:
@@ -61,7 +74,7 @@ def _run(arguments: Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     if arguments.svg is not None:
-        text = layout_svg(checked.degrees, checked.zero_stage, MACHINES[arguments.machine])
+        text = layout_svg(checked.degrees, checked.zero_stage, arguments.machine)
         arguments.svg.write_text(text, encoding="utf-8")
         report += ["", f"The layout is drawn in {printable(str(arguments.svg))}"]
     print("\n".join(report))
@@ -79,7 +92,7 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield f"{printable(arguments.config)}: no mistake found for {arguments.world_size} ranks"
         yield from ("", *axes_table(checked.degrees))
         yield from ("", *grid_picture(checked.degrees))
-        yield from ("", nodes_line(checked.degrees, MACHINES[arguments.machine]))
+        yield from ("", nodes_line(checked.degrees, arguments.machine))
         yield zero_line(checked.degrees, checked.zero_stage)
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)

@@ -13,7 +13,7 @@ from ds_npu.config.context_parallel import ContextParallelSection, algorithms
 from ds_npu.planner.context_choice import Candidate, algorithm_text, choose, choose_for, estimated, refusals
 from ds_npu.planner.context_cost import Layer, LayerCost
 from ds_npu.planner.model_file import attention_of
-from ds_npu.topology.machine import MACHINES, Machine
+from ds_npu.topology.machine import Machine
 
 CANDIDATES_SHOWN = 12
 MIB = 2**20
@@ -32,7 +32,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
         yield from ("", f"{title} {known}; to see estimates, say {' and '.join(missing)}")
         return
     layer = _layer(ds_config, checked, arguments)
-    machine = MACHINES[arguments.machine]
+    machine = arguments.machine
     choice = choose_for(section, layer, degrees, machine)
     how = f"chosen: {choice.reason}" if len(left) > 1 else "as given"
     yield from ("", f"{title} {algorithm_text(choice.algorithm)} ({how})", *_assumptions(layer, machine))
@@ -57,7 +57,7 @@ def planned_algorithm(ds_config: dict[str, Any], checked: Checked, arguments: Na
         return left[0]
     if arguments.model is None or arguments.sequence_length is None:
         return None
-    return choose_for(section, _layer(ds_config, checked, arguments), degrees, MACHINES[arguments.machine]).algorithm
+    return choose_for(section, _layer(ds_config, checked, arguments), degrees, arguments.machine).algorithm
 
 
 def _layer(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Layer:

@@ -195,6 +195,22 @@ the same time), and its bytes: of n, those of the whole buffer, or of n / g, wit
 A2, A3 = MACHINES["A2"], MACHINES["A3"]
 
 
+def machine_named(text: str) -> Machine:
+    """The machine of that name, or of a file of ``ds_npu calibrate``. Raises ValueError where there is neither."""
+    if text in MACHINES:
+        return MACHINES[text]
+    known = f"there are {', '.join(MACHINES)}, and files of ds_npu calibrate"
+    try:
+        own = json.loads(Path(text).read_text())["machines"]
+        (name,) = own
+        entries = entries_of(_PROFILES["machines"] | own, name)
+    except OSError as error:
+        raise ValueError(f"found {text!r}, which is no machine and no file that can be read; {known}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"found {text!r}, a file that has no profile of one machine; {known}") from error
+    return machine_from(name, entries)
+
+
 def machine_of(device_name: str) -> Machine:
     """The Machine of an NPU by its name in torch_npu; A2 for an unknown one. Source: CANN, names of A3 chips."""
     if device_name.startswith("Ascend910_93"):

@@ -156,8 +156,12 @@ def test_neither_torch_nor_deepspeed_is_needed():
     [
         ((), 2, "print the layout a config means"),
         (("--version",), 0, f"ds_npu 0.1.0 (torch {importlib.metadata.version('torch')}, torch_npu "),
-        (("chek",), 2, "there is no command \"chek\", did you mean 'check'?; there are accept, check, schema, sim"),
-        (("\x1b[2J",), 2, 'there is no command "\\u001b[2J"; there are accept, check, schema, sim'),
+        (
+            ("chek",),
+            2,
+            "there is no command \"chek\", did you mean 'check'?; there are accept, calibrate, check, schema, sim",
+        ),
+        (("\x1b[2J",), 2, 'there is no command "\\u001b[2J"; there are accept, calibrate, check, schema, sim'),
     ],
 )
 def test_without_a_command(arguments, code, said):

@@ -42,6 +42,14 @@ def shortage(name: str, first: int) -> Iterator[None]:
         _fail_from("", 0)
 
 
+def counts(name: str, phases: Iterator[None]) -> list[int]:
+    """The calls of ``name`` in each of ``phases``."""
+    _fail_from(name, 0)
+    found = [_fail_from(name, 0) for _ in phases]
+    _fail_from("", 0)
+    return found
+
+
 def count(name: str, run: Callable[[], object]) -> int:
     """The calls of ``name`` in ``run``."""
     _fail_from(name, 0)
@@ -64,19 +72,31 @@ class Run:
 
     def __init__(self, engine) -> None:
         self.engine, self.phase = engine, ""
+        self.loss = torch.tensor(float("nan"))
 
     def step(self, seed: int, rows: int = 2) -> torch.Tensor:
         """One step; its loss."""
+        for _ in self.phases(seed, rows):
+            pass
+        return self.loss
+
+    def phases(self, seed: int, rows: int = 2) -> Iterator[None]:
+        """One step, in which nothing is under way when a phase has ended: forward, backward and step."""
         torch.manual_seed(seed)
-        ids = torch.randint(0, tiny_models.VOCABULARY, (rows, rig.LENGTH)).to(self.engine.device)
         self.phase = "forward"
+        ids = torch.randint(0, tiny_models.VOCABULARY, (rows, rig.LENGTH)).to(self.engine.device)
         loss = self.engine(input_ids=ids, labels=ids).loss
+        torch.npu.synchronize()
+        yield
         self.phase = "backward"
         self.engine.backward(loss)
+        torch.npu.synchronize()
+        yield
         self.phase = "step"
         self.engine.step()
         torch.npu.synchronize()
-        return loss.detach()
+        self.loss = loss.detach()
+        yield
 
     def held(self) -> list[torch.Tensor]:
         """This rank's weights, masters and moments, in host memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,13 +42,13 @@ class SpeedCase(Case):
 
 def speed_cases(scope: Scope) -> list[SpeedCase]:
     """The kernel's least time first, which is part of all others; collectives where there are NPUs for them."""
+    side, message = (256, MIB) if scope.small else (8192, 256 * MIB)
     found = [
         SpeedCase("the least time of a kernel"),
         SpeedCase("device memory", kind="hbm", field="hbm"),
         *(
-            SpeedCase(f"a product of matrices of {size:,} x {size:,} in {dtype}", kind=dtype, field=field, size=size)
+            SpeedCase(f"a product of matrices of {side:,} x {side:,} in {dtype}", kind=dtype, field=field, size=side)
             for dtype, field in (("bfloat16", "matmul"), ("float32", "matmul_float32"))
-            for size in (256 if scope.small else 8192,)
         ),
         *(
             SpeedCase(f"{size:,} bytes read and written", kind="memory", field="memory", size=size)
@@ -59,26 +60,25 @@ def speed_cases(scope: Scope) -> list[SpeedCase]:
             )
             for size in ((128,) if scope.small else (1024, 2048, 4096, 8192, 16384, 32768))
         ),
-        SpeedCase("a copy from pinned memory", kind="host", field="host", size=MIB if scope.small else 256 * MIB),
+        SpeedCase("a copy from pinned memory", kind="host", field="host", size=message),
     ]
-    size = MIB if scope.small else 256 * MIB
     if scope.npus > 1:
         found.append(SpeedCase("the least time of a collective", 2, kind="all_reduce", field="message"))
-        found.append(SpeedCase("a link between two NPUs", 2, kind="all_gather", field="link", size=size))
+        found.append(SpeedCase("a link between two NPUs", 2, kind="all_gather", field="link", size=message))
     if scope.npus >= NODE:
-        found.append(SpeedCase(f"a port to {NODE - 1} NPUs", NODE, kind="all_gather", field="port", size=size))
+        found.append(SpeedCase(f"a port to {NODE - 1} NPUs", NODE, kind="all_gather", field="port", size=message))
     return found
 
 
 def calibrated(machine: Machine, measured: Iterable[tuple[SpeedCase, float]]) -> Machine:
     """``machine`` with the numbers that the seconds of cases give (bytes, of device memory), in the order of the cases.
 
-    Raises ValueError for a case that took no longer than the least time of its kind.
+    Raises ValueError for a case that took no longer than the least time of its kind, and for what is no time.
     """
     tables: dict[str, dict[int, float]] = {}
     for case, seconds in measured:
         found = _number(machine, case, seconds)
-        if found <= 0:
+        if not 0 < found < math.inf:
             raise ValueError(f"{case.name}: {seconds:g} s are no longer than the least time of such a call")
         if isinstance(getattr(machine, case.field), tuple):
             tables.setdefault(case.field, {})[case.size] = found
@@ -95,7 +95,9 @@ def _with(machine: Machine, field: str, value: float | Table) -> Machine:
 
 
 def _number(machine: Machine, case: SpeedCase, seconds: float) -> float:
-    if case.field in ("kernel", "hbm", "message"):
+    if case.field == "hbm":
+        return int(seconds)
+    if case.field in ("kernel", "message"):
         return seconds
     if case.kind == "host":
         return case.size / seconds

@@ -23,17 +23,14 @@ AHEAD = 4096
 
 def measure(case: SpeedCase, job: Assignment) -> Measured:
     """Run the calls of ``case``; without a number on simulated NPUs, whose times say nothing."""
+    number: float | None
     if case.kind == "hbm":
         _, total = npu_module().mem_get_info()
-        return _measured(None if simulated() else float(total))
-    call = _call(case)
-    if case.kind == "host":
-        return _measured(timed(call))
-    return _measured(device_seconds(call))
-
-
-def _measured(number: float | None) -> Measured:
-    return Measured(call_s=None, series={} if number is None else {SERIES: [number]})
+        number = None if simulated() else float(total)
+    else:
+        call = _call(case)
+        number = timed(call) if case.kind == "host" else device_seconds(call)
+    return Measured(series={} if number is None else {SERIES: [number]})
 
 
 def _call(case: SpeedCase) -> Callable[[], object]:

@@ -38,7 +38,9 @@ def _run(arguments: Namespace) -> int:
         profile = profile_of(report, arguments.name, arguments.like)
         arguments.out.write_text(json.dumps({"machines": profile}, indent=2) + "\n")
     except (OSError, ValueError) as error:
-        return refused("calibrate", f"{arguments.report}: {error}", 1)
+        return refused("calibrate", f"{printable(str(arguments.report))}: {error}", 1)
+    except (LookupError, TypeError, AttributeError, RecursionError):
+        return refused("calibrate", f"{printable(str(arguments.report))}: it is no whole file of ds_npu accept", 1)
     entries = profile[arguments.name]
     for field in UNITS:
         if field in entries:
@@ -65,7 +67,7 @@ def profile_of(report: Any, name: str, like: str | None) -> dict[str, Any]:
     base = MACHINES[like] if like else machine_of(str(npus[0].get("name")))
     measured = list(_measured(report["cases"], Scope(len(npus), False)))
     if not measured:
-        raise ValueError("it has no speeds; run ds_npu accept --only speeds")
+        raise ValueError("it has no speeds; run ds_npu accept --only speeds, without --cases small")
     machine = calibrated(base, measured)
     versions = report.get("versions", {})
     source = (

@@ -26,8 +26,28 @@ KEYS_DIM = {"BSH": 1, "BSND": 1, "SBH": 0, "BNSD": 2, "TND": 0}
 """The dim of the keys in torch_npu's layouts of attention."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 """Products of two matrices, or of two batches of them."""
-INDEXING = ("aten::embedding", "aten::index_select", "aten::gather", "aten::take", "aten::index")
-"""Operators that read those elements of a tensor that an index names."""
+GATHERING = ("aten::embedding", "aten::index_select", "aten::gather", "aten::take", "aten::index")
+"""Operators that read those elements of a tensor that an index names: as many as they return."""
+SCATTERING = {
+    "aten::index_put_": 2,
+    "aten::put_": 2,
+    "aten::scatter_": 3,
+    "aten::scatter_reduce_": 3,
+    "aten::index_copy_": 3,
+}
+"""Operators that write the elements that an index names, and the position of their argument with as many elements."""
+SORTING = ("aten::sort", "aten::topk", "aten::kthvalue", "aten::median")
+"""Operators that read and write their tensors in several passes."""
+OVERWRITING = (
+    "aten::zero_",
+    "aten::fill_",
+    "aten::copy_",
+    "aten::uniform_",
+    "aten::normal_",
+    "aten::random_",
+    "aten::bernoulli_",
+)
+"""Operators that do not read their first argument."""
 MADE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::set_", "aten::resize_")
 """Beginnings of the names of operators that start no kernel."""
 
@@ -55,12 +75,23 @@ def operator_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: A
     name: str = func._schema.name
     if _is_view(func) or name.startswith(MADE):
         return 0.0
-    moved = sum(map(_bytes, _tensors(out) if name in INDEXING else (*_tensors((args, kwargs)), *_tensors(out))))
-    moved *= 1 + (name in INDEXING)
+    moved = float(_moved_bytes(name, args, kwargs, out))
     if name.startswith("c10d"):
-        return machine.message + float(moved) / machine.port
-    product = _product_seconds(func, args, kwargs, out, machine)
-    return machine.operator_seconds(product, float(moved))
+        return machine.message + moved / machine.port
+    passes = machine.sorting_passes if name in SORTING else 1
+    return machine.operator_seconds(_product_seconds(func, args, kwargs, out, machine), passes * moved)
+
+
+def _moved_bytes(name: str, args: Arguments, kwargs: Keywords, out: Any) -> int:
+    """Bytes that the operator ``name`` reads and writes."""
+    if name in GATHERING:
+        return 2 * _bytes(out)
+    if name in SCATTERING:
+        return 2 * _bytes(
+            next(each for each in reversed(args[: SCATTERING[name] + 1]) if isinstance(each, torch.Tensor))
+        )
+    read = args[name in OVERWRITING :], [value for key, value in kwargs.items() if key != "out"]
+    return sum(map(_bytes, (*_tensors(read), *_tensors(out))))
 
 
 def _product_seconds(func: OpOverload, args: Arguments, kwargs: Keywords, out: Any, machine: Machine) -> float:

@@ -179,7 +179,7 @@ class _Rank:
         near_peers = math.gcd(self.algorithm.ulysses, self.near) - 1
         near = sent * number_bytes * near_peers / peers
         far = sent * number_bytes - near
-        seconds = self.machine.seconds(near, near_peers, far) + messages * self.machine.message
+        seconds = self.machine.sending_seconds(near, near_peers, far) + messages * self.machine.message
         return Pass(
             near, far, messages, exposed_s=seconds, copy_s=self.machine.memory_seconds(2 * copied * number_bytes)
         )
@@ -230,7 +230,11 @@ def _gather(rank: _Rank, backward: bool = False) -> Pass:
         copied += rank.block * (e + rank.wide) * ranks
     far = sum(collectives) * (ranks // near - 1)
     within = sum(collectives) * (near - 1) * (ranks // near)
-    seconds = machine.seconds(within, near - 1, 0) + machine.seconds(0, 0, far) + len(collectives) * machine.message
+    seconds = (
+        machine.sending_seconds(within, near - 1, 0)
+        + machine.sending_seconds(0, 0, far)
+        + len(collectives) * machine.message
+    )
     return Pass(within, far, len(collectives), exposed_s=seconds, copy_s=machine.memory_seconds(copied))
 
 
@@ -248,8 +252,8 @@ def _ring(rank: _Rank, backward: bool = False) -> Pass:
     far = sum(size for link, size in sent if _is_far(rank, link))
 
     def seconds(link: Link, size: float) -> float:
-        within = machine.seconds(size, 1, 0)
-        return machine.message + (max(within, machine.seconds(0, 0, size)) if _is_far(rank, link) else within)
+        within = machine.sending_seconds(size, 1, 0)
+        return machine.message + (max(within, machine.sending_seconds(0, 0, size)) if _is_far(rank, link) else within)
 
     attention = rank.attention(backward).attention_s
     waited = _waited(steps, attention / algorithm.ring, moved, summed, seconds)

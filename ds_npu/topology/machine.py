@@ -29,6 +29,7 @@ UNITS = {
     "attention": "FLOP/s",
     "hbm": "B",
     "kernel": "s",
+    "sorting_passes": "passes",
     "message": "s",
     "node": "ranks",
     "port": "B/s",
@@ -40,6 +41,8 @@ UNITS = {
 """The unit of each number of a machine."""
 TABLES = ("memory", "attention")
 """The numbers that are tables."""
+INTEGERS = ("cores", "hbm", "sorting_passes", "node")
+"""The numbers that count something."""
 MARKS, TRUST = ("measured", "claimed", "derived", "assumed"), ("high", "medium", "low")
 LIKE = "like"
 TILE = (128, 256)
@@ -66,7 +69,9 @@ class Machine:
     hbm: int
     """Bytes of device memory."""
     kernel: float
-    """Seconds that the device takes for a kernel besides its arithmetic."""
+    """Seconds that the device takes for a kernel, to which its arithmetic is added."""
+    sorting_passes: int
+    """How often an operator that sorts reads and writes its tensors."""
     message: float
     """Seconds that a message or collective takes however small it is."""
     node: int
@@ -89,7 +94,7 @@ class Machine:
         block = math.gcd(degrees.cp * degrees.tp, self.node)
         return block // degrees.tp if block % degrees.tp == 0 else 1
 
-    def seconds(self, near_bytes: float, near_peers: int, far_bytes: float) -> float:
+    def sending_seconds(self, near_bytes: float, near_peers: int, far_bytes: float) -> float:
         """Seconds to send to ``near_peers`` ranks of the node and, at the same time, to other nodes."""
         within = near_bytes / min(self.port, self.link * near_peers) if near_peers else 0.0
         return max(within, far_bytes / self.network)
@@ -118,11 +123,11 @@ class Machine:
         for level, amount in COLLECTIVES[kind]:
             part = n / near if amount == "n/g" else n
             if level == "near":
-                seconds += self.seconds(part * (near - 1) / near, near - 1, 0.0)
+                seconds += self.sending_seconds(part * (near - 1) / near, near - 1, 0.0)
             elif level == "far":
-                seconds += self.seconds(0.0, 0, part * (nodes - 1) / nodes) + hops * self.hop
+                seconds += self.sending_seconds(0.0, 0, part * (nodes - 1) / nodes) + hops * self.hop
             else:
-                seconds += self.seconds(part * (near - 1) / ranks, near - 1, part * (ranks - near) / ranks)
+                seconds += self.sending_seconds(part * (near - 1) / ranks, near - 1, part * (ranks - near) / ranks)
                 seconds += (nodes - 1) * self.hop
         return seconds
 
@@ -142,15 +147,15 @@ def interpolated(table: Table, size: float) -> float:
     return last
 
 
-def machine_from(name: str, entries: Mapping[str, Any]) -> Machine:
-    """The Machine ``name`` from its part of a profile: ``{field: {"value", "unit", "mark", "trust", "source"}}``.
+def machine_from(name: str, entries: Mapping[str, Any], file: str = FILE.name) -> Machine:
+    """The Machine ``name`` from its part of ``file``: ``{field: {"value", "unit", "mark", "trust", "source"}}``.
 
     Raises ValueError for a field that is missing or unknown, and for an entry without a positive number (for "memory"
     and "attention" a table of them by ascending sizes), the field's unit, a mark, its trust and a source.
     """
     if wrong := entries.keys() ^ UNITS.keys():
-        raise ValueError(f"{FILE.name}: {name}: missing or unknown: {', '.join(sorted(wrong))}")
-    return Machine(name, **{field: _value(f"{FILE.name}: {name}.{field}", field, entries[field]) for field in UNITS})
+        raise ValueError(f"{file}: {name}: missing or unknown: {', '.join(sorted(wrong))}")
+    return Machine(name, **{field: _value(f"{file}: {name}.{field}", field, entries[field]) for field in UNITS})
 
 
 def _value(where: str, field: str, entry: Any) -> Any:
@@ -162,9 +167,11 @@ def _value(where: str, field: str, entry: Any) -> Any:
     if not isinstance(entry["source"], str) or not entry["source"].strip():
         raise ValueError(f"{where}: a number without a source")
     value = entry["value"]
+    if field in INTEGERS and not isinstance(value, int):
+        raise ValueError(f"{where}: {value!r} is no positive number of {UNITS[field]}")
     if field not in TABLES:
         return _positive(where, value)
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, dict) or not value or not all(size.isdecimal() and size.isascii() for size in value):
         raise ValueError(f"{where}: {value!r} is no table of numbers by sizes")
     table = tuple((int(size), _positive(where, rate)) for size, rate in value.items())
     if [size for size, _ in table] != sorted({size for size, _ in table}):
@@ -201,14 +208,14 @@ def machine_named(text: str) -> Machine:
         return MACHINES[text]
     known = f"there are {', '.join(MACHINES)}, and files of ds_npu calibrate"
     try:
-        own = json.loads(Path(text).read_text())["machines"]
-        (name,) = own
-        entries = entries_of(_PROFILES["machines"] | own, name)
+        ((name, own),) = json.loads(Path(text).read_text())["machines"].items()
+        like = own.get(LIKE)
+        entries = (entries_of(_PROFILES["machines"], like) if like is not None else {}) | own
     except OSError as error:
         raise ValueError(f"found {text!r}, which is no machine and no file that can be read; {known}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"found {text!r}, a file that has no profile of one machine; {known}") from error
-    return machine_from(name, entries)
+    return machine_from(name, {field: entry for field, entry in entries.items() if field != LIKE}, text)
 
 
 def machine_of(device_name: str) -> Machine:

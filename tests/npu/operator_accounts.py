@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ds_npu.memory.operator_seconds import operator_seconds
 from ds_npu.ops.attention import Inputs, Options, attention_backward, attention_forward
@@ -25,13 +26,13 @@ def tell(name: str, **said: float) -> None:
     print(json.dumps({"name": name} | said))
 
 
-def aten(name: str, func: Callable, *args: torch.Tensor | float) -> None:
+def aten(name: str, func: Callable, *args: torch.Tensor | list[torch.Tensor] | float) -> None:
     """Call ``func`` on NPU copies; what it costs by torch's dispatch of it."""
-    on_npu = [each.npu() if isinstance(each, torch.Tensor) else each for each in args]
+    on_npu = tree_map_only(torch.Tensor, torch.Tensor.npu, args)
     torch.npu.synchronize()
     out = func(*on_npu)
     machine = machine_of(torch.npu.get_device_name())
-    tell(name, seconds=operator_seconds(func, tuple(on_npu), {}, out, machine))
+    tell(name, seconds=operator_seconds(func, on_npu, {}, out, machine))
 
 
 def drawn(seed: int) -> None:
@@ -53,6 +54,18 @@ def drawn(seed: int) -> None:
     aten("aclnnExp", ops.exp.default, z)
     aten("aclnnEmbedding", ops.embedding.default, z, torch.randint(0, m, (size(50), 7)))
     aten("aclnnIndexSelect", ops.index_select.default, z, 0, torch.randint(0, m, (size(50),)))
+    aten("aclnnInplaceZero", ops.zero_.default, z)
+    aten("aclnnInplaceUniform", ops.uniform_.default, z)
+    aten("aclnnSort", ops.sort.default, z)
+    aten("aclnnTopkV2", ops.topk.default, z, draw.randint(1, n))
+    rows = draw.randint(1, 50)
+    aten(
+        "aclnnIndexPutImpl",
+        ops.index_put_.default,
+        z,
+        [torch.randint(0, m, (rows,))],
+        torch.randn(rows, n, dtype=dtype),
+    )
     layers(draw, dtype)
     attention(draw)
 

@@ -11,7 +11,7 @@ from ds_npu.acceptance.case import Scope
 from ds_npu.acceptance.groups import GROUPS
 from ds_npu.acceptance.speed_cases import NODE, SpeedCase, calibrated, speed_cases
 from ds_npu.cli.main import main
-from ds_npu.topology.machine import A2, MACHINES, machine_named
+from ds_npu.topology.machine import A2, MACHINES, UNITS, machine_named
 
 TRUE = dataclasses.replace(
     A2,
@@ -72,6 +72,13 @@ def test_a_call_that_takes_no_longer_than_the_least_is_refused():
         calibrated(A2, [(kernel, 1e-3), (product, 9e-4)])
 
 
+def broken(speed) -> dict:
+    """A report whose first case has ``speed`` in place of its seconds."""
+    found = report()
+    found["cases"][0]["speed"] = [speed]
+    return found
+
+
 @pytest.fixture
 def calibrate(tmp_path, capsys, monkeypatch):
     """``ds_npu calibrate`` of a report: exit code, output and errors."""
@@ -87,7 +94,7 @@ def calibrate(tmp_path, capsys, monkeypatch):
 
 def test_a_profile_is_written_and_used(calibrate, tmp_path, capsys):
     code, said, _ = calibrate(report(), "--name", "ours")
-    assert code == 0 and "10 numbers measured, 5 as of 910B2" in said and "2.5e+14 FLOP/s" in said
+    assert code == 0 and "10 numbers measured, 6 as of 910B2" in said and "2.5e+14 FLOP/s" in said
     machine = machine_named("machine.json")
     assert machine.name == "ours" and machine.matmul == pytest.approx(2.5e14)
     assert (machine.network, machine.peak) == (MACHINES["910B2"].network, MACHINES["910B2"].peak)
@@ -103,7 +110,7 @@ def test_a_profile_is_written_and_used(calibrate, tmp_path, capsys):
 
 def test_one_npu_measures_no_links(calibrate):
     code, said, _ = calibrate(report(1))
-    assert code == 0 and "7 numbers measured, 8 as of 910B2" in said and "link" not in said
+    assert code == 0 and "7 numbers measured, 9 as of 910B2" in said and "link" not in said
 
 
 @pytest.mark.parametrize(
@@ -113,11 +120,17 @@ def test_one_npu_measures_no_links(calibrate):
         ("[]", (), "no file of ds_npu accept"),
         (report(simulated=True), (), "its NPUs were simulated"),
         (report(cases=[]), (), "it has no speeds; run ds_npu accept --only speeds"),
+        (report(cases=[5]), (), "no whole file of ds_npu accept"),
+        (report(cases=[{"group": "speeds"}]), (), "no whole file of ds_npu accept"),
+        (report(npus=1) | {"npus": "NPU"}, (), "no whole file of ds_npu accept"),
+        (report(versions=None), (), "no whole file of ds_npu accept"),
+        (broken("nan"), (), "the least time of a kernel: nan s"),
+        (broken("a day"), (), "could not convert string to float: 'a day'"),
         (report(), ("--name", "A2"), "of no known machine"),
         (report(), ("--name", "a b"), "of no known machine"),
         (report(), ("--out", "report.json"), "is there already"),
     ],
-    ids=["cut", "list", "simulated", "none", "known", "space", "there"],
+    ids=lambda value: value if isinstance(value, str) and value[:1] not in "{[" else "",
 )
 def test_what_is_no_report_is_refused_in_one_line(calibrate, tmp_path, found, options, why):
     code, said, errors = calibrate(found, *options)
@@ -126,18 +139,45 @@ def test_what_is_no_report_is_refused_in_one_line(calibrate, tmp_path, found, op
 
 
 @pytest.mark.parametrize(
-    "text", ["B200", "no_file.json", "{}", '{"machines": {}}', '{"machines": {"x": {"like": "y"}}}']
+    "text",
+    [
+        *("B200", "no_file.json", ".", "{}", "[]", '{"machines": 1}', '{"machines": {}}', '{"machines": {"x": 1}}'),
+        *(json.dumps({"machines": {"x": {"like": like}}}) for like in ("x", "y", "")),
+        '{"machines": {"x": {"like": ["A2"]}}}',
+        '{"machines": {"x": {}, "y": {}}}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:40],
 )
 def test_a_machine_that_is_none_is_one_error(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds_config.json").write_text("{}")
-    if text.startswith("{"):
+    if text[0] in "{[":
         (tmp_path / "machine.json").write_text(text)
         text = "machine.json"
     with pytest.raises(SystemExit) as ended:
         main(["check", "ds_config.json", "--machine", text])
     errors = capsys.readouterr().err
     assert ended.value.code == 2 and f"found '{text}'" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("matmul", -1, "-1 is no positive number"),
+        ("node", 8.5, "8.5 is no positive number of ranks"),
+        ("cores", True, "True is no positive number"),
+        ("memory", {"x": 1e12}, "no table of numbers by sizes"),
+        ("memory", {"-1": 1e12}, "no table of numbers by sizes"),
+        ("speed", 1, "missing or unknown: speed"),
+    ],
+)
+def test_a_wrong_number_of_a_profile_is_named_with_its_file(field, value, why, tmp_path):
+    entry = {"value": value, "unit": UNITS.get(field, ""), "mark": "measured", "trust": "high", "source": "a test"}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"machines": {"mine": {"like": "A2", field: entry}}}))
+    with pytest.raises(ValueError, match=rf"mine\.json: mine.*{why}"):
+        machine_named(str(path))
 
 
 def test_speeds_are_measured_last():

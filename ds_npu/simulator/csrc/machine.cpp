@@ -105,6 +105,7 @@ Machine machine_from(const std::string& text) {
           .memory = curve(text, "memory"),
           .attention = curve(text, "attention"),
           .kernel = number(text, "kernel"),
+          .sorting_passes = number(text, "sorting_passes"),
           .message = number(text, "message"),
           .port = number(text, "port"),
           .link = number(text, "link"),

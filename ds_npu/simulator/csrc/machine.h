@@ -25,7 +25,8 @@ struct Machine {
   double matmul_float32;  // FLOP/s of products in float32
   Curve memory;           // bytes/s that an operator reads and writes, by the bytes of its tensors
   Curve attention;        // FLOP/s of attention, by the keys of a call
-  double kernel;          // seconds of a kernel besides its arithmetic
+  double kernel;          // seconds of a kernel, to which its arithmetic is added
+  double sorting_passes;  // how often an operator that sorts reads and writes its tensors
   double message;         // seconds of a message or collective however small it is
   double port;            // bytes/s to all other ranks of the node together
   double link;            // bytes/s to one other rank of the node

@@ -8,9 +8,6 @@
 namespace sim {
 namespace {
 
-// An estimate: no figure of a sort on an NPU was found.
-constexpr double kSortingPasses = 8;
-
 int64_t bytes_of(const at::Tensor& tensor) {
   int64_t elements = 1;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
@@ -49,14 +46,14 @@ Account copy_of(void* to, const void* from, std::size_t bytes, bool within_devic
 
 Work indexing(const at::Tensor& chosen) { return {.kind = "indexing", .moved = 2 * static_cast<int64_t>(chosen.nbytes())}; }
 
-Work sorting() { return {.kind = "sorting", .passes = kSortingPasses}; }
+Work sorting() { return {.kind = "sorting", .passes = machine().sorting_passes}; }
 
 Work products(int64_t rows, int64_t columns, int64_t inner, int64_t itemsize, int64_t count) {
   const auto flop = 2 * static_cast<double>(count) * static_cast<double>(rows * columns) * static_cast<double>(inner);
   return {.kind = "cube", .flop = flop, .arithmetic = machine().product_seconds(rows, columns, inner, itemsize, count)};
 }
 
-Work beside_message(Work work, double bytes, int64_t peers) {
+Work overlapped_with_message(Work work, double bytes, int64_t peers) {
   work.kind = "cube_collective";
   work.arithmetic = std::max(work.arithmetic, machine().message + machine().sending_seconds(bytes, peers, 0));
   return work;

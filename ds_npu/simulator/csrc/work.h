@@ -7,7 +7,7 @@
 
 namespace sim {
 
-// The kind of an operator, and what it costs besides its bytes.
+// The kind of an operator, and what it costs apart from its bytes.
 struct Work {
   const char* kind;
   double flop = 0;        // of products of matrices: 2 for each multiplication and addition
@@ -49,8 +49,8 @@ Work sorting();
 Work indexing(const at::Tensor& chosen);
 // out [..., M, N] = a [..., M, K] @ b; vectors as in torch.matmul.
 Work product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out);
-// `work` beside a message of `bytes` bytes to `peers` ranks together, whichever takes longer.
-Work beside_message(Work work, double bytes, int64_t peers);
+// `work` overlapped with a message of `bytes` bytes to `peers` ranks together, whichever takes longer.
+Work overlapped_with_message(Work work, double bytes, int64_t peers);
 // `count` products [rows, inner] @ [inner, columns] of operands of `itemsize` bytes.
 Work products(int64_t rows, int64_t columns, int64_t inner, int64_t itemsize, int64_t count);
 

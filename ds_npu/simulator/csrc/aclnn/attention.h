@@ -105,10 +105,12 @@ Tensors split_statistics(const Tensor& statistics, const AttentionCall& call);
 AttentionCall with_rope_joined(AttentionCall call);
 
 int64_t key_heads(const AttentionCall& call);
-// The cost of a call, forward or backward. A call that is not allowed costs nothing: it ends when it runs.
+// The cost of a call, forward or backward; `query_rope` is as wide as the key's. A call that is not allowed costs nothing: it
+// ends when it runs.
 Work attention(bool backward, const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
                const OptionalInts& prefix, int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout,
-               int64_t sparse_mode, const OptionalInts& query_ends, const OptionalInts& key_ends);
+               int64_t sparse_mode, const OptionalInts& query_ends, const OptionalInts& key_ends,
+               const OptionalTensor& query_rope = {});
 bool is_packed(const AttentionCall& call);
 
 // Head `head` of a sequence in float32, with what the call says of all heads.

@@ -247,7 +247,8 @@ static double visible_scores(const AttentionCall& call, const Tensors& queries, 
 
 Work attention(bool backward, const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
                const OptionalInts& prefix, int64_t pre_tokens, int64_t next_tokens, int64_t heads, const std::string& layout,
-               int64_t sparse_mode, const OptionalInts& query_ends, const OptionalInts& key_ends) {
+               int64_t sparse_mode, const OptionalInts& query_ends, const OptionalInts& key_ends,
+               const OptionalTensor& query_rope) {
   const AttentionCall call{.query = query, .key = key, .value = value, .pse = {}, .drop_mask = {}, .padding_mask = {},
                            .mask = mask, .prefix = prefix, .scale = 1, .keep_probability = 1, .pre_tokens = pre_tokens,
                            .next_tokens = next_tokens, .heads = heads, .layout = layout, .inner_precise = 0,
@@ -260,7 +261,7 @@ Work attention(bool backward, const Tensor& query, const Tensor& key, const Tens
     int64_t longest = 0;
     for (const Tensor& one : keys) longest = std::max(longest, one.size(1));
     // Forward: scores and sums. Backward: the scores again, and the gradients of weights, value, query and key.
-    const int64_t width = keys.at(0).size(2), value_width = values.at(0).size(2);
+    const int64_t width = keys.at(0).size(2) + (query_rope ? query_rope->size(-1) : 0), value_width = values.at(0).size(2);
     const int64_t products = backward ? 3 * width + 2 * value_width : width + value_width;
     work.flop = 2 * visible_scores(call, queries, keys) * static_cast<double>(heads * products);
     work.arithmetic = machine().attention_seconds(work.flop, static_cast<double>(longest));

@@ -102,7 +102,7 @@ Work with_exchange(const Tensor& x, const Tensor& weight, bool transposed, const
   const Work work =
       sim::products((all + experts - 1) / experts, columns, inner, static_cast<int64_t>(x.element_size()), experts);
   const auto sent = static_cast<double>(exchanged.nbytes()) * static_cast<double>(ranks - 1) / static_cast<double>(ranks);
-  return beside_message(work, sent, ranks - 1);
+  return overlapped_with_message(work, sent, ranks - 1);
 }
 
 }  // namespace

@@ -45,7 +45,7 @@ void product_summed_over_ranks(const Tensor& x1, const Tensor& x2, const Optiona
 Work with_gather(const Tensor& x1, const Tensor& x2, const Group& group) {
   const int64_t ranks = group.communicator->size();
   const Work work = products(ranks * x1.size(0), x2.size(1), x1.size(1), static_cast<int64_t>(x1.element_size()), 1);
-  return beside_message(work, static_cast<double>(x1.nbytes()) * static_cast<double>(ranks - 1), ranks - 1);
+  return overlapped_with_message(work, static_cast<double>(x1.nbytes()) * static_cast<double>(ranks - 1), ranks - 1);
 }
 
 // The product, while its rows go to the ranks that sum them, and once more to all ranks in a second phase.
@@ -54,7 +54,7 @@ Work with_reduction(const Tensor& x1, const Tensor& x2, const Group& group, int 
   const int64_t rows = x1.numel() / std::max<int64_t>(x1.size(-1), 1);
   const Work work = products(rows, x2.size(1), x1.size(-1), itemsize, 1);
   const auto sent = static_cast<double>(rows * x2.size(1) * itemsize * (ranks - 1)) / static_cast<double>(ranks);
-  return beside_message(work, phases * sent, ranks - 1);
+  return overlapped_with_message(work, phases * sent, ranks - 1);
 }
 
 }  // namespace

@@ -261,14 +261,14 @@ struct Launch {
 
 }  // namespace sim
 
-#define ACLNN(NAME, WORK, PARAMETERS)                                            \
+#define ACLNN(NAME, WORK, PARAMETERS)                                             \
   static void NAME##_body PARAMETERS;                                             \
   _Pragma("GCC diagnostic push")                                                  \
   _Pragma("GCC diagnostic ignored \"-Wunused-parameter\"")                        \
   static sim::Work NAME##_work PARAMETERS { return WORK; }                        \
   _Pragma("GCC diagnostic pop")                                                   \
   using NAME##_operator = sim::Operator<"aclnn" #NAME, NAME##_body, NAME##_work>; \
-  using NAME##_launch = sim::Launch<"aclnn" #NAME>;                             \
-  SIM_EXPORT(aclnn##NAME##GetWorkspaceSize, NAME##_operator::prepare)           \
-  SIM_EXPORT(aclnn##NAME, NAME##_launch::call)                                  \
+  using NAME##_launch = sim::Launch<"aclnn" #NAME>;                               \
+  SIM_EXPORT(aclnn##NAME##GetWorkspaceSize, NAME##_operator::prepare)             \
+  SIM_EXPORT(aclnn##NAME, NAME##_launch::call)                                    \
   static void NAME##_body PARAMETERS

@@ -72,6 +72,27 @@ def test_results_in_lists_and_optional_results_are_written(tmp_path):
     assert not any("kind" in each for name, each in found.items() if "event" in name)
 
 
+PACKED = """
+import torch, torch_npu
+shapes = (8, 4, 16), (8, 2, 16), (8, 2, 16), (8, 4, 4), (8, 2, 4)
+q, k, v, q_rope, k_rope = (torch.randn(s, dtype=torch.bfloat16, device="npu").requires_grad_() for s in shapes)
+options = dict(query_rope=q_rope, key_rope=k_rope, scale=1.0, actual_seq_qlen=[3, 8], actual_seq_kvlen=[3, 8])
+mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
+out, *_ = torch_npu.npu_fusion_attention_v2(q, k, v, 4, "TND", atten_mask=mask, sparse_mode=3, **options)
+out.sum().backward()
+torch.npu.synchronize()
+"""
+
+
+def test_attention_counts_what_each_document_sees_and_the_rotary_part_of_its_heads(tmp_path):
+    simulated.printed(simulated.python(PACKED, "--devices", "1", "--trace", str(tmp_path)))
+    found = {name: next(each)["flop"] for name, each in accounts(tmp_path).items() if "FlashAttention" in name}
+    forward, backward = sorted(found.values())
+    pairs = 3 * 4 // 2 + 5 * 6 // 2
+    assert forward == 2 * pairs * 4 * (20 + 16)
+    assert backward == 2 * pairs * 4 * (3 * 20 + 2 * 16)
+
+
 def test_collectives_take_what_python_says_within_nodes_and_between_them(tmp_path):
     command = (
         sys.executable,

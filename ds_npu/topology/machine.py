@@ -37,6 +37,12 @@ UNITS = {
     "network": "B/s",
     "hop": "s",
     "host": "B/s",
+    "dispatch": "s",
+    "dispatch_fused": "s",
+    "dispatch_autograd": "s",
+    "dispatch_collective": "s",
+    "dispatch_event": "s",
+    "launch": "s",
 }
 """The unit of each number of a machine."""
 TABLES = ("memory", "attention")
@@ -86,6 +92,18 @@ class Machine:
     """Seconds of each step of a collective between nodes."""
     host: float
     """Bytes/s between the memory of the device and pinned memory of its host."""
+    dispatch: float
+    """Seconds of the host for an operator called from Python."""
+    dispatch_fused: float
+    """The same for one of torch_npu's fused operators."""
+    dispatch_autograd: float
+    """The same for an operator called by autograd's thread."""
+    dispatch_collective: float
+    """The same for a collective or message."""
+    dispatch_event: float
+    """The same for the record or wait of an event."""
+    launch: float
+    """Seconds in which a dispatched task is put on its stream, by a thread of torch_npu, while the host dispatches the next."""
 
     def near(self, degrees: Degrees) -> int:
         """How many consecutive context ranks share a node in every context group; a divisor of their number."""

@@ -2,11 +2,12 @@
 
 import torch
 
-LONG = 1 << 22
+LONG = 1 << 23
+"""Elements of a sum that takes an NPU longer than the host needs to dispatch it."""
 
 
-def keep_busy(times=60):
-    """Queue work on the current stream that takes a while."""
+def keep_busy(times=30):
+    """Queue work on the current stream that takes longer, in virtual time, than the host needs for all of it."""
     value = torch.ones(LONG, device="cpu").npu()
     for _ in range(times):
         value = value + value

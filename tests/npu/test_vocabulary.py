@@ -113,9 +113,10 @@ def no_wait_body() -> None:
 
     step()  # communicators are made
     torch.npu.synchronize()
-    busy = torch.ones(1 << 22).npu()
+    # In virtual time a sum takes longer than its dispatch.
+    busy = torch.ones(1 << 23).npu()
     torch.npu.synchronize()
-    for _ in range(300):
+    for _ in range(200):
         busy = busy + busy
     queued = torch.npu.current_stream().record_event()
     step()

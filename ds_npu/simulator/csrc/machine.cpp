@@ -113,7 +113,13 @@ Machine machine_from(const std::string& text) {
           .hop = number(text, "hop"),
           .node = static_cast<int64_t>(number(text, "node")),
           .collectives = collectives(text),
-          .host = number(text, "host")};
+          .host = number(text, "host"),
+          .dispatch = number(text, "dispatch"),
+          .dispatch_fused = number(text, "dispatch_fused"),
+          .dispatch_autograd = number(text, "dispatch_autograd"),
+          .dispatch_collective = number(text, "dispatch_collective"),
+          .dispatch_event = number(text, "dispatch_event"),
+          .launch = number(text, "launch")};
 }
 
 const Machine& machine() {

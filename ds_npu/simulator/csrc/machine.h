@@ -35,6 +35,8 @@ struct Machine {
   int64_t node;           // NPUs of a node
   std::map<std::string, std::vector<Phase>> collectives;
   double host;            // bytes/s between device memory and pinned memory of the host
+  // Seconds of the host: to dispatch a task (host.h says of what kind), and to launch it.
+  double dispatch, dispatch_fused, dispatch_autograd, dispatch_collective, dispatch_event, launch;
 
   double operator_seconds(double arithmetic, double moved) const;
   double memory_seconds(double moved) const;

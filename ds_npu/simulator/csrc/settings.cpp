@@ -40,6 +40,9 @@ Settings from_environment() {
   result.fault = variable("DS_NPU_SIM_FAULT", "");
   result.fired = variable("DS_NPU_SIM_FIRED", "");
   result.machine = variable("DS_NPU_SIM_MACHINE", "");
+  result.task_queue = variable("ASCEND_LAUNCH_BLOCKING", "0") == "1"
+                          ? 0
+                          : std::atoi(variable("TASK_QUEUE_ENABLE", "1").c_str());
   result.trace = variable("DS_NPU_SIM_TRACE", "");
   return result;
 }

@@ -4,6 +4,8 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <utility>
+
 #include "acl/acl_base.h"
 #include "acl/error_codes/rt_error_codes.h"
 #include "chaos.h"
@@ -19,9 +21,11 @@ constexpr int kTimedOut = ACL_ERROR_RT_STREAM_SYNC_TIMEOUT;
 
 thread_local Stream* of_thread = nullptr;
 
+constexpr int kPolls = 100;  // a host that has asked so often and dispatched nothing meanwhile asks in a loop: it waits
+
 int next_id() {
-  static std::atomic<int> streams{0};
-  return streams++;
+  static std::atomic<int> streams{kHostTrack};
+  return ++streams;
 }
 
 std::atomic<std::uint64_t> tasks{0};
@@ -33,6 +37,36 @@ bool wait_for(std::condition_variable& variable, std::unique_lock<std::mutex>& l
   if (timeout) return variable.wait_for(lock, *timeout, condition);
   variable.wait(lock, condition);
   return true;
+}
+
+// The foreign tasks for which the host has waited.
+class Covered {
+ public:
+  void add(const Foreign& foreign) {
+    const std::scoped_lock lock(mutex_);
+    covered_.join(foreign);
+  }
+  bool has(const Foreign& foreign) {
+    const std::scoped_lock lock(mutex_);
+    return foreign.within(covered_);
+  }
+
+ private:
+  std::mutex mutex_;
+  Foreign covered_;
+};
+
+Covered& covered() {
+  static auto* one = new Covered;
+  return *one;
+}
+
+// Whether this thread asks in a loop: many times in a row, without a dispatch between.
+bool asks_in_a_loop() {
+  thread_local std::uint64_t dispatched = 0;
+  thread_local int asked = 0;
+  if (std::exchange(dispatched, host().dispatched()) != dispatched) asked = 0;
+  return ++asked > kPolls;
 }
 
 }  // namespace
@@ -53,15 +87,13 @@ Stream::~Stream() {
   device_.remove(this);
 }
 
-void Stream::push(const char* name, std::function<void()> work, std::string detail, Account account) {
-  enqueue({.name = name, .work = std::move(work), .detail = std::move(detail), .account = std::move(account)});
-}
-
-void Stream::enqueue(Task task) {
+void Stream::push(Task task) {
   bool asleep;
   {
     const std::scoped_lock lock(mutex_);
     asleep = queue_.empty() && !busy_;
+    if (task.is_foreign) foreign_.add(id_);
+    task.launched = host().launch(task.dispatch);
     task.place = ++tasks;
     queue_.push_back(std::move(task));
   }
@@ -109,7 +141,8 @@ void Stream::run() {
 
 void Stream::perform(Task& task) {
   if (device_.failed() && !task.always) return;
-  const auto begun = Clock::now();
+  begun_ = std::max(end(), task.launched);
+  duration_ = nanoseconds(task.account.seconds);
   const auto done = [&] {
     if (!tracing()) return;
     trace({.device = device_.index(),
@@ -118,8 +151,9 @@ void Stream::perform(Task& task) {
            .name = task.name,
            .detail = task.detail,
            .account = task.account,
-           .begun = begun,
-           .ended = Clock::now()});
+           .dispatch = task.dispatch,
+           .begun = begun_,
+           .ended = end()});
   };
   try {
     // Write the trace line before the waiting host goes on: the process may end right after.
@@ -137,37 +171,48 @@ void Stream::perform(Task& task) {
 
 void Stream::synchronize(Timeout timeout) { Moment::recorded_on(*this)->synchronize(timeout); }
 
-bool Stream::idle() {
+bool Stream::query() {
+  if (device_.chaos() == nullptr && keeps_host_time()) return Moment::recorded_on(*this)->query();
   const std::scoped_lock lock(mutex_);
   return queue_.empty() && !busy_;
 }
 
-Moment::Moment(Device& device) : device_(device), number_(++moments) {}
+Moment::Moment(Stream& stream) : device_(stream.device()), number_(++moments), foreign_(stream.foreign_) {}
 
 std::string Moment::detail() const { return tracing() ? "event " + std::to_string(number_) : ""; }
 
-std::shared_ptr<Moment> Moment::recorded_on(Stream& stream) {
-  const std::shared_ptr<Moment> moment(new Moment(stream.device()));
-  stream.enqueue({.name = "record event",
-                  .work = [moment] { moment->reach(); },
-                  .always = true,
-                  .marks_end = true,
-                  .detail = moment->detail()});
+std::shared_ptr<Moment> Moment::recorded_on(Stream& stream, Dispatch dispatch) {
+  std::shared_ptr<Moment> moment;
+  {
+    const std::scoped_lock lock(stream.mutex_);
+    moment.reset(new Moment(stream));
+  }
+  stream.push({.name = "record event",
+               .work = [moment] { moment->reach(); },
+               .detail = moment->detail(),
+               .dispatch = dispatch,
+               .always = true,
+               .marks_end = true});
   return moment;
 }
 
 void Moment::wait(const std::shared_ptr<Moment>& moment, Stream& stream) {
-  stream.enqueue({.name = "wait for event",
-                  .work = [moment] { moment->await(); },
-                  .always = true,
-                  .detail = moment->detail(),
-                  .ready = [moment] { return moment->reached(); }});
+  {
+    const std::scoped_lock lock(stream.mutex_);
+    stream.foreign_.join(moment->foreign_);
+  }
+  stream.push({.name = "wait for event",
+               .work = [moment] { moment->await(); },
+               .detail = moment->detail(),
+               .dispatch = Dispatch::kEvent,
+               .always = true,
+               .ready = [moment] { return moment->reached(); }});
 }
 
 void Moment::reach() {
   const std::scoped_lock lock(mutex_);
   reached_ = true;
-  time_ = Clock::now();
+  time_ = of_thread->end();
   end_host_waits();
   changed_.notify_all();
 }
@@ -177,9 +222,14 @@ bool Moment::reached() {
   return reached_;
 }
 
-void Moment::await() {
+void Moment::await_reached() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return reached_; });
+}
+
+void Moment::await() {
+  await_reached();
+  of_thread->begin_at(time_);
 }
 
 // The thread that reaches the moment tells Chaos, so that the device stops right there.
@@ -198,15 +248,41 @@ void Moment::synchronize(Timeout timeout) {
   lock.unlock();
   if (!in_time) throw Failure(kTimedOut, "the device was not done after " + std::to_string(timeout->count()) + " ms");
   device_.throw_if_failed();
+  if (keeps_host_time()) seen("host wait", host().now());
 }
 
-Clock::time_point Moment::time() {
+// The host has learned that the moment is reached.
+void Moment::seen(const char* name, Nanoseconds begun) {
+  host().wait(time_);
+  covered().add(foreign_);
+  if (!tracing()) return;
+  trace({.device = device_.index(),
+         .stream = kHostTrack,
+         .place = ++tasks,
+         .name = name,
+         .detail = detail(),
+         .account = {},
+         .dispatch = Dispatch::kNone,
+         .begun = begun,
+         .ended = host().now()});
+}
+
+bool Moment::query() {
+  if (device_.chaos() != nullptr || !keeps_host_time()) return reached();
+  const bool is_known = covered().has(foreign_), loops = asks_in_a_loop();
+  if (is_known) await_reached();
+  if (loops ? !reached() : !is_known || time() > host().now()) return false;
+  seen("host query", host().now());
+  return true;
+}
+
+Nanoseconds Moment::time() {
   const std::scoped_lock lock(mutex_);
   return time_;
 }
 
 void Event::record(Stream& stream) {
-  auto moment = Moment::recorded_on(stream);
+  auto moment = Moment::recorded_on(stream, Dispatch::kEvent);
   const std::scoped_lock lock(mutex_);
   last_ = std::move(moment);
 }
@@ -214,6 +290,22 @@ void Event::record(Stream& stream) {
 std::shared_ptr<Moment> Event::last() {
   const std::scoped_lock lock(mutex_);
   return last_;
+}
+
+void on_host(const char* name, const Account& account) {
+  if (!keeps_host_time()) return;
+  const Nanoseconds begun = host().now();
+  host().spend(nanoseconds(account.seconds));
+  if (!tracing()) return;
+  trace({.device = device_or_first().index(),
+         .stream = kHostTrack,
+         .place = ++tasks,
+         .name = name,
+         .detail = {},
+         .account = account,
+         .dispatch = Dispatch::kNone,
+         .begun = begun,
+         .ended = host().now()});
 }
 
 Stream& stream_of(void* handle) {

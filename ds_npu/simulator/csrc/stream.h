@@ -2,8 +2,9 @@
 // that one records and the other waits for, and nothing else.
 #pragma once
 
-#include <condition_variable>
+#include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -14,12 +15,31 @@
 #include <thread>
 
 #include "device.h"
+#include "foreign.h"
+#include "host.h"
 #include "timeout.h"
+#include "virtual_time.h"
 #include "work.h"
 
 namespace sim {
 
 class Moment;
+
+// What a stream does, one after the other.
+struct Task {
+  const char* name;  // says in an error what was running; outlives the task
+  std::function<void()> work;
+  std::string detail{};   // for the trace
+  Account account{};      // what it costs and touches
+  Dispatch dispatch = Dispatch::kOperator;
+  bool is_foreign = false;        // ends only when other ranks, or a callback of the host, have done something
+  bool always = false;            // runs also on a failed device: events, so that whoever waits gets to see the failure
+  bool marks_end = false;         // has no work of its own: a stream with nothing else before it is idle
+  std::function<bool()> ready{};  // of a task that waits: whether it would not
+  // Set by the stream.
+  std::uint64_t place{};    // as Span's
+  Nanoseconds launched{};
+};
 
 class Stream {
  public:
@@ -30,17 +50,23 @@ class Stream {
   Device& device() { return device_; }
   int id() const { return id_; }
 
-  // Puts `work` at the end of the queue. If it throws, the device has failed: Device::fail.
-  // `name` says in that error what was running; it must outlive the task. `detail` is for the trace, `account` says what the
-  // task costs and touches.
-  void push(const char* name, std::function<void()> work, std::string detail = {}, Account account = {});
+  // Puts a task at the end of the queue. If its work throws, the device has failed: Device::fail.
+  void push(Task task);
 
   // Throws the device's failure, or ACL_ERROR_RT_STREAM_SYNC_TIMEOUT.
   void synchronize(Timeout timeout = {});
-  bool idle();
+  // Whether the stream has done all, as Moment::query tells it.
+  bool query();
 
   // The stream whose thread this is, or nullptr.
   static Stream* of_this_thread();
+
+  // Virtual time, in the work of a task: when the task begins, and how long it takes at least; it ends after that.
+  Nanoseconds begun() const { return begun_; }
+  Nanoseconds duration() const { return duration_; }
+  void begin_at(Nanoseconds earliest) { begun_ = std::max(begun_, earliest); }
+  void take(Nanoseconds least) { duration_ = std::max(duration_, least); }
+  Nanoseconds end() const { return begun_ + duration_; }
 
   // For Chaos: whether the next task waits for nothing; whether one that gave up its turn wants it back.
   bool next_is_ready();
@@ -48,17 +74,6 @@ class Stream {
 
  private:
   friend class Moment;
-  struct Task {
-    const char* name;
-    std::function<void()> work;
-    bool always = false;            // also on a failed device: events, so that whoever waits gets to see the failure
-    bool marks_end = false;         // has no work of its own: a stream with nothing else before it is idle
-    std::string detail{};           // for the trace
-    std::function<bool()> ready{};  // for a task that waits: whether it would not
-    Account account{};
-    std::uint64_t place{};          // as Span's
-  };
-  void enqueue(Task task);
   void run();
   void perform(Task& task);
 
@@ -67,16 +82,19 @@ class Stream {
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<Task> queue_;
+  Foreign foreign_;  // before whatever is put on the stream next
   bool busy_ = false;
   bool closing_ = false;
   std::atomic<bool> resuming_{false};
+  // Of the task that runs, or ran last; the stream's thread alone uses them.
+  Nanoseconds begun_ = 0, duration_ = 0;
   std::thread worker_;
 };
 
 // A point in a stream's queue: reached when everything before it has been done.
 class Moment {
  public:
-  static std::shared_ptr<Moment> recorded_on(Stream& stream);
+  static std::shared_ptr<Moment> recorded_on(Stream& stream, Dispatch dispatch = Dispatch::kNone);
 
   // Whatever `stream` is given from now on comes after `moment`.
   static void wait(const std::shared_ptr<Moment>& moment, Stream& stream);
@@ -84,23 +102,31 @@ class Moment {
   bool reached();
   // For the host; throws the device's failure, or ACL_ERROR_RT_STREAM_SYNC_TIMEOUT.
   void synchronize(Timeout timeout = {});
-  Clock::time_point time();  // at which it was reached
+  // What a host that asks is told. A thread that keeps the host's time: whether the moment's time has come, for which it
+  // waits until that is known; behind tasks of other ranks it is not before the host has waited for those. Asking costs no
+  // time, so one that asks in a loop is told when the moment is reached, and has waited. Other threads, and with chaos:
+  // whether it has been reached.
+  bool query();
+  Nanoseconds time();  // at which it was reached
   Device& device() { return device_; }
 
  private:
-  explicit Moment(Device& device);
+  explicit Moment(Stream& stream);
   void reach();
   void await();
+  void await_reached();
   void end_host_waits();
+  void seen(const char* name, Nanoseconds begun);
   std::string detail() const;
 
   Device& device_;
   const std::uint64_t number_;
+  const Foreign foreign_;  // before it
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;
   int host_waits_ = 0;
-  Clock::time_point time_{};
+  Nanoseconds time_ = 0;
 };
 
 // As aclrtEvent: stands for the moment at which it was recorded last, on whichever stream; complete before the first.
@@ -114,6 +140,9 @@ class Event {
   std::mutex mutex_;
   std::shared_ptr<Moment> last_;
 };
+
+// The host does something itself, such as a copy, which takes what `account` says of it.
+void on_host(const char* name, const Account& account);
 
 // The stream behind a handle; a null handle is the current device's default stream.
 Stream& stream_of(void* handle);

@@ -15,13 +15,6 @@
 namespace sim {
 namespace {
 
-// A JSON string; quotes, backslashes and control characters (a communicator's name may have them) become underscores.
-std::string quoted(const std::string& text) {
-  std::string result = "\"";
-  for (const char c : text) result += c == '"' || c == '\\' || static_cast<unsigned char>(c) < ' ' ? '_' : c;
-  return result + '"';
-}
-
 [[noreturn]] void cannot(const char* what, const std::string& path) {
   throw Failure(ACL_ERROR_INTERNAL_ERROR,
                 "ds_npu sim --trace: cannot " + std::string(what) + " " + path + ": " + std::strerror(errno));
@@ -47,32 +40,54 @@ class File {
   int file_;
 };
 
-std::string microseconds(Clock::duration time) {
-  const std::int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+std::string microseconds(Nanoseconds ns) {
   char text[40];
   std::snprintf(text, sizeof text, "%" PRId64 ".%03" PRId64, ns / 1000, ns % 1000);
   return text;
 }
 
-// What the simulated machine does for the task, of one that costs something.
+template <class... Values>
+std::string formatted(const char* format, Values... values) {
+  char text[240];
+  std::snprintf(text, sizeof text, format, values...);
+  return text;
+}
+
+// What the simulated machine does for the task, of one that costs something: all from which its seconds are computed.
 std::string cost(const Account& account) {
   if (account.seconds == 0) return "";
-  char numbers[160];
-  std::snprintf(numbers, sizeof numbers, ",\"flop\":%.17g,\"read\":%" PRId64 ",\"written\":%" PRId64 ",\"seconds\":%.17g",
-                account.work.flop, account.read_bytes, account.written_bytes, account.seconds);
-  return ",\"kind\":" + quoted(account.work.kind) + numbers;
+  const Work& work = account.work;
+  const auto& [rows, columns, inner, itemsize, count] = work.products;
+  std::string text = ",\"kind\":" + quoted(work.kind) +
+                     formatted(",\"flop\":%.17g,\"read\":%" PRId64 ",\"written\":%" PRId64 ",\"seconds\":%.17g", work.flop,
+                               account.read_bytes, account.written_bytes, account.seconds);
+  if (count > 0)
+    text += formatted(",\"products\":[%" PRId64 ",%" PRId64 ",%" PRId64 ",%" PRId64 ",%" PRId64 "]", rows, columns, inner,
+                      itemsize, count);
+  if (work.keys > 0) text += formatted(",\"keys\":%" PRId64, work.keys);
+  if (work.moved >= 0) text += formatted(",\"moved\":%" PRId64, work.moved);
+  if (work.host_bytes > 0) text += formatted(",\"host\":%" PRId64, work.host_bytes);
+  if (work.message_peers > 0) text += formatted(",\"sent\":[%.17g,%" PRId64 "]", work.message_bytes, work.message_peers);
+  return text + account.communication;
 }
 
 }  // namespace
 
 bool tracing() { return !settings().trace.empty(); }
 
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char c : text) result += c == '"' || c == '\\' || static_cast<unsigned char>(c) < ' ' ? '_' : c;
+  return result + '"';
+}
+
 void trace(const Span& span) {
   static const auto* file = new File;
+  const std::string told = ",\"dispatch\":\"" + std::string(name_of(span.dispatch)) + "\",\"detail\":" + quoted(span.detail);
   file->write("{\"ph\":\"X\",\"pid\":" + std::to_string(span.device) + ",\"tid\":" + std::to_string(span.stream) +
-              ",\"ts\":" + microseconds(span.begun.time_since_epoch()) + ",\"dur\":" + microseconds(span.ended - span.begun) +
+              ",\"ts\":" + microseconds(span.begun) + ",\"dur\":" + microseconds(span.ended - span.begun) +
               ",\"name\":" + quoted(span.name) + ",\"args\":{\"place\":" + std::to_string(span.place) +
-              ",\"detail\":" + quoted(span.detail) + cost(span.account) + "}},\n");
+              told + cost(span.account) + "}},\n");
 }
 
 }  // namespace sim

@@ -1,16 +1,23 @@
-// `ds_npu sim --trace FOLDER`: what each stream did and when. Each process writes a file FOLDER/PID.json, a line for each
-// task once it is done, in Chrome's trace format; docs/simulator.md says what is in a line.
+// `ds_npu sim --trace FOLDER`: what each stream did and when, in virtual time. Each process writes a file FOLDER/PID.json,
+// a line for each task once it is done and for each wait of the host, in Chrome's trace format; docs/simulator.md says what
+// is in a line.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "timeout.h"
+#include "host.h"
+#include "virtual_time.h"
 #include "work.h"
 
 namespace sim {
 
 bool tracing();
+
+// A JSON string; quotes, backslashes and control characters (a communicator's name may have them) become underscores.
+std::string quoted(const std::string& text);
+
+constexpr int kHostTrack = 0;  // instead of a stream's id, which are positive
 
 struct Span {
   int device;
@@ -19,8 +26,9 @@ struct Span {
   const char* name;
   const std::string& detail;  // which event, which message
   const Account& account;
-  Clock::time_point begun;
-  Clock::time_point ended;
+  Dispatch dispatch;
+  Nanoseconds begun;
+  Nanoseconds ended;
 };
 
 // Only while `tracing()`. Throws Failure when the file cannot be written.

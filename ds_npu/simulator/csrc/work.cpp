@@ -1,6 +1,7 @@
 #include "work.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "machine.h"
@@ -13,6 +14,16 @@ int64_t bytes_of(const at::Tensor& tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
     if (tensor.stride(dim) != 0) elements *= tensor.size(dim);
   return tensor.numel() == 0 ? 0 : elements * static_cast<int64_t>(tensor.element_size());
+}
+
+// Seconds of what an operator does while it reads and writes its tensors.
+double beside_memory(const Work& work) {
+  const auto& [rows, columns, inner, itemsize, count] = work.products;
+  double seconds = machine().product_seconds(rows, columns, inner, itemsize, count);
+  if (work.keys > 0) seconds = machine().attention_seconds(work.flop, static_cast<double>(work.keys));
+  if (work.message_peers > 0)
+    seconds = std::max(seconds, machine().message + machine().sending_seconds(work.message_bytes, work.message_peers, 0));
+  return std::max(seconds, static_cast<double>(work.host_bytes) / machine().host);
 }
 
 }  // namespace
@@ -29,7 +40,8 @@ Account account_of(const Work& work, std::vector<Touch> touches, double seconds)
 Account account_of(const Work& work, std::vector<Touch> touches) {
   Account account = account_of(work, std::move(touches), 0);
   const int64_t moved = work.moved < 0 ? account.read_bytes + account.written_bytes : work.moved;
-  account.seconds = machine().operator_seconds(work.arithmetic, work.passes * static_cast<double>(moved));
+  const double passes = work.kind == std::string_view("sorting") ? machine().sorting_passes : 1;
+  account.seconds = machine().operator_seconds(beside_memory(work), passes * static_cast<double>(moved));
   return account;
 }
 
@@ -39,23 +51,21 @@ Touch touched(const void* address, std::size_t bytes, Access access) {
 }
 
 Account copy_of(void* to, const void* from, std::size_t bytes, bool within_device) {
-  Work work{.kind = "copy"};
-  if (!within_device) work.arithmetic = static_cast<double>(bytes) / machine().host;
+  const Work work{.kind = "copy", .host_bytes = within_device ? 0 : static_cast<int64_t>(bytes)};
   return account_of(work, {touched(from, bytes, Access::kRead), touched(to, bytes, Access::kWritten)});
 }
 
 Work indexing(const at::Tensor& chosen) { return {.kind = "indexing", .moved = 2 * static_cast<int64_t>(chosen.nbytes())}; }
 
-Work sorting() { return {.kind = "sorting", .passes = machine().sorting_passes}; }
-
 Work products(int64_t rows, int64_t columns, int64_t inner, int64_t itemsize, int64_t count) {
   const auto flop = 2 * static_cast<double>(count) * static_cast<double>(rows * columns) * static_cast<double>(inner);
-  return {.kind = "cube", .flop = flop, .arithmetic = machine().product_seconds(rows, columns, inner, itemsize, count)};
+  return {.kind = "cube", .flop = flop, .products = {rows, columns, inner, itemsize, count}};
 }
 
 Work overlapped_with_message(Work work, double bytes, int64_t peers) {
   work.kind = "cube_collective";
-  work.arithmetic = std::max(work.arithmetic, machine().message + machine().sending_seconds(bytes, peers, 0));
+  work.message_bytes = bytes;
+  work.message_peers = peers;
   return work;
 }
 

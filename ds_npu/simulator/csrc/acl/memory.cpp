@@ -90,7 +90,9 @@ void copy_async(const char* name, void* to, size_t room, const void* from, size_
                 aclrtStream stream) {
   check_copy(to, room, from, bytes, kind);
   const bool within_device = kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
-  sim::stream_of(stream).push(name, [=] { std::memmove(to, from, bytes); }, {}, sim::copy_of(to, from, bytes, within_device));
+  sim::stream_of(stream).push({.name = name,
+                               .work = [=] { std::memmove(to, from, bytes); },
+                               .account = sim::copy_of(to, from, bytes, within_device)});
 }
 
 void allocate_on_device(void** address, size_t bytes) {
@@ -149,11 +151,13 @@ SIM_API(aclError, aclrtPointerGetAttributes, (const void* address, aclrtPtrAttri
 SIM_API(aclError, aclrtMemcpy, (void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind)) {
   check_copy(to, room, from, bytes, kind);
   std::memmove(to, from, bytes);
+  sim::on_host("aclrtMemcpy", sim::copy_of(to, from, bytes, kind == ACL_MEMCPY_DEVICE_TO_DEVICE));
 }
 
 SIM_API(aclError, aclrtMemset, (void* to, size_t room, int32_t value, size_t bytes)) {
   if (bytes > room) throw Failure(ACL_ERROR_INVALID_PARAM, "more bytes to set than there are");
   std::memset(to, value, bytes);
+  sim::on_host("aclrtMemset", sim::account_of(sim::streaming(), {sim::touched(to, bytes, sim::Access::kWritten)}));
 }
 
 SIM_API(aclError, aclrtMemcpyAsync,
@@ -168,8 +172,9 @@ SIM_API(aclError, aclrtMemcpyAsyncWithCondition,
 
 SIM_API(aclError, aclrtMemsetAsync, (void* to, size_t room, int32_t value, size_t bytes, aclrtStream stream)) {
   if (bytes > room) throw Failure(ACL_ERROR_INVALID_PARAM, "more bytes to set than there are");
-  sim::stream_of(stream).push("aclrtMemsetAsync", [=] { std::memset(to, value, bytes); }, {},
-                              sim::account_of(sim::streaming(), {sim::touched(to, bytes, sim::Access::kWritten)}));
+  sim::stream_of(stream).push({.name = "aclrtMemsetAsync",
+                               .work = [=] { std::memset(to, value, bytes); },
+                               .account = sim::account_of(sim::streaming(), {sim::touched(to, bytes, sim::Access::kWritten)})});
 }
 
 // Expandable segments. torch_npu probes for support before it has set a device. A physical handle is counted against

@@ -1,6 +1,4 @@
 // Start and end of ACL, its error messages and logs.
-#include <pthread.h>
-
 #include <cstring>
 #include <string>
 
@@ -8,17 +6,14 @@
 #include "acl/acl_op_compiler.h"
 #include "api.h"
 #include "device.h"
+#include "host.h"
 
 namespace sim {
-
-constexpr std::string_view kTaskQueueThread = "acl_thread";  // Ascend/pytorch, NPUAffinityController.cpp
 
 int failed_call(const char* name, int code, const char* message) noexcept {
   const std::string error = std::string(name) + ": " + message;
   set_recent_error(error);
-  char thread[16] = "";
-  pthread_getname_np(pthread_self(), thread, sizeof thread);
-  if (std::string_view(thread) == kTaskQueueThread) device_or_first().fail(code, error);
+  if (launches_for_others()) device_or_first().fail(code, error);
   return code;
 }
 

@@ -10,6 +10,7 @@
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
 #include "chaos.h"
+#include "settings.h"
 
 using sim::Event;
 using sim::Failure;
@@ -29,10 +30,14 @@ Event& event_of(aclrtEvent handle) {
 bool complete(aclrtEvent handle) {
   const auto moment = event_of(handle).last();
   if (moment) moment->device().throw_if_failed();
-  return !moment || moment->reached();
+  return !moment || moment->query();
 }
 
-sim::Clock::time_point time_of(aclrtEvent handle) {
+sim::Nanoseconds time_of(aclrtEvent handle) {
+  if (sim::settings().task_queue == 2)
+    throw Failure(ACL_ERROR_API_NOT_SUPPORT,
+                  "TASK_QUEUE_ENABLE=2 hides from the simulator when the host dispatches, so the time of an event is not "
+                  "known: set it to 1 or 0");
   const auto moment = event_of(handle).last();
   if (!moment || !moment->reached()) throw Failure(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "the event has not been reached");
   return moment->time();
@@ -62,7 +67,7 @@ SIM_API(aclError, aclrtSynchronizeStreamWithTimeout, (aclrtStream stream, int32_
 
 SIM_API(aclError, aclrtStreamQuery, (aclrtStream stream, aclrtStreamStatus* status)) {
   sim::stream_of(stream).device().throw_if_failed();
-  *status = sim::stream_of(stream).idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  *status = sim::stream_of(stream).query() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
 }
 
 SIM_API(aclError, aclrtStreamGetId, (aclrtStream stream, int32_t* id)) { *id = sim::stream_of(stream).id(); }
@@ -99,16 +104,15 @@ SIM_API(aclError, aclrtQueryEventWaitStatus, (aclrtEvent event, aclrtEventWaitSt
 }
 
 SIM_API(aclError, aclrtEventElapsedTime, (float* ms, aclrtEvent start, aclrtEvent end)) {
-  *ms = std::chrono::duration<float, std::milli>(time_of(end) - time_of(start)).count();
+  *ms = static_cast<float>(static_cast<double>(time_of(end) - time_of(start)) / 1e6);
 }
 
 SIM_API(aclError, aclrtEventGetTimestamp, (aclrtEvent event, uint64_t* microseconds)) {
-  const auto since = time_of(event).time_since_epoch();
-  *microseconds = static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(since).count());
+  *microseconds = static_cast<uint64_t>(time_of(event) / 1000);
 }
 
 SIM_API(aclError, aclrtLaunchHostFunc, (aclrtStream stream, aclrtHostFunc function, void* argument)) {
-  sim::stream_of(stream).push("aclrtLaunchHostFunc", [=] { function(argument); });
+  sim::stream_of(stream).push({.name = "aclrtLaunchHostFunc", .work = [=] { function(argument); }, .is_foreign = true});
 }
 
 namespace {
@@ -182,7 +186,7 @@ SIM_API(aclError, aclrtUnSubscribeReport, (uint64_t, aclrtStream stream)) { subs
 SIM_API(aclError, aclrtLaunchCallback,
         (aclrtCallback function, void* argument, aclrtCallbackBlockType block, aclrtStream stream)) {
   const auto box = subscriptions().of_stream(stream);
-  sim::stream_of(stream).push("aclrtLaunchCallback", [=] {
+  const auto call = [=] {
     const auto done = std::make_shared<std::promise<void>>();
     box->post([=] {
       function(argument);
@@ -191,7 +195,8 @@ SIM_API(aclError, aclrtLaunchCallback,
     if (block != ACL_CALLBACK_BLOCK) return;
     const sim::WithoutTurn others_may_run;
     done->get_future().wait();
-  });
+  };
+  sim::stream_of(stream).push({.name = "aclrtLaunchCallback", .work = call, .is_foreign = true});
 }
 
 SIM_API(aclError, aclrtProcessReport, (int32_t timeout_ms)) {

@@ -264,7 +264,7 @@ Work attention(bool backward, const Tensor& query, const Tensor& key, const Tens
     const int64_t width = keys.at(0).size(2) + (query_rope ? query_rope->size(-1) : 0), value_width = values.at(0).size(2);
     const int64_t products = backward ? 3 * width + 2 * value_width : width + value_width;
     work.flop = 2 * visible_scores(call, queries, keys) * static_cast<double>(heads * products);
-    work.arithmetic = machine().attention_seconds(work.flop, static_cast<double>(longest));
+    work.keys = longest;
   } catch (const std::exception&) {
   }
   return work;

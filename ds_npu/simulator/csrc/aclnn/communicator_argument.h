@@ -2,6 +2,7 @@
 #pragma once
 
 #include "aclnn/operator.h"
+#include "hccl/account.h"
 #include "hccl/collectives.h"
 
 namespace sim {
@@ -10,7 +11,10 @@ namespace sim {
 struct CommunicatorArgument {
   std::shared_ptr<hccl::Communicator> communicator;
   std::uint64_t sequence = 0;
-  void launched() { sequence = communicator->reserve(); }
+  std::string launched() {
+    sequence = communicator->reserve();
+    return hccl::told(*communicator, sequence);
+  }
 };
 
 template <>

@@ -37,8 +37,11 @@ void touch(std::vector<Touch>& touches, const Tensor& tensor, Access access) {
 int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
   const std::unique_ptr<aclOpExecutor> owned(executor);
   return reported(name, ACL_ERROR_INTERNAL_ERROR, [&] {
-    if (owned->launched) owned->launched();
-    stream_of(stream).push(owned->name, std::move(owned->work), {}, std::move(owned->account));
+    if (owned->launched) owned->account.communication = owned->launched();
+    stream_of(stream).push({.name = owned->name,
+                            .work = std::move(owned->work),
+                            .account = std::move(owned->account),
+                            .dispatch = owned->dispatch});
   });
 }
 

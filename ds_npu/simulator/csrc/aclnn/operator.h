@@ -24,6 +24,7 @@
 
 #include "aclnn/handles.h"
 #include "api.h"
+#include "host.h"
 #include "stream.h"
 #include "work.h"
 
@@ -31,7 +32,8 @@ struct aclOpExecutor {
   const char* name;
   std::function<void()> work;
   sim::Account account;
-  std::function<void()> launched;  // on the host, right before the work is put on the stream; may be empty
+  std::function<std::string()> launched;  // on the host, right before the work is put on the stream; may be empty
+  sim::Dispatch dispatch;
 };
 
 namespace sim {
@@ -220,17 +222,19 @@ void touch_all(std::vector<Touch>& touches, const Kept& kept, Access access) {
 }
 
 // torch_npu prepares an operator when Python calls it and launches it later, from its queue of calls, in order with all else.
-// A stored argument that depends on its place in that order (a communicator's) has a function launched().
+// A stored argument that depends on its place in that order (a communicator's) has a function launched(), which returns what
+// the trace says of the other ranks.
 template <class Kept>
 constexpr bool kKnowsLaunch = requires(Kept& kept) { kept.launched(); };
 
 template <class... Kept>
-std::function<void()> on_launch(const std::shared_ptr<std::tuple<Kept...>>& kept) {
+std::function<std::string()> on_launch(const std::shared_ptr<std::tuple<Kept...>>& kept) {
   if constexpr (!(kKnowsLaunch<Kept> || ...)) return nullptr;
-  const auto tell = [](auto& one) {
-    if constexpr (kKnowsLaunch<std::remove_reference_t<decltype(one)>>) one.launched();
+  const auto told = [](auto& one) -> std::string {
+    if constexpr (kKnowsLaunch<std::remove_reference_t<decltype(one)>>) return one.launched();
+    return "";
   };
-  return [=] { std::apply([=](auto&... all) { (tell(all), ...); }, *kept); };
+  return [=] { return std::apply([=](auto&... all) { return (told(all) + ...); }, *kept); };
 }
 
 template <Literal name, auto body, auto work>
@@ -245,8 +249,10 @@ struct Operator<name, body, work> {
       std::vector<Touch> touches;
       std::apply([&](const auto&... each) { (touch_all(touches, each, kAccess<Parameters>), ...); }, *kept);
       *workspace_bytes = 0;
+      static const bool fused = is_fused(name.text);
       *executor = new aclOpExecutor{name.text, [kept] { std::apply(body, *kept); },
-                                    account_of(std::apply(work, *kept), std::move(touches)), on_launch(kept)};
+                                    account_of(std::apply(work, *kept), std::move(touches)), on_launch(kept),
+                                    dispatch_of(fused)};
     });
   }
 };

@@ -53,7 +53,17 @@ void run(const char* type, sim::GraphCall call, aclrtStream stream) {
                        std::string("the operator ") + type + " is not simulated: torch_npu asks for it by the old aclop "
                        "interface, so the aclnn operator it prefers is missing, or there is none. Add the one under "
                        "ds_npu/simulator/csrc/aclnn, the other under csrc/aclop");
-  sim::stream_of(stream).push(found->first.c_str(), [body = found->second, call = std::move(call)] { body(call); });
+  std::vector<sim::Touch> touches;
+  const auto touch = [&](const std::vector<at::Tensor>& tensors, sim::Access access) {
+    for (const at::Tensor& one : tensors)
+      if (one.defined() && sim::device_of(one.data_ptr()) != nullptr) touches.push_back({.tensor = one, .access = access});
+  };
+  touch(call.inputs, sim::Access::kRead);
+  touch(call.outputs, sim::Access::kWritten);
+  sim::stream_of(stream).push({.name = found->first.c_str(),
+                               .work = [body = found->second, call = std::move(call)] { body(call); },
+                               .account = sim::account_of(sim::streaming(), std::move(touches)),
+                               .dispatch = sim::Dispatch::kFused});
 }
 
 }  // namespace

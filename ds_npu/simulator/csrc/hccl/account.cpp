@@ -7,6 +7,7 @@
 
 #include "hccl/reduction.h"
 #include "machine.h"
+#include "trace.h"
 
 namespace sim::hccl {
 namespace {
@@ -27,7 +28,18 @@ int64_t node_of(const Communicator& communicator, std::uint32_t rank) {
 
 }  // namespace
 
-Account account_of(const char* name, const Communicator& communicator, const std::vector<Buffer>& buffers) {
+std::string told(const Communicator& communicator, std::uint64_t sequence) {
+  if (!tracing()) return "";
+  std::string npus;
+  for (std::uint32_t rank = 0; rank < communicator.size(); ++rank)
+    npus += (npus.empty() ? "" : ",") + std::to_string(communicator.npu_of(rank));
+  const std::string call = sequence == 0 ? "" : ",\"call\":" + std::to_string(sequence);
+  return ",\"communicator\":" + quoted(communicator.name()) + ",\"rank\":" + std::to_string(communicator.rank()) +
+         ",\"npus\":[" + npus + "]" + call;
+}
+
+Account account_of(const char* name, const Communicator& communicator, std::uint64_t sequence,
+                   const std::vector<Buffer>& buffers) {
   std::set<int64_t> nodes;
   for (std::uint32_t rank = 0; rank < communicator.size(); ++rank) nodes.insert(node_of(communicator, rank));
   const auto count = static_cast<int64_t>(nodes.size());
@@ -40,13 +52,18 @@ Account account_of(const char* name, const Communicator& communicator, const std
     bytes = std::max(bytes, buffer.bytes);
   }
   const double seconds = machine().collective_seconds(kinds().at(name), static_cast<double>(bytes), near, count);
-  return sim::account_of({.kind = "collective"}, std::move(touches), seconds);
+  Account account = sim::account_of({.kind = "collective"}, std::move(touches), seconds);
+  if (tracing())
+    account.communication = told(communicator, sequence) + ",\"collective\":" + quoted(kinds().at(name)) +
+                            ",\"bytes\":" + std::to_string(bytes);
+  return account;
 }
 
 Account account_of(const Communicator& communicator, const std::vector<Message>& messages) {
   // Bytes to and from this node and other nodes; both ways at once.
   double near[2] = {}, far[2] = {};
   std::set<std::uint32_t> peers;
+  std::string listed;
   std::vector<Touch> touches;
   for (const Message& message : messages) {
     const std::uint64_t bytes = message.count * bytes_of(message.type);
@@ -54,10 +71,15 @@ Account account_of(const Communicator& communicator, const std::vector<Message>&
     const bool is_near = node_of(communicator, message.peer) == node_of(communicator, communicator.rank());
     (is_near ? near : far)[message.sends] += static_cast<double>(bytes);
     if (is_near) peers.insert(message.peer);
+    if (tracing())
+      listed += (listed.empty() ? "[" : ",[") + std::to_string(message.sends) + "," + std::to_string(message.peer) + "," +
+                std::to_string(message.number) + "," + std::to_string(bytes) + "]";
   }
   const double sent = machine().sending_seconds(near[1], static_cast<int64_t>(peers.size()), far[1]);
   const double received = machine().sending_seconds(near[0], static_cast<int64_t>(peers.size()), far[0]);
-  return sim::account_of({.kind = "message"}, std::move(touches), machine().message + std::max(sent, received));
+  Account account = sim::account_of({.kind = "message"}, std::move(touches), machine().message + std::max(sent, received));
+  if (tracing()) account.communication = told(communicator, 0) + ",\"messages\":[" + listed + "]";
+  return account;
 }
 
 }  // namespace sim::hccl

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "hccl/hccl_types.h"
+#include "virtual_time.h"
 
 namespace sim::hccl {
 
@@ -25,7 +26,8 @@ enum class Operation : std::uint32_t {
 
 constexpr std::uint64_t kNowhere = ~std::uint64_t{0};  // the offset of an empty buffer
 
-// A field that an operation does not have keeps its default, so that two calls agree when all fields but the buffers do.
+// A field that an operation does not have keeps its default, so that two calls agree when all fields but the buffers and the
+// times do.
 struct Call {
   Operation operation = Operation::barrier;
   HcclDataType type = HCCL_DATA_TYPE_RESERVED;
@@ -34,6 +36,8 @@ struct Call {
   std::uint64_t count = 0;  // elements; of an operation with counts for each peer: 0
   std::uint64_t send = kNowhere;     // offset in the rank's device memory, bytes
   std::uint64_t receive = kNowhere;
+  // Virtual time, in which ranks differ: when this rank is ready, and how long it takes.
+  Nanoseconds ready = 0, duration = 0;
 };
 
 bool agree(const Call& one, const Call& other);

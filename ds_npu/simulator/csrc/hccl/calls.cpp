@@ -47,8 +47,12 @@ void push(const char* name, const std::shared_ptr<Communicator>& communicator, a
   std::string told = detail(*communicator, messages);
   Account account = account_of(*communicator, messages);
   stream_for(*communicator, stream)
-      .push(name, [communicator, messages = std::move(messages)] { transfer(*communicator, messages); }, std::move(told),
-            std::move(account));
+      .push({.name = name,
+             .work = [communicator, messages = std::move(messages)] { transfer(*communicator, messages); },
+             .detail = std::move(told),
+             .account = std::move(account),
+             .dispatch = Dispatch::kCollective,
+             .is_foreign = true});
 }
 
 }  // namespace
@@ -59,8 +63,12 @@ void enqueue(const char* name, const std::shared_ptr<Communicator>& communicator
   for (const Buffer& buffer : buffers) communicator->offset_of(buffer.address, buffer.bytes);
   const auto sequence = communicator->reserve();
   std::string told = tracing() ? detail(*communicator, "call " + std::to_string(sequence)) : "";
-  target.push(name, [communicator, sequence, collective = std::move(collective)] { collective(*communicator, sequence); },
-              std::move(told), account_of(name, *communicator, buffers));
+  target.push({.name = name,
+               .work = [communicator, sequence, collective = std::move(collective)] { collective(*communicator, sequence); },
+               .detail = std::move(told),
+               .account = account_of(name, *communicator, sequence, buffers),
+               .dispatch = Dispatch::kCollective,
+               .is_foreign = true});
 }
 
 void enqueue(const char* name, const std::shared_ptr<Communicator>& communicator, aclrtStream stream,

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "hccl/reduction.h"
+#include "stream.h"
 
 namespace sim::hccl {
 namespace {
@@ -18,10 +19,17 @@ class Exchange {
         sequence_(sequence),
         call_(call),
         what_("call " + std::to_string(sequence) + ", " + describe(call)) {
-    communicator_.begin(sequence_, what_);
+    stream_.begin_at(communicator_.begin(sequence_, what_));
+    call_.ready = stream_.begun();
+    call_.duration = stream_.duration();
     publish(parts);
     communicator_.await([&](auto peer) { return slot(peer).posted.load() >= sequence_; }, what_);
-    for (std::uint32_t peer = 0; peer < communicator_.size(); ++peer) compare(peer);
+    for (std::uint32_t peer = 0; peer < communicator_.size(); ++peer) {
+      compare(peer);
+      // In virtual time a collective begins when its last rank is ready and takes as long as it takes the slowest.
+      stream_.begin_at(slot(peer).call.ready);
+      stream_.take(slot(peer).call.duration);
+    }
     if (parts != nullptr)
       for (std::uint32_t peer = 0; peer < communicator_.size(); ++peer) compare_parts(peer);
   }
@@ -47,7 +55,7 @@ class Exchange {
     communicator_.own().done.store(sequence_);
     communicator_.segment().announce();
     communicator_.await([&](auto peer) { return slot(peer).done.load() >= sequence_; }, what_);
-    communicator_.end(sequence_);
+    communicator_.end(sequence_, stream_.end());
   }
 
  private:
@@ -90,8 +98,9 @@ class Exchange {
 
   Communicator& communicator_;
   const std::uint64_t sequence_;
-  const Call call_;
+  Call call_;
   const std::string what_;
+  Stream& stream_ = *Stream::of_this_thread();
 };
 
 // Where a rank writes its result while others may still read its send buffer: the receive buffer, or, where the two overlap,

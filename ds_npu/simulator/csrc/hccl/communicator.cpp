@@ -228,10 +228,10 @@ void Communicator::fail(HcclResult kind, const std::string& why) {
   throw Failure(kCommunicationFailed, message);
 }
 
-void Communicator::begin(std::uint64_t sequence, const std::string& what) {
+Nanoseconds Communicator::begin(std::uint64_t sequence, const std::string& what) {
   {
     const std::scoped_lock lock(mutex_);
-    if (performed_ + 1 == sequence) return;
+    if (performed_ + 1 == sequence) return performed_at_;
   }
   const WithoutTurn others_go_on;
   const auto begun = Clock::now();
@@ -243,12 +243,14 @@ void Communicator::begin(std::uint64_t sequence, const std::string& what) {
     give_up_if_late("call " + std::to_string(waits_for) + " of this rank is not over", what, begun);
     lock.lock();
   }
+  return performed_at_;
 }
 
-void Communicator::end(std::uint64_t sequence) {
+void Communicator::end(std::uint64_t sequence, Nanoseconds time) {
   {
     const std::scoped_lock lock(mutex_);
     performed_ = sequence;
+    performed_at_ = time;
   }
   ended_.notify_all();
 }

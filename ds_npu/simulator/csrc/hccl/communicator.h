@@ -65,8 +65,9 @@ class Communicator {
   char* at(std::uint32_t peer, std::uint64_t offset) const { return peers_[peer]->at(offset); }
 
   // Waits until the calls before `sequence` are over, whatever stream they are on.
-  void begin(std::uint64_t sequence, const std::string& what);
-  void end(std::uint64_t sequence);
+  // Returns when, in virtual time, they were.
+  Nanoseconds begin(std::uint64_t sequence, const std::string& what);
+  void end(std::uint64_t sequence, Nanoseconds time);
 
   // Waits until `reached(peer)` for all peers. `what` says in an error what this rank was doing.
   using Reached = std::function<bool(std::uint32_t)>;
@@ -103,6 +104,7 @@ class Communicator {
   std::mutex mutex_;
   std::condition_variable ended_;
   std::uint64_t performed_ = 0;
+  Nanoseconds performed_at_ = 0;
   HcclResult error_ = HCCL_SUCCESS;
   std::string error_message_;
   std::mutex splitting_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "stream.h"
+
 namespace sim::hccl {
 
 std::string describe(const Message& message) {
@@ -37,9 +39,8 @@ class Transfer {
   bool possible(std::size_t i) const {
     const Message& message = pending_[i];
     const Channel& way = channel(message);
-    const auto received = way.received.load();
-    if (!message.sends) return received + 1 == message.number && way.sent.load() >= message.number;
-    return announced_[i] ? received >= message.number : received + 1 == message.number;
+    if (!message.sends) return way.received.load() + 1 == message.number && way.sent.load() >= message.number;
+    return announced_[i] ? way.received.load() >= message.number : way.settled.load() + 1 == message.number;
   }
 
   bool some_possible() const {
@@ -71,8 +72,14 @@ class Transfer {
       receive(message);
       return true;
     }
-    if (announced_[i]) return true;
     Channel& way = channel(message);
+    if (announced_[i]) {
+      begin_at(way.receiver_ready);
+      way.settled.store(message.number);
+      communicator_.segment().announce();
+      return true;
+    }
+    way.sender_ready = ready_;
     way.offset = communicator_.offset_of(message.buffer, message.count * bytes_of(message.type));
     way.count = message.count;
     way.type = message.type;
@@ -89,11 +96,17 @@ class Transfer {
                                           name_of(way.type));
     if (way.count != 0)
       std::memmove(message.buffer, communicator_.at(message.peer, way.offset), way.count * bytes_of(way.type));
+    begin_at(way.sender_ready);
+    way.receiver_ready = ready_;
     way.received.store(message.number);
     communicator_.segment().announce();
   }
 
+  // In virtual time messages of a task begin when both ranks of each are ready.
+  static void begin_at(Nanoseconds earliest) { Stream::of_this_thread()->begin_at(earliest); }
+
   Communicator& communicator_;
+  const Nanoseconds ready_ = Stream::of_this_thread()->begun();
   std::vector<Message> pending_;
   std::vector<bool> announced_;  // sends that the receiver can take
 };

@@ -50,10 +50,14 @@ struct Slot {
   Address offered;
 };
 
-// Messages from one rank to one other, one at a time: message `sent` lies at `offset` until `received` has reached it.
+// Messages from one rank to one other, one at a time: message `sent` lies at `offset` until `received` has reached it, and
+// its times stand there until `settled` has.
 struct Channel {
   std::atomic<std::uint64_t> sent;
   std::atomic<std::uint64_t> received;
+  std::atomic<std::uint64_t> settled;
+  Nanoseconds sender_ready;  // in virtual time
+  Nanoseconds receiver_ready;
   std::uint64_t offset;
   std::uint64_t count;
   HcclDataType type;

@@ -1,0 +1,118 @@
+#include "host.h"
+
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+#include "machine.h"
+#include "settings.h"
+
+namespace sim {
+namespace {
+
+constexpr std::string_view kTaskQueueThread = "acl_thread";  // Ascend/pytorch, NPUAffinityController.cpp
+
+// How the operators that torch_npu adds to torch begin: Python calls them through functions of its own.
+constexpr std::array kFused{
+    "aclnnFlashAttention", "aclnnRingAttention", "aclnnScaledMaskedSoftmax", "aclnnRmsNorm", "aclnnAddRmsNorm",
+    "aclnnInplaceAddRmsNorm", "aclnnGemmaRmsNorm", "aclnnAddLayerNorm", "aclnnDeepNorm", "aclnnGroupNormSilu",
+    "aclnnSwiGlu", "aclnnGeGlu", "aclnnFastGelu", "aclnnRotary", "aclnnApplyRotary", "aclnnInterleaveRope", "aclnnMoe",
+    "aclnnGroupedMatmul", "aclnnAllGatherMatmul", "aclnnMatmulReduceScatter", "aclnnMatmulAllReduce", "aclnnAlltoAllv",
+    "aclnnGroupedMatMulAlltoAllv", "aclnnApplyAdamW", "aclnnHans", "aclnnCrossEntropyLoss",
+};
+
+thread_local bool has_prepared = false;
+
+bool is_main_thread() { return static_cast<pid_t>(syscall(SYS_gettid)) == getpid(); }
+
+double seconds_of(Dispatch kind) {
+  switch (kind) {
+    case Dispatch::kOperator: return machine().dispatch;
+    case Dispatch::kFused: return machine().dispatch_fused;
+    case Dispatch::kAutograd: return machine().dispatch_autograd;
+    case Dispatch::kCollective: return machine().dispatch_collective;
+    case Dispatch::kEvent: return machine().dispatch_event;
+    case Dispatch::kNone: return 0;
+  }
+  return 0;
+}
+
+}  // namespace
+
+const char* name_of(Dispatch kind) {
+  switch (kind) {
+    case Dispatch::kOperator: return "operator";
+    case Dispatch::kFused: return "fused";
+    case Dispatch::kAutograd: return "autograd";
+    case Dispatch::kCollective: return "collective";
+    case Dispatch::kEvent: return "event";
+    case Dispatch::kNone: return "none";
+  }
+  return "";
+}
+
+Host& host() {
+  static auto* one = new Host;
+  return *one;
+}
+
+Nanoseconds Host::launch(Dispatch kind) {
+  if (kind == Dispatch::kNone) return 0;
+  const Nanoseconds dispatch = nanoseconds(seconds_of(kind)), launching = nanoseconds(machine().launch);
+  const std::scoped_lock lock(mutex_);
+  ++dispatched_;
+  now_ += dispatch;
+  if (settings().task_queue == 0) return now_ += launching;
+  return launched_ = std::max(launched_, now_) + launching;
+}
+
+void Host::wait(Nanoseconds time) {
+  const std::scoped_lock lock(mutex_);
+  now_ = std::max(now_, time);
+}
+
+void Host::spend(Nanoseconds time) {
+  const std::scoped_lock lock(mutex_);
+  now_ += time;
+}
+
+Nanoseconds Host::now() {
+  const std::scoped_lock lock(mutex_);
+  return now_;
+}
+
+std::uint64_t Host::dispatched() {
+  const std::scoped_lock lock(mutex_);
+  return dispatched_;
+}
+
+bool launches_for_others() {
+  thread_local const bool is = [] {
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    return std::string_view(name) == kTaskQueueThread;
+  }();
+  return is;
+}
+
+bool is_fused(const char* name) {
+  return std::ranges::any_of(kFused, [&](const char* fused) { return std::string_view(name).starts_with(fused); });
+}
+
+Dispatch dispatch_of(bool fused) {
+  thread_local const bool is_main = is_main_thread();
+  if (launches_for_others()) return fused ? Dispatch::kFused : Dispatch::kOperator;
+  has_prepared = true;
+  return fused ? Dispatch::kFused : is_main ? Dispatch::kOperator : Dispatch::kAutograd;
+}
+
+bool keeps_host_time() {
+  thread_local const bool is_main = is_main_thread();
+  return is_main || has_prepared;
+}
+
+}  // namespace sim

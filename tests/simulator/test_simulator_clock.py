@@ -1,0 +1,110 @@
+"""Virtual time on simulated NPUs: what events say, and begin and end of each task, against sums made by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import simulated
+
+from ds_npu.topology.machine import MACHINES
+
+pytestmark = pytest.mark.slow  # the libraries are compiled first, if they are not yet
+
+US = 1e6
+MACHINE = MACHINES["910B2"]
+DISPATCH, AUTOGRAD, EVENT, LAUNCH = (
+    US * seconds for seconds in (MACHINE.dispatch, MACHINE.dispatch_autograd, MACHINE.dispatch_event, MACHINE.launch)
+)
+ADD, SUM = (US * MACHINE.operator_seconds(0.0, tensors * 2 * (1 << 20)) for tensors in (2, 3))
+PRODUCT = US * MACHINE.operator_seconds(MACHINE.product_seconds(2048, 2048, 2048, 2), 3 * 2 * 2048**2)
+
+
+def events(**environ: str) -> dict[str, float]:
+    (line,) = simulated.printed(
+        simulated.sim("--devices", "1", "--", sys.executable, "tests/npu/virtual_times.py", **environ)
+    )
+    return json.loads(line)
+
+
+def test_events_tell_the_time_of_chains_forks_joins_and_of_a_slow_host():
+    # The device waits for the host's dispatches of an add, and the host for the device's products.
+    assert ADD < DISPATCH < PRODUCT and EVENT < LAUNCH < DISPATCH
+    found = events()
+    # The last add ends after the event behind it is launched; both events are launched LAUNCH after their dispatch.
+    assert found["adds"] == pytest.approx(10 * DISPATCH + ADD, abs=0.01)
+    # The first product begins when it is launched, the event before it when that is.
+    assert found["products"] == pytest.approx(DISPATCH + 5 * PRODUCT, abs=0.01)
+    # Join: the streams begin together after the first product, and the longer one decides.
+    assert found["longer here"] == found["longer there"] == pytest.approx(DISPATCH + 4 * PRODUCT, abs=0.01)
+    # The queue's thread launches more slowly than the host dispatches events.
+    assert found["waits"] == pytest.approx(101 * LAUNCH, abs=0.01)
+    # 20 products with a number, and the sum of two gradients in a third tensor.
+    assert found["backward"] == pytest.approx(21 * AUTOGRAD + SUM, abs=0.01)
+    # The host that asks in a loop has waited for the product; then it dispatches the second event.
+    assert found["asks"] == pytest.approx(DISPATCH + PRODUCT + EVENT + LAUNCH, abs=0.01)
+
+
+def test_without_a_queue_the_host_launches_what_it_dispatches():
+    found = events(TASK_QUEUE_ENABLE="0")
+    assert found["adds"] == pytest.approx(10 * (DISPATCH + LAUNCH) + EVENT + LAUNCH, abs=0.01)
+    assert found["waits"] == pytest.approx(101 * (EVENT + LAUNCH), abs=0.01)
+    assert found["products"] == pytest.approx(DISPATCH + LAUNCH + 5 * PRODUCT, abs=0.01)
+
+
+def test_a_queue_that_hides_dispatches_has_no_times():
+    done = simulated.sim("--devices", "1", "--", sys.executable, "tests/npu/virtual_times.py", TASK_QUEUE_ENABLE="2")
+    assert done.returncode != 0 and "TASK_QUEUE_ENABLE=2 hides" in done.stderr
+
+
+def traced(folder: Path) -> list[list[dict]]:
+    """By NPU: the tasks of its streams, in the order in which the host put them there."""
+    found = {}
+    for path in folder.glob("*.json"):
+        lines = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()[1:]]
+        tasks = sorted((line for line in lines if line["tid"]), key=lambda line: line["args"]["place"])
+        if tasks:
+            found[tasks[0]["pid"]] = tasks
+    return [found[device] for device in sorted(found)]
+
+
+def ranks_in(folder: Path) -> list[list[dict]]:
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tests/npu/rank_times.py")
+    done = simulated.sim("--devices", "2", "--trace", str(folder), "--", *command, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return traced(folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[list[dict]]:
+    return ranks_in(tmp_path_factory.mktemp("ranks"))
+
+
+def test_a_collective_begins_with_its_last_rank_and_a_message_with_both_ends(ranks):
+    first, second = ranks
+    end = {id(task): task["ts"] + task["dur"] for task in first + second}
+
+    def named(tasks: list[dict], name: str) -> dict:
+        return [task for task in tasks if task["name"] == name][-1]
+
+    (product, reduced), (late, met) = (
+        (named(tasks, "aclnnMm"), named(tasks, "HcclAllReduce")) for tasks in (first, second)
+    )
+    assert late["dur"] > 5 * product["dur"]
+    assert reduced["ts"] == met["ts"] == pytest.approx(end[id(late)], abs=1e-3)
+    bytes_reduced = 4 * (1 << 20)
+    seconds = MACHINE.collective_seconds("all_reduce", bytes_reduced, near=2, nodes=1)
+    assert reduced["dur"] == met["dur"] == pytest.approx(seconds * US, abs=1e-3)
+    sent, received = named(first, "HcclSend"), named(second, "HcclRecv")
+    assert sent["ts"] == received["ts"] and sent["dur"] == received["dur"]
+    assert sent["dur"] == pytest.approx((MACHINE.message + bytes_reduced / MACHINE.link) * US, abs=1e-3)
+    assert sent["ts"] > end[id(reduced)]
+
+
+def test_virtual_times_are_the_same_in_every_run(ranks, tmp_path):
+    for tasks, again in zip(ranks, ranks_in(tmp_path), strict=True):
+        for task, same in zip(tasks, again, strict=True):
+            parts = ("name", "ts", "dur", "tid")
+            assert [task[part] for part in parts] == [same[part] for part in parts]

@@ -103,7 +103,7 @@ class Machine:
     dispatch_event: float
     """The same for the record or wait of an event."""
     launch: float
-    """Seconds in which a dispatched task is put on its stream, by a thread of torch_npu, while the host dispatches the next."""
+    """Seconds to put a dispatched task on its stream, by a thread of torch_npu, while the host dispatches the next."""
 
     def near(self, degrees: Degrees) -> int:
         """How many consecutive context ranks share a node in every context group; a divisor of their number."""

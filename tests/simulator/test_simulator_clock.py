@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import simulated
 
-from ds_npu.topology.machine import MACHINES
+from ds_npu.simulator.replay.recording import Recording, read
+from ds_npu.simulator.replay.replay import Replay
+from ds_npu.topology.machine import MACHINES, Machine
 
 pytestmark = pytest.mark.slow  # the libraries are compiled first, if they are not yet
 
@@ -70,20 +73,20 @@ def traced(folder: Path) -> list[list[dict]]:
     return [found[device] for device in sorted(found)]
 
 
-def ranks_in(folder: Path) -> list[list[dict]]:
+def run_ranks(folder: Path, *options: str) -> Path:
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tests/npu/rank_times.py")
-    done = simulated.sim("--devices", "2", "--trace", str(folder), "--", *command, timeout=300)
+    done = simulated.sim("--devices", "2", *options, "--trace", str(folder), "--", *command, timeout=300)
     assert done.returncode == 0, done.stderr
-    return traced(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[list[dict]]:
-    return ranks_in(tmp_path_factory.mktemp("ranks"))
+def folder(tmp_path_factory) -> Path:
+    return run_ranks(tmp_path_factory.mktemp("ranks"))
 
 
-def test_a_collective_begins_with_its_last_rank_and_a_message_with_both_ends(ranks):
-    first, second = ranks
+def test_a_collective_begins_with_its_last_rank_and_a_message_with_both_ends(folder):
+    first, second = traced(folder)
     end = {id(task): task["ts"] + task["dur"] for task in first + second}
 
     def named(tasks: list[dict], name: str) -> dict:
@@ -103,8 +106,35 @@ def test_a_collective_begins_with_its_last_rank_and_a_message_with_both_ends(ran
     assert sent["ts"] > end[id(reduced)]
 
 
-def test_virtual_times_are_the_same_in_every_run(ranks, tmp_path):
-    for tasks, again in zip(ranks, ranks_in(tmp_path), strict=True):
+def test_virtual_times_are_the_same_in_every_run(folder, tmp_path):
+    for tasks, again in zip(traced(folder), traced(run_ranks(tmp_path)), strict=True):
         for task, same in zip(tasks, again, strict=True):
             parts = ("name", "ts", "dur", "tid")
             assert [task[part] for part in parts] == [same[part] for part in parts]
+
+
+def replayed(recording: Recording, machine: Machine) -> dict[tuple[int, int], tuple[str, int, int]]:
+    """Name and times of each task of a stream, by its NPU and place among those of its streams."""
+    spans = sorted(Replay(recording, machine, shares=False).run(), key=lambda span: span.action.place)
+    found, counts = {}, Counter()
+    for span in spans:
+        if not span.action.of_host:
+            counts[span.action.device] += 1
+            found[span.action.device, counts[span.action.device]] = (span.action.name, span.begun, span.ended)
+    return found
+
+
+def test_a_replay_has_the_times_of_the_run_on_each_machine(folder, tmp_path):
+    recording = read(folder)
+    spans = Replay(recording, MACHINES["910B2"], shares=False).run()
+    assert len(spans) == len(recording.actions) > 100
+    for span in spans:
+        assert (span.begun, span.ended) == (span.action.begun, span.action.ended) or span.action.of_host, span
+    # The record of one chip's run gives the times of a run on another one.
+    run_ranks(tmp_path, "--soc", "910_9391")
+    ran = {}
+    for device, tasks in enumerate(traced(tmp_path)):
+        for place, task in enumerate(tasks, 1):
+            begun = round(task["ts"] * 1000)
+            ran[device, place] = (task["name"], begun, begun + round(task["dur"] * 1000))
+    assert replayed(recording, MACHINES["A3"]) == ran != replayed(recording, MACHINES["910B2"])

@@ -1,0 +1,150 @@
+"""What a recorded task takes on a machine: nanoseconds if it is alone, and which share of what other tasks need, too.
+
+The seconds are those that the simulator's C++ computes of the same numbers (``csrc/work.cpp`` and
+``csrc/hccl/account.cpp``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ds_npu.simulator.replay.recording import Action
+from ds_npu.topology.machine import COLLECTIVES, Machine
+
+DISPATCHES = {
+    "operator": "dispatch",
+    "fused": "dispatch_fused",
+    "autograd": "dispatch_autograd",
+    "collective": "dispatch_collective",
+    "event": "dispatch_event",
+}
+"""By what the host's call was: the number of a machine that says how long it takes."""
+CUBE, MEMORY, PORT, NETWORK, HOST_LINK = "cube", "memory", "port", "network", "host link"
+"""What tasks of an NPU share: its cube cores, its memory, and its ports to the node, to other nodes and to the host."""
+
+
+class Message(NamedTuple):
+    """One of the messages of a task: to or from rank ``peer`` of its communicator."""
+
+    sends: bool
+    peer: int
+    number: int
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """``nanoseconds`` of a task alone on the machine, and the part of each resource of its NPU that it then uses."""
+
+    nanoseconds: int
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+
+def nanoseconds(seconds: float) -> int:
+    """Whole nanoseconds, rounded away from zero at a half, as C++ does."""
+    return math.floor(seconds * 1e9 + 0.5)
+
+
+def dispatch_nanoseconds(machine: Machine, dispatch: str) -> int:
+    """How long the host takes to put a task on its stream."""
+    return nanoseconds(float(getattr(machine, DISPATCHES[dispatch])))
+
+
+def price(machine: Machine, action: Action) -> Price:
+    """The price of a task that is no message."""
+    told = action.told
+    if action.kind is None:
+        return Price(0)
+    seconds, used = _collective(machine, told) if action.kind == "collective" else _operator(machine, told)
+    return _priced(seconds, used)
+
+
+def message_price(machine: Machine, action: Action, message: Message) -> Price:
+    """The price of one message of a task, of which others may be on their way at the same time."""
+    npus = action.told["npus"]
+    is_near = npus[message.peer] // machine.node == npus[action.told["rank"]] // machine.node
+    sending = (message.size / machine.link) if is_near else (message.size / machine.network)
+    used = {PORT: sending * machine.link / machine.port} if is_near else {NETWORK: sending}
+    if is_near:
+        used[_link(npus[message.peer])] = sending
+    used[MEMORY] = machine.memory_seconds(message.size) if message.size else 0.0
+    return _priced(machine.message + sending, used)
+
+
+def messages_of(action: Action) -> list[Message]:
+    """The messages of a task."""
+    return [Message(bool(sends), *rest) for sends, *rest in action.told.get("messages", ())]
+
+
+def seconds_alone(machine: Machine, action: Action) -> float:
+    """Seconds of a task that has the machine for itself, all messages of one task together."""
+    if action.kind == "message":
+        return _messages_seconds(machine, action)
+    return _collective(machine, action.told)[0] if action.kind == "collective" else _operator(machine, action.told)[0]
+
+
+def _priced(seconds: float, used: Mapping[str, float]) -> Price:
+    shares = {resource: min(1.0, part / seconds) for resource, part in used.items() if part > 0}
+    return Price(nanoseconds(seconds), shares)
+
+
+def _operator(machine: Machine, told: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    moved = told.get("moved", told["read"] + told["written"])
+    if told["kind"] == "sorting":
+        moved *= machine.sorting_passes
+    cube = machine.product_seconds(*told["products"]) if "products" in told else 0.0
+    if "keys" in told:
+        cube = machine.attention_seconds(told["flop"], told["keys"])
+    sent, peers = told.get("sent", (0, 0))
+    sending = machine.sending_seconds(sent, peers, 0.0) if peers else 0.0
+    to_host = told.get("host", 0) / machine.host
+    beside = max(cube, machine.message + sending if peers else 0.0, to_host)
+    used = {CUBE: cube, HOST_LINK: to_host, PORT: sending, MEMORY: machine.memory_seconds(moved) if moved else 0.0}
+    return machine.operator_seconds(beside, moved) if moved else machine.kernel + beside, used
+
+
+def _collective(machine: Machine, told: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    npus = told["npus"]
+    nodes = len({npu // machine.node for npu in npus})
+    near = math.ceil(len(npus) / nodes)
+    seconds = machine.collective_seconds(told["collective"], told["bytes"], near, nodes)
+    moved = told["read"] + told["written"]
+    within, between = _sent(told["collective"], told["bytes"], near, nodes)
+    used = {PORT: within / machine.port, NETWORK: between / machine.network}
+    used[MEMORY] = machine.memory_seconds(moved) if moved else 0.0
+    own = npus[told["rank"]]
+    for npu in npus:
+        if npu != own and npu // machine.node == own // machine.node:
+            used[_link(npu)] = within / (near - 1) / machine.link
+    return seconds, used
+
+
+def _link(npu: int) -> str:
+    """The link of an NPU to another one of its node."""
+    return f"link to NPU {npu}"
+
+
+def _sent(kind: str, size: float, near: int, nodes: int) -> tuple[float, float]:
+    """Bytes that a rank sends in all phases of a collective: within its node, and between nodes."""
+    ranks, within, between = near * nodes, 0.0, 0.0
+    for level, amount in COLLECTIVES[kind]:
+        part = size / near if amount == "n/g" else size
+        within += {"near": part * (near - 1) / near, "both": part * (near - 1) / ranks}.get(level, 0.0)
+        between += {"far": part * (nodes - 1) / nodes, "both": part * (ranks - near) / ranks}.get(level, 0.0)
+    return within, between
+
+
+def _messages_seconds(machine: Machine, action: Action) -> float:
+    npus, own = action.told["npus"], action.told["npus"][action.told["rank"]]
+    near, far, peers = [0.0, 0.0], [0.0, 0.0], set()
+    for sends, peer, _, size in messages_of(action):
+        is_near = npus[peer] // machine.node == own // machine.node
+        (near if is_near else far)[sends] += size
+        if is_near:
+            peers.add(peer)
+    slowest = max(machine.sending_seconds(near[way], len(peers), far[way]) for way in (0, 1))
+    return machine.message + slowest

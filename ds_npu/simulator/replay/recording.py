@@ -1,0 +1,104 @@
+"""Reads what ``ds_npu sim --trace`` recorded: of each process, in its order, what the host did and put on streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+HOST_TRACK = 0
+"""The stream of what the host does itself."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One line of a trace: a task that the host puts on a stream, or what the host does itself.
+
+    Times are nanoseconds of virtual time, of the run that was recorded.
+    """
+
+    process: str
+    device: int
+    """Index of the NPU in the process."""
+    stream: int
+    place: int
+    """In the order of the process's host."""
+    name: str
+    told: Mapping[str, Any]
+    """The ``args`` of the line; docs/simulator.md explains them."""
+    begun: int
+    ended: int
+
+    @property
+    def dispatch(self) -> str:
+        """How the host puts it on its stream: a key of pricing.DISPATCHES, or "none"."""
+        return str(self.told["dispatch"])
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of a task that costs something."""
+        return self.told.get("kind")
+
+    @cached_property
+    def event(self) -> int | None:
+        """The number of the event that it records or waits for, in its process."""
+        word, _, number = str(self.told["detail"]).partition(" ")
+        return int(number) if word == "event" else None
+
+    @property
+    def records(self) -> bool:
+        """Whether it is the record of an event."""
+        return self.name == "record event"
+
+    @property
+    def of_host(self) -> bool:
+        """Whether the host does it itself, or waits."""
+        return self.stream == HOST_TRACK
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What each process of a run did, in the order of its host."""
+
+    processes: Mapping[str, tuple[Action, ...]]
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """Those of all processes."""
+        return tuple(action for each in self.processes.values() for action in each)
+
+
+def read(folder: Path) -> Recording:
+    """The recording in the files of ``folder``. Raises ValueError where there is none, or a line is no record."""
+    processes = {path.stem: _actions(path) for path in sorted(folder.glob("*.json"))}
+    found = {process: actions for process, actions in processes.items() if actions}
+    if not found:
+        raise ValueError(f"{folder}: no record of a run; ds_npu sim --trace {folder} -- ... writes one")
+    return Recording(found)
+
+
+def _actions(path: Path) -> tuple[Action, ...]:
+    found = []
+    for number, line in enumerate(path.read_text().splitlines()[1:], 2):
+        try:
+            entry = json.loads(line.removesuffix(","))
+            told = entry["args"]
+            begun, lasts = (round(entry[part] * 1000) for part in ("ts", "dur"))
+            found.append(
+                Action(
+                    process=path.stem,
+                    device=entry["pid"],
+                    stream=entry["tid"],
+                    place=told["place"],
+                    name=entry["name"],
+                    told={"dispatch": told["dispatch"], "detail": told["detail"]} | told,
+                    begun=begun,
+                    ended=begun + lasts,
+                )
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: no record of a task ({error!r})") from error
+    return tuple(sorted(found, key=lambda action: action.place))

@@ -1,0 +1,284 @@
+"""Computes a recorded run again, on any machine: a deterministic simulation of events in virtual time.
+
+The host of each process dispatches its actions in their order and waits where it waited. Each stream runs its tasks one
+after the other. An event is reached in its stream's order; a collective begins with its last rank and after the call
+before it, a message with both ends. Tasks that run at the same time share their NPU's resources (resources.py). Ranks
+that were not recorded count as ready.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ds_npu.simulator.replay.pricing import (
+    Message,
+    Price,
+    dispatch_nanoseconds,
+    message_price,
+    messages_of,
+    nanoseconds,
+    price,
+    seconds_alone,
+)
+from ds_npu.simulator.replay.recording import Action, Recording
+from ds_npu.simulator.replay.resources import Job, Resources
+from ds_npu.topology.machine import Machine
+
+EventKey = tuple[str, int | None]
+"""An event by its process and number."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an action began and ended, in nanoseconds of virtual time."""
+
+    action: Action
+    begun: int
+    ended: int
+
+
+@dataclass(eq=False)
+class _Stream:
+    device: tuple[str, int]
+    waiting: deque[tuple[Action, int]] = field(default_factory=deque)
+    """Its tasks with the times at which they are launched."""
+    free: int = 0
+    """When its last task ended."""
+    runs: bool = False
+    """Whether a task runs or is about to."""
+    begun: int = 0
+    left: int = 0
+    """Messages of its task that are on their way."""
+
+
+@dataclass(eq=False)
+class _Host:
+    actions: Iterator[Action]
+    now: int = 0
+    launched: int = 0
+    """When the queue's thread launched its last task."""
+    waits: tuple[Action, int] | None = None
+    """For what it waits, and since when."""
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """Ranks that take part in one collective or message."""
+
+    missing: int
+    arrived: list[tuple[_Stream, Action, Price]] = field(default_factory=list)
+
+
+class Replay:
+    """One computation of ``recording`` on ``machine``.
+
+    ``shares``: whether tasks slow each other down; without, the times are those of the simulator's live clock.
+    ``has_queue``: whether a thread of its own launches tasks (TASK_QUEUE_ENABLE=1) or the host.
+    """
+
+    def __init__(self, recording: Recording, machine: Machine, shares: bool = True, has_queue: bool = True) -> None:
+        self._machine, self._shares, self._has_queue = machine, shares, has_queue
+        self._hosts = {process: _Host(iter(actions)) for process, actions in recording.processes.items()}
+        self._streams: dict[tuple[str, int, int], _Stream] = {}
+        self._recorded = {(action.process, action.event) for action in recording.actions if action.records}
+        self._events: dict[EventKey, int] = {}
+        self._awaited: dict[EventKey, list[Callable[[int], None]]] = defaultdict(list)
+        self._ends = _ends(recording)
+        self._meetings: dict[Hashable, _Meeting] = {}
+        self._over: set[Hashable] = set()
+        self._behind: dict[Hashable, Callable[[int], None]] = {}
+        """By a call of a communicator: what waits for its end, the next call."""
+        self._heap: list[tuple[int, int, Callable[[int], None]]] = []
+        self._numbers = 0
+        self._resources = Resources(self._schedule_end)
+        self._spans: list[Span] = []
+
+    def run(self) -> list[Span]:
+        """All actions with their times, in the order in which they end.
+
+        Raises ValueError where the run cannot go on: ranks that wait for each other, or a record that was cut short.
+        """
+        for host in self._hosts.values():
+            self._advance(host)
+        while self._heap:
+            time, _, happens = heapq.heappop(self._heap)
+            happens(time)
+        if stuck := [host.waits[0] for host in self._hosts.values() if host.waits is not None]:
+            raise ValueError(
+                f"the record ends before what its hosts wait for: {stuck[0].name} {stuck[0].told['detail']}"
+            )
+        return self._spans
+
+    # ---- the host ----
+
+    def _advance(self, host: _Host) -> None:
+        """Let a host dispatch, up to a wait for an event whose time is not known yet."""
+        for action in host.actions:
+            if not action.of_host:
+                self._launch(host, action)
+            elif action.event is None:
+                begun, host.now = host.now, host.now + nanoseconds(seconds_alone(self._machine, action))
+                self._spans.append(Span(action, begun, host.now))
+            else:
+                host.waits = action, host.now
+
+                def goes_on(time: int, host: _Host = host) -> None:
+                    self._goes_on(host, time)
+                    self._advance(host)
+
+                key = (action.process, action.event)
+                if self._pending(key):
+                    self._awaited[key].append(goes_on)
+                    return
+                self._goes_on(host, self._events.get(key, 0))
+
+    def _goes_on(self, host: _Host, time: int) -> None:
+        assert host.waits is not None
+        action, begun = host.waits
+        host.waits, host.now = None, max(host.now, time)
+        self._spans.append(Span(action, begun, host.now))
+
+    def _launch(self, host: _Host, action: Action) -> None:
+        launched = 0
+        if action.dispatch != "none":
+            launching = nanoseconds(self._machine.launch)
+            host.now += dispatch_nanoseconds(self._machine, action.dispatch)
+            if self._has_queue:
+                launched = host.launched = max(host.launched, host.now) + launching
+            else:
+                launched = host.now = host.now + launching
+        key = (action.process, action.device, action.stream)
+        stream = self._streams.setdefault(key, _Stream(key[:2]))
+        stream.waiting.append((action, launched))
+        self._next(stream)
+
+    # ---- streams ----
+
+    def _next(self, stream: _Stream) -> None:
+        """Let a stream that is free begin its next task, when that is launched."""
+        if stream.runs or not stream.waiting:
+            return
+        stream.runs = True
+        _, launched = stream.waiting[0]
+        self._at(max(stream.free, launched), lambda time: self._begin(stream, time))
+
+    def _begin(self, stream: _Stream, time: int) -> None:
+        action, _ = stream.waiting.popleft()
+        stream.begun = time
+        if action.kind in ("message", "collective") or "call" in action.told:
+            self._meet(stream, action, time)
+        elif action.kind is not None:
+            self._run([(stream, action, self._price(action))], time, lambda end: self._end(stream, action, end))
+        elif action.records:
+            self._reach((action.process, action.event), time)
+            self._end(stream, action, time)
+        elif action.event is not None and self._pending((action.process, action.event)):
+            self._awaited[action.process, action.event].append(lambda end: self._end(stream, action, end))
+        else:
+            self._end(stream, action, time)
+
+    def _end(self, stream: _Stream, action: Action, time: int) -> None:
+        begun = time if action.event is not None else stream.begun
+        self._spans.append(Span(action, begun, time))
+        stream.free, stream.runs = time, False
+        self._next(stream)
+
+    def _pending(self, key: EventKey) -> bool:
+        return key in self._recorded and key not in self._events
+
+    def _reach(self, key: EventKey, time: int) -> None:
+        self._events[key] = time
+        for goes_on in self._awaited.pop(key, ()):
+            self._at(time, goes_on)
+
+    # ---- several ranks ----
+
+    def _meet(self, stream: _Stream, action: Action, time: int) -> None:
+        if action.kind != "message":
+            self._arrive(_call(action), stream, action, self._price(action), time)
+            return
+        messages = messages_of(action)
+        stream.left = len(messages)
+        for message in messages:
+            self._arrive(_way(action, message), stream, action, message_price(self._machine, action, message), time)
+
+    def _arrive(self, key: Hashable, stream: _Stream, action: Action, alone: Price, time: int) -> None:
+        meeting = self._meetings.setdefault(key, _Meeting(self._ends[key]))
+        meeting.arrived.append((stream, action, alone))
+        meeting.missing -= 1
+        before = _call(action, -1)
+        if not meeting.missing and (action.kind == "message" or before not in self._ends or before in self._over):
+            self._hold(key, time)
+        elif not meeting.missing:
+            self._behind[before] = lambda end: self._hold(key, end)
+
+    def _hold(self, key: Hashable, time: int) -> None:
+        meeting = self._meetings.pop(key)
+        for member, _, _ in meeting.arrived:
+            member.begun = time
+
+        def done(end: int) -> None:
+            for member, its_action, _ in meeting.arrived:
+                member.left = max(0, member.left - 1)
+                if not member.left:
+                    self._end(member, its_action, end)
+            self._over.add(key)
+            if key in self._behind:
+                self._at(end, self._behind.pop(key))
+
+        self._run(meeting.arrived, time, done)
+
+    # ---- jobs ----
+
+    def _price(self, action: Action) -> Price:
+        return price(self._machine, action)
+
+    def _run(self, members: list[tuple[_Stream, Action, Price]], time: int, done: Callable[[int], None]) -> None:
+        shares: dict[Hashable, float] = {
+            (*stream.device, resource): share
+            for stream, _, alone in members
+            for resource, share in alone.shares.items()
+            if self._shares
+        }
+        lasts = max(alone.nanoseconds for _, _, alone in members)
+        self._numbers += 1
+        self._resources.begin(Job(self._numbers, lasts, shares, done), time)
+
+    def _schedule_end(self, time: int, job: Job, version: int) -> None:
+        def ends(now: int) -> None:
+            if job.version == version:
+                self._resources.end(job, now)
+                job.done(now)
+
+        self._at(time, ends)
+
+    def _at(self, time: int, happens: Callable[[int], None]) -> None:
+        self._numbers += 1
+        heapq.heappush(self._heap, (time, self._numbers, happens))
+
+
+def _call(action: Action, further: int = 0) -> Hashable:
+    """A call of a communicator, or one ``further`` on."""
+    return action.told["communicator"], action.told.get("call", 0) + further
+
+
+def _way(action: Action, message: Message) -> Hashable:
+    """A message by what both of its ends have: communicator, sender, receiver and number."""
+    own = action.told["rank"]
+    ends = (own, message.peer) if message.sends else (message.peer, own)
+    return action.told["communicator"], *ends, message.number
+
+
+def _ends(recording: Recording) -> Mapping[Hashable, int]:
+    """How many recorded tasks take part in each collective and message."""
+    found: dict[Hashable, int] = defaultdict(int)
+    for action in recording.actions:
+        if action.kind == "message":
+            for message in messages_of(action):
+                found[_way(action, message)] += 1
+        elif "call" in action.told:
+            found[_call(action)] += 1
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import simulated
 
-from ds_npu.simulator.replay.recording import Recording, read
+from ds_npu.simulator.replay.recording import RecordedRun, read_recording
 from ds_npu.simulator.replay.replay import Replay
 from ds_npu.topology.machine import MACHINES, Machine
 
@@ -113,9 +113,9 @@ def test_virtual_times_are_the_same_in_every_run(folder, tmp_path):
             assert [task[part] for part in parts] == [same[part] for part in parts]
 
 
-def replayed(recording: Recording, machine: Machine) -> dict[tuple[int, int], tuple[str, int, int]]:
+def replayed(recording: RecordedRun, machine: Machine) -> dict[tuple[int, int], tuple[str, int, int]]:
     """Name and times of each task of a stream, by its NPU and place among those of its streams."""
-    spans = sorted(Replay(recording, machine, shares=False).run(), key=lambda span: span.action.place)
+    spans = sorted(Replay(recording, machine, shares=False).run(), key=lambda span: span.action.number)
     found, counts = {}, Counter()
     for span in spans:
         if not span.action.of_host:
@@ -125,7 +125,7 @@ def replayed(recording: Recording, machine: Machine) -> dict[tuple[int, int], tu
 
 
 def test_a_replay_has_the_times_of_the_run_on_each_machine(folder, tmp_path):
-    recording = read(folder)
+    recording = read_recording(folder)
     spans = Replay(recording, MACHINES["910B2"], shares=False).run()
     assert len(spans) == len(recording.actions) > 100
     for span in spans:

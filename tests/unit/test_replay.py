@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_npu.simulator.replay.recording import Action, Recording, read
+from ds_npu.simulator.replay.recording import RecordedAction, RecordedRun, read_recording
 from ds_npu.simulator.replay.replay import Replay
 from ds_npu.topology.machine import A2
 
@@ -38,20 +38,20 @@ class Host:
 
     def __init__(self, process: str = "one", npu: int = 0) -> None:
         self.process, self.npu = process, npu
-        self.actions: list[Action] = []
+        self.actions: list[RecordedAction] = []
         self.events = itertools.count(1)
 
-    def add(self, name: str, stream: int, dispatch: str, detail: str = "", **told: Any) -> Action:
+    def add(self, name: str, stream: int, dispatch: str, detail: str = "", **told: Any) -> RecordedAction:
         told = {"dispatch": dispatch, "detail": detail} | told
-        action = Action(self.process, 0, stream, len(self.actions), name, told, 0, 0)
+        action = RecordedAction(self.process, 0, stream, len(self.actions), name, told, 0, 0)
         self.actions.append(action)
         return action
 
-    def streaming(self, size_mb: int, stream: int = 1) -> Action:
+    def streaming(self, size_mb: int, stream: int = 1) -> RecordedAction:
         """An operator of 1 + ``size_mb`` us."""
         return self.add("op", stream, "operator", kind="streaming", flop=0, read=size_mb * MB, written=0)
 
-    def cube(self, stream: int = 1) -> Action:
+    def cube(self, stream: int = 1) -> RecordedAction:
         """A product of one round of tiles, with no bytes to speak of."""
         return self.add(
             "mm", stream, "operator", kind="cube", flop=1, read=1, written=0, products=[128, 256, 4096, 2, 1]
@@ -62,13 +62,13 @@ class Host:
         self.add("record event", stream, "event", f"event {number}")
         return number
 
-    def wait(self, event: int, stream: int) -> Action:
+    def wait(self, event: int, stream: int) -> RecordedAction:
         return self.add("wait for event", stream, "event", f"event {event}")
 
-    def host_wait(self, event: int) -> Action:
+    def host_wait(self, event: int) -> RecordedAction:
         return self.add("host wait", 0, "none", f"event {event}")
 
-    def collective(self, call: int, npus: list[int], size: int, stream: int = 1, group: str = "g") -> Action:
+    def collective(self, call: int, npus: list[int], size: int, stream: int = 1, group: str = "g") -> RecordedAction:
         """An all-gather of ``size`` bytes in all, without bytes of memory to speak of."""
         told = {
             "communicator": group,
@@ -81,7 +81,7 @@ class Host:
             "gather", stream, "collective", kind="collective", flop=0, read=0, written=0, bytes=size, **told
         )
 
-    def messages(self, npus: list[int], *messages: tuple[int, int, int, int], stream: int = 1) -> Action:
+    def messages(self, npus: list[int], *messages: tuple[int, int, int, int], stream: int = 1) -> RecordedAction:
         told = {
             "communicator": "m",
             "rank": npus.index(self.npu),
@@ -93,7 +93,7 @@ class Host:
 
 def times(*hosts: Host, **options: bool) -> dict[int, tuple[float, float]]:
     """Microseconds of begin and end, by the identity of each action."""
-    recording = Recording({host.process: tuple(host.actions) for host in hosts})
+    recording = RecordedRun({host.process: tuple(host.actions) for host in hosts})
     spans = Replay(recording, MACHINE, **options).run()
     assert len(spans) == sum(len(host.actions) for host in hosts)
     return {id(span.action): (span.begun / 1e3, span.ended / 1e3) for span in spans}
@@ -230,20 +230,20 @@ def test_a_record_that_was_cut_short_is_an_error():
     other = Host("two", 1)
     other.collective(1, [0, 1], 8000)
     assert times(host, other)
-    recording = Recording({"one": tuple(host.actions), "two": ()})
+    recording = RecordedRun({"one": tuple(host.actions), "two": ()})
     # One of two recorded ranks never comes.
     late = Host("two", 1)
     late.wait(late.record(), 1)
     late.actions.insert(0, late.actions.pop())
     late.collective(1, [0, 1], 8000)
-    recording = Recording({"one": tuple(host.actions), "two": tuple(late.actions)})
+    recording = RecordedRun({"one": tuple(host.actions), "two": tuple(late.actions)})
     with pytest.raises(ValueError, match="ends before what its hosts wait for: host wait event 1"):
         Replay(recording, MACHINE).run()
 
 
 def test_files_that_are_no_record_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="no record of a run"):
-        read(tmp_path)
+        read_recording(tmp_path)
     (tmp_path / "1.json").write_text("[\n" + json.dumps({"name": "op"}) + ",\n")
     with pytest.raises(ValueError, match=r"1.json, line 2: no record of a task"):
-        read(tmp_path)
+        read_recording(tmp_path)

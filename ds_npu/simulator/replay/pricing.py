@@ -1,4 +1,4 @@
-"""What a recorded task takes on a machine: nanoseconds if it is alone, and which share of what other tasks need, too.
+"""Prices of recorded tasks on a machine: nanoseconds of a task that runs alone, and the resources that it then uses.
 
 The seconds are those that the simulator's C++ computes of the same numbers (``csrc/work.cpp`` and
 ``csrc/hccl/account.cpp``).
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ds_npu.simulator.replay.recording import Action
+from ds_npu.simulator.replay.recording import RecordedAction
 from ds_npu.topology.machine import COLLECTIVES, Machine
 
 DISPATCHES = {
@@ -21,9 +21,9 @@ DISPATCHES = {
     "collective": "dispatch_collective",
     "event": "dispatch_event",
 }
-"""By what the host's call was: the number of a machine that says how long it takes."""
+"""The number of a machine that says how long each kind of call takes the host."""
 CUBE, MEMORY, PORT, NETWORK, HOST_LINK = "cube", "memory", "port", "network", "host link"
-"""What tasks of an NPU share: its cube cores, its memory, and its ports to the node, to other nodes and to the host."""
+"""The resources that tasks of an NPU share: cube cores, memory, and ports to its node, other nodes and its host."""
 
 
 class Message(NamedTuple):
@@ -54,7 +54,7 @@ def dispatch_nanoseconds(machine: Machine, dispatch: str) -> int:
     return nanoseconds(float(getattr(machine, DISPATCHES[dispatch])))
 
 
-def price(machine: Machine, action: Action) -> Price:
+def price(machine: Machine, action: RecordedAction) -> Price:
     """The price of a task that is no message."""
     told = action.told
     if action.kind is None:
@@ -63,7 +63,7 @@ def price(machine: Machine, action: Action) -> Price:
     return _priced(seconds, used)
 
 
-def message_price(machine: Machine, action: Action, message: Message) -> Price:
+def message_price(machine: Machine, action: RecordedAction, message: Message) -> Price:
     """The price of one message of a task, of which others may be on their way at the same time."""
     npus = action.told["npus"]
     is_near = npus[message.peer] // machine.node == npus[action.told["rank"]] // machine.node
@@ -75,12 +75,12 @@ def message_price(machine: Machine, action: Action, message: Message) -> Price:
     return _priced(machine.message + sending, used)
 
 
-def messages_of(action: Action) -> list[Message]:
+def messages_of(action: RecordedAction) -> list[Message]:
     """The messages of a task."""
     return [Message(bool(sends), *rest) for sends, *rest in action.told.get("messages", ())]
 
 
-def seconds_alone(machine: Machine, action: Action) -> float:
+def seconds_alone(machine: Machine, action: RecordedAction) -> float:
     """Seconds of a task that has the machine for itself, all messages of one task together."""
     if action.kind == "message":
         return _messages_seconds(machine, action)
@@ -102,9 +102,9 @@ def _operator(machine: Machine, told: Mapping[str, Any]) -> tuple[float, dict[st
     sent, peers = told.get("sent", (0, 0))
     sending = machine.sending_seconds(sent, peers, 0.0) if peers else 0.0
     to_host = told.get("host", 0) / machine.host
-    beside = max(cube, machine.message + sending if peers else 0.0, to_host)
+    meanwhile = max(cube, machine.message + sending if peers else 0.0, to_host)
     used = {CUBE: cube, HOST_LINK: to_host, PORT: sending, MEMORY: machine.memory_seconds(moved) if moved else 0.0}
-    return machine.operator_seconds(beside, moved) if moved else machine.kernel + beside, used
+    return machine.operator_seconds(meanwhile, moved) if moved else machine.kernel + meanwhile, used
 
 
 def _collective(machine: Machine, told: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
@@ -138,7 +138,7 @@ def _sent(kind: str, size: float, near: int, nodes: int) -> tuple[float, float]:
     return within, between
 
 
-def _messages_seconds(machine: Machine, action: Action) -> float:
+def _messages_seconds(machine: Machine, action: RecordedAction) -> float:
     npus, own = action.told["npus"], action.told["npus"][action.told["rank"]]
     near, far, peers = [0.0, 0.0], [0.0, 0.0], set()
     for sends, peer, _, size in messages_of(action):

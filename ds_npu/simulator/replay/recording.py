@@ -14,7 +14,7 @@ HOST_TRACK = 0
 
 
 @dataclass(frozen=True)
-class Action:
+class RecordedAction:
     """One line of a trace: a task that the host puts on a stream, or what the host does itself.
 
     Times are nanoseconds of virtual time, of the run that was recorded.
@@ -24,8 +24,8 @@ class Action:
     device: int
     """Index of the NPU in the process."""
     stream: int
-    place: int
-    """In the order of the process's host."""
+    number: int
+    """Ascends in the order of the process's host."""
     name: str
     told: Mapping[str, Any]
     """The ``args`` of the line; docs/simulator.md explains them."""
@@ -60,27 +60,27 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What each process of a run did, in the order of its host."""
+class RecordedRun:
+    """The actions of each process of a run, in the order of its host."""
 
-    processes: Mapping[str, tuple[Action, ...]]
+    processes: Mapping[str, tuple[RecordedAction, ...]]
 
     @cached_property
-    def actions(self) -> tuple[Action, ...]:
-        """Those of all processes."""
+    def actions(self) -> tuple[RecordedAction, ...]:
+        """The actions of all processes."""
         return tuple(action for each in self.processes.values() for action in each)
 
 
-def read(folder: Path) -> Recording:
+def read_recording(folder: Path) -> RecordedRun:
     """The recording in the files of ``folder``. Raises ValueError where there is none, or a line is no record."""
     processes = {path.stem: _actions(path) for path in sorted(folder.glob("*.json"))}
     found = {process: actions for process, actions in processes.items() if actions}
     if not found:
         raise ValueError(f"{folder}: no record of a run; ds_npu sim --trace {folder} -- ... writes one")
-    return Recording(found)
+    return RecordedRun(found)
 
 
-def _actions(path: Path) -> tuple[Action, ...]:
+def _actions(path: Path) -> tuple[RecordedAction, ...]:
     found = []
     for number, line in enumerate(path.read_text().splitlines()[1:], 2):
         try:
@@ -88,11 +88,11 @@ def _actions(path: Path) -> tuple[Action, ...]:
             told = entry["args"]
             begun, lasts = (round(entry[part] * 1000) for part in ("ts", "dur"))
             found.append(
-                Action(
+                RecordedAction(
                     process=path.stem,
                     device=entry["pid"],
                     stream=entry["tid"],
-                    place=told["place"],
+                    number=told["place"],
                     name=entry["name"],
                     told={"dispatch": told["dispatch"], "detail": told["detail"]} | told,
                     begun=begun,
@@ -101,4 +101,4 @@ def _actions(path: Path) -> tuple[Action, ...]:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: no record of a task ({error!r})") from error
-    return tuple(sorted(found, key=lambda action: action.place))
+    return tuple(sorted(found, key=lambda action: action.number))

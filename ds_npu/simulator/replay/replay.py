@@ -23,8 +23,8 @@ from ds_npu.simulator.replay.pricing import (
     price,
     seconds_alone,
 )
-from ds_npu.simulator.replay.recording import Action, Recording
-from ds_npu.simulator.replay.resources import Job, Resources
+from ds_npu.simulator.replay.recording import RecordedAction, RecordedRun
+from ds_npu.simulator.replay.resources import FluidJob, Resources
 from ds_npu.topology.machine import Machine
 
 EventKey = tuple[str, int | None]
@@ -35,7 +35,7 @@ EventKey = tuple[str, int | None]
 class Span:
     """When an action began and ended, in nanoseconds of virtual time."""
 
-    action: Action
+    action: RecordedAction
     begun: int
     ended: int
 
@@ -43,7 +43,7 @@ class Span:
 @dataclass(eq=False)
 class _Stream:
     device: tuple[str, int]
-    waiting: deque[tuple[Action, int]] = field(default_factory=deque)
+    waiting: deque[tuple[RecordedAction, int]] = field(default_factory=deque)
     """Its tasks with the times at which they are launched."""
     free: int = 0
     """When its last task ended."""
@@ -56,11 +56,11 @@ class _Stream:
 
 @dataclass(eq=False)
 class _Host:
-    actions: Iterator[Action]
+    actions: Iterator[RecordedAction]
     now: int = 0
     launched: int = 0
     """When the queue's thread launched its last task."""
-    waits: tuple[Action, int] | None = None
+    waits: tuple[RecordedAction, int] | None = None
     """For what it waits, and since when."""
 
 
@@ -69,7 +69,7 @@ class _Meeting:
     """Ranks that take part in one collective or message."""
 
     missing: int
-    arrived: list[tuple[_Stream, Action, Price]] = field(default_factory=list)
+    arrived: list[tuple[_Stream, RecordedAction, Price]] = field(default_factory=list)
 
 
 class Replay:
@@ -79,7 +79,7 @@ class Replay:
     ``has_queue``: whether a thread of its own launches tasks (TASK_QUEUE_ENABLE=1) or the host.
     """
 
-    def __init__(self, recording: Recording, machine: Machine, shares: bool = True, has_queue: bool = True) -> None:
+    def __init__(self, recording: RecordedRun, machine: Machine, shares: bool = True, has_queue: bool = True) -> None:
         self._machine, self._shares, self._has_queue = machine, shares, has_queue
         self._hosts = {process: _Host(iter(actions)) for process, actions in recording.processes.items()}
         self._streams: dict[tuple[str, int, int], _Stream] = {}
@@ -90,7 +90,7 @@ class Replay:
         self._meetings: dict[Hashable, _Meeting] = {}
         self._over: set[Hashable] = set()
         self._behind: dict[Hashable, Callable[[int], None]] = {}
-        """By a call of a communicator: what waits for its end, the next call."""
+        """The call that begins after another one of its communicator has ended."""
         self._heap: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = 0
         self._resources = Resources(self._schedule_end)
@@ -141,7 +141,7 @@ class Replay:
         host.waits, host.now = None, max(host.now, time)
         self._spans.append(Span(action, begun, host.now))
 
-    def _launch(self, host: _Host, action: Action) -> None:
+    def _launch(self, host: _Host, action: RecordedAction) -> None:
         launched = 0
         if action.dispatch != "none":
             launching = nanoseconds(self._machine.launch)
@@ -180,7 +180,7 @@ class Replay:
         else:
             self._end(stream, action, time)
 
-    def _end(self, stream: _Stream, action: Action, time: int) -> None:
+    def _end(self, stream: _Stream, action: RecordedAction, time: int) -> None:
         begun = time if action.event is not None else stream.begun
         self._spans.append(Span(action, begun, time))
         stream.free, stream.runs = time, False
@@ -196,7 +196,7 @@ class Replay:
 
     # ---- several ranks ----
 
-    def _meet(self, stream: _Stream, action: Action, time: int) -> None:
+    def _meet(self, stream: _Stream, action: RecordedAction, time: int) -> None:
         if action.kind != "message":
             self._arrive(_call(action), stream, action, self._price(action), time)
             return
@@ -205,7 +205,7 @@ class Replay:
         for message in messages:
             self._arrive(_way(action, message), stream, action, message_price(self._machine, action, message), time)
 
-    def _arrive(self, key: Hashable, stream: _Stream, action: Action, alone: Price, time: int) -> None:
+    def _arrive(self, key: Hashable, stream: _Stream, action: RecordedAction, alone: Price, time: int) -> None:
         meeting = self._meetings.setdefault(key, _Meeting(self._ends[key]))
         meeting.arrived.append((stream, action, alone))
         meeting.missing -= 1
@@ -233,10 +233,12 @@ class Replay:
 
     # ---- jobs ----
 
-    def _price(self, action: Action) -> Price:
+    def _price(self, action: RecordedAction) -> Price:
         return price(self._machine, action)
 
-    def _run(self, members: list[tuple[_Stream, Action, Price]], time: int, done: Callable[[int], None]) -> None:
+    def _run(
+        self, members: list[tuple[_Stream, RecordedAction, Price]], time: int, done: Callable[[int], None]
+    ) -> None:
         shares: dict[Hashable, float] = {
             (*stream.device, resource): share
             for stream, _, alone in members
@@ -245,9 +247,9 @@ class Replay:
         }
         lasts = max(alone.nanoseconds for _, _, alone in members)
         self._numbers += 1
-        self._resources.begin(Job(self._numbers, lasts, shares, done), time)
+        self._resources.begin(FluidJob(self._numbers, lasts, shares, done), time)
 
-    def _schedule_end(self, time: int, job: Job, version: int) -> None:
+    def _schedule_end(self, time: int, job: FluidJob, version: int) -> None:
         def ends(now: int) -> None:
             if job.version == version:
                 self._resources.end(job, now)
@@ -260,19 +262,19 @@ class Replay:
         heapq.heappush(self._heap, (time, self._numbers, happens))
 
 
-def _call(action: Action, further: int = 0) -> Hashable:
+def _call(action: RecordedAction, further: int = 0) -> Hashable:
     """A call of a communicator, or one ``further`` on."""
     return action.told["communicator"], action.told.get("call", 0) + further
 
 
-def _way(action: Action, message: Message) -> Hashable:
+def _way(action: RecordedAction, message: Message) -> Hashable:
     """A message by what both of its ends have: communicator, sender, receiver and number."""
     own = action.told["rank"]
     ends = (own, message.peer) if message.sends else (message.peer, own)
     return action.told["communicator"], *ends, message.number
 
 
-def _ends(recording: Recording) -> Mapping[Hashable, int]:
+def _ends(recording: RecordedRun) -> Mapping[Hashable, int]:
     """How many recorded tasks take part in each collective and message."""
     found: dict[Hashable, int] = defaultdict(int)
     for action in recording.actions:

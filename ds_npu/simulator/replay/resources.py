@@ -1,4 +1,4 @@
-"""What tasks that run at the same time take from each other.
+"""Jobs that run at the same time, and how they slow each other down.
 
 Each job uses a share of some resources while it runs alone. Where the shares of a resource's jobs add up to more than
 1, all of them slow down by that sum; a job runs as fast as its scarcest resource lets it. Jobs are fluid: whenever one
@@ -15,7 +15,7 @@ Resource = Hashable
 
 
 @dataclass(eq=False)
-class Job:
+class FluidJob:
     """``remaining`` nanoseconds of a task alone, from ``since`` on done at ``rate``."""
 
     number: int
@@ -26,17 +26,17 @@ class Job:
     since: int = 0
     rate: float = 1.0
     version: int = 0
-    """Of its end, which moves when the rate changes."""
+    """Counts how often its end has moved with its rate."""
 
 
 class Resources:
     """The jobs that run, and their rates. ``schedule(time, job, version)`` is told when a job will end."""
 
-    def __init__(self, schedule: Callable[[int, Job, int], None]) -> None:
+    def __init__(self, schedule: Callable[[int, FluidJob, int], None]) -> None:
         self._schedule = schedule
-        self._users: dict[Resource, dict[int, Job]] = defaultdict(dict)
+        self._users: dict[Resource, dict[int, FluidJob]] = defaultdict(dict)
 
-    def begin(self, job: Job, now: int) -> None:
+    def begin(self, job: FluidJob, now: int) -> None:
         """Run ``job`` from ``now`` on."""
         job.since = now
         for resource in job.shares:
@@ -45,17 +45,17 @@ class Resources:
         self._schedule(now + round(job.remaining / job.rate), job, job.version)
         self._adjust(job, now)
 
-    def end(self, job: Job, now: int) -> None:
+    def end(self, job: FluidJob, now: int) -> None:
         """``job`` has ended: what it used is free."""
         for resource in job.shares:
             del self._users[resource][job.number]
         self._adjust(job, now)
 
-    def _rate(self, job: Job) -> float:
+    def _rate(self, job: FluidJob) -> float:
         loads = (sum(user.shares[resource] for user in self._users[resource].values()) for resource in job.shares)
         return 1.0 / max(1.0, *loads, 1.0)
 
-    def _adjust(self, changed: Job, now: int) -> None:
+    def _adjust(self, changed: FluidJob, now: int) -> None:
         affected = {user.number: user for resource in changed.shares for user in self._users[resource].values()}
         affected.pop(changed.number, None)
         for job in affected.values():

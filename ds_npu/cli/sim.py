@@ -56,6 +56,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="NAME[:CALL][@RANK]=CODE or =exit: that call of an ACL, HCCL or aclnn function fails, or its process dies",
     )
     parser.add_argument("--trace", default="", metavar="FOLDER", help="record there what each stream does and when")
+    parser.add_argument("--dry", action="store_true", help="do not compute floating-point numbers: times and memory only")
     parser.add_argument("--list", action="store_true", help="print a table of what is simulated, in Markdown, and end")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
@@ -84,7 +85,7 @@ def _run(arguments: Namespace) -> int:
         home = built()
         if unknown := next(filter(None, (unknown_function(fault, home) for fault in faults)), None):
             return refused("sim", unknown)
-        simulation = replace(simulation, trace=_made(arguments.trace) if arguments.trace else "")
+        simulation = replace(simulation, trace=_made(arguments.trace) if arguments.trace else "", dry=arguments.dry)
     except BuildError as error:
         return refused("sim", str(error), 1)
     except OSError as error:

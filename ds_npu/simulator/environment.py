@@ -25,7 +25,8 @@ _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @dataclass(frozen=True)
 class Simulation:
-    """The options of ``ds_npu sim``; ``memory_bytes`` is that of one device, ``chaos`` a seed, ``trace`` a folder."""
+    """The options of ``ds_npu sim``; ``memory_bytes`` is that of one device, ``chaos`` a seed, ``trace`` a folder, ``dry`` without
+    numbers."""
 
     devices: int = 8
     soc: str = "910B2"
@@ -33,6 +34,7 @@ class Simulation:
     chaos: int | None = None
     faults: tuple[str, ...] = ()
     trace: str = ""
+    dry: bool = False
 
     def excess(self) -> str | None:
         """Why the devices' memory does not fit into a process's addresses; None if it does."""
@@ -48,7 +50,8 @@ class Simulation:
         faults = f", faults {' '.join(self.faults)}" if self.faults else ""
         memory = f"{self.memory_bytes / 2**30:g} GiB"
         trace = f", traced to {self.trace}" if self.trace else ""
-        return f"{self.devices} simulated NPUs (Ascend{self.soc}, {memory} each{chaos}{faults}{trace})"
+        dry = ", dry: numbers are not computed" if self.dry else ""
+        return f"{self.devices} simulated NPUs (Ascend{self.soc}, {memory} each{chaos}{faults}{trace}{dry})"
 
     def environment(self, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
         """``inherited`` and the variables for the simulated NPUs whose libraries are in ``home``."""
@@ -64,6 +67,7 @@ class Simulation:
             "DS_NPU_SIM_FAULT": ",".join(self.faults),
             "DS_NPU_SIM_MACHINE": _numbers(machine_of(f"Ascend{self.soc}")),
             "DS_NPU_SIM_TRACE": self.trace,
+            "DS_NPU_SIM_DRY": "1" if self.dry else "",
         }
 
 

@@ -10,6 +10,7 @@
 #include "acl/error_codes/rt_error_codes.h"
 #include "chaos.h"
 #include "failure.h"
+#include "known_bytes.h"
 #include "trace.h"
 
 namespace sim {
@@ -158,7 +159,10 @@ void Stream::perform(Task& task) {
   try {
     // Write the trace line before the waiting host goes on: the process may end right after.
     if (task.marks_end) done();
-    task.work();
+    const bool known = !dry_run() || !task.computes || computes(task.account);
+    if (known) task.work();
+    if (!known && task.unknown) task.unknown();
+    if (dry_run() && task.computes) conclude(task.account, known);
     if (!task.marks_end) done();
   } catch (const Failure& failure) {
     device_.fail(failure.code(), std::string(task.name) + ": " + failure.what());

@@ -32,6 +32,8 @@ struct Task {
   std::string detail{};   // for the trace
   Account account{};      // what it costs and touches
   Dispatch dispatch = Dispatch::kOperator;
+  bool computes = false;          // in a dry run its work is done only where it is known: known_bytes.h
+  std::function<void()> unknown{};  // is done in place of its work where it is not; may be empty
   bool is_foreign = false;        // ends only when other ranks, or a callback of the host, have done something
   bool always = false;            // runs also on a failed device: events, so that whoever waits gets to see the failure
   bool marks_end = false;         // has no work of its own: a stream with nothing else before it is idle

@@ -11,6 +11,7 @@
 #include "acl/acl.h"
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
+#include "known_bytes.h"
 #include "stream.h"
 
 using sim::Failure;
@@ -86,12 +87,20 @@ void check_copy(const void* to, size_t room, const void* from, size_t bytes, acl
   if (bytes != 0) check_sides(to, from, kind);
 }
 
+void copy(void* to, const void* from, size_t bytes) {
+  if (!sim::dry_run()) {
+    std::memmove(to, from, bytes);
+    return;
+  }
+  sim::copy_known(to, from, bytes, sim::device_of(from) != nullptr, sim::device_of(to) != nullptr);
+}
+
 void copy_async(const char* name, void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind,
                 aclrtStream stream) {
   check_copy(to, room, from, bytes, kind);
   const bool within_device = kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
   sim::stream_of(stream).push({.name = name,
-                               .work = [=] { std::memmove(to, from, bytes); },
+                               .work = [=] { copy(to, from, bytes); },
                                .account = sim::copy_of(to, from, bytes, within_device)});
 }
 
@@ -150,13 +159,14 @@ SIM_API(aclError, aclrtPointerGetAttributes, (const void* address, aclrtPtrAttri
 // The synchronous calls do not wait for any stream, as on hardware.
 SIM_API(aclError, aclrtMemcpy, (void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind)) {
   check_copy(to, room, from, bytes, kind);
-  std::memmove(to, from, bytes);
+  copy(to, from, bytes);
   sim::on_host("aclrtMemcpy", sim::copy_of(to, from, bytes, kind == ACL_MEMCPY_DEVICE_TO_DEVICE));
 }
 
 SIM_API(aclError, aclrtMemset, (void* to, size_t room, int32_t value, size_t bytes)) {
   if (bytes > room) throw Failure(ACL_ERROR_INVALID_PARAM, "more bytes to set than there are");
   std::memset(to, value, bytes);
+  if (sim::dry_run()) sim::known_bytes().set_known(to, bytes);
   sim::on_host("aclrtMemset", sim::account_of(sim::streaming(), {sim::touched(to, bytes, sim::Access::kWritten)}));
 }
 
@@ -174,7 +184,8 @@ SIM_API(aclError, aclrtMemsetAsync, (void* to, size_t room, int32_t value, size_
   if (bytes > room) throw Failure(ACL_ERROR_INVALID_PARAM, "more bytes to set than there are");
   sim::stream_of(stream).push({.name = "aclrtMemsetAsync",
                                .work = [=] { std::memset(to, value, bytes); },
-                               .account = sim::account_of(sim::streaming(), {sim::touched(to, bytes, sim::Access::kWritten)})});
+                               .account = sim::account_of(sim::streaming(), {sim::touched(to, bytes, sim::Access::kWritten)}),
+                               .computes = true});
 }
 
 // Expandable segments. torch_npu probes for support before it has set a device. A physical handle is counted against

@@ -11,6 +11,7 @@ namespace sim {
 struct CommunicatorArgument {
   std::shared_ptr<hccl::Communicator> communicator;
   std::uint64_t sequence = 0;
+  void meet() const { hccl::barrier(*communicator, sequence); }
   std::string launched() {
     sequence = communicator->reserve();
     return hccl::told(*communicator, sequence);

@@ -6,6 +6,10 @@ void missing_argument(const char* kind) {
   throw Failure(ACL_ERROR_INVALID_PARAM, std::string(kind) + " is a null pointer");
 }
 
+void shape_is_unknown() {
+  throw Failure(ACL_ERROR_API_NOT_SUPPORT, "the size of its result depends on numbers that a dry run does not compute");
+}
+
 const Tensor& on_device(const aclTensor& handle) {
   if (handle.mapped)
     throw Failure(ACL_ERROR_INVALID_PARAM, "this operator takes no tensor in host memory that is mapped to the device");
@@ -41,7 +45,9 @@ int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
     stream_of(stream).push({.name = owned->name,
                             .work = std::move(owned->work),
                             .account = std::move(owned->account),
-                            .dispatch = owned->dispatch});
+                            .dispatch = owned->dispatch,
+                            .computes = true,
+                            .unknown = std::move(owned->unknown)});
   });
 }
 

@@ -32,6 +32,7 @@ struct aclOpExecutor {
   const char* name;
   std::function<void()> work;
   sim::Account account;
+  std::function<void()> unknown;          // in place of the work, in a dry run that does not know an input; may be empty
   std::function<std::string()> launched;  // on the host, right before the work is put on the stream; may be empty
   sim::Dispatch dispatch;
 };
@@ -79,6 +80,7 @@ template <class Parameter>
 struct Argument;
 
 [[noreturn]] void missing_argument(const char* kind);
+[[noreturn]] void shape_is_unknown();
 // The tensor of a parameter that takes device memory only.
 const Tensor& on_device(const aclTensor& handle);
 Tensors tensors_of(const aclTensorList* list);
@@ -237,6 +239,20 @@ std::function<std::string()> on_launch(const std::shared_ptr<std::tuple<Kept...>
   return [=] { return std::apply([=](auto&... all) { return (told(all) + ...); }, *kept); };
 }
 
+// In a dry run without its inputs an operator that communicates meets the other ranks, and one whose result's size depends
+// on data has none.
+template <class... Kept>
+std::function<void()> when_unknown(const std::shared_ptr<std::tuple<Kept...>>& kept) {
+  if constexpr ((std::is_base_of_v<DynamicTensor, Kept> || ...)) return [] { shape_is_unknown(); };
+  if constexpr ((kKnowsLaunch<Kept> || ...)) {
+    const auto meet = [](auto& one) {
+      if constexpr (kKnowsLaunch<std::remove_reference_t<decltype(one)>>) one.meet();
+    };
+    return [=] { std::apply([=](auto&... all) { (meet(all), ...); }, *kept); };
+  }
+  return nullptr;
+}
+
 template <Literal name, auto body, auto work>
 struct Operator;
 
@@ -251,7 +267,8 @@ struct Operator<name, body, work> {
       *workspace_bytes = 0;
       static const bool fused = is_fused(name.text);
       *executor = new aclOpExecutor{name.text, [kept] { std::apply(body, *kept); },
-                                    account_of(std::apply(work, *kept), std::move(touches)), on_launch(kept),
+                                    account_of(std::apply(work, *kept), std::move(touches)), when_unknown(kept),
+                                    on_launch(kept),
                                     dispatch_of(fused)};
     });
   }

@@ -63,7 +63,8 @@ void run(const char* type, sim::GraphCall call, aclrtStream stream) {
   sim::stream_of(stream).push({.name = found->first.c_str(),
                                .work = [body = found->second, call = std::move(call)] { body(call); },
                                .account = sim::account_of(sim::streaming(), std::move(touches)),
-                               .dispatch = sim::Dispatch::kFused});
+                               .dispatch = sim::Dispatch::kFused,
+                               .computes = true});
 }
 
 }  // namespace

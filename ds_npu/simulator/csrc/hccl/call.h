@@ -38,6 +38,7 @@ struct Call {
   std::uint64_t receive = kNowhere;
   // Virtual time, in which ranks differ: when this rank is ready, and how long it takes.
   Nanoseconds ready = 0, duration = 0;
+  bool known = true;  // what it sends, in a dry run
 };
 
 bool agree(const Call& one, const Call& other);

@@ -29,9 +29,19 @@ class Exchange {
       // In virtual time a collective begins when its last rank is ready and takes as long as it takes the slowest.
       stream_.begin_at(slot(peer).call.ready);
       stream_.take(slot(peer).call.duration);
+      known_ = known_ && slot(peer).call.known;
     }
     if (parts != nullptr)
       for (std::uint32_t peer = 0; peer < communicator_.size(); ++peer) compare_parts(peer);
+  }
+
+  // Names what this rank receives. In a dry run that does not know what some rank sends the call ends here: false.
+  bool gives(void* receive, std::uint64_t bytes, HcclDataType type) {
+    received_ = receive;
+    received_bytes_ = bytes;
+    received_type_ = type;
+    if (!known_) finish();
+    return known_;
   }
 
   const char* sent_by(std::uint32_t peer) const { return at(peer, slot(peer).call.send); }
@@ -56,6 +66,7 @@ class Exchange {
     communicator_.segment().announce();
     communicator_.await([&](auto peer) { return slot(peer).done.load() >= sequence_; }, what_);
     communicator_.end(sequence_, stream_.end());
+    arrived(received_, received_bytes_, received_type_, known_);
   }
 
  private:
@@ -101,6 +112,10 @@ class Exchange {
   Call call_;
   const std::string what_;
   Stream& stream_ = *Stream::of_this_thread();
+  bool known_ = true;
+  void* received_ = nullptr;
+  std::uint64_t received_bytes_ = 0;
+  HcclDataType received_type_ = HCCL_DATA_TYPE_RESERVED;
 };
 
 // Where a rank writes its result while others may still read its send buffer: the receive buffer, or, where the two overlap,
@@ -154,6 +169,7 @@ Call call_of(const Communicator& communicator, Operation operation, HcclDataType
   call.count = count;
   call.send = communicator.offset_of(send, send_count * bytes_of(type));
   call.receive = communicator.offset_of(receive, receive_count * bytes_of(type));
+  call.known = Communicator::knows(send, send_count * bytes_of(type));
   return call;
 }
 
@@ -176,6 +192,7 @@ void all_reduce(Communicator& communicator, std::uint64_t sequence, const void* 
   Exchange exchange(communicator, sequence, call);
   const std::uint64_t size = bytes_of(type);
   auto* result = static_cast<char*>(receive);
+  if (!exchange.gives(receive, count * size, type)) return;
   if (count * size <= kSmallBytes) {
     std::vector<char> sums(count * size);
     reduce(reduction, type, exchange.sent_by_all(), count, sums.data());
@@ -199,6 +216,7 @@ void all_gather(Communicator& communicator, std::uint64_t sequence, const void* 
   Exchange exchange(communicator, sequence,
                     call_of(communicator, Operation::all_gather, type, send_count, send, send_count, receive, total));
   const std::uint64_t bytes = send_count * bytes_of(type);
+  if (!exchange.gives(receive, bytes * communicator.size(), type)) return;
   // In place this rank's part lies where it belongs, and nothing is written to it.
   const bool in_place = send == static_cast<char*>(receive) + communicator.rank() * bytes;
   Arriving arriving(receive, bytes * communicator.size(), send, in_place ? 0 : bytes);
@@ -215,6 +233,7 @@ void reduce_scatter(Communicator& communicator, std::uint64_t sequence, const vo
   Exchange exchange(communicator, sequence, call);
   const std::uint64_t bytes = receive_count * bytes_of(type);
   const std::uint64_t own = communicator.rank() * bytes;
+  if (!exchange.gives(receive, bytes, type)) return;
   // In place the result lies on this rank's own part, which nobody else reads.
   const bool in_place = receive == static_cast<const char*>(send) + own;
   Arriving arriving(receive, bytes, send, in_place ? 0 : bytes * communicator.size());
@@ -227,7 +246,9 @@ void broadcast(Communicator& communicator, std::uint64_t sequence, void* buffer,
                std::uint32_t root) {
   Call call = call_of(communicator, Operation::broadcast, type, count, buffer, count, nullptr, 0);
   call.root = root;
+  call.known = call.known || communicator.rank() != root;
   Exchange exchange(communicator, sequence, call);
+  if (!exchange.gives(buffer, count * bytes_of(type), type)) return;
   if (communicator.rank() != root) copy(static_cast<char*>(buffer), exchange.sent_by(root), count * bytes_of(type));
   exchange.finish();
 }
@@ -239,6 +260,7 @@ void reduce(Communicator& communicator, std::uint64_t sequence, const void* send
   call.reduction = reduction;
   call.root = root;
   Exchange exchange(communicator, sequence, call);
+  if (!exchange.gives(receive, communicator.rank() == root ? count * bytes_of(type) : 0, type)) return;
   if (communicator.rank() == root) reduce(reduction, type, exchange.sent_by_all(), count, static_cast<char*>(receive));
   exchange.finish();
 }
@@ -250,6 +272,7 @@ void scatter(Communicator& communicator, std::uint64_t sequence, const void* sen
   call.root = root;
   Exchange exchange(communicator, sequence, call);
   const std::uint64_t bytes = receive_count * bytes_of(type);
+  if (!exchange.gives(receive, bytes, type)) return;
   Arriving arriving(receive, bytes, send, total * bytes_of(type));
   copy(arriving.data(), exchange.sent_by(root) + communicator.rank() * bytes, bytes);
   exchange.finish();
@@ -262,6 +285,7 @@ void all_to_all(Communicator& communicator, std::uint64_t sequence, const void* 
   Exchange exchange(communicator, sequence,
                     call_of(communicator, Operation::all_to_all, type, count_each, send, total, receive, total));
   const std::uint64_t bytes = count_each * bytes_of(type);
+  if (!exchange.gives(receive, bytes * communicator.size(), type)) return;
   Arriving arriving(receive, bytes * communicator.size(), send, bytes * communicator.size());
   for (const auto peer : peers_in_turn(communicator))
     copy(arriving.data() + peer * bytes, exchange.sent_by(peer) + communicator.rank() * bytes, bytes);
@@ -277,6 +301,7 @@ void exchange(Communicator& communicator, std::uint64_t sequence, Operation oper
                     call_of(communicator, operation, type, 0, send, parts.send_extent(), receive, parts.receive_extent()),
                     &parts);
   const std::uint64_t size = bytes_of(type);
+  if (!exchange.gives(receive, parts.receive_extent() * size, type)) return;
   Arriving arriving(receive, parts.receive_extent() * size, send, parts.send_extent() * size);
   for (const auto peer : peers_in_turn(communicator)) {
     const std::uint64_t from = communicator.segment().send_displacements(peer)[communicator.rank()];
@@ -294,6 +319,7 @@ void reduce_scatter_v(Communicator& communicator, std::uint64_t sequence, const 
   call.reduction = reduction;
   Exchange exchange(communicator, sequence, call, &parts);
   const std::uint64_t size = bytes_of(type);
+  if (!exchange.gives(receive, count * size, type)) return;
   std::vector<const char*> sources;
   for (std::uint32_t peer = 0; peer < communicator.size(); ++peer)
     sources.push_back(exchange.sent_by(peer) +

@@ -8,6 +8,7 @@
 #include "acl/error_codes/rt_error_codes.h"
 #include "chaos.h"
 #include "failure.h"
+#include "known_bytes.h"
 #include "settings.h"
 
 namespace sim::hccl {
@@ -174,6 +175,10 @@ std::uint64_t Communicator::offset_of(const void* buffer, std::uint64_t bytes) c
                                  std::to_string(bytes) + " bytes lies in " +
                                  (other == nullptr ? "host memory" : "the memory of NPU " + std::to_string(other->index())) +
                                  "; it has to be in the memory of NPU " + std::to_string(device_.index()));
+}
+
+bool Communicator::knows(const void* buffer, std::uint64_t bytes) {
+  return !dry_run() || bytes == 0 || known_bytes().knows(buffer, bytes);
 }
 
 void Communicator::close() { closed_at_.store(Clock::now().time_since_epoch().count()); }

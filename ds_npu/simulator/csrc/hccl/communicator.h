@@ -46,6 +46,8 @@ class Communicator {
 
   // The offset of a buffer in the device's memory. Throws Failure HCCL_E_PARA for one that is not there.
   std::uint64_t offset_of(const void* buffer, std::uint64_t bytes) const;
+  // Whether a dry run knows a buffer.
+  static bool knows(const void* buffer, std::uint64_t bytes);
 
   // The host has destroyed the communicator; calls that still wait fail soon.
   void close();

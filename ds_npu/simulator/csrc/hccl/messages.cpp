@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "hccl/reduction.h"
 #include "stream.h"
 
 namespace sim::hccl {
@@ -83,6 +84,7 @@ class Transfer {
     way.offset = communicator_.offset_of(message.buffer, message.count * bytes_of(message.type));
     way.count = message.count;
     way.type = message.type;
+    way.known = Communicator::knows(message.buffer, message.count * bytes_of(message.type));
     way.sent.store(message.number);
     communicator_.segment().announce();
     announced_[i] = true;
@@ -94,8 +96,9 @@ class Transfer {
     if (way.count != message.count || way.type != message.type)
       communicator_.fail(HCCL_E_PARA, describe(message) + ", but that rank sends " + std::to_string(way.count) + " x " +
                                           name_of(way.type));
-    if (way.count != 0)
+    if (way.count != 0 && way.known)
       std::memmove(message.buffer, communicator_.at(message.peer, way.offset), way.count * bytes_of(way.type));
+    arrived(message.buffer, way.count * bytes_of(way.type), way.type, way.known);
     begin_at(way.sender_ready);
     way.receiver_ready = ready_;
     way.received.store(message.number);

@@ -7,6 +7,7 @@
 
 #include "failure.h"
 #include "hccl/call.h"
+#include "known_bytes.h"
 
 namespace sim::hccl {
 namespace {
@@ -101,6 +102,13 @@ void reduce(HcclReduceOp reduction, HcclDataType type, const std::vector<const c
     std::ranges::transform(sources, pieces.begin(), [&](const char* source) { return source + first * size; });
     reduce_piece(reduction, type, pieces, std::min(most, count - first), result + first * size);
   }
+}
+
+void arrived(const void* buffer, std::uint64_t bytes, HcclDataType type, bool known) {
+  if (!dry_run()) return;
+  if (known) return known_bytes().set_known(buffer, bytes);
+  const bool is_byte = type == HCCL_DATA_TYPE_FP8E4M3 || type == HCCL_DATA_TYPE_FP8E5M2;
+  known_bytes().set_unknown(buffer, bytes, is_byte ? at::kByte : arithmetic_type(type));
 }
 
 }  // namespace sim::hccl

@@ -16,4 +16,7 @@ void check_reducible(HcclDataType type, HcclReduceOp reduction);
 void reduce(HcclReduceOp reduction, HcclDataType type, const std::vector<const char*>& sources, std::uint64_t count,
             char* result);
 
+// In a dry run: what a rank has received is known, or unknown numbers of a type.
+void arrived(const void* buffer, std::uint64_t bytes, HcclDataType type, bool known);
+
 }  // namespace sim::hccl

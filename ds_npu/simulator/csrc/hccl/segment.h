@@ -61,6 +61,7 @@ struct Channel {
   std::uint64_t offset;
   std::uint64_t count;
   HcclDataType type;
+  bool known;
 };
 
 // Part of a file in this process's addresses, shared with whoever else has mapped it.

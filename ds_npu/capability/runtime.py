@@ -37,6 +37,10 @@ class TorchNpuState:
     advice: str = ""
 
 
+DRY_RUN = "DS_NPU_SIM_DRY"
+"""The variable that ``ds_npu sim --dry`` sets."""
+
+
 def try_import(name: str) -> tuple[ModuleType | None, Exception | None]:
     """The module ``name``, or the error its import ended in."""
     try:
@@ -114,6 +118,11 @@ def use_cpu() -> str:
 def ascend_hardware_present() -> bool:
     """Whether the Ascend driver has made device nodes here; asks the file system only."""
     return (DEV / "davinci_manager").exists() or any(DEV.glob("davinci[0-9]*"))
+
+
+def is_dry_run() -> bool:
+    """Whether this is a dry run on simulated NPUs (``ds_npu sim --dry``), which computes no floating-point numbers."""
+    return bool(os.environ.get(DRY_RUN))
 
 
 def hidden_devices() -> Unavailable | None:

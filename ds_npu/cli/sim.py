@@ -18,7 +18,7 @@ from ds_npu.config.problems import printable
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import ELSEWHERE, BuildError
 from ds_npu.simulator.contents import markdown
-from ds_npu.simulator.environment import MOST_DEVICES, SOCS, Simulation, bytes_of, integer_of
+from ds_npu.simulator.environment import MOST_DEVICES, SOCS, Simulation, bytes_of, integer_of, routing_of
 from ds_npu.simulator.fault import fault_of, run, unknown_function
 
 T = TypeVar("T")
@@ -56,7 +56,16 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="NAME[:CALL][@RANK]=CODE or =exit: that call of an ACL, HCCL or aclnn function fails, or its process dies",
     )
     parser.add_argument("--trace", default="", metavar="FOLDER", help="record there what each stream does and when")
-    parser.add_argument("--dry", action="store_true", help="do not compute floating-point numbers: times and memory only")
+    parser.add_argument(
+        "--routing",
+        type=_argument(routing_of),
+        default="",
+        metavar="uniform|zipf:EXPONENT[@SEED]",
+        help="draw the experts that tokens choose (--dry does: uniform@0)",
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="do not compute floating-point numbers: times and memory only"
+    )
     parser.add_argument("--list", action="store_true", help="print a table of what is simulated, in Markdown, and end")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
@@ -85,7 +94,12 @@ def _run(arguments: Namespace) -> int:
         home = built()
         if unknown := next(filter(None, (unknown_function(fault, home) for fault in faults)), None):
             return refused("sim", unknown)
-        simulation = replace(simulation, trace=_made(arguments.trace) if arguments.trace else "", dry=arguments.dry)
+        simulation = replace(
+            simulation,
+            trace=_made(arguments.trace) if arguments.trace else "",
+            dry=arguments.dry,
+            routing=arguments.routing,
+        )
     except BuildError as error:
         return refused("sim", str(error), 1)
     except OSError as error:

@@ -25,8 +25,10 @@ _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @dataclass(frozen=True)
 class Simulation:
-    """The options of ``ds_npu sim``; ``memory_bytes`` is that of one device, ``chaos`` a seed, ``trace`` a folder, ``dry`` without
-    numbers."""
+    """The options of ``ds_npu sim``; ``memory_bytes`` is that of one device, ``chaos`` a seed, ``trace`` a folder.
+
+    ``dry``: floating-point numbers are not computed. ``routing``: how choices of experts are drawn, by ``routing_of``.
+    """
 
     devices: int = 8
     soc: str = "910B2"
@@ -35,6 +37,7 @@ class Simulation:
     faults: tuple[str, ...] = ()
     trace: str = ""
     dry: bool = False
+    routing: str = ""
 
     def excess(self) -> str | None:
         """Why the devices' memory does not fit into a process's addresses; None if it does."""
@@ -67,6 +70,7 @@ class Simulation:
             "DS_NPU_SIM_FAULT": ",".join(self.faults),
             "DS_NPU_SIM_MACHINE": _numbers(machine_of(f"Ascend{self.soc}")),
             "DS_NPU_SIM_TRACE": self.trace,
+            "DS_NPU_SIM_ROUTING": self.routing,
             "DS_NPU_SIM_DRY": "1" if self.dry else "",
         }
 
@@ -86,6 +90,17 @@ def bytes_of(text: str) -> int:
     if not 1 <= size <= MOST_MEMORY:
         raise ValueError(f"found {text!r}; a size such as 64GiB or 512MiB, up to 1TiB")
     return int(size)
+
+
+def routing_of(text: str) -> str:
+    """``"uniform"`` or ``"zipf:1.2"``, with a seed as in ``"uniform@7"``, as ``csrc/routing.cpp`` reads it.
+
+    Raises ValueError for anything else.
+    """
+    found = re.fullmatch(r"(?:uniform|zipf:([0-9]{1,3}(?:\.[0-9]{1,6})?))(?:@([0-9]{1,9}))?", text)
+    if not found:
+        raise ValueError(f"found {text!r}; uniform, or zipf:EXPONENT such as zipf:1.2, and @SEED behind it")
+    return f"{found[1] or 0} {found[2] or 0}"
 
 
 def integer_of(least: int, most: int, text: str) -> int:

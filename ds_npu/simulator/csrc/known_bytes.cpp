@@ -150,6 +150,13 @@ void conclude(const Account& account, bool computed) {
   }
 }
 
+void mark_known(const at::Tensor& tensor) {
+  each_run(tensor, [](const char* begin, std::size_t bytes) {
+    known_bytes().set_known(begin, bytes);
+    return true;
+  });
+}
+
 void copy_known(void* to, const void* from, std::size_t bytes, bool from_device, bool to_device) {
   // The host has written what it gives, but for large copies of unknown bytes, which are marked.
   const bool unknown = from_device || bytes >= kLarge ? !known_bytes().knows(from, bytes) : false;

@@ -52,6 +52,8 @@ bool computes(const Account& account);
 // What a task has written is known now if it has computed it.
 void conclude(const Account& account, bool computed);
 
+void mark_known(const at::Tensor& tensor);
+
 // A copy in a dry run.
 void copy_known(void* to, const void* from, std::size_t bytes, bool from_device, bool to_device);
 

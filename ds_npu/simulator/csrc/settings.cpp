@@ -43,6 +43,7 @@ Settings from_environment() {
   result.task_queue = variable("ASCEND_LAUNCH_BLOCKING", "0") == "1"
                           ? 0
                           : std::atoi(variable("TASK_QUEUE_ENABLE", "1").c_str());
+  result.routing = variable("DS_NPU_SIM_ROUTING", "");
   result.dry = !variable("DS_NPU_SIM_DRY", "").empty();
   result.trace = variable("DS_NPU_SIM_TRACE", "");
   return result;

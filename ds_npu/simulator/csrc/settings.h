@@ -18,6 +18,7 @@ struct Settings {
   std::string fired;                   // DS_NPU_SIM_FIRED, the file that lists the faults that fired; "": none
   std::string machine;                 // DS_NPU_SIM_MACHINE, as machine.h reads it
   int task_queue;                      // TASK_QUEUE_ENABLE, 0 with ASCEND_LAUNCH_BLOCKING=1
+  std::string routing;                 // DS_NPU_SIM_ROUTING, as routing.cpp reads it
   bool dry;                            // DS_NPU_SIM_DRY
   std::string trace;                   // DS_NPU_SIM_TRACE, a folder; "": none
 };

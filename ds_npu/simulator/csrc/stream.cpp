@@ -161,8 +161,8 @@ void Stream::perform(Task& task) {
     if (task.marks_end) done();
     const bool known = !dry_run() || !task.computes || computes(task.account);
     if (known) task.work();
-    if (!known && task.unknown) task.unknown();
     if (dry_run() && task.computes) conclude(task.account, known);
+    if (!known && task.unknown) task.unknown();
     if (!task.marks_end) done();
   } catch (const Failure& failure) {
     device_.fail(failure.code(), std::string(task.name) + ": " + failure.what());

@@ -1,10 +1,12 @@
 // Mixture of experts: which experts a token goes to, and the operators of inference that carry tokens there and back.
 #include "aclnn/operator.h"
+#include "routing.h"
 
 using namespace sim;
 
-// The k largest of each row, largest first; of equal ones the first.
+// The k largest of each row, largest first; of equal ones the first. Or k that are drawn.
 static std::tuple<Tensor, Tensor> largest(const Tensor& scores, int64_t k) {
+  if (const auto drawn = drawn_choices(scores, k, -1)) return {scores.gather(-1, *drawn), *drawn};
   const auto [values, indices] = at::sort(scores, true, -1, true);
   return {values.narrow(-1, 0, k), indices.narrow(-1, 0, k)};
 }
@@ -16,7 +18,7 @@ static void write_experts(const Tensor& out, Tensor experts, const OptionalTenso
 }
 
 ACLNN(MoeGatingTopKSoftmax, sorting(),
-      (const Tensor& x, const OptionalTensor& finished, int64_t k, Tensor& y, Tensor& experts, Tensor& rows)) {
+      (const Tensor& x, const OptionalTensor& finished, int64_t k, Tensor& y, Chosen& experts, Tensor& rows)) {
   const auto [values, indices] = largest(at::softmax(x, -1, at::kFloat), k);
   y.copy_(values);
   write_experts(experts, indices, finished, x.size(-1));
@@ -26,7 +28,7 @@ ACLNN(MoeGatingTopKSoftmax, sorting(),
 
 ACLNN(MoeGatingTopKSoftmaxV2, sorting(),
       (const Tensor& x, const OptionalTensor& finished, int64_t k, int64_t renorm, bool give_softmax, Tensor& y,
-       Tensor& experts, Written<OptionalTensor>& softmax)) {
+       Chosen& experts, Written<OptionalTensor>& softmax)) {
   if (renorm != 0 && renorm != 1) throw Failure(ACL_ERROR_INVALID_PARAM, "renorm is 0 or 1");
   const Tensor scores = renorm == 0 ? at::softmax(x, -1, at::kFloat) : x.to(at::kFloat);
   const auto [values, indices] = largest(scores, k);

@@ -25,6 +25,7 @@
 #include "aclnn/handles.h"
 #include "api.h"
 #include "host.h"
+#include "known_bytes.h"
 #include "stream.h"
 #include "work.h"
 
@@ -70,6 +71,10 @@ template <class Value>
 struct Written : Value {
   Written(Value value) : Value(std::move(value)) {}
 };
+// A result that a dry run draws where it does not know the scores: choices of experts.
+struct Chosen : Tensor {
+  Chosen(Tensor value) : Tensor(std::move(value)) {}
+};
 template <class Value>
 struct Changed : Value {
   Changed(Value value) : Value(std::move(value)) {}
@@ -80,7 +85,8 @@ template <class Parameter>
 struct Argument;
 
 [[noreturn]] void missing_argument(const char* kind);
-[[noreturn]] void shape_is_unknown();
+// For a result whose size a dry run does not know: throws, but where torch prints a small tensor all elements are chosen.
+void check_unknown(const char* name, const DynamicTensor& result);
 // The tensor of a parameter that takes device memory only.
 const Tensor& on_device(const aclTensor& handle);
 Tensors tensors_of(const aclTensorList* list);
@@ -197,6 +203,10 @@ template <class Value>
 struct Argument<Written<Value>&> : Argument<const Value&> {
   using Kept = Written<Value>;
 };
+template <>
+struct Argument<Chosen&> : Argument<Tensor&> {
+  using Kept = Chosen;
+};
 template <class Value>
 struct Argument<Changed<Value>&> : Argument<const Value&> {
   using Kept = Changed<Value>;
@@ -205,6 +215,7 @@ struct Argument<Changed<Value>&> : Argument<const Value&> {
 template <class Parameter> constexpr Access kAccess = Access::kRead;
 template <> constexpr Access kAccess<Tensor&> = Access::kWritten;
 template <> constexpr Access kAccess<DynamicTensor&> = Access::kWritten;
+template <> constexpr Access kAccess<Chosen&> = Access::kWritten;
 template <class Value> constexpr Access kAccess<Written<Value>&> = Access::kWritten;
 template <class Value> constexpr Access kAccess<Changed<Value>&> = Access::kChanged;
 
@@ -239,11 +250,24 @@ std::function<std::string()> on_launch(const std::shared_ptr<std::tuple<Kept...>
   return [=] { return std::apply([=](auto&... all) { return (told(all) + ...); }, *kept); };
 }
 
+// Calls check_unknown for the results of unknown size.
+template <class Kept>
+void check_kept(const char* name, const Kept& kept) {
+  if constexpr (std::is_same_v<DynamicTensor, Kept>) check_unknown(name, kept);
+}
+
 // In a dry run without its inputs an operator that communicates meets the other ranks, and one whose result's size depends
-// on data has none.
+// on data has none. One that chooses experts does so all the same.
 template <class... Kept>
-std::function<void()> when_unknown(const std::shared_ptr<std::tuple<Kept...>>& kept) {
-  if constexpr ((std::is_base_of_v<DynamicTensor, Kept> || ...)) return [] { shape_is_unknown(); };
+std::function<void()> when_unknown(const char* name, const std::shared_ptr<std::tuple<Kept...>>& kept,
+                                   const std::function<void()>& work) {
+  if constexpr ((std::is_same_v<Chosen, Kept> || ...))
+    return [=] {
+      work();
+      mark_known(std::get<Chosen>(*kept));
+    };
+  if constexpr ((std::is_same_v<DynamicTensor, Kept> || ...))
+    return [=] { std::apply([=](const auto&... all) { (check_kept(name, all), ...); }, *kept); };
   if constexpr ((kKnowsLaunch<Kept> || ...)) {
     const auto meet = [](auto& one) {
       if constexpr (kKnowsLaunch<std::remove_reference_t<decltype(one)>>) one.meet();
@@ -266,8 +290,9 @@ struct Operator<name, body, work> {
       std::apply([&](const auto&... each) { (touch_all(touches, each, kAccess<Parameters>), ...); }, *kept);
       *workspace_bytes = 0;
       static const bool fused = is_fused(name.text);
-      *executor = new aclOpExecutor{name.text, [kept] { std::apply(body, *kept); },
-                                    account_of(std::apply(work, *kept), std::move(touches)), when_unknown(kept),
+      const std::function<void()> run = [kept] { std::apply(body, *kept); };
+      *executor = new aclOpExecutor{name.text, run,
+                                    account_of(std::apply(work, *kept), std::move(touches)), when_unknown(name.text, kept, run),
                                     on_launch(kept),
                                     dispatch_of(fused)};
     });

@@ -1,5 +1,6 @@
 // Reductions over dims and running ones, sorted order, largest and distinct elements, places among sorted ones.
 #include "aclnn/precision.h"
+#include "routing.h"
 
 using namespace sim;
 
@@ -148,15 +149,25 @@ ACLNN(Sort, sorting(), (const Tensor& self, bool stable, int64_t dim, bool desce
   at::sort_out(values, indices, self, stable, dim, descending);
 }
 
+static void topk(const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, Tensor& values, Tensor& indices) {
+  const auto drawn = drawn_choices(self, k, dim);
+  if (!drawn) {
+    at::topk_out(values, indices, self, k, dim, largest, sorted);
+    return;
+  }
+  indices.copy_(*drawn);
+  values.copy_(self.gather(dim, *drawn));
+}
+
 ACLNN(Topk, sorting(),
-      (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, Tensor& values, Tensor& indices)) {
-  at::topk_out(values, indices, self, k, dim, largest, sorted);
+      (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, Tensor& values, Chosen& indices)) {
+  topk(self, k, dim, largest, sorted, values, indices);
 }
 
 // The policy is the order of equal elements, of which any is right.
 ACLNN(TopkV2, sorting(),
-      (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor& values, Tensor& indices)) {
-  at::topk_out(values, indices, self, k, dim, largest, sorted);
+      (const Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t, Tensor& values, Chosen& indices)) {
+  topk(self, k, dim, largest, sorted, values, indices);
 }
 
 ACLNN(Kthvalue, sorting(), (const Tensor& self, int64_t k, int64_t dim, bool keepdim, Tensor& values, Tensor& indices)) {

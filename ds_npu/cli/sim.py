@@ -59,7 +59,6 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--routing",
         type=_argument(routing_of),
-        default="",
         metavar="uniform|zipf:EXPONENT[@SEED]",
         help="draw the experts that tokens choose (--dry does: uniform@0)",
     )
@@ -94,12 +93,8 @@ def _run(arguments: Namespace) -> int:
         home = built()
         if unknown := next(filter(None, (unknown_function(fault, home) for fault in faults)), None):
             return refused("sim", unknown)
-        simulation = replace(
-            simulation,
-            trace=_made(arguments.trace) if arguments.trace else "",
-            dry=arguments.dry,
-            routing=arguments.routing,
-        )
+        trace = _made(arguments.trace) if arguments.trace else ""
+        simulation = replace(simulation, trace=trace, dry=arguments.dry, routing=arguments.routing or "")
     except BuildError as error:
         return refused("sim", str(error), 1)
     except OSError as error:

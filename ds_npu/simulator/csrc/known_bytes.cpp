@@ -40,9 +40,13 @@ void each_run(const at::Tensor& tensor, const std::function<bool(const char*, st
   walk(0, begin);
 }
 
-bool knows(const at::Tensor& tensor) {
+// Whether a tensor is known; `computed`: and is not given by the host, where it is of a floating-point type.
+bool knows(const at::Tensor& tensor, bool computed) {
+  const bool any = !computed || at::isIntegralType(tensor.scalar_type(), true);
   bool all = true;
-  each_run(tensor, [&](const char* begin, std::size_t bytes) { return all = known_bytes().knows(begin, bytes); });
+  each_run(tensor, [&](const char* begin, std::size_t bytes) {
+    return all = any ? known_bytes().knows(begin, bytes) : known_bytes().has_computed(begin, bytes);
+  });
   return all;
 }
 
@@ -107,15 +111,23 @@ void KnownBytes::forget(const void* begin, std::size_t bytes) {
   cut(reinterpret_cast<Address>(begin), reinterpret_cast<Address>(begin) + bytes);
 }
 
-bool KnownBytes::knows(const void* begin, std::size_t bytes) {
-  if (bytes == 0) return true;
-  const auto first = reinterpret_cast<Address>(begin);
+bool KnownBytes::knows(const void* begin, std::size_t bytes) { return all_of(begin, bytes, kGiven); }
+
+bool KnownBytes::has_computed(const void* begin, std::size_t bytes) { return all_of(begin, bytes, kComputed); }
+
+// Whether the state of all bytes is from `least` to kComputed.
+bool KnownBytes::all_of(const void* begin, std::size_t bytes, int least) {
+  auto first = reinterpret_cast<Address>(begin);
+  const Address end = first + bytes;
   const std::scoped_lock lock(mutex_);
   auto at = ranges_.upper_bound(first);
-  if (at == ranges_.begin()) return false;
-  --at;
-  // Known ranges that touch each other have been joined.
-  return at->second.state == kKnown && at->second.end >= first + bytes;
+  if (at != ranges_.begin()) --at;
+  for (; first < end; ++at) {
+    if (at == ranges_.end() || at->first > first || at->second.end <= first) return false;
+    if (at->second.state > kComputed || at->second.state < least) return false;
+    first = at->second.end;
+  }
+  return true;
 }
 
 std::optional<at::ScalarType> KnownBytes::type_at(const void* address) {
@@ -124,15 +136,19 @@ std::optional<at::ScalarType> KnownBytes::type_at(const void* address) {
   auto at = ranges_.upper_bound(first);
   if (at == ranges_.begin()) return {};
   --at;
-  if (at->second.state == kKnown || at->second.end <= first) return {};
+  if (at->second.state <= kComputed || at->second.end <= first) return {};
   return static_cast<at::ScalarType>(at->second.state);
 }
 
 bool computes(const Account& account) {
+  bool has_inputs = false, writes_numbers = false;
+  for (const auto& [tensor, access] : account.touches) {
+    has_inputs = has_inputs || access != Access::kWritten;
+    writes_numbers = writes_numbers || (access != Access::kRead && !at::isIntegralType(tensor.scalar_type(), true));
+  }
+  if (writes_numbers && !has_inputs) return false;
   for (const auto& [tensor, access] : account.touches)
-    if (access != Access::kRead && !at::isIntegralType(tensor.scalar_type(), true)) return false;
-  for (const auto& [tensor, access] : account.touches)
-    if (access != Access::kWritten && !knows(tensor)) return false;
+    if (access != Access::kWritten && !knows(tensor, writes_numbers)) return false;
   return true;
 }
 
@@ -141,7 +157,7 @@ void conclude(const Account& account, bool computed) {
     if (access == Access::kRead) continue;
     each_run(tensor, [&](const char* begin, std::size_t bytes) {
       if (computed) {
-        known_bytes().set_known(begin, bytes);
+        known_bytes().set_known(begin, bytes, false);
       } else {
         known_bytes().set_unknown(begin, bytes, tensor.scalar_type());
       }
@@ -152,7 +168,7 @@ void conclude(const Account& account, bool computed) {
 
 void mark_known(const at::Tensor& tensor) {
   each_run(tensor, [](const char* begin, std::size_t bytes) {
-    known_bytes().set_known(begin, bytes);
+    known_bytes().set_known(begin, bytes, false);
     return true;
   });
 }
@@ -163,7 +179,7 @@ void copy_known(void* to, const void* from, std::size_t bytes, bool from_device,
   const auto type = known_bytes().type_at(from);
   if (!unknown || (!from_device && !type)) {
     std::memmove(to, from, bytes);
-    if (to_device) known_bytes().set_known(to, bytes);
+    if (to_device) known_bytes().set_known(to, bytes, !from_device || !known_bytes().has_computed(from, bytes));
     if (!to_device) known_bytes().forget(to, bytes);
     return;
   }

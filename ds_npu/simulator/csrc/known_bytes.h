@@ -1,7 +1,9 @@
-// Which bytes a dry run knows: those that the host wrote, and integers computed of known ones.
+// Which bytes a dry run knows: those that the host wrote, and what is computed of integers among them.
 //
 // In a dry run (`ds_npu sim --dry`) an operator with an unknown input computes nothing, touches no page of memory, and its
-// results are unknown; so are all floating-point results. The host reads 1, 0 or false of an unknown scalar.
+// results are unknown. So are floating-point results of floating-point numbers that the host wrote (weights), and of nothing
+// (zeros, random numbers); of known integers they are computed (torch_npu sorts integers as float32). The host reads 1, 0 or
+// false of an unknown scalar.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,23 +20,25 @@ namespace sim {
 
 class KnownBytes {
  public:
-  // The bytes become known, or unknown numbers of a type.
-  void set_known(const void* begin, std::size_t bytes) { set(begin, bytes, kKnown); }
+  // The bytes become known (`given` by the host, or computed), or unknown numbers of a type.
+  void set_known(const void* begin, std::size_t bytes, bool given) { set(begin, bytes, given ? kGiven : kComputed); }
   void set_unknown(const void* begin, std::size_t bytes, at::ScalarType type);
   // Nothing is known of the bytes any more: memory that was freed.
   void forget(const void* begin, std::size_t bytes);
 
   bool knows(const void* begin, std::size_t bytes);
+  bool has_computed(const void* begin, std::size_t bytes);
   // The type of the number at an address, if it is unknown and was computed.
   std::optional<at::ScalarType> type_at(const void* address);
 
  private:
   using Address = std::uintptr_t;
-  static constexpr int kKnown = -1;
+  static constexpr int kComputed = -1, kGiven = -2;
   struct Range {
     Address end;
-    int state;  // kKnown, or the type of unknown numbers
+    int state;  // kComputed, kGiven, or the type of unknown numbers
   };
+  bool all_of(const void* begin, std::size_t bytes, int least);
   void set(const void* begin, std::size_t bytes, int state);
   void cut(Address begin, Address end);
 
@@ -47,7 +51,7 @@ KnownBytes& known_bytes();
 
 bool dry_run();
 
-// Whether a task of a dry run computes: it reads known bytes, and writes integers.
+// Whether a task of a dry run computes.
 bool computes(const Account& account);
 // What a task has written is known now if it has computed it.
 void conclude(const Account& account, bool computed);

@@ -166,7 +166,7 @@ SIM_API(aclError, aclrtMemcpy, (void* to, size_t room, const void* from, size_t 
 SIM_API(aclError, aclrtMemset, (void* to, size_t room, int32_t value, size_t bytes)) {
   if (bytes > room) throw Failure(ACL_ERROR_INVALID_PARAM, "more bytes to set than there are");
   std::memset(to, value, bytes);
-  if (sim::dry_run()) sim::known_bytes().set_known(to, bytes);
+  if (sim::dry_run()) sim::known_bytes().set_known(to, bytes, false);
   sim::on_host("aclrtMemset", sim::account_of(sim::streaming(), {sim::touched(to, bytes, sim::Access::kWritten)}));
 }
 

@@ -29,31 +29,23 @@ thread_local bool has_prepared = false;
 
 bool is_main_thread() { return static_cast<pid_t>(syscall(SYS_gettid)) == getpid(); }
 
-double seconds_of(Dispatch kind) {
-  switch (kind) {
-    case Dispatch::kOperator: return machine().dispatch;
-    case Dispatch::kFused: return machine().dispatch_fused;
-    case Dispatch::kAutograd: return machine().dispatch_autograd;
-    case Dispatch::kCollective: return machine().dispatch_collective;
-    case Dispatch::kEvent: return machine().dispatch_event;
-    case Dispatch::kNone: return 0;
-  }
-  return 0;
-}
+struct Cost {
+  const char* name;
+  double Machine::*seconds;
+};
+
+// In the order of Dispatch.
+constexpr std::array kCosts{
+    Cost{"operator", &Machine::dispatch},           Cost{"fused", &Machine::dispatch_fused},
+    Cost{"autograd", &Machine::dispatch_autograd},  Cost{"collective", &Machine::dispatch_collective},
+    Cost{"event", &Machine::dispatch_event},        Cost{"none", nullptr},
+};
+
+const Cost& cost_of(Dispatch kind) { return kCosts.at(static_cast<std::size_t>(kind)); }
 
 }  // namespace
 
-const char* name_of(Dispatch kind) {
-  switch (kind) {
-    case Dispatch::kOperator: return "operator";
-    case Dispatch::kFused: return "fused";
-    case Dispatch::kAutograd: return "autograd";
-    case Dispatch::kCollective: return "collective";
-    case Dispatch::kEvent: return "event";
-    case Dispatch::kNone: return "none";
-  }
-  return "";
-}
+const char* name_of(Dispatch kind) { return cost_of(kind).name; }
 
 Host& host() {
   static auto* one = new Host;
@@ -62,7 +54,7 @@ Host& host() {
 
 Nanoseconds Host::launch(Dispatch kind) {
   if (kind == Dispatch::kNone) return 0;
-  const Nanoseconds dispatch = nanoseconds(seconds_of(kind)), launching = nanoseconds(machine().launch);
+  const Nanoseconds dispatch = nanoseconds(machine().*cost_of(kind).seconds), launching = nanoseconds(machine().launch);
   const std::scoped_lock lock(mutex_);
   ++dispatched_;
   now_ += dispatch;

@@ -11,6 +11,7 @@
 #include "acl/acl_base.h"
 #include "acl/error_codes/rt_error_codes.h"
 #include "failure.h"
+#include "known_bytes.h"
 #include "settings.h"
 
 namespace sim {
@@ -125,6 +126,7 @@ void Memory::unreserve(void* address) {
 }
 
 void Memory::discard(void* address, std::size_t bytes) {
+  if (dry_run()) known_bytes().forget(address, bytes);
   const auto offset = static_cast<char*>(address) - base_;
   fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(bytes));
 }

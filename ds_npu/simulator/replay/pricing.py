@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ds_npu.simulator.replay.recording import RecordedAction
@@ -41,7 +41,7 @@ class Price:
     """``nanoseconds`` of a task alone on the machine, and the part of each resource of its NPU that it then uses."""
 
     nanoseconds: int
-    shares: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float]
 
 
 def nanoseconds(seconds: float) -> int:
@@ -55,22 +55,20 @@ def dispatch_nanoseconds(machine: Machine, dispatch: str) -> int:
 
 
 def price(machine: Machine, action: RecordedAction) -> Price:
-    """The price of a task that is no message."""
-    told = action.told
-    if action.kind is None:
-        return Price(0)
-    seconds, used = _collective(machine, told) if action.kind == "collective" else _operator(machine, told)
-    return _priced(seconds, used)
+    """The price of a task that costs something and is no message, or of a copy that the host makes."""
+    return _priced(*(_collective if action.kind == "collective" else _operator)(machine, action.told))
 
 
 def message_price(machine: Machine, action: RecordedAction, message: Message) -> Price:
     """The price of one message of a task, of which others may be on their way at the same time."""
     npus = action.told["npus"]
-    is_near = npus[message.peer] // machine.node == npus[action.told["rank"]] // machine.node
-    sending = (message.size / machine.link) if is_near else (message.size / machine.network)
-    used = {PORT: sending * machine.link / machine.port} if is_near else {NETWORK: sending}
-    if is_near:
-        used[_link(npus[message.peer])] = sending
+    peer = npus[message.peer]
+    if peer // machine.node == npus[action.told["rank"]] // machine.node:
+        sending = message.size / machine.link
+        used = {PORT: message.size / machine.port, _link(peer): sending}
+    else:
+        sending = message.size / machine.network
+        used = {NETWORK: sending}
     used[MEMORY] = machine.memory_seconds(message.size) if message.size else 0.0
     return _priced(machine.message + sending, used)
 
@@ -78,13 +76,6 @@ def message_price(machine: Machine, action: RecordedAction, message: Message) ->
 def messages_of(action: RecordedAction) -> list[Message]:
     """The messages of a task."""
     return [Message(bool(sends), *rest) for sends, *rest in action.told.get("messages", ())]
-
-
-def seconds_alone(machine: Machine, action: RecordedAction) -> float:
-    """Seconds of a task that has the machine for itself, all messages of one task together."""
-    if action.kind == "message":
-        return _messages_seconds(machine, action)
-    return _collective(machine, action.told)[0] if action.kind == "collective" else _operator(machine, action.told)[0]
 
 
 def _priced(seconds: float, used: Mapping[str, float]) -> Price:
@@ -136,15 +127,3 @@ def _sent(kind: str, size: float, near: int, nodes: int) -> tuple[float, float]:
         within += {"near": part * (near - 1) / near, "both": part * (near - 1) / ranks}.get(level, 0.0)
         between += {"far": part * (nodes - 1) / nodes, "both": part * (ranks - near) / ranks}.get(level, 0.0)
     return within, between
-
-
-def _messages_seconds(machine: Machine, action: RecordedAction) -> float:
-    npus, own = action.told["npus"], action.told["npus"][action.told["rank"]]
-    near, far, peers = [0.0, 0.0], [0.0, 0.0], set()
-    for sends, peer, _, size in messages_of(action):
-        is_near = npus[peer] // machine.node == own // machine.node
-        (near if is_near else far)[sends] += size
-        if is_near:
-            peers.add(peer)
-    slowest = max(machine.sending_seconds(near[way], len(peers), far[way]) for way in (0, 1))
-    return machine.message + slowest

@@ -86,6 +86,7 @@ def _actions(path: Path) -> tuple[RecordedAction, ...]:
         try:
             entry = json.loads(line.removesuffix(","))
             told = entry["args"]
+            _ = told["dispatch"], told["detail"]
             begun, lasts = (round(entry[part] * 1000) for part in ("ts", "dur"))
             found.append(
                 RecordedAction(
@@ -94,7 +95,7 @@ def _actions(path: Path) -> tuple[RecordedAction, ...]:
                     stream=entry["tid"],
                     number=told["place"],
                     name=entry["name"],
-                    told={"dispatch": told["dispatch"], "detail": told["detail"]} | told,
+                    told=told,
                     begun=begun,
                     ended=begun + lasts,
                 )

@@ -21,7 +21,6 @@ from ds_npu.simulator.replay.pricing import (
     messages_of,
     nanoseconds,
     price,
-    seconds_alone,
 )
 from ds_npu.simulator.replay.recording import RecordedAction, RecordedRun
 from ds_npu.simulator.replay.resources import FluidJob, Resources
@@ -120,7 +119,7 @@ class Replay:
             if not action.of_host:
                 self._launch(host, action)
             elif action.event is None:
-                begun, host.now = host.now, host.now + nanoseconds(seconds_alone(self._machine, action))
+                begun, host.now = host.now, host.now + self._price(action).nanoseconds
                 self._spans.append(Span(action, begun, host.now))
             else:
                 host.waits = action, host.now
@@ -262,16 +261,21 @@ class Replay:
         heapq.heappush(self._heap, (time, self._numbers, happens))
 
 
+def _group(action: RecordedAction) -> Hashable:
+    """The communicator of a task. Communicators of other ranks may have the same name."""
+    return action.told["communicator"], tuple(action.told["npus"])
+
+
 def _call(action: RecordedAction, further: int = 0) -> Hashable:
     """A call of a communicator, or one ``further`` on."""
-    return action.told["communicator"], action.told.get("call", 0) + further
+    return _group(action), action.told.get("call", 0) + further
 
 
 def _way(action: RecordedAction, message: Message) -> Hashable:
     """A message by what both of its ends have: communicator, sender, receiver and number."""
     own = action.told["rank"]
     ends = (own, message.peer) if message.sends else (message.peer, own)
-    return action.told["communicator"], *ends, message.number
+    return _group(action), *ends, message.number
 
 
 def _ends(recording: RecordedRun) -> Mapping[Hashable, int]:

@@ -130,6 +130,13 @@ def test_the_host_reads_ones_no_memory_is_touched_and_a_size_that_is_unknown_is_
     assert "dry: numbers are not computed" in done.stderr
 
 
+@slow
+def test_matrices_that_do_not_fit_are_an_error_though_nothing_is_multiplied():
+    code = "import torch, torch_npu; torch.nn.Linear(32, 8).npu()(torch.ones(4, 31).npu()); torch.npu.synchronize()"
+    done = simulated.python(code, "--devices", "1", "--dry")
+    assert done.returncode != 0 and "matrices of 31 columns and 32 rows have no product" in done.stderr
+
+
 @given(st.floats(0, 999).map(lambda x: round(x, 3)), st.integers(0, 10**9 - 1))
 def test_routing_is_read(exponent, seed):
     assert routing_of("uniform") == "0 0" and routing_of(f"uniform@{seed}") == f"0 {seed}"

@@ -4,6 +4,9 @@
 #include <string_view>
 #include <utility>
 
+#include "acl/acl_base.h"
+#include "failure.h"
+#include "known_bytes.h"
 #include "machine.h"
 
 namespace sim {
@@ -71,6 +74,10 @@ Work overlapped_with_message(Work work, double bytes, int64_t peers) {
 
 Work product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
   const bool row = a.dim() == 1, column = b.dim() == 1;
+  // A dry run does not compute the product, which would find this.
+  if (dry_run() && a.size(-1) != b.size(column ? 0 : -2))
+    throw Failure(ACL_ERROR_INVALID_PARAM, "matrices of " + std::to_string(a.size(-1)) + " columns and " +
+                                               std::to_string(b.size(column ? 0 : -2)) + " rows have no product");
   const int64_t columns = column ? 1 : b.size(-1), inner = a.size(-1);
   int64_t rows = row ? 1 : a.size(-2), count = rows * columns == 0 ? 0 : out.numel() / (rows * columns);
   // One matrix on the right: all rows of the left are those of one product.

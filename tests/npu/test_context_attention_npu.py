@@ -51,7 +51,7 @@ def test_both_passes_drop_the_same_weights(world, name):
 
 
 def test_the_host_does_not_wait_for_the_stream_when_it_hands_over_places():
-    one = torch.ones(1 << 22, device="npu")
+    one = torch.ones(1 << 23, device="npu")  # In virtual time a sum of it takes longer than its dispatch.
     RangeSelection([range(1), range(2, 3)]).index(one.device)
     torch.npu.synchronize()
     for _ in range(40):

@@ -116,6 +116,12 @@ def load_checkpoint(
     _initialize(model, fresh - {id(weights[name]) for name in loaded})
 
 
+def make_empty(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | str) -> None:
+    """Allocate what ``load_checkpoint`` would load; weights have no defined values, buffers are computed."""
+    fresh = _materialize(model, dtype, torch.device(device))
+    _initialize(model, fresh - {id(each) for each in _weights(model).values()})
+
+
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by each of their names."""
     return {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}

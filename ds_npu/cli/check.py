@@ -33,13 +33,13 @@ MOST = 2**40
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a DeepSpeed config, JSON or Hjson")
-    parser.add_argument("--world-size", type=_at_least_one, metavar="N", help="ranks of the run, all nodes together")
-    parser.add_argument("--sequence-length", type=_at_least_one, metavar="N", help="tokens of each sample")
+    parser.add_argument("--world-size", type=at_least_one, metavar="N", help="ranks of the run, all nodes together")
+    parser.add_argument("--sequence-length", type=at_least_one, metavar="N", help="tokens of each sample")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json, or a folder with one")
     parser.add_argument("--changes", action="store_true", help="with --model: also what ds_npu leaves on its modules")
     parser.add_argument(
         "--machine",
-        type=_machine,
+        type=machine_argument,
         default="A2",
         metavar="NAME",
         help="whose speeds and nodes to take: a machine, or a file of ds_npu calibrate (A2)",
@@ -47,14 +47,16 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the layout; needs --world-size")
 
 
-def _machine(text: str) -> Machine:
+def machine_argument(text: str) -> Machine:
+    """The machine that an argument names."""
     try:
         return machine_named(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """The integer of an argument that counts ranks or tokens."""
     # Python reads no integers of thousands of digits.
     number = int(text) if text.isdecimal() and len(text) <= len(str(MOST)) else 0
     if not 1 <= number <= MOST:

@@ -64,20 +64,24 @@ def lines(path: Path, checked: Checked, all_changes: bool) -> Iterator[str]:
     yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
 
 
-def model_without_weights(path: Path) -> nn.Module | str:
+def model_without_weights(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module | str:
     """The model of the Hugging Face config at ``path`` without weights, in training mode; or why there is none."""
     try:
         config: Any = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         layers = setting(config.get_text_config(), "num_hidden_layers", int) or 0
         if layers > MOST_LAYERS:
             return f"{layers:,} layers, more than {MOST_LAYERS:,}"
-        autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
-        kinds = [auto for auto in autos if type(config) in auto._model_mapping] or [transformers.AutoModel]
-        # The dtype does not matter, so no checkpoint has to tell it.
-        model: nn.Module = meta_model(kinds[0], path, torch.float32, trust_remote_code=False).train()
+        # With a dtype, no checkpoint has to tell it.
+        model: nn.Module = meta_model(auto_class_of(config), path, dtype, trust_remote_code=False, **options).train()
     except Exception as error:  # Any: the values of a config may be anything, and transformers computes with them.
         return f"transformers cannot make it ({type(error).__name__}: {error})"
     return model
+
+
+def auto_class_of(config: Any) -> Any:
+    """The Auto class of transformers that makes a model of ``config`` to be trained."""
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    return next((auto for auto in autos if type(config) in auto._model_mapping), transformers.AutoModel)
 
 
 def left_on(model: nn.Module) -> Iterator[str]:

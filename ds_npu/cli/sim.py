@@ -28,7 +28,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     standard = Simulation()
     parser.add_argument(
         "--devices",
-        type=_argument(partial(integer_of, 1, MOST_DEVICES)),
+        type=argument(partial(integer_of, 1, MOST_DEVICES)),
         default=standard.devices,
         metavar="N",
         help="NPUs (8)",
@@ -36,20 +36,20 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--soc", choices=SOCS, default=standard.soc, metavar="NAME", help=f"{', '.join(SOCS)} (910B2)")
     parser.add_argument(
         "--memory",
-        type=_argument(bytes_of),
+        type=argument(bytes_of),
         default=standard.memory_bytes,
         metavar="SIZE",
         help=f"memory of each NPU ({standard.memory_bytes >> 30}GiB)",
     )
     parser.add_argument(
         "--chaos",
-        type=_argument(partial(integer_of, 0, 2**64 - 1)),
+        type=argument(partial(integer_of, 0, 2**64 - 1)),
         metavar="SEED",
         help="run streams in a random order that the seed decides",
     )
     parser.add_argument(
         "--fault",
-        type=_argument(fault_of),
+        type=argument(fault_of),
         action="append",
         default=[],
         metavar="SPEC",
@@ -58,7 +58,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trace", default="", metavar="FOLDER", help="record there what each stream does and when")
     parser.add_argument(
         "--routing",
-        type=_argument(routing_of),
+        type=argument(routing_of),
         metavar="uniform|zipf:EXPONENT[@SEED]",
         help="draw the experts that tokens choose (--dry does: uniform@0)",
     )
@@ -69,7 +69,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
 
-def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """``parse`` for argparse, which shows the text of its errors."""
+
     def parsed(text: str) -> T:
         try:
             return parse(text)

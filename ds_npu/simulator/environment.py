@@ -27,6 +27,7 @@ _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 class Simulation:
     """The options of ``ds_npu sim``; ``memory_bytes`` is that of one device, ``chaos`` a seed, ``trace`` a folder.
 
+    ``machine``: whose speeds to take (the chip's). ``present``: the NPUs that have a process, all if it is empty.
     ``dry``: floating-point numbers are not computed. ``routing``: how choices of experts are drawn, by ``routing_of``.
     """
 
@@ -38,6 +39,8 @@ class Simulation:
     trace: str = ""
     dry: bool = False
     routing: str = ""
+    machine: Machine | None = None
+    present: tuple[int, ...] = ()
 
     def excess(self) -> str | None:
         """Why the devices' memory does not fit into a process's addresses; None if it does."""
@@ -68,7 +71,8 @@ class Simulation:
             "DS_NPU_SIM_MEMORY": str(self.memory_bytes),
             "DS_NPU_SIM_CHAOS": "" if self.chaos is None else str(self.chaos),
             "DS_NPU_SIM_FAULT": ",".join(self.faults),
-            "DS_NPU_SIM_MACHINE": _numbers(machine_of(f"Ascend{self.soc}")),
+            "DS_NPU_SIM_MACHINE": _numbers(self.machine or machine_of(f"Ascend{self.soc}")),
+            "DS_NPU_SIM_PRESENT": ",".join(map(str, self.present)),
             "DS_NPU_SIM_TRACE": self.trace,
             "DS_NPU_SIM_ROUTING": self.routing,
             "DS_NPU_SIM_DRY": "1" if self.dry else "",

@@ -16,7 +16,7 @@ from ranks import run_on_ranks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ds_npu.features.memory_report import reported_step as feature
-from ds_npu.features.memory_report.memory_use import (
+from ds_npu.memory.memory_use import (
     ACTIVATIONS,
     GRADIENTS,
     OPTIMIZER,

@@ -13,7 +13,7 @@ import torch
 from ranks import run_on_ranks
 
 from ds_npu.features.memory_report import reported_step as feature
-from ds_npu.features.memory_report.memory_use import OPTIMIZER, REST, WEIGHTS, MemoryUse
+from ds_npu.memory.memory_use import OPTIMIZER, REST, WEIGHTS, MemoryUse
 
 MIB = 2**20
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ds_npu.features.memory_report.memory_use import (
+from ds_npu.memory.memory_use import (
     BACKWARD,
     BETWEEN,
     GRADIENTS,

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from ds_npu.config.sections import MemoryReport
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
-from ds_npu.features.memory_report.measured_step import MeasuredStep
-from ds_npu.features.memory_report.memory_use import MemoryUse, use_table
+from ds_npu.features.measured_step import MeasuredStep
 from ds_npu.features.memory_report.picture import use_svg
 from ds_npu.log import logger
+from ds_npu.memory.memory_use import MemoryUse, use_table
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 

@@ -30,6 +30,13 @@ std::vector<int> visible(int devices) {
   return numbers;
 }
 
+std::vector<int> numbers_in(const std::string& list) {
+  std::vector<int> numbers;
+  std::istringstream entries(list);
+  for (std::string entry; std::getline(entries, entry, ',');) numbers.push_back(std::atoi(entry.c_str()));
+  return numbers;
+}
+
 Settings from_environment() {
   Settings result;
   result.devices = visible(std::atoi(variable("DS_NPU_SIM_DEVICES", "8").c_str()));
@@ -45,6 +52,7 @@ Settings from_environment() {
                           : std::atoi(variable("TASK_QUEUE_ENABLE", "1").c_str());
   result.routing = variable("DS_NPU_SIM_ROUTING", "");
   result.dry = !variable("DS_NPU_SIM_DRY", "").empty();
+  result.present = numbers_in(variable("DS_NPU_SIM_PRESENT", ""));
   result.trace = variable("DS_NPU_SIM_TRACE", "");
   return result;
 }

@@ -20,6 +20,7 @@ struct Settings {
   int task_queue;                      // TASK_QUEUE_ENABLE, 0 with ASCEND_LAUNCH_BLOCKING=1
   std::string routing;                 // DS_NPU_SIM_ROUTING, as routing.cpp reads it
   bool dry;                            // DS_NPU_SIM_DRY
+  std::vector<int> present;            // DS_NPU_SIM_PRESENT, ascending: the NPUs that have a process; empty: all
   std::string trace;                   // DS_NPU_SIM_TRACE, a folder; "": none
 };
 

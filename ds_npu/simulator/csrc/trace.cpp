@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cinttypes>
 #include <cstdio>
@@ -71,9 +72,14 @@ std::string cost(const Account& account) {
   return text + account.communication;
 }
 
+std::atomic<bool> recording{true};
+
 }  // namespace
 
-bool tracing() { return !settings().trace.empty(); }
+bool tracing() { return !settings().trace.empty() && recording.load(std::memory_order_relaxed); }
+
+// Whether tasks are written that the host puts on streams from now on. To be called while no stream has any.
+extern "C" __attribute__((visibility("default"))) void ds_npu_sim_record(int on) { recording = on != 0; }
 
 std::string quoted(const std::string& text) {
   std::string result = "\"";

@@ -37,6 +37,8 @@ class Span:
     action: RecordedAction
     begun: int
     ended: int
+    ready: int
+    """When its stream came to it, which a collective or message may then have waited for other ranks."""
 
 
 @dataclass(eq=False)
@@ -48,6 +50,8 @@ class _Stream:
     """When its last task ended."""
     runs: bool = False
     """Whether a task runs or is about to."""
+    ready: int = 0
+    """When it came to its task."""
     begun: int = 0
     left: int = 0
     """Messages of its task that are on their way."""
@@ -120,7 +124,7 @@ class Replay:
                 self._launch(host, action)
             elif action.event is None:
                 begun, host.now = host.now, host.now + self._price(action).nanoseconds
-                self._spans.append(Span(action, begun, host.now))
+                self._spans.append(Span(action, begun, host.now, begun))
             else:
                 host.waits = action, host.now
 
@@ -138,7 +142,7 @@ class Replay:
         assert host.waits is not None
         action, begun = host.waits
         host.waits, host.now = None, max(host.now, time)
-        self._spans.append(Span(action, begun, host.now))
+        self._spans.append(Span(action, begun, host.now, begun))
 
     def _launch(self, host: _Host, action: RecordedAction) -> None:
         launched = 0
@@ -166,7 +170,7 @@ class Replay:
 
     def _begin(self, stream: _Stream, time: int) -> None:
         action, _ = stream.waiting.popleft()
-        stream.begun = time
+        stream.ready = stream.begun = time
         if action.kind in ("message", "collective") or "call" in action.told:
             self._meet(stream, action, time)
         elif action.kind is not None:
@@ -181,7 +185,7 @@ class Replay:
 
     def _end(self, stream: _Stream, action: RecordedAction, time: int) -> None:
         begun = time if action.event is not None else stream.begun
-        self._spans.append(Span(action, begun, time))
+        self._spans.append(Span(action, begun, time, stream.ready))
         stream.free, stream.runs = time, False
         self._next(stream)
 

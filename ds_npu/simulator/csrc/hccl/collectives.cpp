@@ -32,7 +32,10 @@ class Exchange {
       known_ = known_ && slot(peer).call.known;
     }
     if (parts != nullptr)
-      for (std::uint32_t peer = 0; peer < communicator_.size(); ++peer) compare_parts(peer);
+      for (std::uint32_t peer = 0; peer < communicator_.size(); ++peer) {
+        if (communicator_.is_absent(peer)) known_ = known_ && sends_what_is_expected(peer);
+        else compare_parts(peer);
+      }
   }
 
   // Names what this rank receives. In a dry run that does not know what some rank sends the call ends here: false.
@@ -70,7 +73,7 @@ class Exchange {
   }
 
  private:
-  Slot& slot(std::uint32_t peer) const { return communicator_.segment().slot(peer); }
+  Slot& slot(std::uint32_t peer) const { return communicator_.slot(peer); }
   const char* at(std::uint32_t peer, std::uint64_t offset) const {
     return offset == kNowhere ? nullptr : communicator_.at(peer, offset);
   }
@@ -98,6 +101,12 @@ class Exchange {
     const auto rank = communicator_.rank();
     compare_part(rank, segment.send_counts(rank)[peer], peer, segment.receive_counts(peer)[rank]);
     compare_part(peer, segment.send_counts(peer)[rank], rank, segment.receive_counts(rank)[peer]);
+  }
+
+  // Of a rank that has no process: the rank that acts for it may divide what it sends in another way.
+  bool sends_what_is_expected(std::uint32_t peer) const {
+    const auto rank = communicator_.rank();
+    return communicator_.send_counts(peer)[rank] == communicator_.segment().receive_counts(rank)[peer];
   }
 
   void compare_part(std::uint32_t source, std::uint64_t sent, std::uint32_t target, std::uint64_t expected) {
@@ -193,7 +202,8 @@ void all_reduce(Communicator& communicator, std::uint64_t sequence, const void* 
   const std::uint64_t size = bytes_of(type);
   auto* result = static_cast<char*>(receive);
   if (!exchange.gives(receive, count * size, type)) return;
-  if (count * size <= kSmallBytes) {
+  // A rank that has no process computes no share.
+  if (count * size <= kSmallBytes || communicator.has_absent()) {
     std::vector<char> sums(count * size);
     reduce(reduction, type, exchange.sent_by_all(), count, sums.data());
     exchange.finish();
@@ -304,7 +314,7 @@ void exchange(Communicator& communicator, std::uint64_t sequence, Operation oper
   if (!exchange.gives(receive, parts.receive_extent() * size, type)) return;
   Arriving arriving(receive, parts.receive_extent() * size, send, parts.send_extent() * size);
   for (const auto peer : peers_in_turn(communicator)) {
-    const std::uint64_t from = communicator.segment().send_displacements(peer)[communicator.rank()];
+    const std::uint64_t from = communicator.send_displacements(peer)[communicator.rank()];
     copy(arriving.data() + parts.receive_displacements[peer] * size, exchange.sent_by(peer) + from * size,
          parts.receive_counts[peer] * size);
   }
@@ -323,7 +333,7 @@ void reduce_scatter_v(Communicator& communicator, std::uint64_t sequence, const 
   std::vector<const char*> sources;
   for (std::uint32_t peer = 0; peer < communicator.size(); ++peer)
     sources.push_back(exchange.sent_by(peer) +
-                      communicator.segment().send_displacements(peer)[communicator.rank()] * size);
+                      communicator.send_displacements(peer)[communicator.rank()] * size);
   Arriving arriving(receive, count * size, send, parts.send_extent() * size);
   reduce(reduction, type, sources, count, arriving.data());
   exchange.finish();

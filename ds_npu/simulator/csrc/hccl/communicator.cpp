@@ -41,11 +41,13 @@ std::string seconds_of(Clock::duration time) {
 
 }  // namespace
 
-Communicator::Communicator(const Address& address, std::uint32_t ranks, std::uint32_t rank, const Options& options)
+Communicator::Communicator(const Address& address, std::uint32_t ranks, std::uint32_t rank, const Options& options,
+                           const Absence& absence)
     : device_(current_device()),
       size_(ranks),
       rank_(rank),
       options_(options),
+      absence_(absence),
       name_(name_from(address, options)),
       segment_(address, ranks),
       buffers_(BufferCharge::of(device_.memory(), options)),
@@ -59,9 +61,9 @@ Communicator::~Communicator() {
 }
 
 std::shared_ptr<Communicator> Communicator::join(const Address& address, std::uint32_t ranks, std::uint32_t rank,
-                                                 const Options& options) {
+                                                 const Options& options, const Absence& absence) {
   check_rank(rank, ranks);
-  std::shared_ptr<Communicator> made(new Communicator(address, ranks, rank, options));
+  std::shared_ptr<Communicator> made(new Communicator(address, ranks, rank, options, absence));
   made->enter();
   return made;
 }
@@ -80,19 +82,19 @@ void Communicator::enter() {
   segment_.announce();
   await_joined(RankState::registered);
   check_devices();
-  for (std::uint32_t peer = 0; peer < size_; ++peer) peers_.push_back(std::make_unique<Peer>(segment_.slot(peer)));
+  for (std::uint32_t peer = 0; peer < size_; ++peer) peers_.push_back(std::make_unique<Peer>(slot(peer)));
   own().state.store(RankState::ready);
   segment_.announce();
   await_joined(RankState::ready);
 }
 
-// Two ranks on one NPU are refused, as by HCCL. Each rank sees all slots, so all ranks fail.
-int Communicator::npu_of(std::uint32_t rank) const { return segment_.slot(rank).npu; }
+int Communicator::npu_of(std::uint32_t rank) const { return has_absent() ? absence_.npus[rank] : slot(rank).npu; }
 
+// Two ranks on one NPU are refused, as by HCCL. Each rank sees all slots, so all ranks fail.
 void Communicator::check_devices() const {
   for (std::uint32_t peer = 0; peer < size_; ++peer)
     for (std::uint32_t other = 0; other < peer; ++other)
-      if (segment_.slot(peer).npu == segment_.slot(other).npu)
+      if (npu_of(peer) == npu_of(other))
         throw Failure(HCCL_E_PARA, "communicator " + name_ + ": " + named(other) + " and " + named(peer) +
                                        " are on one NPU, and each rank needs one of its own. What to do: call "
                                        "torch.npu.set_device(int(os.environ[\"LOCAL_RANK\"])) before anything uses an NPU");
@@ -100,14 +102,13 @@ void Communicator::check_devices() const {
 
 // As "rank 1 (pid 4711, NPU 0)".
 std::string Communicator::named(std::uint32_t peer) const {
-  const Slot& slot = segment_.slot(peer);
-  return "rank " + std::to_string(peer) + " (pid " + std::to_string(slot.process.pid) + ", NPU " +
-         std::to_string(slot.npu) + ")";
+  return "rank " + std::to_string(peer) + " (pid " + std::to_string(slot(peer).process.pid) + ", NPU " +
+         std::to_string(npu_of(peer)) + ")";
 }
 
 void Communicator::await_joined(RankState at_least) {
   const auto begun = Clock::now();
-  const auto here = [&](std::uint32_t peer) { return segment_.slot(peer).state.load() >= at_least; };
+  const auto here = [&](std::uint32_t peer) { return slot(peer).state.load() >= at_least; };
   while (true) {
     const auto generation = segment_.generation();
     const std::string missing_ranks = missing(here);
@@ -127,6 +128,8 @@ void Communicator::await_joined(RankState at_least) {
 std::shared_ptr<Communicator> Communicator::split(const std::vector<std::uint32_t>& members, std::uint32_t rank,
                                                   std::uint64_t id, const Options& options) {
   check_rank(rank, static_cast<std::uint32_t>(members.size()));
+  if (has_absent())
+    throw Failure(HCCL_E_NOT_SUPPORT, "communicator " + name_ + ": it is not divided where ranks have no process");
   for (const auto member : members) check_rank(member, size_);
   if (members[rank] != rank_)
     throw Failure(HCCL_E_PARA, "communicator " + name_ + ": rank " + std::to_string(rank_) + " is not the one listed as rank " +
@@ -208,12 +211,12 @@ std::string Communicator::waited_for() const {
   if (own().state.load() != RankState::ready || size_ == 1) return "";
   bool all_exited = true;
   for (std::uint32_t peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    const Slot& slot = segment_.slot(peer);
-    const auto posted = slot.posted.load();
+    if (absence_.acting(peer) == rank_) continue;
+    const Slot& told = slot(peer);
+    const auto posted = told.posted.load();
     const bool exited = peers_[peer]->exited();
     if (!exited && posted > own().posted.load())
-      return named(peer) + " waits in call " + std::to_string(posted) + ", " + describe(slot.call) + ", of communicator " +
+      return named(peer) + " waits in call " + std::to_string(posted) + ", " + describe(told.call) + ", of communicator " +
              name_ + " for " + named(rank_);
     all_exited = all_exited && exited;
   }
@@ -291,12 +294,12 @@ void Communicator::give_up_if_hopeless(const Reached& reached, const std::string
   }
   for (std::uint32_t peer = 0; peer < size_; ++peer) {
     // Test `reached` after `exited`: a peer may reach it and exit in between.
-    const auto state = segment_.slot(peer).state.load();
+    const auto state = slot(peer).state.load();
     const bool exited = peers_[peer]->exited();
     if (peer == rank_ || reached(peer)) continue;
     const std::string who = "rank " + std::to_string(peer) + " (pid " + std::to_string(peers_[peer]->id().pid) + ")";
     const std::string waits = "; this rank waits for it in " + what;
-    if (state == RankState::failed) fail(HCCL_E_REMOTE, who + " has stopped: " + segment_.slot(peer).failure + waits);
+    if (state == RankState::failed) fail(HCCL_E_REMOTE, who + " has stopped: " + slot(peer).failure + waits);
     if (exited) fail(HCCL_E_REMOTE, who + " has exited" + waits);
     if (state == RankState::left) fail(HCCL_E_REMOTE, who + " has destroyed the communicator" + waits);
   }
@@ -320,12 +323,12 @@ std::string Communicator::missing(const std::function<bool(std::uint32_t)>& pres
   std::string text;
   for (std::uint32_t peer = 0; peer < size_; ++peer) {
     if (present(peer)) continue;
-    const Slot& slot = segment_.slot(peer);
+    const Slot& told = slot(peer);
     text += (text.empty() ? "rank " : ", rank ") + std::to_string(peer);
-    if (slot.state.load() < RankState::ready) continue;
-    const auto posted = slot.posted.load();
+    if (told.state.load() < RankState::ready) continue;
+    const auto posted = told.posted.load();
     text += posted == 0 ? " (which has made no call)"
-                        : " (whose last call is " + std::to_string(posted) + ", " + describe(slot.call) + ")";
+                        : " (whose last call is " + std::to_string(posted) + ", " + describe(told.call) + ")";
   }
   return text;
 }

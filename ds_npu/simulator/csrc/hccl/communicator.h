@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "device.h"
+#include "hccl/absence.h"
 #include "hccl/hccl_types.h"
 #include "hccl/options.h"
 #include "hccl/peer.h"
@@ -24,7 +25,7 @@ class Communicator {
  public:
   // Returns when all ranks have joined; throws Failure with an HCCL code.
   static std::shared_ptr<Communicator> join(const Address& address, std::uint32_t ranks, std::uint32_t rank,
-                                            const Options& options);
+                                            const Options& options, const Absence& absence = {});
 
   // A communicator of some ranks of this one; `members[rank]` is this rank. The first member makes it for the others.
   std::shared_ptr<Communicator> split(const std::vector<std::uint32_t>& members, std::uint32_t rank, std::uint64_t id,
@@ -35,6 +36,9 @@ class Communicator {
   std::uint32_t rank() const { return rank_; }
   std::uint32_t size() const { return size_; }
   Device& device() const { return device_; }
+  // Whether no process runs as this rank, and another one acts for it.
+  bool is_absent(std::uint32_t rank) const { return absence_.acting(rank) != rank; }
+  bool has_absent() const { return !absence_.npus.empty(); }
   // The number of a rank's NPU on the machine.
   int npu_of(std::uint32_t rank) const;
 
@@ -64,6 +68,11 @@ class Communicator {
 
   Segment& segment() { return segment_; }
   Slot& own() const { return segment_.slot(rank_); }
+  // What a rank tells all others, or the rank that acts for it.
+  Slot& slot(std::uint32_t rank) const { return segment_.slot(absence_.acting(rank)); }
+  // What a rank, or the one that acts for it, sends to each peer.
+  std::uint64_t* send_counts(std::uint32_t rank) { return segment_.send_counts(absence_.acting(rank)); }
+  std::uint64_t* send_displacements(std::uint32_t rank) { return segment_.send_displacements(absence_.acting(rank)); }
   char* at(std::uint32_t peer, std::uint64_t offset) const { return peers_[peer]->at(offset); }
 
   // Waits until the calls before `sequence` are over, whatever stream they are on.
@@ -79,7 +88,8 @@ class Communicator {
   [[noreturn]] void fail(HcclResult kind, const std::string& why);
 
  private:
-  Communicator(const Address& address, std::uint32_t ranks, std::uint32_t rank, const Options& options);
+  Communicator(const Address& address, std::uint32_t ranks, std::uint32_t rank, const Options& options,
+               const Absence& absence);
   void enter();
   void await_joined(RankState at_least);
   void check_devices() const;
@@ -93,6 +103,7 @@ class Communicator {
   const std::uint32_t size_;
   const std::uint32_t rank_;
   const Options options_;
+  const Absence absence_;
   const std::string name_;
   Segment segment_;
   std::shared_ptr<BufferCharge> buffers_;

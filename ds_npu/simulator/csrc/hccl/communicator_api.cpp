@@ -64,7 +64,7 @@ std::shared_ptr<Communicator> join(const HcclRootInfo& info, std::uint32_t ranks
     const Address& address;
     ~End() { offers().end(address); }
   } end{address};
-  return Communicator::join(address, ranks, rank, Options::from(config));
+  return Communicator::join(address, ranks, rank, Options::from(config), absence_of(address, ranks));
 }
 
 // Each device joins in a thread of its own, since joining waits for the others.

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ds_npu.memory.storage_record import StorageRecord
+if TYPE_CHECKING:
+    # It imports torch, which tables do without.
+    from ds_npu.memory.storage_record import StorageRecord
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients of weights, their buckets", "optimizer state"
 ACTIVATIONS = "activations of "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.features.memory_report.memory_use import (
+from ds_npu.memory.memory_use import (
     ACTIVATIONS,
     BACKWARD,
     BETWEEN,

@@ -1,0 +1,174 @@
+"""``ds_npu predict``: how fast a training step will be, and how much memory it needs, on NPUs that nobody has here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ds_npu.cli.check import at_least_one, machine_argument
+from ds_npu.cli.command import Command, refused
+from ds_npu.cli.prediction.dry_run import PredictionError, Request, dry_run
+from ds_npu.cli.prediction.figures import Prediction, as_json, predicted
+from ds_npu.cli.prediction.picture import step_svg, write_trace
+from ds_npu.cli.prediction.text import comparison, prediction_text
+from ds_npu.cli.sim import argument
+from ds_npu.config.batch import MICRO, batch_of
+from ds_npu.config.check import Checked, check
+from ds_npu.config.loading import load
+from ds_npu.config.problems import ConfigError, Problem, printable
+from ds_npu.planner.model_file import attention_of
+from ds_npu.simulator.build import built
+from ds_npu.simulator.cache import BuildError
+from ds_npu.simulator.environment import Simulation, routing_of
+from ds_npu.topology.machine import Machine
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
+"""The optimizer of a config that leaves it to the script."""
+A3_NODE = 16
+"""Nodes with more ranks are super nodes of A3 chips."""
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a DeepSpeed config, JSON or Hjson")
+    parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json, or a folder with one")
+    parser.add_argument("--world-size", type=at_least_one, metavar="N", help="ranks of the run, all nodes together")
+    parser.add_argument("--sequence-length", type=at_least_one, metavar="N", help="tokens of each sample")
+    parser.add_argument(
+        "--machine",
+        type=machine_argument,
+        default="A2",
+        metavar="NAME",
+        help="a machine, or a file of ds_npu calibrate (A2)",
+    )
+    parser.add_argument(
+        "--routing",
+        type=argument(routing_of),
+        metavar="uniform|zipf:EXPONENT[@SEED]",
+        help="how tokens choose experts (uniform)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the step there for ui.perfetto.dev")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the step there")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A.json", "B.json"),
+        help="compare two files of --json, and run nothing",
+    )
+
+
+def _run(arguments: Namespace) -> int:
+    if arguments.compare is not None:
+        return _compare(arguments.compare)
+    missing = [
+        name for name in ("config", "model", "world_size", "sequence_length") if getattr(arguments, name) is None
+    ]
+    if missing:
+        flags = ", ".join("CONFIG" if name == "config" else f"--{name.replace('_', '-')}" for name in missing)
+        return refused("predict", f"it also needs {flags}")
+    try:
+        request, checked = requested(arguments, tempfile.mkdtemp(prefix="ds_npu_predict_"))
+        prediction = _predicted(request, checked, arguments)
+        shutil.rmtree(request.folder, ignore_errors=True)
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (PredictionError, BuildError, OSError) as error:
+        return refused("predict", str(error), 1)
+    print("\n".join(prediction_text(prediction)))
+    return _write(prediction, arguments)
+
+
+def requested(arguments: Namespace, folder: str) -> tuple[Request, Checked]:
+    """The run that is asked for. Raises ConfigError where the config, the world and the model do not fit."""
+    ds_config = load(arguments.config)
+    checked = check(ds_config, arguments.world_size)
+    degrees = checked.degrees
+    batch, problems = batch_of(ds_config, degrees.dp)
+    problems += [*_offloads(ds_config)]
+    if not problems and batch.micro is None:
+        problems.append(Problem(MICRO, ds_config.get(MICRO), "an integer >= 1"))
+    if problems:
+        raise ConfigError(problems, str(arguments.config))
+    attention_of(arguments.model)
+    present = [stage * arguments.world_size // degrees.pp for stage in range(degrees.pp)]
+    config = {"optimizer": ADAMW, **ds_config}
+    assert batch.micro is not None
+    return (
+        Request(
+            folder,
+            config,
+            str(Path(arguments.model).resolve()),
+            arguments.sequence_length,
+            batch.micro,
+            batch.steps or 1,
+            arguments.world_size,
+            present,
+        ),
+        checked,
+    )
+
+
+def _offloads(ds_config: dict[str, Any]) -> Iterator[Problem]:
+    """Keys by which the host computes or disks are read, whose times are not predicted."""
+    zero = ds_config.get("zero_optimization")
+    for key in ("offload_optimizer", "offload_param"):
+        offload = zero.get(key) if isinstance(zero, dict) else None
+        device = offload.get("device", "none") if isinstance(offload, dict) else "none"
+        if device not in ("none", None):
+            path = f"zero_optimization.{key}.device"
+            yield Problem(path, device, "none: work of the host's processors and disks is not predicted")
+
+
+def _predicted(request: Request, checked: Checked, arguments: Namespace) -> Prediction:
+    machine: Machine = arguments.machine
+    soc = "910_9391" if machine.node > A3_NODE else "910B2"
+    simulation = Simulation(
+        request.world_size,
+        soc,
+        machine.hbm,
+        dry=True,
+        routing=arguments.routing or "",
+        machine=machine,
+        present=tuple(request.present),
+    )
+    run = dry_run(request, simulation, built(), _tell)
+    return predicted(run, request, checked.degrees, machine)
+
+
+def _tell(line: str) -> None:
+    print(f"ds_npu predict: {line}", file=sys.stderr, flush=True)
+
+
+def _write(prediction: Prediction, arguments: Namespace) -> int:
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(as_json(prediction), indent=1) + "\n")
+    if arguments.trace is not None:
+        write_trace(prediction, arguments.trace)
+    if arguments.svg is not None:
+        arguments.svg.write_text(step_svg(prediction), encoding="utf-8")
+    return 0
+
+
+def _compare(files: list[Path]) -> int:
+    found: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            content = json.loads(file.read_text())
+            if "ds_npu predict" not in content or not isinstance(content["figures"], dict):
+                raise ValueError("no figures of ds_npu predict")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            return refused("predict", f"{printable(str(file))}: it is no file of ds_npu predict --json ({error})", 1)
+        found.append(content)
+    print("\n".join(comparison((files[0].stem, files[1].stem), (found[0], found[1]))))
+    return 0
+
+
+COMMAND = Command("predict", "predict time and memory of a training step by simulation", _add_arguments, _run)

@@ -1,0 +1,164 @@
+"""Dry runs of a training step: one process for each pipeline stage on simulated NPUs, and what they report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_npu.simulator.environment import MOST_MEMORY, Simulation
+from ds_npu.simulator.replay.recording import RecordedRun, read_recording
+
+WORKER = "ds_npu.cli.prediction.present_rank"
+OUT_OF_MEMORY = "no memory"
+"""The reason of a run that ended since the device's memory did."""
+LOOK_SECONDS, TELL_SECONDS = 0.1, 10.0
+"""How often the processes are looked at, and how often their progress is told."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The run that is predicted; ``folder`` is where its files go."""
+
+    folder: str
+    ds_config: dict[str, Any]
+    model: str
+    sequence_length: int
+    samples: int
+    """Samples of a micro-batch."""
+    micro_batches: int
+    """Micro-batches of a step (gradient_accumulation_steps)."""
+    world_size: int
+    present: list[int]
+    """The ranks that have a process: the first one of each pipeline stage."""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """The facts of a stage that its present rank found."""
+
+    rank: int
+    engine_seconds: float
+    """Wall clock until the engine was made."""
+    step_seconds: float
+    """Wall clock of the recorded step."""
+    memory: dict[str, int]
+    """Bytes at the peak of the recorded step, by use."""
+    reserved: int
+    """The most that the device's allocator had from the device, unused parts included."""
+    outside: int
+    """Device memory outside of the allocator: HCCL's buffers."""
+    process_bytes: int
+    """The most memory that this process took of the machine that simulates."""
+    copied_to_host: int
+    """Bytes of weights that DeepSpeed copies to the host while it makes its flat buffers."""
+    model_flop: float
+    """FLOP of the whole model for a sample, forward and backward (model_flop.py)."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The record of one step, and the report of each present rank, in the order of stages."""
+
+    recording: RecordedRun
+    reports: tuple[StageReport, ...]
+    fits: bool
+    """Whether it had enough memory; a run without has been repeated with more."""
+
+
+class PredictionError(Exception):
+    """Why a run cannot be predicted, in words for the user."""
+
+
+class OutOfMemoryError(Exception):
+    """The memory of a simulated NPU was too small."""
+
+
+def dry_run(request: Request, simulation: Simulation, home: Path, tell: Callable[[str], None]) -> DryRun:
+    """Run ``request`` on NPUs of ``simulation``; where their memory is too small, again with as much as there can be.
+
+    ``home``: the folder of the simulator's libraries. ``tell``: is given lines about the progress. Raises
+    PredictionError where a process ends without a report.
+    """
+    try:
+        return DryRun(*_run(request, simulation, home, tell), fits=True)
+    except OutOfMemoryError:
+        tell("it does not fit; it runs again with more memory, to find how much it needs")
+    again = replace(request, folder=tempfile.mkdtemp(dir=request.folder))
+    return DryRun(*_run(again, replace(simulation, memory_bytes=MOST_MEMORY), home, tell), fits=False)
+
+
+def _run(
+    request: Request, simulation: Simulation, home: Path, tell: Callable[[str], None]
+) -> tuple[RecordedRun, tuple[StageReport, ...]]:
+    folder = Path(request.folder)
+    trace = folder / "trace"
+    trace.mkdir()
+    file = folder / "request.json"
+    file.write_text(json.dumps(asdict(request)))
+    environment = replace(simulation, trace=str(trace)).environment(home, os.environ)
+    begun = time.monotonic()
+    processes = {rank: _started(request, rank, file, environment) for rank in request.present}
+    try:
+        told = begun
+        while any(process.poll() is None for process in processes.values()):
+            if any(process.poll() for process in processes.values()):
+                break
+            if time.monotonic() - told > TELL_SECONDS:
+                told = time.monotonic()
+                tell(f"{told - begun:.0f} s: {_progress(folder, request.present)}")
+            time.sleep(LOOK_SECONDS)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    reports = tuple(_report(folder, rank, processes[rank].returncode) for rank in request.present)
+    return read_recording(trace), reports
+
+
+def _started(request: Request, rank: int, file: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    own = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(request.world_size),
+        "LOCAL_RANK": "0",
+        "ASCEND_RT_VISIBLE_DEVICES": str(rank),
+        # DeepSpeed asks for both; the process group has a store already.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "npu",
+    }
+    with Path(request.folder, f"{rank}.log").open("wb") as log:
+        command = [sys.executable, "-m", WORKER, str(file), str(rank)]
+        return subprocess.Popen(command, env={**environment, **own}, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _progress(folder: Path, ranks: list[int]) -> str:
+    phases = [_text(folder / f"{rank}.phase") or "starting" for rank in ranks]
+    return ", ".join(f"{phases.count(phase)} x {phase}" for phase in dict.fromkeys(phases))
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def _report(folder: Path, rank: int, code: int | None) -> StageReport:
+    """The report of ``rank``. Raises PredictionError or OutOfMemoryError with the reason of the run that has none."""
+    reasons = [json.loads(text) for text in map(_text, sorted(folder.glob("*.failure"))) if text]
+    if any(reason["reason"] == OUT_OF_MEMORY for reason in reasons):
+        raise OutOfMemoryError
+    if reasons:
+        raise PredictionError(f"{reasons[0]['reason']}: {reasons[0]['text']} (all output: {folder})")
+    text = _text(folder / f"{rank}.json")
+    if not text:
+        lines = _text(folder / f"{rank}.log").strip().splitlines()
+        last = lines[-1] if lines else "without a word"
+        raise PredictionError(f"the process of rank {rank} ended with code {code}: {last} (all output: {folder})")
+    return StageReport(**json.loads(text))

@@ -1,0 +1,179 @@
+"""The process of one pipeline stage in ``ds_npu predict``: steps of the real engine on a simulated NPU, in a dry run.
+
+    python -m ds_npu.cli.prediction.present_rank REQUEST.json RANK
+
+It writes RANK.json into the request's folder, or RANK.failure with the reason, and meanwhile RANK.phase.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+from torch._C._distributed_c10d import FileStore, HashStore, Store
+from transformers.integrations import HfDeepSpeedConfig
+
+from ds_npu.checkpoint.loading import make_empty
+from ds_npu.cli.planned_model import auto_class_of, model_without_weights
+from ds_npu.cli.prediction.absent_ranks import StoreOfAbsentRanks
+from ds_npu.cli.prediction.dry_run import OUT_OF_MEMORY, Request, StageReport
+from ds_npu.cli.prediction.model_flop import model_flop
+from ds_npu.config.deepspeed_keys import zero_stage
+from ds_npu.engine.engines import NpuEngine
+from ds_npu.engine.session import open_session, use_own_device
+from ds_npu.engine.shard_protection import protect_shards
+from ds_npu.features.build import Build
+from ds_npu.features.driver import apply_features, values_in
+from ds_npu.features.measured_step import MeasuredStep
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_kept: list[Store] = []
+FLAT_BUFFERS = (1, 2)
+"""The stages of ZeRO whose weights travel over the host into a flat buffer (stage_1_and_2.py of DeepSpeed 0.19.8)."""
+
+
+def run_present_rank() -> None:
+    """Run the request of the command line. The process ends at once: threads of torch_npu may wait for other ranks."""
+    request, rank = Request(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
+    folder = Path(request.folder)
+
+    def enter(phase: str) -> None:
+        (folder / f"{rank}.phase").write_text(phase)
+
+    failure = None
+    try:
+        (folder / f"{rank}.json").write_text(json.dumps(asdict(report_of(request, rank, enter))))
+    except torch.OutOfMemoryError as error:
+        failure = {"reason": OUT_OF_MEMORY, "text": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        failure = {"reason": type(error).__name__, "text": str(error)}
+    if failure is not None:
+        (folder / f"{rank}.failure").write_text(json.dumps(failure))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failure is not None)
+
+
+def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> StageReport:
+    """Make the engine and run two steps, of which the second one is recorded. ``enter`` is told of each phase."""
+    record: Any = ctypes.CDLL("libascendcl.so").ds_npu_sim_record
+    record(0)
+    begun = time.perf_counter()
+    meet_absent_ranks(request, rank)
+    enter("making the engine")
+    path, dtype = Path(request.model), training_dtype(request.ds_config)
+    whole = whole_model(path, dtype)
+    flop = model_flop(whole, request.model, request.sequence_length)
+    if zero_stage(request.ds_config) == 3:
+        model = partitioned_model(path, dtype, request.ds_config)
+    else:
+        model = with_empty_parts(whole, request.ds_config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=request.ds_config)
+    engine_seconds = time.perf_counter() - begun
+    size = request.micro_batches, request.samples, request.sequence_length
+    vocabulary = whole.config.get_text_config().vocab_size
+    words = torch.randint(0, vocabulary, size, generator=torch.Generator().manual_seed(0))
+    device: Any = torch.get_device_module(get_accelerator().device_name())
+    enter("in step 1 of 2")
+    step(engine, words)
+    device.synchronize()
+    device.reset_peak_memory_stats()
+    measured = MeasuredStep(engine, rank) if isinstance(engine, NpuEngine) else None
+    enter("in step 2 of 2")
+    record(1)
+    begun = time.perf_counter()
+    step(engine, words)
+    device.synchronize()
+    record(0)
+    free, total = device.mem_get_info()
+    weights = sum(each.numel() * each.itemsize for each in engine.module.parameters())
+    return StageReport(
+        rank=rank,
+        engine_seconds=engine_seconds,
+        step_seconds=time.perf_counter() - begun,
+        memory={"tensors": int(device.max_memory_allocated())} if measured is None else measured.finish().at_peak,
+        reserved=int(device.max_memory_reserved()),
+        outside=int(total - free - device.memory_reserved()),
+        process_bytes=most_bytes(),
+        copied_to_host=weights if engine.zero_optimization_stage() in FLAT_BUFFERS else 0,
+        model_flop=flop,
+    )
+
+
+def meet_absent_ranks(request: Request, rank: int) -> None:
+    """Open the process group of the whole world, in which only ``request.present`` ranks have a process."""
+    get_accelerator().set_device(0)
+    present = len(request.present)
+    inner: Store = HashStore() if present == 1 else FileStore(f"{request.folder}/store", present)
+    store = StoreOfAbsentRanks(inner, request.world_size, present)
+    dist.init_process_group("hccl", store=store, rank=rank, world_size=request.world_size)
+    # Torch holds the C++ part of a store only.
+    _kept.append(store)
+
+
+def step(engine: Any, words: torch.Tensor) -> None:
+    """One optimizer step over ``words`` [micro-batch, sample, token]."""
+    for ids in words.to(engine.device):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+
+
+def training_dtype(ds_config: dict[str, Any]) -> torch.dtype:
+    """The dtype that a model is trained in."""
+    return next((each for key, each in DTYPES.items() if ds_config.get(key, {}).get("enabled")), torch.float32)
+
+
+def whole_model(path: Path, dtype: torch.dtype) -> Any:
+    """The model of the config at ``path`` without weights, on the meta device."""
+    model = model_without_weights(path, dtype, use_cache=False)
+    if isinstance(model, str):
+        raise ValueError(f"{path}: {model}")
+    return model
+
+
+def partitioned_model(path: Path, dtype: torch.dtype, ds_config: dict[str, Any]) -> Any:
+    """The model as transformers makes it under ZeRO 3: each weight is partitioned when it is made."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, use_cache=False)
+    keeps_alive = HfDeepSpeedConfig(ds_config)
+    model = auto_class_of(config).from_config(config, dtype=dtype, trust_remote_code=False).train()
+    del keeps_alive
+    return model
+
+
+def with_empty_parts(model: Any, ds_config: dict[str, Any]) -> Any:
+    """``model`` with this rank's parts on the device, their values unknown."""
+    session = None
+    if "ds_npu" in ds_config:
+        use_own_device()
+        session = open_session(ds_config)
+        build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
+        apply_features(values_in(session.config), build)
+    make_empty(model, model.dtype, get_accelerator().current_device_name())
+    if session is not None:
+        protect_shards(model, session.topology)
+    return model
+
+
+def most_bytes() -> int:
+    """The most memory that this process has had at a time."""
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    run_present_rank()

@@ -36,7 +36,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--world-size", type=at_least_one, metavar="N", help="ranks of the run, all nodes together")
     parser.add_argument("--sequence-length", type=at_least_one, metavar="N", help="tokens of each sample")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json, or a folder with one")
-    parser.add_argument("--changes", action="store_true", help="with --model: also what ds_npu leaves on its modules")
+    parser.add_argument("--changes", action="store_true", help="with --model: also what ds_npu changes of it")
+    parser.add_argument("--parameters", action="store_true", help="with --model: also what rank 0 holds of each weight")
     parser.add_argument(
         "--machine",
         type=machine_argument,
@@ -99,7 +100,7 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)
         yield from ("", *_communicators(ds_config, checked, arguments))
-        yield from (_watch(checked), *_model(checked, arguments), "", *_features(checked))
+        yield from (_watch(checked), *_model(ds_config, checked, arguments), "", *_features(checked))
     if checked.warnings:
         yield from ("", "Warnings", *(f"  {warning}" for warning in checked.warnings))
     if traps := trainer_traps(ds_config) if "ds_npu" in ds_config else []:
@@ -141,7 +142,7 @@ def _batch(batch: Batch, dp: int, sequence_length: int | None) -> str:
     return line + (" (the Hugging Face Trainer fills in ?)" if "?" in line else "")
 
 
-def _model(checked: Checked, arguments: Namespace) -> Iterator[str]:
+def _model(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
     """Lines about rank 0 of the world; none where no model is named. Raises ValueError for a model that is refused."""
     if arguments.model is None:
         return
@@ -151,7 +152,8 @@ def _model(checked: Checked, arguments: Namespace) -> Iterator[str]:
         yield from ("", "What ds_npu changes of a model is shown where transformers is installed")
     else:
         planned = cli_module("planned_model")
-        yield from planned.lines(Path(arguments.model), checked, arguments.changes)
+        shown = planned.Shown(changes=arguments.changes, parameters=arguments.parameters)
+        yield from planned.lines(Path(arguments.model), ds_config, checked, shown)
         yield from planned.pipeline_lines(Path(arguments.model), checked, arguments.svg)
 
 

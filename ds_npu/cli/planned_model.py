@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,17 @@ MOST_ACTIONS = 100_000
 """Actions of the largest schedule that is drawn."""
 
 
-def lines(path: Path, checked: Checked, all_changes: bool) -> Iterator[str]:
-    """The changes to the model of the config at ``path``, and the placements of its parameters on rank 0.
+@dataclass(frozen=True)
+class Shown:
+    """The long tables that are asked for."""
 
-    ``all_changes``: also what ds_npu has then left on modules and parameters.
+    changes: bool
+    parameters: bool
+
+
+def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Shown) -> Iterator[str]:
+    """A summary of rank 0's part of the model of the config at ``path``, and the tables that are asked for.
+
     Raises ValueError for a model that a feature refuses.
     """
     model = model_without_weights(path)
@@ -57,11 +65,39 @@ def lines(path: Path, checked: Checked, all_changes: bool) -> Iterator[str]:
     build = Build(topology, model, checked.config.plan, "npu", is_planned=True)
     declarations = apply_features(values_in(checked.config), build)
     complete_placements(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
-    yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
-    yield from (f"  {line}" for line in (*(list(table(declarations)) or ["nothing"]), *build.notes))
-    if all_changes:
+    yield from ("", *summary(model, ds_config, checked))
+    if shown.changes:
+        yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
+        yield from (f"  {line}" for line in (*(list(table(declarations)) or ["nothing"]), *build.notes))
         yield from ("", f"What ds_npu leaves on {type(model).__name__}", *(f"  {line}" for line in left_on(model)))
-    yield from ("", "Parameters of rank 0", *(f"  {line}" for line in (*placements(model, checked.degrees), ASSUMED)))
+    if shown.parameters:
+        rows = (*placements(model, checked.degrees), ASSUMED)
+        yield from ("", "Parameters of rank 0", *(f"  {line}" for line in rows))
+
+
+def summary(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked) -> Iterator[str]:
+    """Sizes of rank 0's part of ``model``, before and after ZeRO, and where more is told."""
+    parameters = [(each.numel(), placement_of(each)) for each in model.parameters()]
+    held = sum(count for count, _ in parameters)
+    whole = sum(math.prod(placement.shape) for _, placement in parameters)
+    yield f"{type(model).__name__}: {whole:,} parameters, of which rank 0 holds {held:,} before ZeRO shards them"
+    stage = checked.zero_stage or 0
+    size = sum(count * bytes_of_a_parameter(ds_config, stage, _copies(each, checked)) for count, each in parameters)
+    of = f"weights, gradients and AdamW's state, before activations (ZeRO {stage})"
+    yield f"  Memory of rank 0: {size / 2**30:,.1f} GiB of {of}"
+    yield "  Time and memory of a step: ds_npu predict. More about the model: --changes, --parameters"
+
+
+def _copies(placement: Placement, checked: Checked) -> int:
+    """The number of ranks over which ZeRO shards a parameter: those with the same values, but for tensor ranks."""
+    return math.prod(checked.degrees.size(axis) for axis in placement.data_axes)
+
+
+def bytes_of_a_parameter(ds_config: Mapping[str, Any], stage: int, ranks: int) -> float:
+    """Bytes of weight, gradient, master weight and two moments of a parameter that ZeRO shards over ``ranks``."""
+    is_narrow = any(ds_config.get(key, {}).get("enabled") is True for key in ("bf16", "fp16"))
+    parts = ((2, 3), (2, 2), (12, 1)) if is_narrow else ((4, 3), (4, 2), (8, 1))
+    return sum(size / (ranks if stage >= sharded_from else 1) for size, sharded_from in parts)
 
 
 def model_without_weights(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module | str:

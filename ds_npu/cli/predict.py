@@ -8,6 +8,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,12 @@ def _run(arguments: Namespace) -> int:
     if missing:
         flags = ", ".join("CONFIG" if name == "config" else f"--{name.replace('_', '-')}" for name in missing)
         return refused("predict", f"it also needs {flags}")
+    for file in filter(None, (arguments.json, arguments.trace, arguments.svg)):
+        if not file.parent.is_dir() or file.is_dir():
+            return refused("predict", f"{printable(str(file))} cannot be written: its folder has to be there")
     try:
-        request, checked = requested(arguments, tempfile.mkdtemp(prefix="ds_npu_predict_"))
+        request, checked = requested(arguments)
         prediction = _predicted(request, checked, arguments)
-        shutil.rmtree(request.folder, ignore_errors=True)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -86,8 +89,8 @@ def _run(arguments: Namespace) -> int:
     return _write(prediction, arguments)
 
 
-def requested(arguments: Namespace, folder: str) -> tuple[Request, Checked]:
-    """The run that is asked for. Raises ConfigError where the config, the world and the model do not fit."""
+def requested(arguments: Namespace) -> tuple[Request, Checked]:
+    """The run that is asked for, without a folder yet. Raises ConfigError where config, world and model do not fit."""
     ds_config = load(arguments.config)
     checked = check(ds_config, arguments.world_size)
     degrees = checked.degrees
@@ -103,7 +106,7 @@ def requested(arguments: Namespace, folder: str) -> tuple[Request, Checked]:
     assert batch.micro is not None
     return (
         Request(
-            folder,
+            "",
             config,
             str(Path(arguments.model).resolve()),
             arguments.sequence_length,
@@ -139,7 +142,11 @@ def _predicted(request: Request, checked: Checked, arguments: Namespace) -> Pred
         machine=machine,
         present=tuple(request.present),
     )
-    run = dry_run(request, simulation, built(), _tell)
+    home = built()
+    folder = tempfile.mkdtemp(prefix="ds_npu_predict_")
+    run = dry_run(replace(request, folder=folder), simulation, home, _tell)
+    # A run that has failed leaves its output there.
+    shutil.rmtree(folder, ignore_errors=True)
     return predicted(run, request, checked.degrees, machine)
 
 

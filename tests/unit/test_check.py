@@ -22,6 +22,8 @@ CONFIG = {
     "ds_npu": {"parallel": {"tensor": 2, "context": 2, "pipeline": 2, "expert": 4}},
 }
 
+COMMANDS = "there are accept, calibrate, check, predict, schema, sim"
+
 
 def ds_npu(*arguments):
     # -E would drop PYTHONPATH; the command must also work where nothing but the checkout is there.
@@ -159,9 +161,9 @@ def test_neither_torch_nor_deepspeed_is_needed():
         (
             ("chek",),
             2,
-            "there is no command \"chek\", did you mean 'check'?; there are accept, calibrate, check, schema, sim",
+            f"there is no command \"chek\", did you mean 'check'?; {COMMANDS}",
         ),
-        (("\x1b[2J",), 2, 'there is no command "\\u001b[2J"; there are accept, calibrate, check, schema, sim'),
+        (("\x1b[2J",), 2, f'there is no command "\\u001b[2J"; {COMMANDS}'),
     ],
 )
 def test_without_a_command(arguments, code, said):

@@ -19,6 +19,8 @@ from ds_npu.simulator.replay.recording import RecordedRun, read_recording
 WORKER = "ds_npu.cli.prediction.present_rank"
 OUT_OF_MEMORY = "no memory"
 """The reason of a run that ended since the device's memory did."""
+TELLING, MOST_SAID = ("simulated NPU", "Error"), 300
+"""Words in lines that say why a process ended without a report, and how much of such a line is shown."""
 LOOK_SECONDS, TELL_SECONDS = 0.1, 10.0
 """How often the processes are looked at, and how often their progress is told."""
 
@@ -50,7 +52,9 @@ class StageReport:
     step_seconds: float
     """Wall clock of the recorded step."""
     memory: dict[str, int]
-    """Bytes at the peak of the recorded step, by use."""
+    """Bytes at the peak of the recorded step, by use; empty without a ds_npu section."""
+    allocated: int
+    """Bytes of tensors at the peak of the recorded step."""
     reserved: int
     """The most that the device's allocator had from the device, unused parts included."""
     outside: int
@@ -155,10 +159,11 @@ def _report(folder: Path, rank: int, code: int | None) -> StageReport:
     if any(reason["reason"] == OUT_OF_MEMORY for reason in reasons):
         raise OutOfMemoryError
     if reasons:
-        raise PredictionError(f"{reasons[0]['reason']}: {reasons[0]['text']} (all output: {folder})")
+        raise PredictionError(f"{reasons[0]['text']}\n({reasons[0]['reason']}; all output: {folder})")
     text = _text(folder / f"{rank}.json")
     if not text:
-        lines = _text(folder / f"{rank}.log").strip().splitlines()
-        last = lines[-1] if lines else "without a word"
+        lines = _text(folder / f"{rank}.log").splitlines()
+        said = [line.strip()[:MOST_SAID] for line in lines if any(word in line for word in TELLING)]
+        last = said[-1] if said else "it did not say why"
         raise PredictionError(f"the process of rank {rank} ended with code {code}: {last} (all output: {folder})")
     return StageReport(**json.loads(text))

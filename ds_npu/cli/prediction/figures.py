@@ -164,14 +164,14 @@ def _parts(span: Span, degrees: Degrees) -> Iterable[tuple[int, str, int, int]]:
 def axes_of(action: RecordedAction, degrees: Degrees) -> str:
     """The names of the axes along which the ranks of a communicator differ."""
     npus: Sequence[int] = action.told["npus"]
-    if len(npus) == degrees.world_size:
-        return "all ranks"
     found = [degrees.coordinates(npu) for npu in npus]
 
     def along(view: Sequence[Axis]) -> list[Axis]:
         return [axis for axis in view if len({each[axis] for each in found}) > 1]
 
     dense, expert = along(DENSE), along(EXPERT)
+    if len(npus) == degrees.world_size and len(dense) > 1:
+        return "all ranks"
     exchanges = action.told.get("collective") == "all_to_all" and "ep" in expert
     axes = expert if exchanges or len(expert) < len(dense) else dense
     return " x ".join(NAMES[axis] for axis in axes)

@@ -56,11 +56,10 @@ def run_present_rank() -> None:
     failure = None
     try:
         (folder / f"{rank}.json").write_text(json.dumps(asdict(report_of(request, rank, enter))))
-    except torch.OutOfMemoryError as error:
-        failure = {"reason": OUT_OF_MEMORY, "text": str(error)}
     except Exception as error:
         traceback.print_exc()
-        failure = {"reason": type(error).__name__, "text": str(error)}
+        reason = OUT_OF_MEMORY if is_out_of_memory(error) else type(error).__name__
+        failure = {"reason": reason, "text": str(error)}
     if failure is not None:
         (folder / f"{rank}.failure").write_text(json.dumps(failure))
     sys.stdout.flush()
@@ -105,13 +104,21 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
         rank=rank,
         engine_seconds=engine_seconds,
         step_seconds=time.perf_counter() - begun,
-        memory={"tensors": int(device.max_memory_allocated())} if measured is None else measured.finish().at_peak,
+        memory=measured.finish().at_peak if measured is not None else {},
+        allocated=int(device.max_memory_allocated()),
         reserved=int(device.max_memory_reserved()),
         outside=int(total - free - device.memory_reserved()),
         process_bytes=most_bytes(),
         copied_to_host=weights if engine.zero_optimization_stage() in FLAT_BUFFERS else 0,
         model_flop=flop,
     )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether ``error``, or one that it came from, says that the device's memory ended."""
+    if error is None:
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__ or error.__context__)
 
 
 def meet_absent_ranks(request: Request, rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ds_npu.cli.prediction.dry_run import StageReport
 from ds_npu.cli.prediction.figures import BUBBLE, EXPOSED, HOST, WAITS, Prediction, busiest
 from ds_npu.config.problems import printable
 from ds_npu.log import aligned
@@ -26,11 +27,7 @@ def prediction_text(prediction: Prediction) -> Iterator[str]:
     yield ""
     yield from _activities(prediction)
     yield ""
-    uses = [
-        MemoryUse(each.report.rank, each.report.memory, each.report.reserved, each.report.outside, [])
-        for each in prediction.stages
-    ]
-    yield use_table(2, uses)
+    yield from _memory([stage.report for stage in prediction.stages])
     yield ""
     yield from _operators(prediction)
 
@@ -88,6 +85,22 @@ def _activities(prediction: Prediction) -> Iterator[str]:
     for name in names:
         cells = (f"{1e3 * each.get(name, 0.0):,.1f}" for each in stages)
         rows.append((name, *cells, f"{prediction.shares()[name]:.1%}"))
+    yield from _right(rows)
+
+
+def _memory(reports: Sequence[StageReport]) -> Iterator[str]:
+    if all(each.memory for each in reports):
+        uses = [MemoryUse(each.rank, each.memory, each.reserved, each.outside, []) for each in reports]
+        yield use_table(2, uses)
+        return
+    yield "Memory at the peak, GiB (by use where the config has a ds_npu section)"
+    rows: list[tuple[str, ...]] = [("", *(f"rank {each.rank}" for each in reports))]
+    for name, sizes in (
+        ("tensors", [each.allocated for each in reports]),
+        ("fragments and spare memory of the allocator", [each.reserved - each.allocated for each in reports]),
+        ("outside of the allocator: HCCL's buffers, the runtime", [each.outside for each in reports]),
+    ):
+        rows.append((name, *(f"{size / GIB:,.1f}" for size in sizes)))
     yield from _right(rows)
 
 

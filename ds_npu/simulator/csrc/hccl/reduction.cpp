@@ -105,7 +105,7 @@ void reduce(HcclReduceOp reduction, HcclDataType type, const std::vector<const c
 }
 
 void arrived(const void* buffer, std::uint64_t bytes, HcclDataType type, bool known) {
-  if (!dry_run()) return;
+  if (!dry_run() || bytes == 0) return;  // nothing, as in a barrier, has no type
   const bool is_byte = type == HCCL_DATA_TYPE_FP8E4M3 || type == HCCL_DATA_TYPE_FP8E5M2;
   const at::ScalarType numbers = is_byte ? at::kByte : arithmetic_type(type);
   if (known) return known_bytes().set_known(buffer, bytes, at::isFloatingType(numbers));

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ds_npu.cli.command import Command, refused
+from ds_npu.cli.command import Command, cli_module, refused
 from ds_npu.config.problems import printable
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import ELSEWHERE, BuildError
@@ -65,6 +66,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dry", action="store_true", help="do not compute floating-point numbers: times and memory only"
     )
+    parser.add_argument(
+        "--races", action="store_true", help="report touches of the same memory that nothing orders (docs/simulator.md)"
+    )
     parser.add_argument("--list", action="store_true", help="print a table of what is simulated, in Markdown, and end")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
@@ -89,14 +93,16 @@ def _run(arguments: Namespace) -> int:
         return refused("sim", f"{wrong}; as in: ds_npu sim --devices 2 -- deepspeed train.py", 127 if command else 2)
     faults = tuple(arguments.fault)
     simulation = Simulation(arguments.devices, arguments.soc, arguments.memory, arguments.chaos, faults)
-    if (excess := simulation.excess()) is not None:
-        return refused("sim", excess)
+    if (why := simulation.excess() or _misused(arguments)) is not None:
+        return refused("sim", why)
     try:
         home = built()
         if unknown := next(filter(None, (unknown_function(fault, home) for fault in faults)), None):
             return refused("sim", unknown)
         trace = _made(arguments.trace) if arguments.trace else ""
-        simulation = replace(simulation, trace=trace, dry=arguments.dry, routing=arguments.routing or "")
+        trace = trace or (tempfile.mkdtemp(prefix="ds_npu_races_") if arguments.races else "")
+        options = {"dry": arguments.dry, "routing": arguments.routing or "", "races": arguments.races}
+        simulation = replace(simulation, trace=trace, **options)
     except BuildError as error:
         return refused("sim", str(error), 1)
     except OSError as error:
@@ -106,13 +112,28 @@ def _run(arguments: Namespace) -> int:
         return 0
     # A folder's name may hold control characters.
     print(f"ds_npu sim: {printable(str(simulation))}", file=sys.stderr, flush=True)
-    environment = simulation.environment(home, os.environ)
     try:
-        if faults:
-            return run(program, command, environment, faults)
-        os.execve(program, command, environment)
+        return _start(program, command, simulation, home, keeps_trace=bool(arguments.trace))
     except OSError as error:
         return refused("sim", f"{program} cannot be run: {error}", 126)
+
+
+def _start(program: str, command: list[str], simulation: Simulation, home: Path, keeps_trace: bool) -> int:
+    """Become the command, or run it where its end is waited for."""
+    environment = simulation.environment(home, os.environ)
+    if simulation.races:
+        # It imports numpy, for which other runs do not wait.
+        raced: Callable[..., int] = cli_module("raced_run").raced_run
+        return raced(program, command, environment, Path(simulation.trace), keeps_trace)
+    if not simulation.faults:
+        os.execve(program, command, environment)
+    return run(program, command, environment, simulation.faults)
+
+
+def _misused(arguments: Namespace) -> str | None:
+    if arguments.races and (arguments.chaos is not None or arguments.fault):
+        return "--races looks at a run as it is: without --chaos and --fault"
+    return None
 
 
 def _made(folder: str) -> str:

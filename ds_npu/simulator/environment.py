@@ -28,6 +28,7 @@ class Simulation:
     """The options of ``ds_npu sim``; ``memory_bytes`` is that of one device, ``chaos`` a seed, ``trace`` a folder.
 
     ``machine``: whose speeds to take (the chip's). ``present``: the NPUs that have a process, all if it is empty.
+    ``races``: the trace also has touched bytes and Python stacks, and the host puts tasks on streams itself.
     ``dry``: floating-point numbers are not computed. ``routing``: how choices of experts are drawn, by ``routing_of``.
     """
 
@@ -41,6 +42,7 @@ class Simulation:
     routing: str = ""
     machine: Machine | None = None
     present: tuple[int, ...] = ()
+    races: bool = False
 
     def excess(self) -> str | None:
         """Why the devices' memory does not fit into a process's addresses; None if it does."""
@@ -76,6 +78,7 @@ class Simulation:
             "DS_NPU_SIM_TRACE": self.trace,
             "DS_NPU_SIM_ROUTING": self.routing,
             "DS_NPU_SIM_DRY": "1" if self.dry else "",
+            **({"DS_NPU_SIM_RACES": "1", "TASK_QUEUE_ENABLE": "0"} if self.races else {}),
         }
 
 

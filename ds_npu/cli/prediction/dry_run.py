@@ -19,7 +19,7 @@ from ds_npu.simulator.replay.recording import RecordedRun, read_recording
 WORKER = "ds_npu.cli.prediction.present_rank"
 OUT_OF_MEMORY = "no memory"
 """The reason of a run that ended since the device's memory did."""
-TELLING, MOST_SAID = ("simulated NPU", "Error"), 300
+TELLING, MOST_SHOWN = ("simulated NPU", "Error"), 300
 """Words in lines that say why a process ended without a report, and how much of such a line is shown."""
 LOOK_SECONDS, TELL_SECONDS = 0.1, 10.0
 """How often the processes are looked at, and how often their progress is told."""
@@ -163,7 +163,7 @@ def _report(folder: Path, rank: int, code: int | None) -> StageReport:
     text = _text(folder / f"{rank}.json")
     if not text:
         lines = _text(folder / f"{rank}.log").splitlines()
-        said = [line.strip()[:MOST_SAID] for line in lines if any(word in line for word in TELLING)]
-        last = said[-1] if said else "it did not say why"
+        told = [line.strip()[:MOST_SHOWN] for line in lines if any(word in line for word in TELLING)]
+        last = told[-1] if told else "it did not say why"
         raise PredictionError(f"the process of rank {rank} ended with code {code}: {last} (all output: {folder})")
     return StageReport(**json.loads(text))

@@ -93,11 +93,12 @@ void* Memory::allocate(std::size_t bytes, const char* what) {
   return take(rounded(bytes, kPage));
 }
 
-void Memory::free(void* address) {
+std::size_t Memory::free(void* address) {
   const std::scoped_lock lock(mutex_);
   const std::size_t bytes = give_back(address);
   discard(address, bytes);
   used_ -= std::min(used_, bytes);
+  return bytes;
 }
 
 void Memory::charge(std::size_t bytes, const char* what) {

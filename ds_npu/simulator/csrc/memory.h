@@ -18,7 +18,7 @@ class Memory {
 
   // Throws Failure ACL_ERROR_RT_MEMORY_ALLOCATION when the capacity is used up.
   void* allocate(std::size_t bytes, const char* what);
-  void free(void* address);
+  std::size_t free(void* address);  // its bytes
 
   // Bytes counted without an address: physical memory that will be mapped into a reserved range, HCCL's buffers.
   void charge(std::size_t bytes, const char* what);

@@ -53,6 +53,7 @@ Settings from_environment() {
   result.routing = variable("DS_NPU_SIM_ROUTING", "");
   result.dry = !variable("DS_NPU_SIM_DRY", "").empty();
   result.present = numbers_in(variable("DS_NPU_SIM_PRESENT", ""));
+  result.races = !variable("DS_NPU_SIM_RACES", "").empty();
   result.trace = variable("DS_NPU_SIM_TRACE", "");
   return result;
 }

@@ -21,6 +21,7 @@ struct Settings {
   std::string routing;                 // DS_NPU_SIM_ROUTING, as routing.cpp reads it
   bool dry;                            // DS_NPU_SIM_DRY
   std::vector<int> present;            // DS_NPU_SIM_PRESENT, ascending: the NPUs that have a process; empty: all
+  bool races;                          // DS_NPU_SIM_RACES: the trace has touched bytes and Python stacks
   std::string trace;                   // DS_NPU_SIM_TRACE, a folder; "": none
 };
 

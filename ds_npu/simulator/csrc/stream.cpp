@@ -11,6 +11,8 @@
 #include "chaos.h"
 #include "failure.h"
 #include "known_bytes.h"
+#include "python_stack.h"
+#include "settings.h"
 #include "trace.h"
 
 namespace sim {
@@ -96,6 +98,7 @@ void Stream::push(Task task) {
     if (task.is_foreign) foreign_.add(id_);
     task.launched = host().launch(task.dispatch);
     task.place = ++tasks;
+    if (settings().races && !task.account.touches.empty()) task.stack = python_stack();
     queue_.push_back(std::move(task));
   }
   if (device_.chaos() != nullptr) device_.chaos()->enqueued();
@@ -152,6 +155,7 @@ void Stream::perform(Task& task) {
            .name = task.name,
            .detail = task.detail,
            .account = task.account,
+           .stack = task.stack,
            .dispatch = task.dispatch,
            .begun = begun_,
            .ended = end()});
@@ -266,6 +270,7 @@ void Moment::seen(const char* name, Nanoseconds begun) {
          .name = name,
          .detail = detail(),
          .account = {},
+         .stack = {},
          .dispatch = Dispatch::kNone,
          .begun = begun,
          .ended = host().now()});
@@ -307,6 +312,7 @@ void on_host(const char* name, const Account& account) {
          .name = name,
          .detail = {},
          .account = account,
+         .stack = settings().races ? python_stack() : "",
          .dispatch = Dispatch::kNone,
          .begun = begun,
          .ended = host().now()});

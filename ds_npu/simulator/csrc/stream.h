@@ -41,6 +41,7 @@ struct Task {
   // Set by the stream.
   std::uint64_t place{};    // as Span's
   Nanoseconds launched{};
+  std::string stack{};  // where in Python it was put there, for the search for races
 };
 
 class Stream {

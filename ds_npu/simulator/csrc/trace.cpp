@@ -72,6 +72,24 @@ std::string cost(const Account& account) {
   return text + account.communication;
 }
 
+// Bytes by `[access, address, item size, sizes, strides]`; dims that add no address are left out.
+std::string touches(const Account& account) {
+  std::string all;
+  for (const auto& [tensor, access] : account.touches) {
+    if (tensor.numel() == 0) continue;
+    std::string sizes, strides;
+    for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      if (tensor.size(dim) == 1 || tensor.stride(dim) == 0) continue;
+      sizes += (sizes.empty() ? "" : ",") + std::to_string(tensor.size(dim));
+      strides += (strides.empty() ? "" : ",") + std::to_string(tensor.stride(dim));
+    }
+    all += (all.empty() ? "[" : ",[") + std::to_string(static_cast<int>(access)) + "," +
+           std::to_string(reinterpret_cast<std::uintptr_t>(tensor.data_ptr())) + "," + std::to_string(tensor.element_size()) +
+           ",[" + sizes + "],[" + strides + "]]";
+  }
+  return all.empty() ? "" : ",\"touches\":[" + all + "]";
+}
+
 std::atomic<bool> recording{true};
 
 }  // namespace
@@ -90,10 +108,11 @@ std::string quoted(const std::string& text) {
 void trace(const Span& span) {
   static const auto* file = new File;
   const std::string told = ",\"dispatch\":\"" + std::string(name_of(span.dispatch)) + "\",\"detail\":" + quoted(span.detail);
+  const std::string raced = settings().races ? touches(span.account) + ",\"stack\":" + quoted(span.stack) : "";
   file->write("{\"ph\":\"X\",\"pid\":" + std::to_string(span.device) + ",\"tid\":" + std::to_string(span.stream) +
               ",\"ts\":" + microseconds(span.begun) + ",\"dur\":" + microseconds(span.ended - span.begun) +
               ",\"name\":" + quoted(span.name) + ",\"args\":{\"place\":" + std::to_string(span.place) +
-              told + cost(span.account) + "}},\n");
+              told + cost(span.account) + raced + "}},\n");
 }
 
 }  // namespace sim

@@ -26,6 +26,7 @@ struct Span {
   const char* name;
   const std::string& detail;  // which event, which message
   const Account& account;
+  const std::string& stack;   // Python frames, or ""
   Dispatch dispatch;
   Nanoseconds begun;
   Nanoseconds ended;

@@ -12,6 +12,7 @@
 #include "acl/error_codes/rt_error_codes.h"
 #include "api.h"
 #include "known_bytes.h"
+#include "settings.h"
 #include "stream.h"
 
 using sim::Failure;
@@ -104,6 +105,12 @@ void copy_async(const char* name, void* to, size_t room, const void* from, size_
                                .account = sim::copy_of(to, from, bytes, within_device)});
 }
 
+// For the search for races: whoever still touches the bytes does it too late.
+void note_freed(const char* name, void* address, size_t bytes) {
+  if (!sim::settings().races) return;
+  sim::on_host(name, sim::account_of({.kind = "none"}, {sim::touched(address, bytes, sim::Access::kWritten)}, 0));
+}
+
 void allocate_on_device(void** address, size_t bytes) {
   *address = sim::current_device().memory().allocate(bytes, "an allocation");
 }
@@ -118,7 +125,7 @@ SIM_API(aclError, aclrtMallocAlign32, (void** address, size_t bytes, aclrtMemMal
   allocate_on_device(address, bytes);
 }
 
-SIM_API(aclError, aclrtFree, (void* address)) { memory_with(address).free(address); }
+SIM_API(aclError, aclrtFree, (void* address)) { note_freed("aclrtFree", address, memory_with(address).free(address)); }
 
 SIM_API(aclError, aclrtGetMemInfo, (aclrtMemAttr, size_t* free, size_t* total)) {
   const auto& memory = sim::current_device().memory();
@@ -219,5 +226,6 @@ SIM_API(aclError, aclrtUnmapMem, (void* address)) {
   const auto found = mappings().find(address);
   if (found == mappings().end()) throw Failure(ACL_ERROR_INVALID_PARAM, "nothing is mapped at this address");
   memory_with(address).discard(address, found->second);
+  note_freed("aclrtUnmapMem", address, found->second);
   mappings().erase(found);
 }

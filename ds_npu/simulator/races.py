@@ -1,0 +1,210 @@
+"""Finds races in a recorded run: two touches of the same bytes of an NPU, one of them a write, that nothing orders.
+
+What orders tasks of a process: each stream does its own one after the other, an event comes after what its stream was
+given before it was recorded, a stream that waits for an event goes on after it, and the host knows what it has waited
+for, or has been told on asking, before it puts a further task on a stream. Vector clocks (Mattern 1989) count, for each
+stream, up to which of its tasks that is known. A collective ends on all its ranks at the same time, so other processes
+need not be looked at. Bytes of tensors are sets with strides, not ranges.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_npu.simulator.replay.recording import RecordedAction, RecordedRun
+
+READ = 0
+"""The access of a touch that only reads, as the trace has it."""
+PAGE = 1 << 24
+"""Bytes of the pages by which touches are found."""
+MOST_PIECES = 1 << 22
+"""Most pieces of memory of a tensor that are compared; of a tensor with more, its range is."""
+HOST = (-1, 0)
+"""The stream of what the host does itself."""
+
+StreamKey = tuple[int, int]
+Clock = dict[StreamKey, int]
+
+
+class Bytes(NamedTuple):
+    """The bytes of a tensor on a device: ``first`` to ``last`` (excluded), and its sizes and strides in bytes."""
+
+    first: int
+    last: int
+    item: int
+    dims: tuple[tuple[int, int], ...]
+    """Size and stride of each dim, the largest stride first."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is a single piece."""
+        return self.last - self.first == self.item * int(np.prod([size for size, _ in self.dims], dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Touched:
+    """A touch by the ``number``-th task of ``stream``."""
+
+    action: RecordedAction
+    bytes: Bytes
+    writes: bool
+    stream: StreamKey
+    number: int
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two touches that nothing orders, in the order in which the host put them on their streams."""
+
+    first: Touched
+    second: Touched
+
+    def __str__(self) -> str:
+        one, other = self.first, self.second
+        size = min(one.bytes.last, other.bytes.last) - max(one.bytes.first, other.bytes.first)
+        return (
+            f"{_named(other)} {_does(other)} bytes that {_named(one)} {_does(one)}, and nothing orders them: up to "
+            f"{size:,} bytes at {max(one.bytes.first, other.bytes.first):#x} of NPU {one.action.device}, process "
+            f"{one.action.process}\n  {_caller(one)}\n  {_caller(other)}"
+        )
+
+
+@dataclass
+class _Page:
+    touches: list[Touched] = field(default_factory=list)
+
+
+def races(recording: RecordedRun) -> Iterator[Race]:
+    """The races of each process, one for each two callers in the program (Python stacks and operators)."""
+    for actions in recording.processes.values():
+        seen: set[tuple[str, ...]] = set()
+        for race in _races(actions):
+            callers = tuple(f"{each.action.name} {each.action.told.get('stack')}" for each in (race.first, race.second))
+            if callers not in seen:
+                seen.add(callers)
+                yield race
+
+
+def _races(actions: Iterable[RecordedAction]) -> Iterator[Race]:
+    host: Clock = {}
+    clocks: dict[StreamKey, Clock] = defaultdict(dict)
+    numbers: dict[StreamKey, int] = defaultdict(int)
+    events: dict[int, Clock] = {}
+    pages: dict[int, _Page] = defaultdict(_Page)
+    for action in actions:
+        if action.of_host:
+            if action.event is not None:
+                _join(host, events.get(action.event, {}))
+                continue
+            key, clock = HOST, host
+        else:
+            key = (action.device, action.stream)
+            clock = clocks[key]
+            _join(clock, host)
+        if action.records:
+            assert action.event is not None
+            events[action.event] = dict(clock)
+        elif action.event is not None:
+            _join(clock, events.get(action.event, {}))
+        else:
+            numbers[key] += 1
+            clock[key] = numbers[key]
+            for access, *told in action.told.get("touches", ()):
+                touch = Touched(action, _bytes(*told), access != READ, key, numbers[key])
+                yield from _conflicts(pages, touch, clock)
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        if number > clock.get(stream, 0):
+            clock[stream] = number
+
+
+def _bytes(address: int, item: int, sizes: Sequence[int], strides: Sequence[int]) -> Bytes:
+    dims = sorted(((size, stride * item) for size, stride in zip(sizes, strides, strict=True)), key=lambda it: -it[1])
+    return Bytes(address, address + sum((size - 1) * stride for size, stride in dims) + item, item, tuple(dims))
+
+
+def _conflicts(pages: dict[int, _Page], touch: Touched, clock: Clock) -> Iterator[Race]:
+    """The races of ``touch`` with those before it; then it is one of them, in place of those that it covers."""
+    found: dict[int, Race] = {}
+    for number in range(touch.bytes.first // PAGE, (touch.bytes.last - 1) // PAGE + 1):
+        page, kept = pages[number], []
+        for old in page.touches:
+            if old.bytes.first >= touch.bytes.last or touch.bytes.first >= old.bytes.last:
+                kept.append(old)
+                continue
+            is_ordered = clock.get(old.stream, 0) >= old.number
+            if not is_ordered and (old.writes or touch.writes) and overlap(old.bytes, touch.bytes):
+                found[id(old)] = Race(old, touch)
+            covers = touch.bytes.is_dense and _contains(touch.bytes, old.bytes)
+            # Whoever comes after the new touch comes after the old one, too.
+            if not (is_ordered and covers and (touch.writes or not old.writes)):
+                kept.append(old)
+        page.touches = [*kept, touch]
+    yield from found.values()
+
+
+def _contains(outer: Bytes, inner: Bytes) -> bool:
+    return outer.first <= inner.first and inner.last <= outer.last
+
+
+def overlap(one: Bytes, other: Bytes) -> bool:
+    """Whether two tensors share a byte."""
+    if one.is_dense and other.is_dense:
+        return one.first < other.last and other.first < one.last
+    begins, length = _pieces(one)
+    others, other_length = _pieces(other)
+    # Of the pieces that begin before the end of one of the others, the last one may reach into it.
+    before = np.searchsorted(begins, others + other_length, side="left") - 1
+    return bool(np.any((before >= 0) & (begins[before] + length > others)))
+
+
+def _pieces(one: Bytes) -> tuple[np.ndarray, int]:
+    """The sorted addresses at which pieces of memory without a gap begin, and their length."""
+    length, dims = one.item, list(one.dims)
+    while dims and dims[-1][1] == length:
+        length *= dims.pop()[0]
+    if int(np.prod([size for size, _ in dims], dtype=np.int64)) > MOST_PIECES:
+        return np.array([one.first]), one.last - one.first
+    begins = np.array([one.first], dtype=np.int64)
+    for size, stride in dims:
+        begins = (begins[:, None] + stride * np.arange(size, dtype=np.int64)).ravel()
+    return np.unique(begins), length
+
+
+def _named(touch: Touched) -> str:
+    return f"{touch.action.name} (task {touch.action.number}, {_stream(touch)})"
+
+
+def _stream(touch: Touched) -> str:
+    return "the host" if touch.stream == HOST else f"stream {touch.action.stream}"
+
+
+def _does(touch: Touched) -> str:
+    return "writes" if touch.writes else "reads"
+
+
+def _caller(touch: Touched) -> str:
+    stack = str(touch.action.told.get("stack") or "from outside of Python (autograd's thread, or a library)")
+    return f"{touch.action.name}: {stack}"
+
+
+def race_report(found: Iterable[Race], most: int) -> Iterator[str]:
+    """Lines about the first ``most`` races, and what to do."""
+    shown = list(itertools.islice(found, most + 1))
+    for race in shown[:most]:
+        yield f"race: {race}"
+    if len(shown) > most:
+        yield f"and further ones: only {most} are shown"
+    if shown:
+        yield (
+            "What to do: let the stream of the second wait for the first (stream.wait_stream), and tell the allocator "
+            "of a tensor that another stream uses (tensor.record_stream)"
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_npu.capability import try_import
-from ds_npu.cli.command import Command, cli_module, refused
+from ds_npu.cli.command import Command, argument, cli_module, refused
 from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, nodes_line, zero_line
 from ds_npu.cli.picture import layout_svg
 from ds_npu.config.batch import Batch
@@ -25,7 +25,7 @@ from ds_npu.config.trainer_traps import trainer_traps
 from ds_npu.planner.communicators import MIB, buffer_mib, planned_communicators
 from ds_npu.planner.context_report import context_part, number_bytes, planned_algorithm
 from ds_npu.planner.model_file import hidden_size_of
-from ds_npu.topology.machine import Machine, machine_named
+from ds_npu.topology.machine import machine_named
 
 MOST = 2**40
 """The largest accepted number of ranks or tokens; the config's check has a lower limit for ranks."""
@@ -40,20 +40,12 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--parameters", action="store_true", help="with --model: also what rank 0 holds of each weight")
     parser.add_argument(
         "--machine",
-        type=machine_argument,
+        type=argument(machine_named),
         default="A2",
         metavar="NAME",
         help="whose speeds and nodes to take: a machine, or a file of ds_npu calibrate (A2)",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the layout; needs --world-size")
-
-
-def machine_argument(text: str) -> Machine:
-    """The machine that an argument names."""
-    try:
-        return machine_named(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def at_least_one(text: str) -> int:

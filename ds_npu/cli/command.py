@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 
 class Parser(ArgumentParser):
@@ -16,6 +18,18 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
         self.exit(2, f"{self.prog}: {line} ({self.prog} --help says more)\n")
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """``parse`` for argparse, which shows the text of its errors."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from error
+
+    return parsed
 
 
 def cli_module(name: str) -> Any:

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_npu.cli.check import at_least_one, machine_argument
-from ds_npu.cli.command import Command, refused
+from ds_npu.cli.check import at_least_one
+from ds_npu.cli.command import Command, argument, refused
 from ds_npu.cli.prediction.dry_run import PredictionError, Request, dry_run
 from ds_npu.cli.prediction.figures import Prediction, as_json, predicted
 from ds_npu.cli.prediction.picture import step_svg, write_trace
 from ds_npu.cli.prediction.text import comparison, prediction_text
-from ds_npu.cli.sim import argument
 from ds_npu.config.batch import MICRO, batch_of
 from ds_npu.config.check import Checked, check
 from ds_npu.config.loading import load
@@ -27,7 +26,7 @@ from ds_npu.planner.model_file import attention_of
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import BuildError
 from ds_npu.simulator.environment import Simulation, routing_of
-from ds_npu.topology.machine import Machine
+from ds_npu.topology.machine import Machine, machine_named
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
 """The optimizer of a config that leaves it to the script."""
@@ -42,7 +41,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--sequence-length", type=at_least_one, metavar="N", help="tokens of each sample")
     parser.add_argument(
         "--machine",
-        type=machine_argument,
+        type=argument(machine_named),
         default="A2",
         metavar="NAME",
         help="a machine, or a file of ds_npu calibrate (A2)",
@@ -80,7 +79,7 @@ def _run(arguments: Namespace) -> int:
     try:
         request, checked = requested(arguments)
         prediction = _predicted(request, checked, arguments)
-    except (ConfigError, ValueError) as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     except (PredictionError, BuildError, OSError) as error:

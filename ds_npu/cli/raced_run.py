@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ds_npu.cli.command import refused
+from ds_npu.simulator.child import ended_as, waited_for
 from ds_npu.simulator.races import race_report, races
 from ds_npu.simulator.replay.recording import read_recording
 
@@ -19,16 +18,18 @@ MOST_RACES = 20
 def raced_run(program: str, command: Sequence[str], environment: Mapping[str, str], trace: Path, keeps: bool) -> int:
     """Run ``command``, then look for races in the files of ``trace``, which are kept where asked for.
 
-    Returns the command's exit code, or 1 where it is 0 and there is a race.
+    Returns the command's exit code, or 1 where it is 0 and there is a race, or no record.
     """
-    code = subprocess.run(command, executable=program, env=environment, check=False).returncode
+    code = waited_for(program, command, environment)
     try:
         recording = read_recording(trace)
+        lines = [*race_report(races(recording), MOST_RACES)]
+        found = "\n".join(lines) or f"no race among {len(recording.actions):,} tasks and waits"
     except ValueError as error:
-        return refused("sim", f"--races: {error}", code or 1)
-    lines = [*race_report(races(recording), MOST_RACES)]
-    if not keeps:
-        shutil.rmtree(trace, ignore_errors=True)
-    found = "\n".join(lines) or f"no race among {len(recording.actions):,} tasks and waits"
-    print(f"ds_npu sim: {found}", file=sys.stderr)
-    return code or int(bool(lines))
+        why = str(error) if any(trace.iterdir()) else "no process of the command used an NPU"
+        lines, found = [why], f"--races: {why}"
+    finally:
+        if not keeps:
+            shutil.rmtree(trace, ignore_errors=True)
+    print(f"ds_npu sim: {found}", file=sys.stderr, flush=True)
+    return ended_as(code) or int(bool(lines))

@@ -12,17 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from ds_npu.cli.command import Command, cli_module, refused
+from ds_npu.cli.command import Command, argument, cli_module, refused
 from ds_npu.config.problems import printable
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import ELSEWHERE, BuildError
 from ds_npu.simulator.contents import markdown
 from ds_npu.simulator.environment import MOST_DEVICES, SOCS, Simulation, bytes_of, integer_of, routing_of
 from ds_npu.simulator.fault import fault_of, run, unknown_function
-
-T = TypeVar("T")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -71,18 +68,6 @@ def _add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="print a table of what is simulated, in Markdown, and end")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
-
-
-def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """``parse`` for argparse, which shows the text of its errors."""
-
-    def parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
 
 
 def _run(arguments: Namespace) -> int:

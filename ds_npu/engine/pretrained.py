@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_npu.checkpoint.loading import load_checkpoint, meta_model
+from ds_npu.checkpoint.loading import load_checkpoint, make_empty, meta_model
 from ds_npu.config.loading import load
-from ds_npu.engine.session import open_session, use_own_device
+from ds_npu.engine.session import Session, open_session, use_own_device
 from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features, values_in
+from ds_npu.topology.topology import Topology
 
 
 def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any, **options: Any) -> Any:
@@ -30,14 +32,34 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
     Raises ConfigError, PlanError or ValueError for a config or a model that cannot be sharded, and CheckpointError with
     every weight that is missing, left over or of another shape.
     """
-    ds_config = load(config)
     if not dist.is_initialized():
         deepspeed.init_distributed(get_accelerator().communication_backend_name())
-    use_own_device()
-    session = open_session(ds_config)
+    session = _session(load(config))
     model = meta_model(auto_class, Path(folder), **options)
+    _take_part(model, session, lambda topology: load_checkpoint(model, Path(folder), topology.coordinates))
+    return model
+
+
+def with_empty_parts(model: Any, ds_config: dict[str, Any]) -> None:
+    """Give ``model``, on the meta device, this rank's parts on its NPU, whose weights have no defined values.
+
+    The process group is there. Every rank calls it at the same time.
+    """
+    device = get_accelerator().current_device_name()
+    if "ds_npu" in ds_config:
+        _take_part(model, _session(ds_config), lambda topology: make_empty(model, model.dtype, device))
+    else:
+        make_empty(model, model.dtype, device)
+
+
+def _session(ds_config: dict[str, Any]) -> Session:
+    use_own_device()
+    return open_session(ds_config)
+
+
+def _take_part(model: Any, session: Session, fill: Callable[[Topology], None]) -> None:
+    """Change ``model`` as the section says, let ``fill`` allocate its weights, and protect those that are sharded."""
     build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
     apply_features(values_in(session.config), build)
-    load_checkpoint(model, Path(folder), session.topology.coordinates)
+    fill(session.topology)
     protect_shards(model, session.topology)
-    return model

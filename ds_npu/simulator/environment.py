@@ -78,7 +78,8 @@ class Simulation:
             "DS_NPU_SIM_TRACE": self.trace,
             "DS_NPU_SIM_ROUTING": self.routing,
             "DS_NPU_SIM_DRY": "1" if self.dry else "",
-            **({"DS_NPU_SIM_RACES": "1", "TASK_QUEUE_ENABLE": "0"} if self.races else {}),
+            "DS_NPU_SIM_RACES": "1" if self.races else "",
+            **({"TASK_QUEUE_ENABLE": "0"} if self.races else {}),
         }
 
 

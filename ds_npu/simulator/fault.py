@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import json
 import os
 import re
-import signal
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from ds_npu.simulator.build import CONTENTS, SOURCES, say
+from ds_npu.simulator.child import ended_as, waited_for
 
 FORM = re.compile(r"((?:acl|Hccl)\w+)(?::([0-9]+))?(?:@([0-9]+))?=([0-9]+|exit)", re.ASCII)
 LARGEST = {"CALL": 10**9, "RANK": 10**6, "CODE": 2**31 - 1}
@@ -20,9 +18,6 @@ LARGEST = {"CALL": 10**9, "RANK": 10**6, "CODE": 2**31 - 1}
 
 FIRED = "DS_NPU_SIM_FIRED"
 """The variable that names a file; each process of the run appends a line to it for each fault that fires."""
-
-SET_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def fault_of(text: str) -> str:
@@ -68,25 +63,9 @@ def run(program: str, command: Sequence[str], environment: dict[str, str], fault
     """
     # The kernel removes this anonymous file with the process, however that ends.
     fired = os.memfd_create("ds_npu_fired")
-    environment = {**environment, FIRED: f"/proc/{os.getpid()}/fd/{fired}"}
-    child = subprocess.Popen(
-        command,
-        executable=program,
-        env=environment,
-        # The command dies with this process.
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL),
-    )
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda told, _: child.send_signal(told))
-    for number in (signal.SIGINT, signal.SIGQUIT):
-        signal.signal(number, lambda *_: None)  # A terminal sends them to the command, too.
-    code = child.wait()
+    code = waited_for(program, command, {**environment, FIRED: f"/proc/{os.getpid()}/fd/{fired}"})
     seen = os.pread(fired, os.fstat(fired).st_size, 0).decode().splitlines()
     silent = [fault for fault in faults if fault not in seen]
     for fault in silent:
         say(f"--fault {fault} has not fired: no process made that call, so this run does not show what happens then")
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    return code or int(bool(silent))
+    return ended_as(code) or int(bool(silent))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +44,14 @@ class Bytes(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """Whether it is a single piece."""
-        return self.last - self.first == self.item * int(np.prod([size for size, _ in self.dims], dtype=np.int64))
+        return self.last - self.first == self.piece()[0]
+
+    def piece(self) -> tuple[int, list[tuple[int, int]]]:
+        """The bytes of a piece without a gap, and the dims that repeat it."""
+        length, dims = self.item, list(self.dims)
+        while dims and dims[-1][1] == length:
+            length *= dims.pop()[0]
+        return length, dims
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +82,6 @@ class Race:
         )
 
 
-@dataclass
-class _Page:
-    touches: list[Touched] = field(default_factory=list)
-
-
 def races(recording: RecordedRun) -> Iterator[Race]:
     """The races of each process, one for each two callers in the program (Python stacks and operators)."""
     for actions in recording.processes.values():
@@ -96,7 +98,7 @@ def _races(actions: Iterable[RecordedAction]) -> Iterator[Race]:
     clocks: dict[StreamKey, Clock] = defaultdict(dict)
     numbers: dict[StreamKey, int] = defaultdict(int)
     events: dict[int, Clock] = {}
-    pages: dict[int, _Page] = defaultdict(_Page)
+    pages: dict[int, list[Touched]] = defaultdict(list)
     for action in actions:
         if action.of_host:
             if action.event is not None:
@@ -131,12 +133,12 @@ def _bytes(address: int, item: int, sizes: Sequence[int], strides: Sequence[int]
     return Bytes(address, address + sum((size - 1) * stride for size, stride in dims) + item, item, tuple(dims))
 
 
-def _conflicts(pages: dict[int, _Page], touch: Touched, clock: Clock) -> Iterator[Race]:
+def _conflicts(pages: dict[int, list[Touched]], touch: Touched, clock: Clock) -> Iterator[Race]:
     """The races of ``touch`` with those before it; then it is one of them, in place of those that it covers."""
     found: dict[int, Race] = {}
     for number in range(touch.bytes.first // PAGE, (touch.bytes.last - 1) // PAGE + 1):
-        page, kept = pages[number], []
-        for old in page.touches:
+        kept: list[Touched] = []
+        for old in pages[number]:
             if old.bytes.first >= touch.bytes.last or touch.bytes.first >= old.bytes.last:
                 kept.append(old)
                 continue
@@ -147,7 +149,7 @@ def _conflicts(pages: dict[int, _Page], touch: Touched, clock: Clock) -> Iterato
             # Whoever comes after the new touch comes after the old one, too.
             if not (is_ordered and covers and (touch.writes or not old.writes)):
                 kept.append(old)
-        page.touches = [*kept, touch]
+        pages[number] = [*kept, touch]
     yield from found.values()
 
 
@@ -168,9 +170,7 @@ def overlap(one: Bytes, other: Bytes) -> bool:
 
 def _pieces(one: Bytes) -> tuple[np.ndarray, int]:
     """The sorted addresses at which pieces of memory without a gap begin, and their length."""
-    length, dims = one.item, list(one.dims)
-    while dims and dims[-1][1] == length:
-        length *= dims.pop()[0]
+    length, dims = one.piece()
     if int(np.prod([size for size, _ in dims], dtype=np.int64)) > MOST_PIECES:
         return np.array([one.first]), one.last - one.first
     begins = np.array([one.first], dtype=np.int64)

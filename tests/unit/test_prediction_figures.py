@@ -90,9 +90,9 @@ def test_communication_is_named_after_its_axes(degrees, told, axes):
 
 def prediction(**changes: Any) -> figures.Prediction:
     request = Request("", {}, "model", 1024, 2, 8, 16, [0, 8])
-    report = StageReport(0, 1.0, 2.0, {}, 7 << 30, 8 << 30, 1 << 30, 1 << 30, 3 << 30, 6e12)
+    report = StageReport(0, "7", 1.0, 2.0, {}, 7 << 30, 8 << 30, 1 << 30, 1 << 30, 3 << 30, 6e12)
     intervals = figures.activities(STEP, DEGREES, 200 * US)
-    stages = tuple(figures.PredictedStage(replace(report, rank=rank), "7", intervals) for rank in (0, 8))
+    stages = tuple(figures.PredictedStage(replace(report, rank=rank), intervals) for rank in (0, 8))
     made = figures.Prediction(request, DEGREES, A2, True, 0.5, stages, tuple(STEP), 3e14)
     return replace(made, **changes)
 

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_npu.simulator import races as module
@@ -164,6 +164,7 @@ def bytes_of(tensor: Bytes) -> set[int]:
 
 
 @given(TENSORS, TENSORS)
+@example(Bytes(0, 24, 2, ((2, 10), (2, 8), (3, 2))), Bytes(6, 7, 1, ()))
 def test_strided_tensors_overlap_where_their_bytes_do(one, other):
     assert overlap(one, other) == overlap(other, one) == bool(bytes_of(one) & bytes_of(other))
 

@@ -47,6 +47,8 @@ class StageReport:
     """The facts of a stage that its present rank found."""
 
     rank: int
+    process: str
+    """Its process id, after which its part of the record is named."""
     engine_seconds: float
     """Wall clock until the engine was made."""
     step_seconds: float

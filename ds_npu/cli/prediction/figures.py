@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ds_npu.cli.prediction.dry_run import DryRun, Request, StageReport
@@ -34,8 +35,6 @@ class PredictedStage:
     """A present rank's step."""
 
     report: StageReport
-    process: str
-    """Its name in the record."""
     intervals: tuple[Interval, ...]
     """One after the other, from 0 to the end of the step."""
 
@@ -102,10 +101,8 @@ def predicted(run: DryRun, request: Request, degrees: Degrees, machine: Machine)
     by_process: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_process[span.action.process].append(span)
-    # Files of a record are named after their processes, which were started in the order of stages.
     stages = tuple(
-        PredictedStage(report, process, activities(by_process[process], degrees, end))
-        for report, process in zip(run.reports, sorted(by_process, key=int), strict=True)
+        PredictedStage(report, activities(by_process[report.process], degrees, end)) for report in run.reports
     )
     flop = sum(float(action.told.get("flop", 0)) for action in run.recording.actions)
     executed = flop * degrees.world_size / degrees.pp
@@ -163,7 +160,11 @@ def _parts(span: Span, degrees: Degrees) -> Iterable[tuple[int, str, int, int]]:
 
 def axes_of(action: RecordedAction, degrees: Degrees) -> str:
     """The names of the axes along which the ranks of a communicator differ."""
-    npus: Sequence[int] = action.told["npus"]
+    return _axes(tuple(action.told["npus"]), action.told.get("collective") == "all_to_all", degrees)
+
+
+@cache
+def _axes(npus: tuple[int, ...], exchanges: bool, degrees: Degrees) -> str:
     found = [degrees.coordinates(npu) for npu in npus]
 
     def along(view: Sequence[Axis]) -> list[Axis]:
@@ -172,8 +173,7 @@ def axes_of(action: RecordedAction, degrees: Degrees) -> str:
     dense, expert = along(DENSE), along(EXPERT)
     if len(npus) == degrees.world_size and len(dense) > 1:
         return "all ranks"
-    exchanges = action.told.get("collective") == "all_to_all" and "ep" in expert
-    axes = expert if exchanges or len(expert) < len(dense) else dense
+    axes = expert if (exchanges and "ep" in expert) or len(expert) < len(dense) else dense
     return " x ".join(NAMES[axis] for axis in axes)
 
 

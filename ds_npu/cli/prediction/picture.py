@@ -26,7 +26,6 @@ COLUMNS, LEFT, MARGIN, LANE, GAP = 1200, 90, 24, 22, 14
 FIXED = {COMPUTES: "#52b788", COPIES: "#adb5bd", BUBBLE: "#f1f1f1", HOST: "#e9c46a"}
 OTHERS = ("#8ecae6", "#b392ac", "#f4a261", "#3a86c8", "#c1121f", "#fb9a99", "#cab2d6")
 """Colours of communication and waits, in the order of their seconds."""
-LANES = ("NPU", "messages")
 
 
 def step_svg(prediction: Prediction) -> str:
@@ -47,7 +46,7 @@ def step_svg(prediction: Prediction) -> str:
     for stage in prediction.stages:
         lines.append(text(MARGIN, y + LANE - 7, f"rank {stage.report.rank}", font_weight="bold"))
         lines.append(group(_lane(stage.intervals, colours, end, y), data_lane=f"rank {stage.report.rank}"))
-        own = [span for span in prediction.spans if span.action.process == stage.process]
+        own = [span for span in prediction.spans if span.action.process == stage.report.process]
         hidden = _communication(own, prediction)
         lines.append(text(MARGIN, y + 2 * LANE - 8, "messages", fill="#555"))
         lines.append(group(_lane(hidden, colours, end, y + LANE)))
@@ -104,7 +103,7 @@ def _legend(colours: dict[str, str], y: int) -> Iterator[str]:
 
 def write_trace(prediction: Prediction, file: Path) -> None:
     """Write the replayed step in Chrome's trace format, which ui.perfetto.dev shows: a process for each rank."""
-    ranks = {stage.process: stage.report.rank for stage in prediction.stages}
+    ranks = {stage.report.process: stage.report.rank for stage in prediction.stages}
     events = [
         {
             "ph": "X",

@@ -26,17 +26,13 @@ from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 from transformers.integrations import HfDeepSpeedConfig
 
-from ds_npu.checkpoint.loading import make_empty
 from ds_npu.cli.planned_model import auto_class_of, model_without_weights
 from ds_npu.cli.prediction.absent_ranks import StoreOfAbsentRanks
 from ds_npu.cli.prediction.dry_run import OUT_OF_MEMORY, Request, StageReport
 from ds_npu.cli.prediction.model_flop import model_flop
 from ds_npu.config.deepspeed_keys import zero_stage
 from ds_npu.engine.engines import NpuEngine
-from ds_npu.engine.session import open_session, use_own_device
-from ds_npu.engine.shard_protection import protect_shards
-from ds_npu.features.build import Build
-from ds_npu.features.driver import apply_features, values_in
+from ds_npu.engine.pretrained import with_empty_parts
 from ds_npu.features.measured_step import MeasuredStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +76,8 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
     if zero_stage(request.ds_config) == 3:
         model = partitioned_model(path, dtype, request.ds_config)
     else:
-        model = with_empty_parts(whole, request.ds_config)
+        model = whole
+        with_empty_parts(model, request.ds_config)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=request.ds_config)
     engine_seconds = time.perf_counter() - begun
     size = request.micro_batches, request.samples, request.sequence_length
@@ -102,6 +99,7 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
     weights = sum(each.numel() * each.itemsize for each in engine.module.parameters())
     return StageReport(
         rank=rank,
+        process=str(os.getpid()),
         engine_seconds=engine_seconds,
         step_seconds=time.perf_counter() - begun,
         memory=measured.finish().at_peak if measured is not None else {},
@@ -159,20 +157,6 @@ def partitioned_model(path: Path, dtype: torch.dtype, ds_config: dict[str, Any])
     keeps_alive = HfDeepSpeedConfig(ds_config)
     model = auto_class_of(config).from_config(config, dtype=dtype, trust_remote_code=False).train()
     del keeps_alive
-    return model
-
-
-def with_empty_parts(model: Any, ds_config: dict[str, Any]) -> Any:
-    """``model`` with this rank's parts on the device, their values unknown."""
-    session = None
-    if "ds_npu" in ds_config:
-        use_own_device()
-        session = open_session(ds_config)
-        build = Build(session.topology, model, session.config.plan, get_accelerator().device_name())
-        apply_features(values_in(session.config), build)
-    make_empty(model, model.dtype, get_accelerator().current_device_name())
-    if session is not None:
-        protect_shards(model, session.topology)
     return model
 
 

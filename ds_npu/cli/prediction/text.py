@@ -78,13 +78,13 @@ def _answers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def _activities(prediction: Prediction) -> Iterator[str]:
-    names = [name for name, part in prediction.shares().items() if part >= SHOWN]
+    shares = {name: part for name, part in prediction.shares().items() if part >= SHOWN}
     stages = [stage.seconds() for stage in prediction.stages]
     yield "What NPUs do in a step, ms"
     rows: list[tuple[str, ...]] = [("", *(f"rank {stage.report.rank}" for stage in prediction.stages), "of the step")]
-    for name in names:
+    for name, part in shares.items():
         cells = (f"{1e3 * each.get(name, 0.0):,.1f}" for each in stages)
-        rows.append((name, *cells, f"{prediction.shares()[name]:.1%}"))
+        rows.append((name, *cells, f"{part:.1%}"))
     yield from _right(rows)
 
 

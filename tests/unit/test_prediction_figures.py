@@ -14,11 +14,13 @@ import transformers
 
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.cli.main import main
+from ds_npu.cli.prediction import dry_run as dry_run_module
 from ds_npu.cli.prediction import figures
-from ds_npu.cli.prediction.dry_run import Request, StageReport
+from ds_npu.cli.prediction.dry_run import PredictionError, Request, StageReport
 from ds_npu.cli.prediction.model_flop import model_flop
 from ds_npu.cli.prediction.picture import step_svg, write_trace
 from ds_npu.cli.prediction.text import comparison, prediction_text
+from ds_npu.simulator.environment import Simulation
 from ds_npu.simulator.replay.recording import RecordedAction
 from ds_npu.simulator.replay.replay import Span
 from ds_npu.topology.degrees import Degrees
@@ -179,6 +181,16 @@ def test_one_error_says_why_nothing_is_predicted(tmp_path, monkeypatch, capsys, 
     shown = capsys.readouterr()
     assert code in (1, 2) and shown.out == ""
     assert said in shown.err.strip().splitlines()[-1]
+
+
+def test_a_rank_that_died_is_named_and_not_those_that_were_ended_with_it(tmp_path, monkeypatch):
+    worker = "import sys, time; time.sleep(60 if sys.argv[-1] == '0' else 0); print('RuntimeError: no'); sys.exit(3)"
+    (tmp_path / "dying_rank.py").write_text(worker)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(dry_run_module, "WORKER", "dying_rank")
+    request = Request(str(tmp_path), {}, "model", 8, 1, 1, 16, [0, 8])
+    with pytest.raises(PredictionError, match="the process of rank 8 ended with code 3: RuntimeError: no"):
+        dry_run_module.dry_run(request, Simulation(16), tmp_path, lambda line: None)
 
 
 def test_files_that_are_no_predictions_are_not_compared(tmp_path, capsys):

@@ -112,6 +112,7 @@ def _run(
     environment = replace(simulation, trace=str(trace)).environment(home, os.environ)
     begun = time.monotonic()
     processes = {rank: _started(request, rank, file, environment) for rank in request.present}
+    codes: dict[int, int | None] = {}
     try:
         told = begun
         while any(process.poll() is None for process in processes.values()):
@@ -121,11 +122,13 @@ def _run(
                 told = time.monotonic()
                 tell(f"{told - begun:.0f} s: {_progress(folder, request.present)}")
             time.sleep(LOOK_SECONDS)
+        codes = {rank: process.poll() for rank, process in processes.items()}
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
-    reports = tuple(_report(folder, rank, processes[rank].returncode) for rank in request.present)
+    _check(folder, codes)
+    reports = tuple(StageReport(**json.loads(_text(folder / f"{rank}.json"))) for rank in request.present)
     return read_recording(trace), reports
 
 
@@ -140,6 +143,9 @@ def _started(request: Request, rank: int, file: Path, environment: Mapping[str, 
         "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "npu",
+        # The replay has a thread of its own that launches tasks.
+        "TASK_QUEUE_ENABLE": "1",
+        "ASCEND_LAUNCH_BLOCKING": "0",
     }
     with Path(request.folder, f"{rank}.log").open("wb") as log:
         command = [sys.executable, "-m", WORKER, str(file), str(rank)]
@@ -155,17 +161,19 @@ def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def _report(folder: Path, rank: int, code: int | None) -> StageReport:
-    """The report of ``rank``. Raises PredictionError or OutOfMemoryError with the reason of the run that has none."""
+def _check(folder: Path, codes: Mapping[int, int | None]) -> None:
+    """Raise PredictionError or OutOfMemoryError with the reason of a run of which a rank has no report.
+
+    ``codes``: exit codes of the ranks' processes before the others, which waited for them, were ended.
+    """
     reasons = [json.loads(text) for text in map(_text, sorted(folder.glob("*.failure"))) if text]
     if any(reason["reason"] == OUT_OF_MEMORY for reason in reasons):
         raise OutOfMemoryError
     if reasons:
         raise PredictionError(f"{reasons[0]['text']}\n({reasons[0]['reason']}; all output: {folder})")
-    text = _text(folder / f"{rank}.json")
-    if not text:
-        lines = _text(folder / f"{rank}.log").splitlines()
-        told = [line.strip()[:MOST_SHOWN] for line in lines if any(word in line for word in TELLING)]
-        last = told[-1] if told else "it did not say why"
-        raise PredictionError(f"the process of rank {rank} ended with code {code}: {last} (all output: {folder})")
-    return StageReport(**json.loads(text))
+    for rank, code in codes.items():
+        if code:
+            lines = _text(folder / f"{rank}.log").splitlines()
+            told = [line.strip()[:MOST_SHOWN] for line in lines if any(word in line for word in TELLING)]
+            last = told[-1] if told else "it did not say why"
+            raise PredictionError(f"the process of rank {rank} ended with code {code}: {last} (all output: {folder})")

@@ -17,6 +17,7 @@ from ds_npu.cli.command import Command, argument, refused
 from ds_npu.cli.prediction.dry_run import PredictionError, Request, dry_run
 from ds_npu.cli.prediction.figures import Prediction, as_json, predicted
 from ds_npu.cli.prediction.picture import step_svg, write_trace
+from ds_npu.cli.prediction.sensitivity import sensitivities
 from ds_npu.cli.prediction.text import comparison, prediction_text
 from ds_npu.config.batch import MICRO, batch_of
 from ds_npu.config.check import Checked, check
@@ -55,6 +56,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the step there for ui.perfetto.dev")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the step there")
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="show by how much the step depends on each number of the machine"
+    )
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -146,7 +150,10 @@ def _predicted(request: Request, checked: Checked, arguments: Namespace) -> Pred
     run = dry_run(replace(request, folder=folder), simulation, home, _tell)
     # A run that has failed leaves its output there.
     shutil.rmtree(folder, ignore_errors=True)
-    return predicted(run, request, checked.degrees, machine)
+    found = predicted(run, request, checked.degrees, machine)
+    if not arguments.sensitivity:
+        return found
+    return replace(found, sensitivity=sensitivities(run.recording, machine, found.step_seconds, _tell))
 
 
 def _tell(line: str) -> None:

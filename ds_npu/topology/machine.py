@@ -104,6 +104,8 @@ class Machine:
     """The same for the record or wait of an event."""
     launch: float
     """Seconds to put a dispatched task on its stream, by a thread of torch_npu, while the host dispatches the next."""
+    evidence: tuple[tuple[str, str], ...] = ()
+    """The mark and trust of each number."""
 
     def near(self, degrees: Degrees) -> int:
         """How many consecutive context ranks share a node in every context group; a divisor of their number."""
@@ -173,7 +175,9 @@ def machine_from(name: str, entries: Mapping[str, Any], file: str = FILE.name) -
     """
     if wrong := entries.keys() ^ UNITS.keys():
         raise ValueError(f"{file}: {name}: missing or unknown: {', '.join(sorted(wrong))}")
-    return Machine(name, **{field: _value(f"{file}: {name}.{field}", field, entries[field]) for field in UNITS})
+    values = {number: _value(f"{file}: {name}.{number}", number, entries[number]) for number in UNITS}
+    evidence = tuple((number, f"{entries[number]['mark']}, trust {entries[number]['trust']}") for number in UNITS)
+    return Machine(name, **values, evidence=evidence)
 
 
 def _value(where: str, field: str, entry: Any) -> Any:

@@ -33,7 +33,7 @@ def entries():
 def test_the_file_is_what_is_used():
     assert {name: machine_from(name, entries_of(PROFILE, name)) for name in PROFILE} == MACHINES
     assert machine_from("A2", entries()) == A2 == dataclasses.replace(MACHINES["910B2"], name="A2")
-    assert [field.name for field in dataclasses.fields(Machine)] == ["name", *UNITS]
+    assert [field.name for field in dataclasses.fields(Machine)] == ["name", *UNITS, "evidence"]
 
 
 def test_chips_have_what_their_cores_and_clocks_give():

@@ -19,6 +19,7 @@ from ds_npu.cli.prediction import figures
 from ds_npu.cli.prediction.dry_run import PredictionError, Request, StageReport
 from ds_npu.cli.prediction.model_flop import model_flop
 from ds_npu.cli.prediction.picture import step_svg, write_trace
+from ds_npu.cli.prediction.sensitivity import Sensitivity
 from ds_npu.cli.prediction.text import comparison, prediction_text
 from ds_npu.simulator.environment import Simulation
 from ds_npu.simulator.replay.recording import RecordedAction
@@ -117,6 +118,9 @@ def test_the_text_answers_first_and_says_what_does_not_fit(tmp_path):
     other = figures.as_json(prediction(step_seconds=100e-6))
     rows = {line.rsplit(maxsplit=3)[0].strip(): line.split()[-1] for line in comparison(("a", "b"), (one, other))}
     assert rows["step seconds"] == "0.500" and rows["mfu"] == "2.000"
+    known = (Sensitivity("matmul", 0.07, "derived, trust high"), Sensitivity("hop", 0.0, "claimed, trust low"))
+    *_, row, rest = prediction_text(prediction(sensitivity=known))
+    assert row.split() == ["matmul", "+7.0%", "derived,", "trust", "high"] and rest.endswith(": hop")
     svg = step_svg(prediction(step_seconds=200e-6))
     assert "rank 0" in svg and "rank 8" in svg and figures.EXPOSED + "tensor" in svg
     write_trace(prediction(), tmp_path / "trace.json")

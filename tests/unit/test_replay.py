@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ds_npu.cli.prediction.sensitivity import CONTENTION, sensitivities, worse
 from ds_npu.simulator.replay.recording import RecordedAction, RecordedRun, read_recording
 from ds_npu.simulator.replay.replay import Replay
 from ds_npu.topology.machine import A2
@@ -247,3 +248,23 @@ def test_files_that_are_no_record_are_refused(tmp_path: Path):
     (tmp_path / "1.json").write_text("[\n" + json.dumps({"name": "op"}) + ",\n")
     with pytest.raises(ValueError, match=r"1.json, line 2: no record of a task"):
         read_recording(tmp_path)
+
+
+def test_a_step_depends_on_each_number_of_the_machine_by_its_part_of_the_step():
+    host = Host()
+    host.streaming(87)
+    told: list[str] = []
+    found = {
+        each.name: each
+        for each in sensitivities(RecordedRun({"one": tuple(host.actions)}), MACHINE, 101e-6, told.append)
+    }
+    # 10 us to dispatch, 3 to launch, 1 for a kernel and 87 for its bytes, of which each becomes 10 % worse.
+    assert found["dispatch"].growth == pytest.approx(1 / 101) and found["launch"].growth == pytest.approx(
+        0.3 / 101, abs=1e-5
+    )
+    assert found["memory"].growth == pytest.approx((87 / 0.9 - 87) / 101, abs=1e-5)
+    assert found["matmul"].growth == found[CONTENTION].growth == 0 and found["memory"].evidence == "derived, trust low"
+    assert len(told) == len(found)
+    assert worse(MACHINE, "memory").memory == ((1, pytest.approx(0.9e12)),) and worse(
+        MACHINE, "hop"
+    ).hop == pytest.approx(1.1e-6)

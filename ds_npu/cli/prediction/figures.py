@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from ds_npu.cli.prediction.dry_run import DryRun, Request, StageReport
+from ds_npu.cli.prediction.sensitivity import Sensitivity
 from ds_npu.simulator.replay.recording import RecordedAction
 from ds_npu.simulator.replay.replay import Replay, Span
 from ds_npu.topology.degrees import DENSE, EXPERT, NAMES, Axis, Degrees
@@ -59,6 +60,8 @@ class Prediction:
     spans: tuple[Span, ...]
     executed_flop: float
     """FLOP of all kernels of all ranks."""
+    sensitivity: tuple[Sensitivity, ...] = ()
+    """Empty where it was not asked for."""
 
     @property
     def tokens(self) -> int:
@@ -203,6 +206,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
             {"name": name, "calls": calls, "seconds": seconds}
             for name, calls, seconds in busiest(prediction.spans, len(prediction.spans))
         ],
+        "sensitivity": [vars(each) for each in prediction.sensitivity],
     }
 
 

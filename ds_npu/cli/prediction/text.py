@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_npu.cli.prediction.dry_run import StageReport
 from ds_npu.cli.prediction.figures import BUBBLE, EXPOSED, HOST, WAITS, Prediction, busiest
+from ds_npu.cli.prediction.sensitivity import WORSE, Sensitivity
 from ds_npu.config.problems import printable
 from ds_npu.log import aligned
 from ds_npu.memory.memory_use import MemoryUse, use_table
@@ -30,6 +31,9 @@ def prediction_text(prediction: Prediction) -> Iterator[str]:
     yield from _memory([stage.report for stage in prediction.stages])
     yield ""
     yield from _operators(prediction)
+    if prediction.sensitivity:
+        yield ""
+        yield from _sensitivity(prediction.sensitivity)
 
 
 def _headline(prediction: Prediction) -> Iterator[str]:
@@ -110,6 +114,14 @@ def _operators(prediction: Prediction) -> Iterator[str]:
     longest = busiest(prediction.spans, OPERATORS)
     rows += [(name, f"{calls:,}", f"{1e3 * seconds:,.1f}") for name, calls, seconds in longest]
     yield from _right(rows)
+
+
+def _sensitivity(found: Sequence[Sensitivity]) -> Iterator[str]:
+    yield f"How much longer the step is with a number of the machine {WORSE:.0%} worse, and where the number comes from"
+    shown = [each for each in found if abs(each.growth) >= SHOWN]
+    yield from aligned([("  " + each.name, f"{each.growth:+6.1%}", each.evidence) for each in shown])
+    if len(shown) < len(found):
+        yield f"  below {SHOWN:.2%}: {', '.join(each.name for each in found if each not in shown)}"
 
 
 def _right(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -43,11 +43,13 @@ UNITS = {
     "dispatch_collective": "s",
     "dispatch_event": "s",
     "launch": "s",
+    "stream_tasks": "tasks",
+    "queue_tasks": "tasks",
 }
 """The unit of each number of a machine."""
 TABLES = ("memory", "attention")
 """The numbers that are tables."""
-INTEGERS = ("cores", "hbm", "sorting_passes", "node")
+INTEGERS = ("cores", "hbm", "sorting_passes", "node", "stream_tasks", "queue_tasks")
 """The numbers that count something."""
 MARKS, TRUST = ("measured", "claimed", "derived", "assumed"), ("high", "medium", "low")
 LIKE = "like"
@@ -104,6 +106,10 @@ class Machine:
     """The same for the record or wait of an event."""
     launch: float
     """Seconds to put a dispatched task on its stream, by a thread of torch_npu, while the host dispatches the next."""
+    stream_tasks: int
+    """Tasks that a stream holds; a launch waits until there is room."""
+    queue_tasks: int
+    """Dispatched tasks that wait to be launched; a dispatch waits until there is room."""
     evidence: tuple[tuple[str, str], ...] = ()
     """The mark and trust of each number."""
 

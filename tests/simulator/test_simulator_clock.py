@@ -138,3 +138,30 @@ def test_a_replay_has_the_times_of_the_run_on_each_machine(folder, tmp_path):
             begun = round(task["ts"] * 1000)
             ran[device, place] = (task["name"], begun, begun + round(task["dur"] * 1000))
     assert replayed(recording, MACHINES["A3"]) == ran != replayed(recording, MACHINES["910B2"])
+
+
+FULL = """
+import torch, torch_npu
+x = torch.ones(8192, 8192, dtype=torch.bfloat16, device="npu")
+out, side = torch.empty_like(x), torch.npu.Stream()
+first, last = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
+first.record()
+for _ in range(2100):
+    torch.mm(x, x, out=out)
+for _ in range(4200):
+    last.record(side)
+torch.npu.synchronize()
+print(first.elapsed_time(last))
+"""
+
+
+def test_a_full_stream_holds_up_the_launch_and_a_full_queue_the_dispatch(tmp_path):
+    product = US * MACHINE.operator_seconds(MACHINE.product_seconds(8192, 8192, 8192, 2), 3 * 2 * 8192**2)
+    (line,) = simulated.printed(simulated.python(FULL, "--devices", "1", "--dry", "--trace", str(tmp_path)))
+    # The first event is reached after the ones are filled, when products are launched already. It and 2100 products are
+    # 2101 tasks: the last is launched when the 52nd product has ended, and all others after it.
+    begun = 52 * product
+    assert 2100 * DISPATCH + 4096 * EVENT < begun
+    assert float(line) * 1e3 == pytest.approx(begun + LAUNCH * 4201, abs=0.1)
+    for span in Replay(read_recording(tmp_path), MACHINE, shares=False).run():
+        assert (span.begun, span.ended) == (span.action.begun, span.action.ended) or span.action.of_host, span

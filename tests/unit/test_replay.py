@@ -268,3 +268,35 @@ def test_a_step_depends_on_each_number_of_the_machine_by_its_part_of_the_step():
     assert worse(MACHINE, "memory").memory == ((1, pytest.approx(0.9e12)),) and worse(
         MACHINE, "hop"
     ).hop == pytest.approx(1.1e-6)
+
+
+def test_a_full_stream_holds_up_what_launches_and_a_full_queue_the_host():
+    host = Host()
+    for _ in range(5):
+        host.streaming(99)
+    others = [host.streaming(0, stream) for stream in (2, 3)]
+    recording = RecordedRun({"one": tuple(host.actions)})
+
+    def begun(**sizes: int) -> list[float]:
+        """When the other streams begin their task, in microseconds."""
+        spans = Replay(recording, replace(MACHINE, **sizes), shares=False).run()
+        found = {id(span.action): span.begun / 1e3 for span in spans}
+        return [found[id(other)] for other in others]
+
+    # Dispatched at 60 and 70.
+    assert begun() == [63, 73]
+    # Two fit on the stream: its third task is launched when the first has ended, at 113, its fifth at 313, the next then.
+    assert begun(stream_tasks=2) == [319, 322]
+    # And only one into the queue: the last is dispatched when the one before it is launched.
+    assert begun(stream_tasks=2, queue_tasks=1) == [319, 329]
+
+
+def test_streams_that_never_have_room_again_are_an_error():
+    host = Host()
+    host.wait(1, 1)
+    host.streaming(1)
+    host.record(2)
+    recording = RecordedRun({"one": tuple(host.actions)})
+    assert len(Replay(recording, MACHINE).run()) == 3
+    with pytest.raises(ValueError, match="the record ends before what its hosts wait for: op"):
+        Replay(recording, replace(MACHINE, stream_tasks=1)).run()

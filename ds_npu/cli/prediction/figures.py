@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -206,7 +206,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
             {"name": name, "calls": calls, "seconds": seconds}
             for name, calls, seconds in busiest(prediction.spans, len(prediction.spans))
         ],
-        "sensitivity": [vars(each) for each in prediction.sensitivity],
+        "sensitivity": [asdict(each) for each in prediction.sensitivity],
     }
 
 

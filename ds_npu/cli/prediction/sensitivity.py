@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ds_npu.simulator.replay.recording import RecordedRun
 from ds_npu.simulator.replay.replay import Replay
 from ds_npu.topology.machine import TABLES, UNITS, Machine
 
 WORSE = 0.1
-"""By how much a number is worse: a rate is lower, a time longer by this part of it."""
+"""A rate is lower, and a time longer, by this part of it."""
 TIMES, RATES = ("s", "passes"), ("FLOP/s", "B/s")
 NOT_TIMED = ("peak",)
 """Rates that no task is priced by."""
@@ -52,8 +53,8 @@ def sensitivities(
 def worse(machine: Machine, name: str) -> Machine:
     """``machine`` with its number ``name`` worse: all rates of a table."""
     factor = 1 + WORSE if UNITS[name] in TIMES else 1 - WORSE
-    value = getattr(machine, name)
-    changed = tuple((size, rate * factor) for size, rate in value) if name in TABLES else value * factor
+    value: Any = getattr(machine, name)
+    changed: Any = tuple((size, rate * factor) for size, rate in value) if name in TABLES else value * factor
     return replace(machine, **{name: changed})
 
 

@@ -52,14 +52,20 @@ Host& host() {
   return *one;
 }
 
-Nanoseconds Host::launch(Dispatch kind) {
+Nanoseconds Host::launch(Dispatch kind, Nanoseconds room) {
   if (kind == Dispatch::kNone) return 0;
   const Nanoseconds dispatch = nanoseconds(machine().*cost_of(kind).seconds), launching = nanoseconds(machine().launch);
   const std::scoped_lock lock(mutex_);
   ++dispatched_;
   now_ += dispatch;
-  if (settings().task_queue == 0) return now_ += launching;
-  return launched_ = std::max(launched_, now_) + launching;
+  if (settings().task_queue == 0) return now_ = std::max(now_, room) + launching;
+  if (queued_.size() == machine().queue_tasks) {
+    now_ = std::max(now_, queued_.front());
+    queued_.pop_front();
+  }
+  launched_ = std::max({launched_, now_, room}) + launching;
+  queued_.push_back(launched_);
+  return launched_;
 }
 
 void Host::wait(Nanoseconds time) {

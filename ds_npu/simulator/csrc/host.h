@@ -2,11 +2,13 @@
 //
 // One clock a process. Its threads take turns (the main thread waits for autograd's), so each call that puts a task on a
 // stream advances the one clock by what the profile says of its kind. With torch_npu's queue (TASK_QUEUE_ENABLE=1) another
-// thread launches the tasks: each when it is dispatched and the one before it is launched. A wait sets the clock to the
-// time of what is waited for. Nothing here depends on how fast this machine is.
+// thread launches the tasks: each when it is dispatched, the one before it is launched and its stream has room; a dispatch
+// waits where the queue has no room. A wait sets the clock to the time of what is waited for. Nothing here depends on how
+// fast this machine is.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <mutex>
 
 #include "virtual_time.h"
@@ -21,8 +23,8 @@ const char* name_of(Dispatch kind);
 
 class Host {
  public:
-  // Dispatches a task and launches it; returns the earliest time at which its stream can begin it.
-  Nanoseconds launch(Dispatch kind);
+  // Dispatches a task and launches it, not before `room`; returns the earliest time at which its stream can begin it.
+  Nanoseconds launch(Dispatch kind, Nanoseconds room = 0);
   // Nothing of the host goes on before `time`.
   void wait(Nanoseconds time);
   // The host does something else for so long.
@@ -36,6 +38,7 @@ class Host {
   Nanoseconds now_ = 0;
   Nanoseconds launched_ = 0;  // by the queue's thread
   std::uint64_t dispatched_ = 0;
+  std::deque<Nanoseconds> queued_{};  // when the tasks were launched that were dispatched last, as many as the queue holds
 };
 
 Host& host();

@@ -119,7 +119,9 @@ Machine machine_from(const std::string& text) {
           .dispatch_autograd = number(text, "dispatch_autograd"),
           .dispatch_collective = number(text, "dispatch_collective"),
           .dispatch_event = number(text, "dispatch_event"),
-          .launch = number(text, "launch")};
+          .launch = number(text, "launch"),
+          .stream_tasks = static_cast<std::size_t>(number(text, "stream_tasks")),
+          .queue_tasks = static_cast<std::size_t>(number(text, "queue_tasks"))};
 }
 
 const Machine& machine() {

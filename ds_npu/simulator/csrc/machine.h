@@ -37,6 +37,7 @@ struct Machine {
   double host;            // bytes/s between device memory and pinned memory of the host
   // Seconds of the host: to dispatch a task (host.h says of what kind), and to launch it.
   double dispatch, dispatch_fused, dispatch_autograd, dispatch_collective, dispatch_event, launch;
+  std::size_t stream_tasks, queue_tasks;  // that fit on a stream, and into torch_npu's queue before it
 
   double operator_seconds(double arithmetic, double moved) const;
   double memory_seconds(double moved) const;

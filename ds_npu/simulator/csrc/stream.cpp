@@ -93,16 +93,32 @@ Stream::~Stream() {
 void Stream::push(Task task) {
   bool asleep;
   {
-    const std::scoped_lock lock(mutex_);
+    std::unique_lock lock(mutex_);
+    const Nanoseconds room = await_room(lock);
     asleep = queue_.empty() && !busy_;
     if (task.is_foreign) foreign_.add(id_);
-    task.launched = host().launch(task.dispatch);
+    task.foreign = foreign_;
+    task.launched = host().launch(task.dispatch, room);
     task.place = ++tasks;
     if (settings().races && !task.account.touches.empty()) task.stack = python_stack();
     queue_.push_back(std::move(task));
   }
   if (device_.chaos() != nullptr) device_.chaos()->enqueued();
   if (asleep) arrived_.notify_one();
+}
+
+// Returns when the task ended whose place is now free, which the host knows from then on; 0 where one was still free.
+Nanoseconds Stream::await_room(std::unique_lock<std::mutex>& lock) {
+  if (device_.chaos() != nullptr) return 0;
+  if (free_ > 0) {
+    --free_;
+    return 0;
+  }
+  room_.wait(lock, [this] { return !ended_.empty(); });
+  const auto [time, foreign] = std::move(ended_.front());
+  ended_.pop_front();
+  covered().add(foreign);
+  return time;
 }
 
 Stream* Stream::of_this_thread() { return of_thread; }
@@ -132,9 +148,14 @@ void Stream::run() {
     busy_ = !task.marks_end;
     lock.unlock();
     perform(task);
+    Foreign foreign = std::move(task.foreign);
     task = {};
     lock.lock();
     busy_ = false;
+    if (chaos == nullptr) {
+      ended_.push_back({end(), std::move(foreign)});
+      room_.notify_one();
+    }
     if (chaos != nullptr) {
       lock.unlock();
       chaos->end_turn();

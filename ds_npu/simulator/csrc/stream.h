@@ -17,6 +17,7 @@
 #include "device.h"
 #include "foreign.h"
 #include "host.h"
+#include "machine.h"
 #include "timeout.h"
 #include "virtual_time.h"
 #include "work.h"
@@ -41,6 +42,7 @@ struct Task {
   // Set by the stream.
   std::uint64_t place{};    // as Span's
   Nanoseconds launched{};
+  Foreign foreign{};  // before it, itself included
   std::string stack{};  // where in Python it was put there, for the search for races
 };
 
@@ -53,7 +55,8 @@ class Stream {
   Device& device() { return device_; }
   int id() const { return id_; }
 
-  // Puts a task at the end of the queue. If its work throws, the device has failed: Device::fail.
+  // Puts a task at the end of the queue, where it waits for room: a stream holds as many tasks as the machine says, and
+  // with chaos any number. If its work throws, the device has failed: Device::fail.
   void push(Task task);
 
   // Throws the device's failure, or ACL_ERROR_RT_STREAM_SYNC_TIMEOUT.
@@ -78,6 +81,7 @@ class Stream {
  private:
   friend class Moment;
   void run();
+  Nanoseconds await_room(std::unique_lock<std::mutex>& lock);
   void perform(Task& task);
 
   Device& device_;
@@ -88,6 +92,13 @@ class Stream {
   Foreign foreign_;  // before whatever is put on the stream next
   bool busy_ = false;
   bool closing_ = false;
+  struct Ended {
+    Nanoseconds time;
+    Foreign foreign;
+  };
+  std::size_t free_ = machine().stream_tasks;  // places that no task has had yet
+  std::deque<Ended> ended_{};                  // the tasks whose places are free again
+  std::condition_variable room_;
   std::atomic<bool> resuming_{false};
   // Of the task that runs, or ran last; the stream's thread alone uses them.
   Nanoseconds begun_ = 0, duration_ = 0;

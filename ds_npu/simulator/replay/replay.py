@@ -1,6 +1,6 @@
 """Computes a recorded run again, on any machine: a deterministic simulation of events in virtual time.
 
-The host of each process dispatches its actions in their order and waits where it waited. Each stream runs its tasks one
+The host of each process dispatches its actions in their order and waits where it waited, and for room on a full stream. Each stream runs its tasks one
 after the other. An event is reached in its stream's order; a collective begins with its last rank and after the call
 before it, a message with both ends. Tasks that run at the same time share their NPU's resources (resources.py). Ranks
 that were not recorded count as ready.
@@ -55,6 +55,10 @@ class _Stream:
     begun: int = 0
     left: int = 0
     """Messages of its task that are on their way."""
+    holds: int = 0
+    """Its tasks that have not ended."""
+    awaits_room: tuple[_Host, RecordedAction] | None = None
+    """The task that is launched when there is room for it, and its host."""
 
 
 @dataclass(eq=False)
@@ -63,6 +67,8 @@ class _Host:
     now: int = 0
     launched: int = 0
     """When the queue's thread launched its last task."""
+    queued: deque[int] = field(default_factory=deque)
+    """When the tasks were launched that were dispatched last, as many as the queue holds."""
     waits: tuple[RecordedAction, int] | None = None
     """For what it waits, and since when."""
 
@@ -109,7 +115,9 @@ class Replay:
         while self._heap:
             time, _, happens = heapq.heappop(self._heap)
             happens(time)
-        if stuck := [host.waits[0] for host in self._hosts.values() if host.waits is not None]:
+        stuck = [host.waits[0] for host in self._hosts.values() if host.waits is not None]
+        stuck += [stream.awaits_room[1] for stream in self._streams.values() if stream.awaits_room is not None]
+        if stuck:
             raise ValueError(
                 f"the record ends before what its hosts wait for: {stuck[0].name} {stuck[0].told['detail']}"
             )
@@ -118,10 +126,14 @@ class Replay:
     # ---- the host ----
 
     def _advance(self, host: _Host) -> None:
-        """Let a host dispatch, up to a wait for an event whose time is not known yet."""
+        """Let a host dispatch, up to a wait for an event whose time is not known yet, or for room on a stream."""
         for action in host.actions:
             if not action.of_host:
-                self._launch(host, action)
+                stream = self._stream(action)
+                if stream.holds == self._machine.stream_tasks:
+                    stream.awaits_room = host, action
+                    return
+                self._launch(host, stream, action, 0)
             elif action.event is None:
                 begun, host.now = host.now, host.now + self._price(action).nanoseconds
                 self._spans.append(Span(action, begun, host.now, begun))
@@ -144,17 +156,24 @@ class Replay:
         host.waits, host.now = None, max(host.now, time)
         self._spans.append(Span(action, begun, host.now, begun))
 
-    def _launch(self, host: _Host, action: RecordedAction) -> None:
+    def _stream(self, action: RecordedAction) -> _Stream:
+        key = (action.process, action.device, action.stream)
+        return self._streams.setdefault(key, _Stream(key[:2]))
+
+    def _launch(self, host: _Host, stream: _Stream, action: RecordedAction, room: int) -> None:
+        """Put a task on its stream, where there has been room since ``room``."""
         launched = 0
         if action.dispatch != "none":
             launching = nanoseconds(self._machine.launch)
             host.now += dispatch_nanoseconds(self._machine, action.dispatch)
             if self._has_queue:
-                launched = host.launched = max(host.launched, host.now) + launching
+                if len(host.queued) == self._machine.queue_tasks:
+                    host.now = max(host.now, host.queued.popleft())
+                launched = host.launched = max(host.launched, host.now, room) + launching
+                host.queued.append(launched)
             else:
-                launched = host.now = host.now + launching
-        key = (action.process, action.device, action.stream)
-        stream = self._streams.setdefault(key, _Stream(key[:2]))
+                launched = host.now = max(host.now, room) + launching
+        stream.holds += 1
         stream.waiting.append((action, launched))
         self._next(stream)
 
@@ -187,7 +206,13 @@ class Replay:
         begun = time if action.event is not None else stream.begun
         self._spans.append(Span(action, begun, time, stream.ready))
         stream.free, stream.runs = time, False
-        self._next(stream)
+        stream.holds -= 1
+        if stream.awaits_room is not None:
+            (host, awaited), stream.awaits_room = stream.awaits_room, None
+            self._launch(host, stream, awaited, time)
+            self._advance(host)
+        else:
+            self._next(stream)
 
     def _pending(self, key: EventKey) -> bool:
         return key in self._recorded and key not in self._events

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pipelines
 import pytest
 import random_schedules
 import scheduled_engines
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from ranks import run_on_ranks
 
 from ds_npu.parallel.pipeline.fill import recomputed
+from ds_npu.parallel.pipeline.schedule import Kind
 from ds_npu.parallel.pipeline.schedules import SCHEDULES
+from ds_npu.parallel.pipeline.transfers import PipelineLinks
 
 
 def schedules(ranks: int, micro_batches: int):
@@ -44,6 +48,62 @@ def test_random_schedules_run(ranks, data):
     """Stages in any place, whole and split backwards, recomputations: one world runs 40 of them."""
     drawn = data.draw(st.lists(random_schedules.schedules(ranks), min_size=40, max_size=40))
     run_on_ranks(ranks, pipelines.run_in_any_order, *drawn)
+
+
+class Transfer:
+    """A send or a receive that counts how often it is waited for."""
+
+    waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def test_tensors_are_kept_until_the_receiver_has_answered(monkeypatch):
+    sent: list[Transfer] = []
+    tensors: list[weakref.ref] = []
+
+    def isend(values, group, group_dst):
+        sent.append(Transfer())
+        tensors.append(weakref.ref(values))
+        return sent[-1]
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "isend", isend)
+    monkeypatch.setattr(torch.distributed, "irecv", lambda values, group, group_src: Transfer())
+    schedule = SCHEDULES["1f1b"].make(2, 4, 1)
+    links = PipelineLinks((None, None), torch.device("cpu"))
+    links.begin(schedule.messages[0], ["shape"] * 4, schedule.acknowledged)
+    kept = []
+    for step in schedule.with_transfers.rows[0]:
+        if step in schedule.carried and step.kind is Kind.SEND_STATES:
+            links.send(schedule.carried[step], 1, (torch.zeros(3),))
+        elif step in schedule.carried:
+            links.receive(schedule.carried[step], 1)
+        kept.append(sum(each() is not None for each in tensors))
+    # The first message has a header. Rank 1 answers each micro-batch with its gradient.
+    assert max(kept) == 3 and kept[-1] == 0
+    assert [each.waited for each in sent] == [1] * 5
+    links.finish()
+    assert [each.waited for each in sent] == [1] * 5
+
+
+@given(st.data())
+def test_a_message_is_acknowledged_when_its_receiver_had_it_before_it_sent(data):
+    ranks = data.draw(st.integers(2, 4))
+    schedule = data.draw(random_schedules.schedules(ranks))
+    rows = schedule.with_transfers.rows
+    for action, (send, receive) in schedule.transfers.items():
+        sender, receiver = (schedule.rank_of[each.stage] for each in (send, receive))
+        before = rows[sender][: rows[sender].index(send)]
+        arrived = [
+            each
+            for each in before
+            if each in schedule.carried
+            and each == schedule.transfers[schedule.carried[each]][1]
+            and schedule.rank_of[schedule.carried[each].stage] == receiver
+        ]
+        assert schedule.acknowledged[action] == len(arrived)
 
 
 def test_a_rank_that_waits_for_a_dead_one_says_for_what():

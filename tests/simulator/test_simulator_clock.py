@@ -161,7 +161,7 @@ def test_a_full_stream_holds_up_the_launch_and_a_full_queue_the_dispatch(tmp_pat
     # The first event is reached after the ones are filled, when products are launched already. It and 2100 products are
     # 2101 tasks: the last is launched when the 52nd product has ended, and all others after it.
     begun = 52 * product
-    assert 2100 * DISPATCH + 4096 * EVENT < begun
+    assert begun > 2100 * DISPATCH + 4096 * EVENT
     assert float(line) * 1e3 == pytest.approx(begun + LAUNCH * 4201, abs=0.1)
     for span in Replay(read_recording(tmp_path), MACHINE, shares=False).run():
         assert (span.begun, span.ended) == (span.action.begun, span.action.ended) or span.action.of_host, span

@@ -285,7 +285,7 @@ def test_a_full_stream_holds_up_what_launches_and_a_full_queue_the_host():
 
     # Dispatched at 60 and 70.
     assert begun() == [63, 73]
-    # Two fit on the stream: its third task is launched when the first has ended, at 113, its fifth at 313, the next then.
+    # Two fit on the stream: its third task is launched when the first has ended, at 113, its fifth at 313.
     assert begun(stream_tasks=2) == [319, 322]
     # And only one into the queue: the last is dispatched when the one before it is launched.
     assert begun(stream_tasks=2, queue_tasks=1) == [319, 329]

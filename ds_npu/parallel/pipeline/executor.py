@@ -85,7 +85,7 @@ class PipelineRun:
 
         ``shapes``: for each micro-batch a key of the shapes and number of its tensors, equal on all ranks.
         """
-        self._links.begin(self._schedule.messages[self._rank], shapes)
+        self._links.begin(self._schedule.messages[self._rank], shapes, self._schedule.acknowledged)
         with PairRunner(self._links.device) if self._schedule.paired else nullcontext() as runner:
             for step in self._schedule.with_transfers.steps(self._rank):
                 if step[0].kind in RECEIVES:

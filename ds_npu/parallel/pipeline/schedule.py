@@ -160,6 +160,24 @@ class Schedule:
             received[self.rank_of[receive.stage]].setdefault(self.rank_of[action.stage], []).append(action)
         return tuple(received)
 
+    @cached_property
+    def acknowledged(self) -> dict[Action, int]:
+        """For each action whose result is sent: how many messages the sender has received from the receiver by then.
+
+        When the receiver has the result, so many of its messages, the first ones, have arrived for certain.
+        """
+        found = {}
+        for row in self.with_transfers.rows:
+            received: dict[int, int] = {}
+            for action in filter(self.carried.get, row):
+                send, receive = self.transfers[self.carried[action]]
+                if action == send:
+                    found[self.carried[action]] = received.get(self.rank_of[receive.stage], 0)
+                else:
+                    source = self.rank_of[send.stage]
+                    received[source] = received.get(source, 0) + 1
+        return found
+
     def live_activations(self, rank: int) -> Iterator[int]:
         """Count, after the start of each action of ``rank``, the (stage, micro-batch) whose activations it keeps.
 

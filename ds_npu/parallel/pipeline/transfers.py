@@ -10,6 +10,7 @@ Where their size is not known yet it sends a header that says so, and nothing af
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,14 +86,22 @@ class PipelineLinks:
         self._own = dist.get_rank(groups[0])
         self._known: dict[tuple[Hashable, int], MessageForm] = {}
         """The form of the tensors that have left a stage, by shape of the batch and stage."""
-        self._sending: list[Pending[torch.Tensor]] = []
 
-    def begin(self, received: Mapping[int, Sequence[Action]], shapes: Sequence[Hashable]) -> None:
+    def begin(
+        self,
+        received: Mapping[int, Sequence[Action]],
+        shapes: Sequence[Hashable],
+        acknowledged: Mapping[Action, int],
+    ) -> None:
         """Begin a run. ``received``: by sending rank, the actions whose results this rank receives, in that order.
 
-        ``shapes``: for each micro-batch a key of its tensors' shapes, equal on all ranks.
+        ``shapes``: for each micro-batch a key of its tensors' shapes, equal on all ranks. ``acknowledged``: how many
+        messages of this rank have arrived at a rank that sends the result of an action.
         """
-        self._received, self._shapes = received, shapes
+        self._received, self._shapes, self._acknowledged = received, shapes, acknowledged
+        self._arrived = dict.fromkeys(received, 0)
+        self._sending: dict[int, deque[list[Pending[torch.Tensor]]]] = {}
+        """The messages that may not have arrived, by receiving rank and in their order; they keep their tensors."""
         self._posted: dict[Action, list[Pending[torch.Tensor]] | None] = {}
         self._next = dict.fromkeys(received, 0)
 
@@ -102,27 +111,27 @@ class PipelineLinks:
         Raises ValueError for values that cannot be sent; then nothing has been sent.
         """
         values = tuple(each.detach().contiguous() for each in values)
-        form = self._forward_form(action)
-        if form is None:
-            form = self._known[self._border(action)] = MessageForm.of(values)
-            self._send(form.header(self.device), target)
-        found, expected = MessageForm.of(values), self._of(action, form)
+        form, found = self._forward_form(action), MessageForm.of(values)
+        expected = found if form is None else self._of(action, form)
         if found != expected:
             raise ValueError(
                 f"{found} leaves a pipeline stage in {action}, and {expected} did for a micro-batch of the same "
                 "shapes: what crosses a border must depend on shapes alone"
             )
-        for each in values:
-            self._send(each, target)
+        message = self._begin_message(target)
+        if form is None:
+            self._known[self._border(action)] = found
+            message.append(self._send(found.header(self.device), target))
+        message += [self._send(each, target) for each in values]
 
     def send_failed(self, action: Action, target: int) -> None:
         """Send zeros to ``target`` in place of the result of ``action``, which has failed or was left out."""
-        form = self._forward_form(action)
+        form, message = self._forward_form(action), self._begin_message(target)
         if form is not None:
             for shape, dtype in self._of(action, form).tensors:
-                self._send(torch.zeros(shape, dtype=dtype, device=self.device), target)
+                message.append(self._send(torch.zeros(shape, dtype=dtype, device=self.device), target))
         elif action.kind is Kind.FORWARD:
-            self._send(torch.full((HEADER,), FAILED, dtype=torch.int64, device=self.device), target)
+            message.append(self._send(torch.full((HEADER,), FAILED, dtype=torch.int64, device=self.device), target))
 
     def receive(self, action: Action, source: int) -> Tensors | None:
         """Wait for the result of ``action`` from the rank ``source``, and post the receive of the next one.
@@ -134,6 +143,10 @@ class PipelineLinks:
             self._post(source)
         posted = self._posted.pop(action)
         found = None if posted is None else tuple(each.wait() for each in posted)
+        # A step may have many micro-batches: without this, all that they send would be kept until its end.
+        while self._arrived[source] < self._acknowledged[action]:
+            self._arrived[source] += 1
+            self._end_message(source)
         # For an unknown shape the host would have to wait for the header.
         if self._next[source] < len(queue) and self._forward_form(queue[self._next[source]]) is not None:
             self._post(source)
@@ -141,17 +154,26 @@ class PipelineLinks:
 
     def finish(self) -> None:
         """Wait until all sends have ended."""
-        for each in self._sending:
-            each.wait()
-        self._sending.clear()
+        for target, messages in self._sending.items():
+            while messages:
+                self._end_message(target)
 
     def _border(self, action: Action) -> tuple[Hashable, int]:
         """The shape of the batch, and the stage before the border that the result of ``action`` crosses."""
         return self._shapes[action.micro_batch], action.stage - (action.kind is not Kind.FORWARD)
 
-    def _send(self, values: torch.Tensor, target: int) -> None:
+    def _begin_message(self, target: int) -> list[Pending[torch.Tensor]]:
+        messages = self._sending.setdefault(target, deque())
+        messages.append([])
+        return messages[-1]
+
+    def _end_message(self, target: int) -> None:
+        for each in self._sending[target].popleft():
+            each.wait()
+
+    def _send(self, values: torch.Tensor, target: int) -> Pending[torch.Tensor]:
         work = dist.isend(values, group=self._groups[0 if self._own < target else 1], group_dst=target)
-        self._sending.append(Pending(values, work))
+        return Pending(values, work)
 
     def _post(self, source: int) -> None:
         action = self._received[source][self._next[source]]

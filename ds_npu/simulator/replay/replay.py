@@ -1,9 +1,9 @@
 """Computes a recorded run again, on any machine: a deterministic simulation of events in virtual time.
 
-The host of each process dispatches its actions in their order and waits where it waited, and for room on a full stream. Each stream runs its tasks one
-after the other. An event is reached in its stream's order; a collective begins with its last rank and after the call
-before it, a message with both ends. Tasks that run at the same time share their NPU's resources (resources.py). Ranks
-that were not recorded count as ready.
+The host of each process dispatches its actions in their order and waits where it waited, and for room on a full
+stream. Each stream runs its tasks one after the other. An event is reached in its stream's order; a collective begins
+with its last rank and after the call before it, a message with both ends. Tasks that run at the same time share their
+NPU's resources (resources.py). Ranks that were not recorded count as ready.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Stream:
     """Messages of its task that are on their way."""
     holds: int = 0
     """Its tasks that have not ended."""
-    awaits_room: tuple[_Host, RecordedAction] | None = None
+    held_back: tuple[_Host, RecordedAction] | None = None
     """The task that is launched when there is room for it, and its host."""
 
 
@@ -116,7 +116,7 @@ class Replay:
             time, _, happens = heapq.heappop(self._heap)
             happens(time)
         stuck = [host.waits[0] for host in self._hosts.values() if host.waits is not None]
-        stuck += [stream.awaits_room[1] for stream in self._streams.values() if stream.awaits_room is not None]
+        stuck += [stream.held_back[1] for stream in self._streams.values() if stream.held_back is not None]
         if stuck:
             raise ValueError(
                 f"the record ends before what its hosts wait for: {stuck[0].name} {stuck[0].told['detail']}"
@@ -131,7 +131,7 @@ class Replay:
             if not action.of_host:
                 stream = self._stream(action)
                 if stream.holds == self._machine.stream_tasks:
-                    stream.awaits_room = host, action
+                    stream.held_back = host, action
                     return
                 self._launch(host, stream, action, 0)
             elif action.event is None:
@@ -160,8 +160,8 @@ class Replay:
         key = (action.process, action.device, action.stream)
         return self._streams.setdefault(key, _Stream(key[:2]))
 
-    def _launch(self, host: _Host, stream: _Stream, action: RecordedAction, room: int) -> None:
-        """Put a task on its stream, where there has been room since ``room``."""
+    def _launch(self, host: _Host, stream: _Stream, action: RecordedAction, free_since: int) -> None:
+        """Put a task on its stream, where there has been room since ``free_since``."""
         launched = 0
         if action.dispatch != "none":
             launching = nanoseconds(self._machine.launch)
@@ -169,10 +169,10 @@ class Replay:
             if self._has_queue:
                 if len(host.queued) == self._machine.queue_tasks:
                     host.now = max(host.now, host.queued.popleft())
-                launched = host.launched = max(host.launched, host.now, room) + launching
+                launched = host.launched = max(host.launched, host.now, free_since) + launching
                 host.queued.append(launched)
             else:
-                launched = host.now = max(host.now, room) + launching
+                launched = host.now = max(host.now, free_since) + launching
         stream.holds += 1
         stream.waiting.append((action, launched))
         self._next(stream)
@@ -207,8 +207,8 @@ class Replay:
         self._spans.append(Span(action, begun, time, stream.ready))
         stream.free, stream.runs = time, False
         stream.holds -= 1
-        if stream.awaits_room is not None:
-            (host, awaited), stream.awaits_room = stream.awaits_room, None
+        if stream.held_back is not None:
+            (host, awaited), stream.held_back = stream.held_back, None
             self._launch(host, stream, awaited, time)
             self._advance(host)
         else:

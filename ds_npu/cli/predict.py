@@ -98,7 +98,7 @@ def requested(arguments: Namespace) -> tuple[Request, Checked]:
     checked = check(ds_config, arguments.world_size)
     degrees = checked.degrees
     batch, problems = batch_of(ds_config, degrees.dp)
-    problems += [*_offloads(ds_config)]
+    problems += [*_offloads(ds_config), *_own_axes(ds_config)]
     if not problems and batch.micro is None:
         problems.append(Problem(MICRO, ds_config.get(MICRO), "an integer >= 1"))
     if problems:
@@ -131,6 +131,17 @@ def _offloads(ds_config: dict[str, Any]) -> Iterator[Problem]:
         if device not in ("none", None):
             path = f"zero_optimization.{key}.device"
             yield Problem(path, device, "none: work of the host's processors and disks is not predicted")
+
+
+def _own_axes(ds_config: dict[str, Any]) -> Iterator[Problem]:
+    """Axes that DeepSpeed makes itself, whose ranks would count as data ranks here."""
+    tensor = ds_config.get("tensor_parallel")
+    for path, found in (
+        ("tensor_parallel.autotp_size", tensor.get("autotp_size") if isinstance(tensor, dict) else None),
+        ("sequence_parallel_size", ds_config.get("sequence_parallel_size")),
+    ):
+        if found not in (None, 0, 1):
+            yield Problem(path, found, "1: DeepSpeed's own axes are not predicted, those of ds_npu.parallel are")
 
 
 def _predicted(request: Request, checked: Checked, arguments: Namespace) -> Prediction:

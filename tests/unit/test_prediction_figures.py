@@ -170,6 +170,8 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}
             {},
             "offload_optimizer.device: found",
         ),
+        ({"tensor_parallel": {"autotp_size": 2}, "ds_npu": {}}, {}, "tensor_parallel.autotp_size: found"),
+        ({"sequence_parallel_size": 2, "ds_npu": {}}, {}, "sequence_parallel_size: found"),
         ({}, {"--sequence-length": None}, "it also needs --sequence-length"),
     ],
 )

@@ -53,6 +53,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
         metavar="uniform|zipf:EXPONENT[@SEED]",
         help="how tokens choose experts (uniform)",
     )
+    parser.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="as the Trainer's gradient_checkpointing: each block is computed again in backward",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the step there for ui.perfetto.dev")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the step there")
@@ -117,6 +122,7 @@ def requested(arguments: Namespace) -> tuple[Request, Checked]:
             batch.steps or 1,
             arguments.world_size,
             present,
+            arguments.gradient_checkpointing,
         ),
         checked,
     )

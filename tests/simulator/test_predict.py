@@ -138,3 +138,17 @@ def test_products_that_are_fused_with_messages_run_dry(tmp_path):
     assert main(["predict", str(file), *words]) == 0
     found = {each["name"] for each in json.loads(out.read_text())["operators"]}
     assert {"aclnnAllGatherMatmul", "aclnnMatmulReduceScatter"} <= found
+
+
+@slow
+def test_gradient_checkpointing_computes_each_block_again(tmp_path):
+    file, out = tmp_path / "ds_config.json", tmp_path / "out.json"
+    file.write_text(json.dumps(config(3)))
+    words = ["predict", str(file), "--model", saved(tmp_path / "model"), "--world-size", "2", "--sequence-length", "64"]
+
+    def activations(*flags: str) -> int:
+        """Calls of SiLU forward."""
+        assert main([*words, "--json", str(out), *flags]) == 0
+        return {each["name"]: each["calls"] for each in json.loads(out.read_text())["operators"]}["aclnnSilu"]
+
+    assert activations("--gradient-checkpointing") == 2 * activations()

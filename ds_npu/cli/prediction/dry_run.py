@@ -40,6 +40,8 @@ class Request:
     world_size: int
     present: list[int]
     """The ranks that have a process: the first one of each pipeline stage."""
+    gradient_checkpointing: bool = False
+    """Whether it is switched on in the model, as a client would."""
 
 
 @dataclass(frozen=True)

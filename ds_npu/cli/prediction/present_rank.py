@@ -78,6 +78,8 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
     else:
         model = whole
         with_empty_parts(model, request.ds_config)
+    if request.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=request.ds_config)
     engine_seconds = time.perf_counter() - begun
     size = request.micro_batches, request.samples, request.sequence_length

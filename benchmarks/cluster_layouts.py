@@ -1,0 +1,244 @@
+"""Layouts of training runs and what a formula says of their time and memory, to choose those that the twin runs.
+
+The formula counts FLOP, bytes of messages and bytes of memory, at the speeds of a machine's profile. It knows nothing
+of schedules, contention and single operators: ``ds_npu predict`` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_npu.topology.machine import Machine
+
+GIB = 2**30
+BF16, STATE = 2, 12
+"""Bytes of a weight or gradient, and of a weight's float32 master and two moments."""
+SPARE_GIB = 4.0
+"""Device memory that the formula leaves to fragments, communication buffers and what it does not count."""
+SAVED, SAVED_WIDTHS = 7, 3
+"""What a layer saves of each token for its backward: so many hidden sizes, and widths of its feed-forward layer."""
+FUSED = 0.5
+"""The part of messages along the tensor axis that is left where matrix products hide them (assumed)."""
+HIDDEN = 0.5
+"""The part of ZeRO's messages that is left where computing hides them (assumed)."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a decoder, from the config.json that its authors publish."""
+
+    config: dict[str, Any]
+
+    def __getattr__(self, name: str) -> int:
+        return int(self.config[name])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.config.get("head_dim", self.hidden_size // self.num_attention_heads))
+
+    @property
+    def experts(self) -> int:
+        return int(self.config.get("num_experts", self.config.get("num_local_experts", 0)))
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of all experts of a layer."""
+        width = self.config.get("moe_intermediate_size", self.intermediate_size)
+        return 3 * self.hidden_size * width * self.experts
+
+    @property
+    def dense_weights(self) -> int:
+        """Weights of a layer that each token uses, but for its experts."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        attention = self.hidden_size * self.head_dim * (2 * heads + 2 * groups)
+        return attention + (0 if self.experts else 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def width(self) -> int:
+        """Hidden sizes of feed-forward layers that a token passes in a layer."""
+        if not self.experts:
+            return self.intermediate_size
+        return int(self.config.get("moe_intermediate_size", self.intermediate_size)) * self.num_experts_per_tok
+
+    def flop(self, tokens: float, keys: int) -> tuple[float, float]:
+        """FLOP of ``tokens``, forward and backward: of matrix products, and of causal attention over ``keys`` keys."""
+        active = self.dense_weights + (3 * self.hidden_size * self.width if self.experts else 0)
+        products = self.num_hidden_layers * active + self.hidden_size * self.vocab_size
+        scores = self.num_hidden_layers * self.num_attention_heads * self.head_dim * keys
+        return 6 * tokens * products, 6 * tokens * scores
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run: ``samples`` of ``length`` tokens in each optimizer step on ``npus`` NPUs."""
+
+    name: str
+    model: Model
+    npus: int
+    length: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train a case."""
+
+    side: str
+    """"ds_npu", or "DeepSpeed" without a section."""
+    zero: int
+    micro: int
+    """Samples of a micro-batch."""
+    recompute: bool
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        axes = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        return ", ".join([*axes, f"ZeRO {self.zero}", f"micro {self.micro}", *(["recompute"] * self.recompute)])
+
+    def dp(self, npus: int) -> int:
+        return npus // (self.tp * self.pp * self.cp)
+
+    def micro_batches(self, case: Case) -> int:
+        return case.samples // (self.dp(case.npus) * self.micro)
+
+    def ds_config(self, case: Case) -> dict[str, Any]:
+        """The config of DeepSpeed that trains it."""
+        count = self.micro_batches(case)
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.micro * (count if self.pp > 1 else 1),
+            "gradient_accumulation_steps": 1 if self.pp > 1 else count,
+            "zero_optimization": {"stage": self.zero, "overlap_comm": True},
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        }
+        if self.side != "ds_npu":
+            return config
+        parallel = {"tensor": self.tp, "pipeline": self.pp, "context": self.cp, "expert": self.ep}
+        section: dict[str, Any] = {"parallel": {axis: size for axis, size in parallel.items() if size > 1}}
+        if self.tp > 1:
+            section["parallel"]["sequence_parallel"] = True
+            section["tensor_overlap"] = "fused"
+        if self.pp > 1:
+            section["pipeline"] = {"micro_batches": count}
+        if self.recompute:
+            section["recompute"] = {"layers": "all"}
+        return config | {"ds_npu": section}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the formula says of a layout: seconds of a step by reason, and bytes of the fullest rank."""
+
+    seconds: dict[str, float]
+    memory: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def ds_npu_layouts(case: Case) -> Iterator[Layout]:
+    """The layouts of ds_npu's axes that fit the sizes of ``case``."""
+    model, powers = case.model, [1, 2, 4, 8, 16, 32]
+    for tp, pp, cp, ep in itertools.product(powers[:4], powers[:4], powers, powers[:5]):
+        dp = case.npus // (tp * pp * cp)
+        fits = dp * tp * pp * cp == case.npus and case.samples % max(dp, 1) == 0
+        fits &= model.num_key_value_heads % tp == 0 and model.num_hidden_layers % pp == 0
+        fits &= ep == 1 or (model.experts >= ep and model.experts % ep == 0 and (dp * cp) % ep == 0 and tp == 1)
+        if not fits or not dp or (cp > 1 and case.length // cp < 2048):
+            continue
+        for zero, micro, recompute in itertools.product((1, 3), (1, 2, 4), (False, True)):
+            made = Layout("ds_npu", zero, micro, recompute, tp, pp, cp, ep)
+            if case.samples % (dp * micro) == 0 and (pp == 1 or (zero < 3 and made.micro_batches(case) >= pp)):
+                yield made
+
+
+def deepspeed_layouts(case: Case) -> Iterator[Layout]:
+    """Plain DeepSpeed: its stages of ZeRO, all ranks data ranks."""
+    for zero, micro, recompute in itertools.product((1, 2, 3), (1, 2, 4), (False, True)):
+        if case.samples % (case.npus * micro) == 0:
+            yield Layout("DeepSpeed", zero, micro, recompute)
+
+
+def estimate(case: Case, layout: Layout, machine: Machine) -> Estimate:
+    """The formula's answer for ``layout``."""
+    model, ranks = case.model, case.npus
+    dp, count = layout.dp(ranks), layout.micro_batches(case)
+    layers = model.num_hidden_layers / layout.pp
+    tokens = layout.micro * case.length / layout.cp
+    dense = layers * model.dense_weights / layout.tp + 2 * model.hidden_size * model.vocab_size / layout.tp / layout.pp
+    experts = layers * model.expert_weights / layout.tp / layout.ep
+    products, scores = model.flop(case.samples * case.length, case.length)
+    computes = (products / machine.matmul + machine.attention_seconds(scores, case.length)) / ranks
+    computes *= 4 / 3 if layout.recompute else 1
+    seconds = {"computes": computes, "bubble": computes * (layout.pp - 1) / count}
+    passes = count * layers * (3 if layout.recompute else 2)
+    seconds["tensor"] = passes * _tensor_seconds(model, layout, machine, tokens)
+    seconds["context"] = passes * _context_seconds(model, layout, machine, tokens)
+    seconds["expert"] = passes * _expert_seconds(model, layout, machine, tokens)
+    seconds["data"] = _data_seconds(layout, machine, BF16 * dense, dp * layout.cp, count)
+    seconds["data"] += _data_seconds(layout, machine, BF16 * experts, dp * layout.cp // layout.ep, count)
+    return Estimate(seconds, _memory(case, layout, dense, experts, tokens))
+
+
+def _tensor_seconds(model: Model, layout: Layout, machine: Machine, tokens: float) -> float:
+    """Two all-gathers and two reduce-scatters of hidden states for each layer and pass."""
+    if layout.tp == 1:
+        return 0.0
+    size = BF16 * tokens * model.hidden_size
+    kinds = ("all_gather", "reduce_scatter")
+    return FUSED * 2 * sum(machine.collective_seconds(kind, size, layout.tp, 1) for kind in kinds)
+
+
+def _context_seconds(model: Model, layout: Layout, machine: Machine, tokens: float) -> float:
+    """Keys and values of all other ranks once for each layer and pass, hidden for a part."""
+    if layout.cp == 1:
+        return 0.0
+    size = BF16 * tokens * layout.cp * 2 * model.num_key_value_heads * model.head_dim / layout.tp
+    near = max(1, min(layout.cp, machine.node // layout.tp))
+    return HIDDEN * machine.collective_seconds("all_gather", size, near, layout.cp // near)
+
+
+def _expert_seconds(model: Model, layout: Layout, machine: Machine, tokens: float) -> float:
+    """Tokens to their experts and back, for each layer and pass."""
+    if layout.ep == 1:
+        return 0.0
+    size = BF16 * tokens * model.num_experts_per_tok * model.hidden_size
+    near = min(layout.ep, machine.node)
+    return 2 * machine.collective_seconds("all_to_all", size, near, layout.ep // near)
+
+
+def _data_seconds(layout: Layout, machine: Machine, size: float, ranks: int, count: int) -> float:
+    """ZeRO's messages for ``size`` bytes of weights over ``ranks`` ranks."""
+    if ranks <= 1:
+        return 0.0
+    near = max(1, min(ranks, machine.node // layout.tp))
+    gather, scatter = (
+        machine.collective_seconds(kind, size, near, ranks // near) for kind in ("all_gather", "reduce_scatter")
+    )
+    # Plain DeepSpeed scatters the gradients of each micro-batch under ZeRO 2 and 3, and gathers weights twice under 3.
+    if layout.zero == 3:
+        return HIDDEN * count * (2 * gather + scatter)
+    return gather + scatter * (count if layout.zero == 2 else 1)
+
+
+def _memory(case: Case, layout: Layout, dense: float, experts: float, tokens: float) -> float:
+    """Bytes of the fullest rank: its weights, gradients, optimizer state, saved activations and logits."""
+    model, dp = case.model, layout.dp(case.npus) * layout.cp
+    total = 0.0
+    for weights, ranks in ((dense, dp), (experts, dp // layout.ep)):
+        parts = (ranks if layout.zero == 3 else 1, ranks if layout.zero >= 2 else 1, ranks)
+        total += sum(weights * each / part for each, part in zip((BF16, BF16, STATE), parts, strict=True))
+    layers = model.num_hidden_layers / layout.pp
+    in_flight = min(layout.pp, layout.micro_batches(case))
+    layer = BF16 * tokens * (SAVED * model.hidden_size + SAVED_WIDTHS * model.width) / layout.tp
+    kept = BF16 * tokens * model.hidden_size / layout.tp
+    total += in_flight * layers * kept + layer if layout.recompute else in_flight * layers * layer
+    return total + (2 * BF16 + 4) * tokens * model.vocab_size / layout.tp

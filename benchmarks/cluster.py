@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ SHOWN = 5
 SIDES = {"ds_npu": ds_npu_layouts, "DeepSpeed": deepspeed_layouts}
 
 
-def decoder(kind: str, architecture: str, sizes: tuple[int, int, int, int, int, int], **more: Any) -> Model:
+def decoder(kind: str, architecture: str, sizes: Sequence[int], **more: Any) -> Model:
     """``sizes``: layers, hidden size, feed-forward width, heads, heads of keys, words."""
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     values = dict(zip((*names, "vocab_size"), sizes, strict=True))
@@ -39,7 +39,7 @@ def decoder(kind: str, architecture: str, sizes: tuple[int, int, int, int, int, 
 
 
 def llama(*sizes: int) -> Model:
-    return decoder("llama", "LlamaForCausalLM", sizes)  # type: ignore[arg-type]
+    return decoder("llama", "LlamaForCausalLM", sizes)
 
 
 LLAMA_7B, LLAMA_13B = llama(32, 4096, 11008, 32, 32, 32000), llama(40, 5120, 13824, 40, 40, 32000)

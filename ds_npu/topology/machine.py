@@ -110,7 +110,7 @@ class Machine:
     """Tasks that a stream holds; a launch waits until there is room."""
     queue_tasks: int
     """Dispatched tasks that wait to be launched; a dispatch waits until there is room."""
-    evidence: tuple[tuple[str, str], ...] = ()
+    evidence: tuple[tuple[str, str], ...]
     """The mark and trust of each number."""
 
     def near(self, degrees: Degrees) -> int:

@@ -43,7 +43,7 @@ def sensitivities(
     for count, name in enumerate(names, 1):
         tell(f"sensitivity {count} of {len(names) + 1}: {name}")
         seconds = _step_seconds(Replay(recording, worse(machine, name)))
-        found.append(Sensitivity(name, seconds / step_seconds - 1, evidence.get(name, "unknown")))
+        found.append(Sensitivity(name, seconds / step_seconds - 1, evidence[name]))
     tell(f"sensitivity {len(names) + 1} of {len(names) + 1}: {CONTENTION}")
     alone = _step_seconds(Replay(recording, machine, shares=False))
     found.append(Sensitivity(CONTENTION, alone / step_seconds - 1, "assumed"))

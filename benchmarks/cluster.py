@@ -4,8 +4,8 @@
     python benchmarks/cluster.py --only llama3-8b-8k --json cluster.json
 
 For each case a formula (``cluster_layouts.py``) ranks all layouts of both sides that fit by it, and ``ds_npu predict``
-runs the two best of each. Plain DeepSpeed here is ZeRO 1 to 3 with gradient checkpointing or without, in models of
-transformers with fused attention; its AutoTP, Ulysses and AutoEP are not predicted yet. All figures are simulated.
+runs the two best of each. Plain DeepSpeed here is ZeRO 1 to 3 with AutoTP, Ulysses, AutoEP or none of them, with
+gradient checkpointing or without, in models of transformers with fused attention. All figures are simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from cluster_layouts import GIB, SPARE_GIB, Case, Estimate, Layout, Model, deeps
 from ds_npu.topology.machine import A2, MACHINES, Machine
 
 CHOSEN = 2
-"""Layouts of each side that the twin runs."""
+"""Layouts of each side that the twin runs and that fit."""
+TRIED = 6
+"""Layouts that it runs at most to find those."""
 SHOWN = 5
 """Layouts of each side that --formula shows."""
 SIDES = {"ds_npu": ds_npu_layouts, "DeepSpeed": deepspeed_layouts}
@@ -120,27 +122,35 @@ def run_case(case: Case, machine: Machine) -> dict[str, Any]:
     """Predict the best layouts of both sides of ``case`` and print a line for each."""
     rows: list[dict[str, Any]] = []
     for side in SIDES:
-        chosen = ranked(case, side, machine)[:CHOSEN]
-        if not chosen:
-            print(f"{case.name:18} {side:9} no layout fits by the formula", flush=True)
-        for layout, formula in chosen:
-            with tempfile.TemporaryDirectory() as folder:
-                answer = predicted(case, layout, machine.name, Path(folder))
-            figures = answer.get("figures")
-            row = {"side": side, "layout": str(layout), "formula": formula.total, "error": answer.get("error")}
-            if figures is not None:
-                row |= {"figures": figures, "holds back": holding_back(answer)}
-                fits = "fits" if figures["fits"] else "DOES NOT FIT"
-                rate = f"{figures['tokens_per_second_and_npu']:7,.0f} tokens/s a NPU, MFU {figures['mfu']:5.1%}"
-                print(f"{case.name:18} {side:9} {rate}, {fits}: {layout}; {row['holds back']}", flush=True)
-            else:
-                print(f"{case.name:18} {side:9} {answer['error']}: {layout}", flush=True)
-            rows.append(row)
+        fitting = 0
+        for layout, formula in ranked(case, side, machine)[:TRIED]:
+            rows.append(_row(case, side, layout, formula, machine))
+            fitting += _rate(rows[-1]) > 0
+            if fitting == CHOSEN:
+                break
     best = {side: max(map(_rate, (row for row in rows if row["side"] == side)), default=0.0) for side in SIDES}
     ratio = best["ds_npu"] / best["DeepSpeed"] if best["DeepSpeed"] else None
-    said = "no layout of plain DeepSpeed fits" if ratio is None else f"{ratio:.2f}"
+    said = "none of plain DeepSpeed's layouts fits" if ratio is None else f"{ratio:.2f}"
     print(f"{case.name:18} best / best: {said}", flush=True)
     return {"case": case.name, "npus": case.npus, "length": case.length, "rows": rows, "ratio": ratio}
+
+
+def _row(case: Case, side: str, layout: Layout, formula: Estimate, machine: Machine) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = predicted(case, layout, machine.name, Path(folder))
+    figures, error = answer.get("figures"), answer.get("error")
+    row = {"side": side, "layout": str(layout), "formula": formula.total, "error": error}
+    if figures is None:
+        print(f"{case.name:18} {side:9} {error}: {layout}", flush=True)
+        return row
+    row |= {"figures": figures, "holds back": holding_back(answer)}
+    fits = "fits" if figures["fits"] else "DOES NOT FIT"
+    rate = f"{figures['tokens_per_second_and_npu']:7,.0f} tokens/s a NPU, MFU {figures['mfu']:5.1%}"
+    print(
+        f"{case.name:18} {side:9} {rate}, {figures['peak_gib']:.1f} GiB, {fits}: {layout}; {row['holds back']}",
+        flush=True,
+    )
+    return row
 
 
 def _rate(row: dict[str, Any]) -> float:
@@ -161,9 +171,11 @@ def main() -> None:
         for case in cases:
             print("\n".join(formula_lines(case, machine)))
         return
-    found = [run_case(case, machine) for case in cases]
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    found = []
+    for case in cases:
+        found.append(run_case(case, machine))
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,15 @@ from ds_npu.topology.machine import Machine
 GIB = 2**30
 BF16, STATE = 2, 12
 """Bytes of a weight or gradient, and of a weight's float32 master and two moments."""
-SPARE_GIB = 4.0
-"""Device memory that the formula leaves to fragments, communication buffers and what it does not count."""
-SAVED, SAVED_WIDTHS = 7, 3
-"""What a layer saves of each token for its backward: so many hidden sizes, and widths of its feed-forward layer."""
+SPARE_GIB = 0.0
+"""Device memory that the formula leaves free: none, since the twin runs the next layout where one does not fit."""
+SAVED = {"ds_npu": (7, 3), "DeepSpeed": (13, 4)}
+"""What a layer saves of each token for its backward: so many hidden sizes, and widths of its feed-forward layer.
+
+Of plain DeepSpeed as the twin found it: norms, SiLU and rotary embedding are several operators each in transformers.
+"""
+LOGITS = {"ds_npu": 8, "DeepSpeed": 24}
+"""Bytes of each logit: copies in bf16 and float32, and their gradients."""
 FUSED = 0.5
 """The part of messages along the tensor axis that is left where matrix products hide them (assumed)."""
 HIDDEN = 0.5
@@ -87,7 +92,7 @@ class Layout:
     """One way to train a case."""
 
     side: str
-    """"ds_npu", or "DeepSpeed" without a section."""
+    """ "ds_npu", or "DeepSpeed" without a section: its axes are AutoTP, Ulysses and AutoEP."""
     zero: int
     micro: int
     """Samples of a micro-batch."""
@@ -119,7 +124,7 @@ class Layout:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         }
         if self.side != "ds_npu":
-            return config
+            return config | self._own_axes()
         parallel = {"tensor": self.tp, "pipeline": self.pp, "context": self.cp, "expert": self.ep}
         section: dict[str, Any] = {"parallel": {axis: size for axis, size in parallel.items() if size > 1}}
         if self.tp > 1:
@@ -130,6 +135,15 @@ class Layout:
         if self.recompute:
             section["recompute"] = {"layers": "all"}
         return config | {"ds_npu": section}
+
+    def _own_axes(self) -> dict[str, Any]:
+        """DeepSpeed's keys of its own axes."""
+        keys = {
+            "tensor_parallel": (self.tp, {"autotp_size": self.tp}),
+            "sequence_parallel_size": (self.cp, self.cp),
+            "expert_parallel": (self.ep, {"enabled": True, "autoep_size": self.ep}),
+        }
+        return {key: value for key, (size, value) in keys.items() if size > 1}
 
 
 @dataclass(frozen=True)
@@ -161,10 +175,19 @@ def ds_npu_layouts(case: Case) -> Iterator[Layout]:
 
 
 def deepspeed_layouts(case: Case) -> Iterator[Layout]:
-    """Plain DeepSpeed: its stages of ZeRO, all ranks data ranks."""
-    for zero, micro, recompute in itertools.product((1, 2, 3), (1, 2, 4), (False, True)):
-        if case.samples % (case.npus * micro) == 0:
-            yield Layout("DeepSpeed", zero, micro, recompute)
+    """Plain DeepSpeed: its stages of ZeRO, and AutoTP, Ulysses or AutoEP."""
+    model, sizes = case.model, [2, 4, 8, 16, 32]
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    tensor = [{"tp": size} for size in sizes[:3] if groups % size == 0]
+    context = [{"cp": size} for size in sizes if heads % size == 0 and (groups % size == 0 or size % groups == 0)]
+    expert = [{"ep": size} for size in sizes[:4] if model.experts and model.experts % size == 0]
+    for axes in ({}, *tensor, *context, *expert):
+        if case.npus % max(axes.values(), default=1):
+            continue
+        for zero, micro, recompute in itertools.product((1, 2, 3), (1, 2, 4), (False, True)):
+            made = Layout("DeepSpeed", zero, micro, recompute, **axes)
+            if case.samples % (made.dp(case.npus) * micro) == 0:
+                yield made
 
 
 def estimate(case: Case, layout: Layout, machine: Machine) -> Estimate:
@@ -189,21 +212,26 @@ def estimate(case: Case, layout: Layout, machine: Machine) -> Estimate:
 
 
 def _tensor_seconds(model: Model, layout: Layout, machine: Machine, tokens: float) -> float:
-    """Two all-gathers and two reduce-scatters of hidden states for each layer and pass."""
+    """Two all-gathers and two reduce-scatters of hidden states for each layer and pass; AutoTP sums, as many bytes."""
     if layout.tp == 1:
         return 0.0
     size = BF16 * tokens * model.hidden_size
     kinds = ("all_gather", "reduce_scatter")
-    return FUSED * 2 * sum(machine.collective_seconds(kind, size, layout.tp, 1) for kind in kinds)
+    exposed = FUSED if layout.side == "ds_npu" else 1.0
+    return exposed * 2 * sum(machine.collective_seconds(kind, size, layout.tp, 1) for kind in kinds)
 
 
 def _context_seconds(model: Model, layout: Layout, machine: Machine, tokens: float) -> float:
-    """Keys and values of all other ranks once for each layer and pass, hidden for a part."""
+    """Keys and values of all other ranks once for each layer and pass, hidden for a part; Ulysses' four exchanges."""
     if layout.cp == 1:
         return 0.0
-    size = BF16 * tokens * layout.cp * 2 * model.num_key_value_heads * model.head_dim / layout.tp
+    heads = model.num_key_value_heads
     near = max(1, min(layout.cp, machine.node // layout.tp))
-    return HIDDEN * machine.collective_seconds("all_gather", size, near, layout.cp // near)
+    if layout.side == "ds_npu":
+        size = BF16 * tokens * layout.cp * 2 * heads * model.head_dim / layout.tp
+        return HIDDEN * machine.collective_seconds("all_gather", size, near, layout.cp // near)
+    size = BF16 * tokens * 2 * (model.num_attention_heads + max(heads, layout.cp)) * model.head_dim
+    return machine.collective_seconds("all_to_all", size, near, layout.cp // near)
 
 
 def _expert_seconds(model: Model, layout: Layout, machine: Machine, tokens: float) -> float:
@@ -238,7 +266,10 @@ def _memory(case: Case, layout: Layout, dense: float, experts: float, tokens: fl
         total += sum(weights * each / part for each, part in zip((BF16, BF16, STATE), parts, strict=True))
     layers = model.num_hidden_layers / layout.pp
     in_flight = min(layout.pp, layout.micro_batches(case))
-    layer = BF16 * tokens * (SAVED * model.hidden_size + SAVED_WIDTHS * model.width) / layout.tp
-    kept = BF16 * tokens * model.hidden_size / layout.tp
+    # AutoTP shards what lies within attention and the feed-forward layer, not the hidden states, nor the logits.
+    own = 1 if layout.side == "DeepSpeed" else layout.tp
+    hidden, widths = SAVED[layout.side]
+    layer = BF16 * tokens * (hidden * model.hidden_size / own + widths * model.width / layout.tp)
+    kept = BF16 * tokens * model.hidden_size / own
     total += in_flight * layers * kept + layer if layout.recompute else in_flight * layers * layer
-    return total + (2 * BF16 + 4) * tokens * model.vocab_size / layout.tp
+    return total + LOGITS[layout.side] * tokens * model.vocab_size / own

@@ -14,12 +14,13 @@ from typing import Any
 
 from ds_npu.cli.check import at_least_one
 from ds_npu.cli.command import Command, argument, refused
+from ds_npu.cli.prediction.deepspeed_axes import with_own_axes
 from ds_npu.cli.prediction.dry_run import PredictionError, Request, dry_run
 from ds_npu.cli.prediction.figures import Prediction, as_json, predicted
 from ds_npu.cli.prediction.picture import step_svg, write_trace
 from ds_npu.cli.prediction.sensitivity import sensitivities
 from ds_npu.cli.prediction.text import comparison, prediction_text
-from ds_npu.config.batch import MICRO, batch_of
+from ds_npu.config.batch import MICRO
 from ds_npu.config.check import Checked, check
 from ds_npu.config.loading import load
 from ds_npu.config.problems import ConfigError, Problem, printable
@@ -101,9 +102,11 @@ def requested(arguments: Namespace) -> tuple[Request, Checked]:
     """The run that is asked for, without a folder yet. Raises ConfigError where config, world and model do not fit."""
     ds_config = load(arguments.config)
     checked = check(ds_config, arguments.world_size)
-    degrees = checked.degrees
-    batch, problems = batch_of(ds_config, degrees.dp)
-    problems += [*_offloads(ds_config), *_own_axes(ds_config)]
+    problems = [*_offloads(ds_config)]
+    if "ds_npu" not in ds_config:
+        checked, wrong = with_own_axes(ds_config, arguments.world_size, checked)
+        problems += wrong
+    degrees, batch = checked.degrees, checked.batch
     if not problems and batch.micro is None:
         problems.append(Problem(MICRO, ds_config.get(MICRO), "an integer >= 1"))
     if problems:
@@ -137,17 +140,6 @@ def _offloads(ds_config: dict[str, Any]) -> Iterator[Problem]:
         if device not in ("none", None):
             path = f"zero_optimization.{key}.device"
             yield Problem(path, device, "none: work of the host's processors and disks is not predicted")
-
-
-def _own_axes(ds_config: dict[str, Any]) -> Iterator[Problem]:
-    """Axes that DeepSpeed makes itself, whose ranks would count as data ranks here."""
-    tensor = ds_config.get("tensor_parallel")
-    for path, found in (
-        ("tensor_parallel.autotp_size", tensor.get("autotp_size") if isinstance(tensor, dict) else None),
-        ("sequence_parallel_size", ds_config.get("sequence_parallel_size")),
-    ):
-        if found not in (None, 0, 1):
-            yield Problem(path, found, "1: DeepSpeed's own axes are not predicted, those of ds_npu.parallel are")
 
 
 def _predicted(request: Request, checked: Checked, arguments: Namespace) -> Prediction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import transformers
 
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.cli.main import main
+from ds_npu.cli.predict import requested
 from ds_npu.cli.prediction import dry_run as dry_run_module
 from ds_npu.cli.prediction import figures
 from ds_npu.cli.prediction.dry_run import PredictionError, Request, StageReport
@@ -187,6 +189,56 @@ def test_one_error_says_why_nothing_is_predicted(tmp_path, monkeypatch, capsys, 
     shown = capsys.readouterr()
     assert code in (1, 2) and shown.out == ""
     assert said in shown.err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "degrees", "tokens"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, Degrees(dp=4, tp=2), 4 * 3 * 64),
+        ({"sequence_parallel_size": 8}, Degrees(dp=1, cp=8), 1 * 3 * 64),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, Degrees(dp=8, ep=4), 8 * 3 * 64),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 4}}, Degrees(dp=8), 8 * 3 * 64),
+    ],
+)
+def test_degrees_of_deepspeed_s_own_axes(tmp_path, keys, degrees, tokens):
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3} | keys))
+    request, checked = requested(
+        Namespace(
+            config=str(file),
+            model=str(saved(tmp_path, "llama")),
+            world_size=8,
+            sequence_length=64,
+            gradient_checkpointing=False,
+        )
+    )
+    assert checked.degrees == degrees and request.present == [0]
+    assert figures.Prediction(request, checked.degrees, A2, True, 1.0, (), (), 0.0).tokens == tokens
+
+
+PLAIN = {"train_micro_batch_size_per_gpu": 1}
+MOE = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"tensor_parallel": {"autotp_size": 3}}, "tensor_parallel.autotp_size: found 3"),
+        (
+            {"sequence_parallel_size": 3},
+            "sequence_parallel_size: found 3; an integer >= 1 that divides the world size, 4",
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}} | MOE, "expert_parallel.autoep_size: found 2; 1: several of"),
+        ({"sequence_parallel_size": 2} | MOE, "expert_parallel.autoep_size: found 2; 1: several of"),
+        ({"train_batch_size": 6, "gradient_accumulation_steps": 1}, "train_batch_size: found 6"),
+    ],
+)
+def test_deepspeed_s_own_axes_that_are_not_predicted(tmp_path, monkeypatch, capsys, keys, said):
+    monkeypatch.chdir(tmp_path)
+    Path("ds_config.json").write_text(json.dumps(PLAIN | keys))
+    words = ["--model", str(saved(tmp_path, "llama")), "--world-size", "4", "--sequence-length", "64"]
+    assert main(["predict", "ds_config.json", *words]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_a_rank_that_died_is_named_and_not_those_that_were_ended_with_it(tmp_path, monkeypatch):

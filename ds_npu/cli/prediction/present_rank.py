@@ -21,24 +21,24 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
 from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import FileStore, HashStore, Store
-from transformers.integrations import HfDeepSpeedConfig
 
-from ds_npu.cli.planned_model import auto_class_of, model_without_weights
 from ds_npu.cli.prediction.absent_ranks import StoreOfAbsentRanks
 from ds_npu.cli.prediction.dry_run import OUT_OF_MEMORY, Request, StageReport
 from ds_npu.cli.prediction.model_flop import model_flop
-from ds_npu.config.deepspeed_keys import zero_stage
+from ds_npu.cli.prediction.training_script import (
+    FLAT_BUFFERS,
+    micro_batch_loss,
+    ready_model,
+    training_dtype,
+    ulysses_ranks,
+    whole_model,
+)
 from ds_npu.engine.engines import NpuEngine
-from ds_npu.engine.pretrained import with_empty_parts
 from ds_npu.features.measured_step import MeasuredStep
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _kept: list[Store] = []
-FLAT_BUFFERS = (1, 2)
-"""The stages of ZeRO whose weights travel over the host into a flat buffer (stage_1_and_2.py of DeepSpeed 0.19.8)."""
 
 
 def run_present_rank() -> None:
@@ -70,31 +70,27 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
     begun = time.perf_counter()
     meet_absent_ranks(request, rank)
     enter("making the engine")
-    path, dtype = Path(request.model), training_dtype(request.ds_config)
-    whole = whole_model(path, dtype)
+    whole = whole_model(Path(request.model), training_dtype(request.ds_config))
     flop = model_flop(whole, request.model, request.sequence_length)
-    if zero_stage(request.ds_config) == 3:
-        model = partitioned_model(path, dtype, request.ds_config)
-    else:
-        model = whole
-        with_empty_parts(model, request.ds_config)
-    if request.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=request.ds_config)
+    model = ready_model(request)
+    mpu = ulysses_ranks(model, request)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=request.ds_config, mpu=mpu
+    )
     engine_seconds = time.perf_counter() - begun
     size = request.micro_batches, request.samples, request.sequence_length
     vocabulary = whole.config.get_text_config().vocab_size
     words = torch.randint(0, vocabulary, size, generator=torch.Generator().manual_seed(0))
     device: Any = torch.get_device_module(get_accelerator().device_name())
     enter("in step 1 of 2")
-    step(engine, words)
+    step(engine, words, mpu)
     device.synchronize()
     device.reset_peak_memory_stats()
     measured = MeasuredStep(engine, rank) if isinstance(engine, NpuEngine) else None
     enter("in step 2 of 2")
     record(1)
     begun = time.perf_counter()
-    step(engine, words)
+    step(engine, words, mpu)
     device.synchronize()
     record(0)
     free, total = device.mem_get_info()
@@ -132,34 +128,11 @@ def meet_absent_ranks(request: Request, rank: int) -> None:
     _kept.append(store)
 
 
-def step(engine: Any, words: torch.Tensor) -> None:
+def step(engine: Any, words: torch.Tensor, mpu: Any) -> None:
     """One optimizer step over ``words`` [micro-batch, sample, token]."""
     for ids in words.to(engine.device):
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
+        engine.backward(micro_batch_loss(engine, ids, mpu))
         engine.step()
-
-
-def training_dtype(ds_config: dict[str, Any]) -> torch.dtype:
-    """The dtype that a model is trained in."""
-    return next((each for key, each in DTYPES.items() if ds_config.get(key, {}).get("enabled")), torch.float32)
-
-
-def whole_model(path: Path, dtype: torch.dtype) -> Any:
-    """The model of the config at ``path`` without weights, on the meta device."""
-    model = model_without_weights(path, dtype, use_cache=False)
-    if isinstance(model, str):
-        raise ValueError(f"{path}: {model}")
-    return model
-
-
-def partitioned_model(path: Path, dtype: torch.dtype, ds_config: dict[str, Any]) -> Any:
-    """The model as transformers makes it under ZeRO 3: each weight is partitioned when it is made."""
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, use_cache=False)
-    keeps_alive = HfDeepSpeedConfig(ds_config)
-    model = auto_class_of(config).from_config(config, dtype=dtype, trust_remote_code=False).train()
-    del keeps_alive
-    return model
 
 
 def most_bytes() -> int:

@@ -1,0 +1,55 @@
+"""DeepSpeed's own axes in a prediction: AutoTP, Ulysses and AutoEP, whose degrees stand in DeepSpeed's keys.
+
+The grid is that of ``topology/degrees.py``: DeepSpeed, too, lays tensor, sequence and expert ranks next to each other.
+With a section of ds_npu, ``ds_npu/config`` checks these keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ds_npu.config.batch import batch_of
+from ds_npu.config.check import Checked
+from ds_npu.config.deepspeed_keys import value_at
+from ds_npu.config.problems import Problem
+from ds_npu.topology.degrees import Degrees
+
+TENSOR, SEQUENCE, EXPERT = "tensor_parallel.autotp_size", "sequence_parallel_size", "expert_parallel.autoep_size"
+
+
+def tensor_ranks(ds_config: dict[str, Any]) -> int:
+    """The tensor ranks of AutoTP."""
+    return value_at(ds_config, TENSOR) or 1
+
+
+def sequence_ranks(ds_config: dict[str, Any]) -> int:
+    """The ranks over which Ulysses splits a sequence."""
+    return value_at(ds_config, SEQUENCE) or 1
+
+
+def expert_ranks(ds_config: dict[str, Any]) -> int:
+    """The expert ranks of AutoEP."""
+    return (value_at(ds_config, EXPERT) or 1) if value_at(ds_config, "expert_parallel.enabled") else 1
+
+
+def _unpredicted(ds_config: dict[str, Any], world_size: int) -> Iterator[Problem]:
+    """Values of the three keys for which there is no grid, or no prediction."""
+    found = {TENSOR: tensor_ranks(ds_config), SEQUENCE: sequence_ranks(ds_config), EXPERT: expert_ranks(ds_config)}
+    for key, size in found.items():
+        if not (type(size) is int and size >= 1 and world_size % size == 0):
+            yield Problem(key, size, f"an integer >= 1 that divides the world size, {world_size:,}")
+    for key in [key for key, size in found.items() if size != 1][1:]:
+        yield Problem(key, found[key], "1: several of DeepSpeed's own axes are not predicted together")
+
+
+def with_own_axes(ds_config: dict[str, Any], world_size: int, checked: Checked) -> tuple[Checked, list[Problem]]:
+    """``checked`` with the grid and the batch of a config without a section, and what is wrong with them."""
+    if problems := [*_unpredicted(ds_config, world_size)]:
+        return checked, problems
+    tp, cp, ep = tensor_ranks(ds_config), sequence_ranks(ds_config), expert_ranks(ds_config)
+    degrees = Degrees(dp=world_size // (tp * cp), cp=cp, tp=tp, ep=ep)
+    # DeepSpeed takes the ranks of AutoTP for data ranks when it counts samples (runtime/config.py of 0.19.8).
+    batch, problems = batch_of(ds_config, degrees.dp * tp)
+    return replace(checked, degrees=degrees, batch=batch), problems

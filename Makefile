@@ -33,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: env clients-env demo check test exhaustive upstream bench clean lint fast whole unlock moved
+.PHONY: env clients-env demo check test exhaustive upstream bench clean lint fast whole raced unlock moved
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -87,7 +87,7 @@ check: lint fast
 
 exhaustive: export EXHAUSTIVE := 1
 exhaustive: export RUN_CLM := $(RUN_CLM)
-exhaustive: lint clients-env whole upstream
+exhaustive: lint clients-env whole raced upstream
 
 test: lint whole
 
@@ -103,6 +103,10 @@ fast: $(STAMP) unlock
 whole: $(STAMP) unlock
 	python tests/support/parts.py env BUDGET=$${BUDGET:-200} $(ON_NPUS) python -m pytest tests/npu \
 		--then env BUDGET=$${BUDGET:-600} python -m pytest
+
+# Touches of the same memory that nothing orders, looked for in everything that tests/npu runs.
+raced: $(STAMP) unlock
+	$(if $(ON_NPUS),python tests/support/raced_suite.py,@echo "NOT RUN: races are found on simulated NPUs" >&2)
 
 # DeepSpeed's own unit tests and examples. They are not part of this repository: what is not named is not run, and said.
 upstream: $(STAMP) unlock

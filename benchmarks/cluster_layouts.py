@@ -18,17 +18,29 @@ BF16, STATE = 2, 12
 """Bytes of a weight or gradient, and of a weight's float32 master and two moments."""
 SPARE_GIB = 0.0
 """Device memory that the formula leaves free: none, since the twin runs the next layout where one does not fit."""
-SAVED = {"ds_npu": (7, 3), "DeepSpeed": (13, 4)}
+SAVED = {("ds_npu", ""): (10, 4), ("ds_npu", "norms"): (4, 2), ("DeepSpeed", ""): (13, 4)}
 """What a layer saves of each token for its backward: so many hidden sizes, and widths of its feed-forward layer.
 
-Of plain DeepSpeed as the twin found it: norms, SiLU and rotary embedding are several operators each in transformers.
+Of ds_npu: docs/memory.md. Of plain DeepSpeed: as the twin found it, where norms and rotary embedding are many calls.
 """
-LOGITS = {"ds_npu": 8, "DeepSpeed": 24}
-"""Bytes of each logit: copies in bf16 and float32, and their gradients."""
+LOGITS = {"ds_npu": 8, "DeepSpeed": 16}
+"""Bytes of each logit: copies in bf16 and float32, and their gradients. Chunks of them take next to nothing."""
+MORE = {"": 1.0, "norms": 1.02, "all": 4 / 3}
+"""What a step computes, as a share of that without recomputation (of "norms": assumed)."""
+RECOMPUTED = {"": [], "norms": ["recompute norms"], "all": ["recompute"]}
+"""How a layout calls what it computes again."""
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "norms": {"norm": True, "activation_function": True},
+    "all": {"layers": "all"},
+}
 FUSED = 0.5
 """The part of messages along the tensor axis that is left where matrix products hide them (assumed)."""
 HIDDEN = 0.5
-"""The part of ZeRO's messages that is left where computing hides them (assumed)."""
+"""The part of ring attention's messages that is left where computing hides them (assumed)."""
+UNHIDDEN = 0.1
+"""The part of ZeRO 3's messages that is always left (assumed; the twin says less)."""
+FRAGMENTS = 1.04
+"""The memory of the allocator over that of tensors: little, since where memory ends it gives back what is unused."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,8 @@ class Layout:
     zero: int
     micro: int
     """Samples of a micro-batch."""
-    recompute: bool
+    recompute: str
+    """What is computed again: "" nothing; "norms" norms, activation functions and logits; "all" each block."""
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -104,7 +117,7 @@ class Layout:
 
     def __str__(self) -> str:
         axes = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
-        return ", ".join([*axes, f"ZeRO {self.zero}", f"micro {self.micro}", *(["recompute"] * self.recompute)])
+        return ", ".join([*axes, f"ZeRO {self.zero}", f"micro {self.micro}", *RECOMPUTED[self.recompute]])
 
     def dp(self, npus: int) -> int:
         return npus // (self.tp * self.pp * self.cp)
@@ -133,7 +146,8 @@ class Layout:
         if self.pp > 1:
             section["pipeline"] = {"micro_batches": count}
         if self.recompute:
-            section["recompute"] = {"layers": "all"}
+            section["recompute"] = RECOMPUTE[self.recompute]
+            section["chunked_loss"] = True
         return config | {"ds_npu": section}
 
     def _own_axes(self) -> dict[str, Any]:
@@ -168,7 +182,7 @@ def ds_npu_layouts(case: Case) -> Iterator[Layout]:
         fits &= ep == 1 or (model.experts >= ep and model.experts % ep == 0 and (dp * cp) % ep == 0 and tp == 1)
         if not fits or not dp or (cp > 1 and case.length // cp < 2048):
             continue
-        for zero, micro, recompute in itertools.product((1, 3), (1, 2, 4), (False, True)):
+        for zero, micro, recompute in itertools.product((1, 3), (1, 2, 4), ("", "norms", "all")):
             made = Layout("ds_npu", zero, micro, recompute, tp, pp, cp, ep)
             if case.samples % (dp * micro) == 0 and (pp == 1 or (zero < 3 and made.micro_batches(case) >= pp)):
                 yield made
@@ -184,7 +198,7 @@ def deepspeed_layouts(case: Case) -> Iterator[Layout]:
     for axes in ({}, *tensor, *context, *expert):
         if case.npus % max(axes.values(), default=1):
             continue
-        for zero, micro, recompute in itertools.product((1, 2, 3), (1, 2, 4), (False, True)):
+        for zero, micro, recompute in itertools.product((1, 2, 3), (1, 2, 4), ("", "all")):
             made = Layout("DeepSpeed", zero, micro, recompute, **axes)
             if case.samples % (made.dp(case.npus) * micro) == 0:
                 yield made
@@ -200,14 +214,16 @@ def estimate(case: Case, layout: Layout, machine: Machine) -> Estimate:
     experts = layers * model.expert_weights / layout.tp / layout.ep
     products, scores = model.flop(case.samples * case.length, case.length)
     computes = (products / machine.matmul + machine.attention_seconds(scores, case.length)) / ranks
-    computes *= 4 / 3 if layout.recompute else 1
+    computes *= MORE[layout.recompute]
     seconds = {"computes": computes, "bubble": computes * (layout.pp - 1) / count}
-    passes = count * layers * (3 if layout.recompute else 2)
+    passes = count * layers * (3 if layout.recompute == "all" else 2)
     seconds["tensor"] = passes * _tensor_seconds(model, layout, machine, tokens)
     seconds["context"] = passes * _context_seconds(model, layout, machine, tokens)
     seconds["expert"] = passes * _expert_seconds(model, layout, machine, tokens)
-    seconds["data"] = _data_seconds(layout, machine, BF16 * dense, dp * layout.cp, count)
-    seconds["data"] += _data_seconds(layout, machine, BF16 * experts, dp * layout.cp // layout.ep, count)
+    data = _data_seconds(layout, machine, BF16 * dense, dp * layout.cp, count)
+    data += _data_seconds(layout, machine, BF16 * experts, dp * layout.cp // layout.ep, count)
+    # ZeRO 3 sends while layers compute.
+    seconds["data"] = max(UNHIDDEN * data, data - computes) if layout.zero == 3 else data
     return Estimate(seconds, _memory(case, layout, dense, experts, tokens))
 
 
@@ -244,7 +260,7 @@ def _expert_seconds(model: Model, layout: Layout, machine: Machine, tokens: floa
 
 
 def _data_seconds(layout: Layout, machine: Machine, size: float, ranks: int, count: int) -> float:
-    """ZeRO's messages for ``size`` bytes of weights over ``ranks`` ranks."""
+    """ZeRO's messages for ``size`` bytes of weights over ``ranks`` ranks, hidden or not."""
     if ranks <= 1:
         return 0.0
     near = max(1, min(ranks, machine.node // layout.tp))
@@ -253,7 +269,7 @@ def _data_seconds(layout: Layout, machine: Machine, size: float, ranks: int, cou
     )
     # Plain DeepSpeed scatters the gradients of each micro-batch under ZeRO 2 and 3, and gathers weights twice under 3.
     if layout.zero == 3:
-        return HIDDEN * count * (2 * gather + scatter)
+        return count * (2 * gather + scatter)
     return gather + scatter * (count if layout.zero == 2 else 1)
 
 
@@ -268,8 +284,9 @@ def _memory(case: Case, layout: Layout, dense: float, experts: float, tokens: fl
     in_flight = min(layout.pp, layout.micro_batches(case))
     # AutoTP shards what lies within attention and the feed-forward layer, not the hidden states, nor the logits.
     own = 1 if layout.side == "DeepSpeed" else layout.tp
-    hidden, widths = SAVED[layout.side]
+    hidden, widths = SAVED[layout.side, "" if layout.recompute == "all" else layout.recompute]
     layer = BF16 * tokens * (hidden * model.hidden_size / own + widths * model.width / layout.tp)
     kept = BF16 * tokens * model.hidden_size / own
-    total += in_flight * layers * kept + layer if layout.recompute else in_flight * layers * layer
-    return total + LOGITS[layout.side] * tokens * model.vocab_size / own
+    total += in_flight * layers * kept + layer if layout.recompute == "all" else in_flight * layers * layer
+    is_chunked = layout.side == "ds_npu" and layout.recompute
+    return FRAGMENTS * (total + (0 if is_chunked else LOGITS[layout.side] * tokens * model.vocab_size / own))

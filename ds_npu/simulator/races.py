@@ -9,6 +9,7 @@ need not be looked at. Bytes of tensors are sets with strides, not ranges.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +22,6 @@ from ds_npu.simulator.replay.recording import RecordedAction, RecordedRun
 
 READ = 0
 """The access of a touch that only reads, as the trace has it."""
-PAGE = 1 << 24
-"""Bytes of the pages by which touches are found."""
 MOST_PIECES = 1 << 22
 """Most pieces of memory of a tensor that are compared; of a tensor with more, its range is."""
 HOST = (-1, 0)
@@ -98,7 +97,7 @@ def _races(actions: Iterable[RecordedAction]) -> Iterator[Race]:
     clocks: dict[StreamKey, Clock] = defaultdict(dict)
     numbers: dict[StreamKey, int] = defaultdict(int)
     events: dict[int, Clock] = {}
-    pages: dict[int, list[Touched]] = defaultdict(list)
+    memory = Memory()
     for action in actions:
         if action.of_host:
             if action.event is not None:
@@ -119,7 +118,7 @@ def _races(actions: Iterable[RecordedAction]) -> Iterator[Race]:
             clock[key] = numbers[key]
             for access, *told in action.told.get("touches", ()):
                 touch = Touched(action, _bytes(*told), access != READ, key, numbers[key])
-                yield from _conflicts(pages, touch, clock)
+                yield from memory.touched(touch, clock)
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -133,28 +132,42 @@ def _bytes(address: int, item: int, sizes: Sequence[int], strides: Sequence[int]
     return Bytes(address, address + sum((size - 1) * stride for size, stride in dims) + item, item, tuple(dims))
 
 
-def _conflicts(pages: dict[int, list[Touched]], touch: Touched, clock: Clock) -> Iterator[Race]:
-    """The races of ``touch`` with those before it; then it is one of them, in place of those that it covers."""
-    found: dict[int, Race] = {}
-    for number in range(touch.bytes.first // PAGE, (touch.bytes.last - 1) // PAGE + 1):
-        kept: list[Touched] = []
-        for old in pages[number]:
-            if old.bytes.first >= touch.bytes.last or touch.bytes.first >= old.bytes.last:
-                kept.append(old)
-                continue
-            is_ordered = clock.get(old.stream, 0) >= old.number
-            if not is_ordered and (old.writes or touch.writes) and overlap(old.bytes, touch.bytes):
-                found[id(old)] = Race(old, touch)
-            covers = touch.bytes.is_dense and _contains(touch.bytes, old.bytes)
-            # Whoever comes after the new touch comes after the old one, too.
-            if not (is_ordered and covers and (touch.writes or not old.writes)):
-                kept.append(old)
-        pages[number] = [*kept, touch]
-    yield from found.values()
+class Memory:
+    """The touches that a later one may race with, by parts of memory. All bytes of a part have the same ones."""
 
+    def __init__(self) -> None:
+        self._begins: list[int] = [0]
+        """The first byte of each part, sorted."""
+        self._touches: list[list[Touched]] = [[]]
 
-def _contains(outer: Bytes, inner: Bytes) -> bool:
-    return outer.first <= inner.first and inner.last <= outer.last
+    def touched(self, touch: Touched, clock: Clock) -> Iterator[Race]:
+        """The races of ``touch`` with those before it; then it is one of them, in place of those that it covers."""
+        first, end = self._border(touch.bytes.first), self._border(touch.bytes.last)
+        found: dict[int, bool] = {}
+        for part in range(first, end):
+            kept: list[Touched] = []
+            for old in self._touches[part]:
+                is_ordered = clock.get(old.stream, 0) >= old.number
+                if not is_ordered and (old.writes or touch.writes) and id(old) not in found:
+                    found[id(old)] = overlap(old.bytes, touch.bytes)
+                    if found[id(old)]:
+                        yield Race(old, touch)
+                # Whoever comes after the new touch comes after the old one, too.
+                if not (is_ordered and touch.bytes.is_dense and (touch.writes or not old.writes)):
+                    kept.append(old)
+            self._touches[part] = [*kept, touch]
+        if all(len(self._touches[part]) == 1 for part in range(first, end)):
+            self._begins[first:end] = [touch.bytes.first]
+            self._touches[first:end] = [[touch]]
+
+    def _border(self, address: int) -> int:
+        """The number of the part that begins at ``address``, which is made where there is none."""
+        part = bisect.bisect_right(self._begins, address) - 1
+        if self._begins[part] == address:
+            return part
+        self._begins.insert(part + 1, address)
+        self._touches.insert(part + 1, [*self._touches[part]])
+        return part + 1
 
 
 def overlap(one: Bytes, other: Bytes) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import parts as parts_module
 import pytest
+import raced_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 # bash is named by its path in the Makefile.
@@ -210,3 +211,17 @@ def test_make_runs_both_parts_of_the_suite(checkout):
     first, second = line.split(parts_module.THEN)
     assert "BUDGET=" in first and "BUDGET=" in second
     assert first.split()[-3:] == ["-m", "pytest", "tests/npu"] and second.split()[-3:] == ["python", "-m", "pytest"]
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "passes"),
+    [
+        (0, ["3 passed in 1 s", "ds_npu sim: no race among 9 tasks and waits"], True),
+        (1, ["4 skipped in 1 s", f"ds_npu sim: --races: {raced_suite.UNUSED}"], True),
+        (1, ["1 failed in 1 s", f"ds_npu sim: --races: {raced_suite.UNUSED}"], False),
+        (1, ["3 passed in 1 s", "What to do: let the stream of the second wait for the first"], False),
+        (-9, [], False),
+    ],
+)
+def test_a_file_with_a_race_or_a_failure_does_not_pass(code, lines, passes):
+    assert (raced_suite.complaint(code, lines) == "") == passes

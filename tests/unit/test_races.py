@@ -117,6 +117,66 @@ def test_the_host_itself_writes_and_frees_too_early():
     assert host.races() == []
 
 
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("touch"),
+            st.integers(1, 3),
+            st.sampled_from((READ, WRITTEN, CHANGED)),
+            st.tuples(st.integers(0, 12), st.integers(1, 8), st.sampled_from((1, 2))),
+        ),
+        st.tuples(st.just("order"), st.integers(0, 3), st.integers(1, 3), st.none()),
+    ),
+    max_size=25,
+)
+
+
+@given(STEPS)
+def test_a_touch_races_if_an_earlier_one_of_the_same_bytes_does_not_come_before_it(steps):
+    """``before``: all tasks that come before a task, by their numbers, and so for each stream and for the host."""
+    host = Host()
+    before: dict[int, set[int]] = {}
+    of_stream: dict[int, set[int]] = {stream: set() for stream in range(4)}
+    bytes_of: dict[int, tuple[int, set[int]]] = {}
+    racing = set()
+    for what, one, other, place in steps:
+        if what == "order":
+            # Stream ``other`` has put all it has before stream ``one``, or the host (0), goes on.
+            event = host.record(other)
+            if one:
+                host.wait(event, one)
+                of_stream[one] |= of_stream[0]
+            else:
+                host.host_waits(event)
+            of_stream[one] |= of_stream[other] | of_stream[0]
+            continue
+        first, count, step = place
+        touches = [[other, first, 1, [count], [step]]]
+        host.add("op", one, touches=touches, stack=f"in op at a.py:{len(host.actions)}")
+        number = len(host.actions)
+        before[number] = of_stream[one] | of_stream[0]
+        bytes_of[number] = (other, {first + index * step for index in range(count)})
+        for old, (access, touched) in bytes_of.items():
+            shared = touched & bytes_of[number][1] and (access, other) != (READ, READ)
+            if old != number and old not in before[number] and shared:
+                racing.add(number)
+        of_stream[one] = before[number] | {number}
+    assert {second for _, second in host.races()} == racing
+
+
+def test_what_a_strided_touch_leaves_out_and_what_a_reader_comes_after_is_not_forgotten():
+    host = Host()
+    host.touch(1, WRITTEN, size=8)
+    host.add("op", 1, touches=[[WRITTEN, 0, 1, [4], [2]]], stack="in op at a.py:1")
+    host.touch(2, READ, address=1, size=1)
+    assert host.races() == [(1, 3)]
+    host = Host()
+    host.touch(1, WRITTEN)
+    host.touch(1, READ)
+    host.touch(2, READ)
+    assert host.races() == [(1, 3)]
+
+
 def test_a_later_writer_does_not_hide_an_earlier_one_that_another_stream_races_with():
     host = Host()
     host.touch(1, WRITTEN, size=2 * SIZE)

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 #include <string_view>
 
 #include "machine.h"
@@ -14,7 +15,8 @@
 namespace sim {
 namespace {
 
-constexpr std::string_view kTaskQueueThread = "acl_thread";  // Ascend/pytorch, NPUAffinityController.cpp
+constexpr std::string_view kTaskQueueThread = "acl_thread";   // Ascend/pytorch, NPUAffinityController.cpp
+constexpr std::string_view kAutogradThread = "pt_autograd_";  // pytorch, engine.cpp; the device's number follows
 
 // How the operators that torch_npu adds to torch begin: Python calls them through functions of its own.
 constexpr std::array kFused{
@@ -26,6 +28,12 @@ constexpr std::array kFused{
 };
 
 thread_local bool has_prepared = false;
+
+std::string thread_name() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return name;
+}
 
 bool is_main_thread() { return static_cast<pid_t>(syscall(SYS_gettid)) == getpid(); }
 
@@ -89,11 +97,7 @@ std::uint64_t Host::dispatched() {
 }
 
 bool launches_for_others() {
-  thread_local const bool is = [] {
-    char name[16] = "";
-    pthread_getname_np(pthread_self(), name, sizeof name);
-    return std::string_view(name) == kTaskQueueThread;
-  }();
+  thread_local const bool is = thread_name() == kTaskQueueThread;
   return is;
 }
 
@@ -109,8 +113,9 @@ Dispatch dispatch_of(bool fused) {
 }
 
 bool keeps_host_time() {
-  thread_local const bool is_main = is_main_thread();
-  return is_main || has_prepared;
+  // A thread of autograd allocates, and so asks for events, before it has prepared its first operator.
+  thread_local const bool dispatches = is_main_thread() || thread_name().starts_with(kAutogradThread);
+  return dispatches || has_prepared;
 }
 
 }  // namespace sim

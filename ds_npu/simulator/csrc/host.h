@@ -24,7 +24,7 @@ const char* name_of(Dispatch kind);
 class Host {
  public:
   // Dispatches a task and launches it, not before `room`; returns the earliest time at which its stream can begin it.
-  Nanoseconds launch(Dispatch kind, Nanoseconds room = 0);
+  Nanoseconds launch(Dispatch kind, Nanoseconds room);
   // Nothing of the host goes on before `time`.
   void wait(Nanoseconds time);
   // The host does something else for so long.
@@ -50,8 +50,8 @@ bool is_fused(const char* name);
 // Whether this thread launches what others have dispatched: torch_npu's queue of tasks.
 bool launches_for_others();
 
-// Whether the host's clock is that of this thread: the main thread, or one that has prepared operators. Others (a watchdog)
-// see what has really happened.
+// Whether the host's clock is that of this thread: the main thread, one of autograd, or one that has prepared operators.
+// Others (a watchdog) see what has really happened.
 bool keeps_host_time();
 
 }  // namespace sim

@@ -1,0 +1,49 @@
+"""Runs the tests of NPUs once more, each file by itself in ``ds_npu sim --races``; the last line is the sum.
+
+    python tests/support/raced_suite.py [FILE]...
+
+Without files it runs all of tests/npu. A file by itself, since the record of all of them would not fit into memory. The
+exit status is 0 only if no test failed and no race was found.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+UNUSED = "no process of the command used an NPU"
+"""What ``--races`` says where all tests of a file are skipped."""
+
+
+def complaint(code: int, lines: Sequence[str]) -> str:
+    """Why a run with this exit code and these last lines does not pass, "" where it does."""
+    last = lines[-1] if lines else "it printed nothing"
+    if code == 0 or (code == 1 and last.endswith(UNUSED) and not any("failed" in line for line in lines)):
+        return ""
+    return last
+
+
+def raced(file: Path) -> str:
+    """Run ``file`` with races looked for; the complaint."""
+    begun = time.monotonic()
+    command = ["ds_npu", "sim", "--races", "--", sys.executable, "-m", "pytest", "-q", str(file)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    found = complaint(done.returncode, done.stdout.splitlines())
+    print(f"{file.name:40} {time.monotonic() - begun:6.0f} s  {done.stdout.splitlines()[-1]}", flush=True)
+    if found:
+        print(done.stdout, flush=True)
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    files = [Path(word) for word in words] or sorted(Path("tests/npu").glob("test_*.py"))
+    bad = [file.name for file in files if raced(file)]
+    print(f"races: {len(files)} files, {len(bad)} with a race or a failure: {', '.join(bad) or 'none'}")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

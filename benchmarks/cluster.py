@@ -5,8 +5,9 @@
     python benchmarks/cluster.py --show cluster.json --svg docs/images/cluster.svg
 
 For each case a formula (``cluster_layouts.py``) ranks all layouts of both sides that fit by it, and ``ds_npu predict``
-runs the two best of each. Plain DeepSpeed here is ZeRO 1 to 3 with AutoTP, Ulysses, AutoEP or none of them, with
-gradient checkpointing or without, in models of transformers with fused attention. All figures are simulated.
+runs the two best of each that do not take too long. Plain DeepSpeed here is ZeRO 1 to 3 with AutoTP, Ulysses, AutoEP or
+none of them, with gradient checkpointing or without, in models of transformers with fused attention. All figures are
+simulated.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ CHOSEN = 2
 """Layouts of each side that the twin runs and that fit."""
 TRIED = 5
 """Layouts that it runs at most to find those."""
+MOST_BLOCKS = 1300
+"""Layers times micro-batches of a layout that the twin runs: longer steps take more than ten minutes on two cores."""
 SHOWN = 5
 """Layouts of each side that --formula shows."""
 SIDES = {"ds_npu": ds_npu_layouts, "DeepSpeed": deepspeed_layouts}
@@ -125,7 +128,9 @@ def run_case(case: Case, machine: Machine) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for side in SIDES:
         fitting = 0
-        for layout, formula in ranked(case, side, machine)[:TRIED]:
+        layers = case.model.num_hidden_layers
+        short = [each for each in ranked(case, side, machine) if each[0].micro_batches(case) * layers <= MOST_BLOCKS]
+        for layout, formula in short[:TRIED]:
             rows.append(_row(case, side, layout, formula, machine))
             fitting += _rate(rows[-1]) > 0
             if fitting == CHOSEN:

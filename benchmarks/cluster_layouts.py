@@ -148,6 +148,9 @@ class Layout:
         if self.recompute:
             section["recompute"] = RECOMPUTE[self.recompute]
             section["chunked_loss"] = True
+        if self.recompute == "norms" and case.model.experts:
+            section["recompute"] = {"norm": True}
+            section["moe"] = {"zero_memory": "level0"}
         return config | {"ds_npu": section}
 
     def _own_axes(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def requested(arguments: Namespace) -> tuple[Request, Checked]:
     checked = check(ds_config, arguments.world_size)
     problems = [*_offloads(ds_config)]
     if "ds_npu" not in ds_config:
-        checked, wrong = with_own_axes(ds_config, arguments.world_size, checked)
+        checked, wrong = with_own_axes(ds_config, arguments.world_size, arguments.sequence_length, checked)
         problems += wrong
     degrees, batch = checked.degrees, checked.batch
     if not problems and batch.micro is None:

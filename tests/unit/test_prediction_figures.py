@@ -226,8 +226,9 @@ MOE = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
         ({"tensor_parallel": {"autotp_size": 3}}, "tensor_parallel.autotp_size: found 3"),
         (
             {"sequence_parallel_size": 3},
-            "sequence_parallel_size: found 3; an integer >= 1 that divides the world size, 4",
+            "sequence_parallel_size: found 3; an integer >= 1 that divides the world size, 128",
         ),
+        ({"sequence_parallel_size": 64}, "sequence_parallel_size: found 64; a divisor of the tokens of a sample, 96"),
         ({"tensor_parallel": {"autotp_size": 2}} | MOE, "expert_parallel.autoep_size: found 2; 1: several of"),
         ({"sequence_parallel_size": 2} | MOE, "expert_parallel.autoep_size: found 2; 1: several of"),
         ({"train_batch_size": 6, "gradient_accumulation_steps": 1}, "train_batch_size: found 6"),
@@ -236,7 +237,7 @@ MOE = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 def test_deepspeed_s_own_axes_that_are_not_predicted(tmp_path, monkeypatch, capsys, keys, said):
     monkeypatch.chdir(tmp_path)
     Path("ds_config.json").write_text(json.dumps(PLAIN | keys))
-    words = ["--model", str(saved(tmp_path, "llama")), "--world-size", "4", "--sequence-length", "64"]
+    words = ["--model", str(saved(tmp_path, "llama")), "--world-size", "128", "--sequence-length", "96"]
     assert main(["predict", "ds_config.json", *words]) == 1
     assert said in capsys.readouterr().err
 

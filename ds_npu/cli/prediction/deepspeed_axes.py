@@ -34,19 +34,26 @@ def expert_ranks(ds_config: dict[str, Any]) -> int:
     return (value_at(ds_config, EXPERT) or 1) if value_at(ds_config, "expert_parallel.enabled") else 1
 
 
-def _unpredicted(ds_config: dict[str, Any], world_size: int) -> Iterator[Problem]:
+def _unpredicted(ds_config: dict[str, Any], world_size: int, length: int) -> Iterator[Problem]:
     """Values of the three keys for which there is no grid, or no prediction."""
     found = {TENSOR: tensor_ranks(ds_config), SEQUENCE: sequence_ranks(ds_config), EXPERT: expert_ranks(ds_config)}
-    for key, size in found.items():
-        if not (type(size) is int and size >= 1 and world_size % size == 0):
-            yield Problem(key, size, f"an integer >= 1 that divides the world size, {world_size:,}")
+    wrong = [key for key, size in found.items() if not (type(size) is int and size >= 1 and world_size % size == 0)]
+    for key in wrong:
+        yield Problem(key, found[key], f"an integer >= 1 that divides the world size, {world_size:,}")
+    if not wrong and length % found[SEQUENCE]:
+        yield Problem(SEQUENCE, found[SEQUENCE], f"a divisor of the tokens of a sample, {length:,}")
     for key in [key for key, size in found.items() if size != 1][1:]:
         yield Problem(key, found[key], "1: several of DeepSpeed's own axes are not predicted together")
 
 
-def with_own_axes(ds_config: dict[str, Any], world_size: int, checked: Checked) -> tuple[Checked, list[Problem]]:
-    """``checked`` with the grid and the batch of a config without a section, and what is wrong with them."""
-    if problems := [*_unpredicted(ds_config, world_size)]:
+def with_own_axes(
+    ds_config: dict[str, Any], world_size: int, length: int, checked: Checked
+) -> tuple[Checked, list[Problem]]:
+    """``checked`` with the grid and the batch of a config without a section, and what is wrong with them.
+
+    ``length``: tokens of a sample.
+    """
+    if problems := [*_unpredicted(ds_config, world_size, length)]:
         return checked, problems
     tp, cp, ep = tensor_ranks(ds_config), sequence_ranks(ds_config), expert_ranks(ds_config)
     degrees = Degrees(dp=world_size // (tp * cp), cp=cp, tp=tp, ep=ep)

@@ -88,7 +88,9 @@ def _let_autoep_ask_the_registry() -> None:
 
 def ulysses_ranks(model: Any, request: Request) -> Any:
     """DeepSpeed's ``mpu`` of Ulysses; None where one rank has the whole sequence."""
-    ranks = sequence_ranks(request.ds_config) if "ds_npu" not in request.ds_config else 1
+    ranks = sequence_ranks(request.ds_config)
+    if ranks == 1 or "ds_npu" in request.ds_config:
+        return None
     # Ulysses asks deepspeed.comm for its groups, which takes over the process group that is there.
     deepspeed.init_distributed(get_accelerator().communication_backend_name())
     core = model.config._attn_implementation

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster_layouts import GIB, SPARE_GIB, Case, Estimate, Layout, Model, deepspeed_layouts, ds_npu_layouts, estimate
-from cluster_picture import picture, table
+from cluster_layouts import GIB, Case, Estimate, Layout, Model, deepspeed_layouts, ds_npu_layouts, estimate
+from cluster_picture import picture, rate, ratio, table
 
 from ds_npu.topology.machine import A2, MACHINES, Machine
 
@@ -82,7 +82,7 @@ CASES = [
 def ranked(case: Case, side: str, machine: Machine) -> list[tuple[Layout, Estimate]]:
     """The layouts of ``side`` that fit by the formula, the fastest first."""
     found = [(layout, estimate(case, layout, machine)) for layout in SIDES[side](case)]
-    fitting = [each for each in found if each[1].memory <= machine.hbm - SPARE_GIB * GIB]
+    fitting = [each for each in found if each[1].memory <= machine.hbm]
     return sorted(fitting, key=lambda each: each[1].total)
 
 
@@ -132,14 +132,12 @@ def run_case(case: Case, machine: Machine) -> dict[str, Any]:
         short = [each for each in ranked(case, side, machine) if each[0].micro_batches(case) * layers <= MOST_BLOCKS]
         for layout, formula in short[:TRIED]:
             rows.append(_row(case, side, layout, formula, machine))
-            fitting += _rate(rows[-1]) > 0
+            fitting += rate(rows[-1]) > 0
             if fitting == CHOSEN:
                 break
-    best = {side: max(map(_rate, (row for row in rows if row["side"] == side)), default=0.0) for side in SIDES}
-    ratio = best["ds_npu"] / best["DeepSpeed"] if best["DeepSpeed"] else None
-    said = "none of plain DeepSpeed's layouts fits" if ratio is None else f"{ratio:.2f}"
-    print(f"{case.name:18} best / best: {said}", flush=True)
-    return {"case": case.name, "npus": case.npus, "length": case.length, "rows": rows, "ratio": ratio}
+    found = {"case": case.name, "npus": case.npus, "length": case.length, "rows": rows}
+    print(f"{case.name:18} best / best: {ratio(found)}", flush=True)
+    return found
 
 
 def _row(case: Case, side: str, layout: Layout, formula: Estimate, machine: Machine) -> dict[str, Any]:
@@ -152,17 +150,12 @@ def _row(case: Case, side: str, layout: Layout, formula: Estimate, machine: Mach
         return row
     row |= {"figures": figures, "holds back": holding_back(answer)}
     fits = "fits" if figures["fits"] else "DOES NOT FIT"
-    rate = f"{figures['tokens_per_second_and_npu']:7,.0f} tokens/s a NPU, MFU {figures['mfu']:5.1%}"
+    speed = f"{figures['tokens_per_second_and_npu']:7,.0f} tokens/s a NPU, MFU {figures['mfu']:5.1%}"
     print(
-        f"{case.name:18} {side:9} {rate}, {figures['peak_gib']:.1f} GiB, {fits}: {layout}; {row['holds back']}",
+        f"{case.name:18} {side:9} {speed}, {figures['peak_gib']:.1f} GiB, {fits}: {layout}; {row['holds back']}",
         flush=True,
     )
     return row
-
-
-def _rate(row: dict[str, Any]) -> float:
-    figures = row.get("figures")
-    return float(figures["tokens_per_second_and_npu"]) if figures is not None and figures["fits"] else 0.0
 
 
 def main() -> None:

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ds_npu.planner.parameter_bytes import bytes_of_a_parameter
 from ds_npu.topology.machine import Machine
 
 GIB = 2**30
-BF16, STATE = 2, 12
-"""Bytes of a weight or gradient, and of a weight's float32 master and two moments."""
-SPARE_GIB = 0.0
-"""Device memory that the formula leaves free: none, since the twin runs the next layout where one does not fit."""
+BF16 = 2
+"""Bytes of a weight or gradient."""
 SAVED = {("ds_npu", ""): (10, 4), ("ds_npu", "norms"): (4, 2), ("DeepSpeed", ""): (13, 4)}
 """What a layer saves of each token for its backward: so many hidden sizes, and widths of its feed-forward layer.
 
@@ -33,6 +32,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "norms": {"norm": True, "activation_function": True},
     "all": {"layers": "all"},
 }
+PRECISION: dict[str, Any] = {"bf16": {"enabled": True}}
 FUSED = 0.5
 """The part of messages along the tensor axis that is left where matrix products hide them (assumed)."""
 HIDDEN = 0.5
@@ -132,7 +132,7 @@ class Layout:
             "train_micro_batch_size_per_gpu": self.micro * (count if self.pp > 1 else 1),
             "gradient_accumulation_steps": 1 if self.pp > 1 else count,
             "zero_optimization": {"stage": self.zero, "overlap_comm": True},
-            "bf16": {"enabled": True},
+            **PRECISION,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         }
@@ -281,8 +281,7 @@ def _memory(case: Case, layout: Layout, dense: float, experts: float, tokens: fl
     model, dp = case.model, layout.dp(case.npus) * layout.cp
     total = 0.0
     for weights, ranks in ((dense, dp), (experts, dp // layout.ep)):
-        parts = (ranks if layout.zero == 3 else 1, ranks if layout.zero >= 2 else 1, ranks)
-        total += sum(weights * each / part for each, part in zip((BF16, BF16, STATE), parts, strict=True))
+        total += weights * bytes_of_a_parameter(PRECISION, layout.zero, ranks)
     layers = model.num_hidden_layers / layout.pp
     in_flight = min(layout.pp, layout.micro_batches(case))
     # AutoTP shards what lies within attention and the feed-forward layer, not the hidden states, nor the logits.

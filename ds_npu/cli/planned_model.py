@@ -30,6 +30,7 @@ from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
 from ds_npu.parallel.runtime.forward_wraps import wraps_of
 from ds_npu.parallel.runtime.marks import marks_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
+from ds_npu.planner.parameter_bytes import bytes_of_a_parameter
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.topology import PlannedTopology
@@ -91,13 +92,6 @@ def summary(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked) ->
 def _copies(placement: Placement, checked: Checked) -> int:
     """The number of ranks over which ZeRO shards a parameter: those with the same values, but for tensor ranks."""
     return math.prod(checked.degrees.size(axis) for axis in placement.data_axes)
-
-
-def bytes_of_a_parameter(ds_config: Mapping[str, Any], stage: int, ranks: int) -> float:
-    """Bytes of weight, gradient, master weight and two moments of a parameter that ZeRO shards over ``ranks``."""
-    is_narrow = any(ds_config.get(key, {}).get("enabled") is True for key in ("bf16", "fp16"))
-    parts = ((2, 3), (2, 2), (12, 1)) if is_narrow else ((4, 3), (4, 2), (8, 1))
-    return sum(size / (ranks if stage >= sharded_from else 1) for size, sharded_from in parts)
 
 
 def model_without_weights(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module | str:

@@ -11,6 +11,7 @@ from ds_npu.simulator.child import ended_as, waited_for
 from ds_npu.simulator.races import race_report, races
 from ds_npu.simulator.replay.recording import read_recording
 
+UNUSED = "no process of the command used an NPU"
 MOST_RACES = 20
 """Races that are shown."""
 
@@ -26,7 +27,7 @@ def raced_run(program: str, command: Sequence[str], environment: Mapping[str, st
         lines = [*race_report(races(recording), MOST_RACES)]
         found = "\n".join(lines) or f"no race among {len(recording.actions):,} tasks and waits"
     except ValueError as error:
-        why = str(error) if any(trace.iterdir()) else "no process of the command used an NPU"
+        why = str(error) if any(trace.iterdir()) else UNUSED
         lines, found = [why], f"--races: {why}"
     finally:
         if not keeps:

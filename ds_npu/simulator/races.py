@@ -143,14 +143,14 @@ class Memory:
     def touched(self, touch: Touched, clock: Clock) -> Iterator[Race]:
         """The races of ``touch`` with those before it; then it is one of them, in place of those that it covers."""
         first, end = self._border(touch.bytes.first), self._border(touch.bytes.last)
-        found: dict[int, bool] = {}
+        compared: set[int] = set()
         for part in range(first, end):
             kept: list[Touched] = []
             for old in self._touches[part]:
                 is_ordered = clock.get(old.stream, 0) >= old.number
-                if not is_ordered and (old.writes or touch.writes) and id(old) not in found:
-                    found[id(old)] = overlap(old.bytes, touch.bytes)
-                    if found[id(old)]:
+                if not is_ordered and (old.writes or touch.writes) and id(old) not in compared:
+                    compared.add(id(old))
+                    if overlap(old.bytes, touch.bytes):
                         yield Race(old, touch)
                 # Whoever comes after the new touch comes after the old one, too.
                 if not (is_ordered and touch.bytes.is_dense and (touch.writes or not old.writes)):

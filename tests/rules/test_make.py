@@ -219,6 +219,7 @@ def test_make_runs_both_parts_of_the_suite(checkout):
         (0, ["3 passed in 1 s", "ds_npu sim: no race among 9 tasks and waits"], True),
         (1, ["4 skipped in 1 s", f"ds_npu sim: --races: {raced_suite.UNUSED}"], True),
         (1, ["1 failed in 1 s", f"ds_npu sim: --races: {raced_suite.UNUSED}"], False),
+        (1, ["2 skipped, 1 error in 1 s", f"ds_npu sim: --races: {raced_suite.UNUSED}"], False),
         (1, ["3 passed in 1 s", "What to do: let the stream of the second wait for the first"], False),
         (-9, [], False),
     ],

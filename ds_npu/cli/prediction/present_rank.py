@@ -32,7 +32,7 @@ from ds_npu.cli.prediction.training_script import (
     micro_batch_loss,
     ready_model,
     training_dtype,
-    ulysses_ranks,
+    ulysses_groups,
     whole_model,
 )
 from ds_npu.engine.engines import NpuEngine
@@ -73,7 +73,7 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
     whole = whole_model(Path(request.model), training_dtype(request.ds_config))
     flop = model_flop(whole, request.model, request.sequence_length)
     model = ready_model(request)
-    mpu = ulysses_ranks(model, request)
+    mpu = ulysses_groups(model, request)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=request.ds_config, mpu=mpu
     )

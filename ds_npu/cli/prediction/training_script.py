@@ -80,14 +80,14 @@ def _share_memory_of_weights_to_be_sharded(model: Any, ds_config: dict[str, Any]
 
 
 def _let_autoep_ask_the_registry() -> None:
-    """DeepSpeed 0.19.8 asks a registry of transformers with a default, which that of 5.23 does not take."""
+    """Let transformers' registry of outputs take a default, which DeepSpeed 0.19.8 passes and 5.23 refuses."""
     registry = type(output_capturing._CAN_RECORD_REGISTRY)
     get = registry.get
     registry.get = lambda self, key, default=(): get(self, key) or default or {}
 
 
-def ulysses_ranks(model: Any, request: Request) -> Any:
-    """DeepSpeed's ``mpu`` of Ulysses; None where one rank has the whole sequence."""
+def ulysses_groups(model: Any, request: Request) -> Any:
+    """The process groups of Ulysses, DeepSpeed's ``mpu``; None where one rank has the whole sequence."""
     ranks = sequence_ranks(request.ds_config)
     if ranks == 1 or "ds_npu" in request.ds_config:
         return None

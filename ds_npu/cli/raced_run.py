@@ -32,5 +32,7 @@ def raced_run(program: str, command: Sequence[str], environment: Mapping[str, st
     finally:
         if not keeps:
             shutil.rmtree(trace, ignore_errors=True)
+    if code:
+        found += f"\nThe command ended with exit code {code}; what it would have done after that was not looked at."
     print(f"ds_npu sim: {found}", file=sys.stderr, flush=True)
     return ended_as(code) or int(bool(lines))

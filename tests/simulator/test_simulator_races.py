@@ -115,6 +115,13 @@ def test_a_wait_that_is_left_out_is_found(tmp_path, plant):
 
 
 @slow
+def test_a_command_that_fails_is_not_said_to_be_without_races():
+    done = simulated.python("import torch; torch.ones(1).npu(); exit(3)", "--devices", "1", "--races")
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1].startswith("The command ended with exit code 3; ")
+
+
+@slow
 def test_races_are_not_looked_for_in_runs_that_are_changed():
     for option in (("--chaos", "1"), ("--fault", "aclnnAdd=1")):
         done = simulated.python("pass", "--races", *option)

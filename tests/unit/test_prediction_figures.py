@@ -86,6 +86,8 @@ def test_activities_fill_the_step_and_computing_hides_what_runs_meanwhile():
         (Degrees(dp=8, ep=4), {"npus": [0, 1, 2, 3], "collective": "all_to_all"}, "expert"),
         (Degrees(dp=8, ep=8), {"npus": [*range(8)], "collective": "all_to_all"}, "expert"),
         (Degrees(dp=8, ep=8), {"npus": [*range(8)], "collective": "all_reduce"}, "data"),
+        (Degrees(dp=4, cp=2, tp=8), {"npus": [*range(0, 64, 8)]}, "data x context"),
+        (Degrees(dp=4, cp=2, tp=8, ep=4), {"npus": [0, 4, 8, 12]}, "expert data"),
         (Degrees(dp=2, cp=4), {"npus": [*range(8)], "collective": "all_gather"}, "all ranks"),
     ],
 )

@@ -176,7 +176,9 @@ def _axes(npus: tuple[int, ...], exchanges: bool, degrees: Degrees) -> str:
     dense, expert = along(DENSE), along(EXPERT)
     if len(npus) == degrees.world_size and len(dense) > 1:
         return "all ranks"
-    axes = expert if (exchanges and "ep" in expert) or len(expert) < len(dense) else dense
+    # Without ranks for experts the expert view only has other names for the ranks.
+    shards_experts = degrees.ep * degrees.etp > 1
+    axes = expert if (exchanges and "ep" in expert) or (shards_experts and len(expert) < len(dense)) else dense
     return " x ".join(NAMES[axis] for axis in axes)
 
 

@@ -23,6 +23,7 @@ from ds_npu.memory.memory_use import (
 from ds_npu.memory.storage_record import StorageRecord
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, attributes
+from ds_npu.parallel.runtime.micro_batch import is_in_backward
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -70,7 +71,7 @@ class MeasuredStep:
         return memory_use(self._rank, self.record, reserved, outside)
 
     def _use(self) -> str:
-        if torch._C._current_graph_task_id() >= 0:
+        if is_in_backward():
             return BACKWARD
         return ACTIVATIONS + self._running[-1] if self._running else BETWEEN
 

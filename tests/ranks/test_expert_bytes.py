@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,13 +15,15 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-from wire import Memory, Wire
+from wire import Memory, Messages, Wire
 
 from ds_npu.comm.host_copy import HostCopy
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
+from ds_npu.parallel.expert.overlap import compute_experts_in_halves
 from ds_npu.parallel.expert.sharing import Replicas, SharedRows, gathered_gradients
 from ds_npu.parallel.expert.weights import ExpertWeights
 from ds_npu.topology.degrees import Degrees
@@ -87,6 +93,45 @@ def count_every_level() -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_token_is_sent_once_to_a_rank(ranks):
     run_on_ranks(ranks, count_every_level)
+
+
+def count_recomputed() -> None:
+    """A recomputation that needs no sums computes none, and sends none back; no message is left without a wait."""
+    topology = Topology(Degrees(dp=2, ep=2))
+    axis, experts = ExpertAxis.of(topology, tokens_are_sharded=False), weights_of(EXPERTS // 2)
+    for compute, level in itertools.product((compute_experts, in_halves), ("none", "level0", "level1")):
+        options, products, found = ExpertOptions(zero_memory=level), [], []
+        for way in (lambda function, *args: function(*args), partial(checkpoint, use_reentrant=False)):
+            with (
+                Messages() as messages,
+                mock.patch.object(ExpertWeights, "forward", counting(products)),
+                Wire() as wire,
+            ):
+                x, ids, weights = inputs(dist.get_rank())
+                way(partial(compute, experts=experts, axis=axis, options=options), x, ids, weights).sum().backward()
+            assert messages.begun and not messages.unwaited, (compute, level, way)
+            found.append((Counter(name for name, _ in wire.sent), len(products), x.grad, weights.grad))
+            products.clear()
+        (plain, products_of_plain, *gradients), (again, products_of_again, *others) = found
+        pieces = 1 if compute is compute_experts else 2
+        # Level 1 and level 0 save the layer's input last, behind the sums.
+        sums, second = (0, 0) if level == "none" else (pieces, pieces)
+        assert again["alltoall_base_"] - plain["alltoall_base_"] == 2 * pieces + sums, (compute, level)
+        assert products_of_again - products_of_plain == pieces + second, (compute, level)
+        assert all(map(torch.equal, gradients, others)), (compute, level)
+
+
+def in_halves(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **of: Any) -> torch.Tensor:
+    return compute_experts_in_halves((x, ids, weights), **of)
+
+
+def counting(calls: list[object]) -> Callable[..., torch.Tensor]:
+    forward = ExpertWeights.forward
+    return lambda *args: calls.append(args) or forward(*args)
+
+
+def test_a_recomputation_sends_no_sums_back():
+    run_on_ranks(2, count_recomputed)
 
 
 def count_host_waits() -> None:

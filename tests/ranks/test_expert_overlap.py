@@ -15,6 +15,7 @@ from expert_cases import ALL_OPTIONS, LAYOUTS, ROUTINGS, LayerCase, Numbers
 from ranks import run_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from wire import Messages
 
 from ds_npu.comm.pending import InFlight
 from ds_npu.config.sections import DsNpuConfig
@@ -121,9 +122,11 @@ def gradients(family: str, moe: dict[str, object], recompute: dict[str, object])
     model = tiny_models.tiny(family, torch.float32, num_hidden_layers=3)
     section = DsNpuConfig.model_validate({"parallel": {"expert": 2}, "moe": moe, "recompute": recompute})
     apply_features(values_in(section), Build(Topology(EP2), model))
-    losses = [model(input_ids=ids, labels=ids).loss for ids in tiny_models.tokens(4, 9).split(2)]
-    for loss in losses:
-        loss.backward()
+    with Messages() as messages:
+        losses = [model(input_ids=ids, labels=ids).loss for ids in tiny_models.tokens(4, 9).split(2)]
+        for loss in losses:
+            loss.backward()
+    assert messages.begun and not messages.unwaited, (family, moe, recompute)
     return [*(loss.detach() for loss in losses), *(each.grad for each in model.parameters() if each.grad is not None)]
 
 

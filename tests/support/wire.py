@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ds_npu.comm.pending import Pending
 
 KINDS = {
     "send": "send",
@@ -52,6 +55,30 @@ def _to_ranks(name: str, args: tuple) -> tuple[str, dict[int, int]]:
         row = whole // max(tensors[0].shape[0], 1)
         return KINDS[name], {to: row * rows for to, rows in zip(ranks, args[4], strict=True)}
     return KINDS[name], dict.fromkeys(ranks, whole if name == "_allgather_base_" else whole // len(ranks))
+
+
+class Messages:
+    """The messages (``Pending``) begun while it is entered."""
+
+    def __enter__(self) -> Messages:
+        self.begun: list[Pending] = []
+        start = Pending.__init__
+
+        def begin(pending: Pending, *args, **kwargs) -> None:
+            self.begun.append(pending)
+            start(pending, *args, **kwargs)
+
+        self._patch = mock.patch.object(Pending, "__init__", begin)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+    @property
+    def unwaited(self) -> int:
+        """How many nobody has waited for: their buffers may be freed while HCCL reads and writes them."""
+        return sum(each._work is not None for each in self.begun)
 
 
 class Memory(TorchDispatchMode):

@@ -26,7 +26,7 @@ from ds_npu.parallel.expert.dispatch import AllToAllPlan, Plan
 from ds_npu.parallel.expert.presized import BufferSizes, PresizedPlan, need
 from ds_npu.parallel.expert.replay import WATCHED
 from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
-from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.runtime.micro_batch import Fact, is_in_backward, new_forward, running
 from ds_npu.parallel.tensor.randomness import generator_states, restore_generators
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
@@ -62,7 +62,7 @@ class PresizedForward:
         """``ExpertOptions.presize`` of the experts ``name``."""
         sizes, needs = _SIZES.of(running()), _NEEDS.of(running())
         if sizes is None:
-            if torch._C._current_graph_task_id() != -1:
+            if is_in_backward():
                 raise RuntimeError(
                     f"{KEY}: {name} is computed again in backward by activation checkpointing that ds_npu does not "
                     "know, and its sizes are not known there. What to do: transformers' gradient checkpointing or "

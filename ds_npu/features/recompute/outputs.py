@@ -19,7 +19,7 @@ from ds_npu.models.attributes import set_attribute
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import is_partitioned
 from ds_npu.parallel.runtime.forward_wraps import Forward, Level, P, R, wrap_forward
-from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running, within
+from ds_npu.parallel.runtime.micro_batch import Fact, is_in_backward, new_forward, running, within
 from ds_npu.parallel.tensor.linear import ColumnLinear
 
 COLUMNS = (Role.GATE, Role.UP, Role.GATE_UP, Role.COLUMN)
@@ -66,7 +66,7 @@ class RecomputedNorm:
         return y
 
     def _gathered(self, norm: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() < 0:
+        if not is_in_backward():
             return forward(*args, **kwargs)
         with new_forward() as micro_batch:
             self._is_called_again.set(micro_batch, True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -46,6 +47,7 @@ from ds_npu.parallel.expert.presized import filled_up
 from ds_npu.parallel.expert.routing import Order, histogram, inverse, local_ids, weighted
 from ds_npu.parallel.expert.sharing import Optional, Parameters, Replicas, gathered_gradients, shared_over_ranks
 from ds_npu.parallel.expert.weights import ExpertWeights
+from ds_npu.parallel.runtime.micro_batch import is_in_backward
 from ds_npu.parallel.runtime.paired_passes import PairedPass, PassKind, running_pass
 
 
@@ -78,8 +80,13 @@ class RoutedTokens(Routed):
     def compute(self) -> None:
         self._call.paired_pass.hand_over(PassKind.FORWARD)
         self._link = _compute(self._link, self._call, *self._call.parameters)
+        if not is_in_backward():
+            self._call.send_sums()
 
     def finish(self) -> torch.Tensor:
+        # A recomputation that ends behind the last saved tensor needs no sums, and nobody would wait for them.
+        if is_in_backward():
+            self._call.send_sums()
         self._call.paired_pass.hand_over(PassKind.FORWARD)
         return _finish(self._link, None if self._call.zero_memory == "none" else self._x, self._call)
 
@@ -127,6 +134,8 @@ class _Call:
     """The tokens sent to their experts; in backward the gradients of their sums."""
     extra: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The routing sent with the tokens; in backward the tokens again, if they were not kept."""
+    unsent: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+    """Computes the sums [N, H] over this rank's experts; there between the first product and the second."""
     sums: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The sums sent back; in backward the gradients of the tokens."""
     weights: InFlight[torch.Tensor] = field(default_factory=InFlight)
@@ -149,6 +158,11 @@ class _Call:
         """Begin to send the weights of replicas."""
         if self.replicas is not None:
             self.fetched.post(self.replicas.fetch(self.parameters))
+
+    def send_sums(self) -> None:
+        """Compute the sums over this rank's experts and begin to send them back to their tokens."""
+        with torch.no_grad():
+            self.sums.post(self.dispatch.combine(self.unsent.pop()()))
 
     def with_replicas(self, parameters: Parameters) -> Parameters:
         """``parameters`` of this rank's experts, or the fetched ones where there are replicas."""
@@ -244,13 +258,8 @@ class _Compute(torch.autograd.Function):
         first_PF = call.experts.forward(permuted_PH, up, rows.counts)
         if up_bias is not None:
             first_PF.add_(up_bias.index_select(0, rows.experts))
-        del permuted_PH  # The outputs take its memory.
-        weighted_PI = weighted(call.experts.activation(first_PF), rows.weights)
-        y_PH = call.experts.forward(weighted_PI, down, rows.counts)
-        if down_bias is not None:
-            y_PH.add_(weighted(down_bias.index_select(0, rows.experts), rows.weights))
-        del weighted_PI
-        call.sums.post(call.dispatch.combine(token_unpermute(y_PH, rows.order.positions)))
+        # The second product is computed later: a recomputation ends with what this node saves.
+        call.unsent.append(partial(_outputs, call.experts, rows, first_PF, down, down_bias))
         ctx.call, ctx.rows = call, rows
         level = call.zero_memory
         kept = rows_NH if level == "none" else None
@@ -316,6 +325,16 @@ class _Finish(torch.autograd.Function):
             call.extra.post(call.dispatch.send(again_TH))
         call.fetch()
         return dout_TH.new_empty(0), None, None
+
+
+def _outputs(
+    experts: ExpertWeights, rows: _Rows, first_PF: torch.Tensor, down: torch.Tensor, down_bias: Optional
+) -> torch.Tensor:
+    """The sums [N, H] over this rank's experts of their outputs, given those [P, F] of the first product."""
+    y_PH = experts.forward(weighted(experts.activation(first_PF), rows.weights), down, rows.counts)
+    if down_bias is not None:
+        y_PH.add_(weighted(down_bias.index_select(0, rows.experts), rows.weights))
+    return token_unpermute(y_PH, rows.order.positions)
 
 
 def _sums(bias: Optional, dy: torch.Tensor, rows: _Rows) -> Optional:

@@ -76,6 +76,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward: a forward within it is a recomputation."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def running() -> MicroBatch | None:
     """The MicroBatch of the enclosing call on this thread; None in a backward that the call runs."""
     return _thread.micro_batch if _thread.graph_task == torch._C._current_graph_task_id() else None

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ds_npu.parallel.runtime.micro_batch import is_in_backward
 from ds_npu.parallel.tensor.sharding import Sharding
 
 Operation = Callable[..., Any]
@@ -138,7 +139,7 @@ def ranks_agree() -> bool:
 
     That holds in a backward as well (which may recompute parts of the forward).
     """
-    return not region_scope.depth and (model_forward_scope.depth > 0 or torch._C._current_graph_task_id() >= 0)
+    return not region_scope.depth and (model_forward_scope.depth > 0 or is_in_backward())
 
 
 def is_internal() -> bool:

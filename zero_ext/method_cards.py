@@ -177,6 +177,15 @@ CARDS: tuple[MethodCard, ...] = (
     ),
     MethodCard(
         (ZERO_1_2,),
+        "has_overflow",
+        ("partition_gradients",),
+        "the host waits for the norm, and not for this before it",
+        "it reads all gradients, and the host waits for the device once more",
+        "runtime/zero/stage_1_and_2.py:3237",
+        "DeepSpeed's step asks the norm alone",
+    ),
+    MethodCard(
+        (ZERO_1_2,),
         "_lazy_init_hp_params_optimizer_state",
         (),
         "weights of every parameter group know where the state of their optimizer is",

@@ -49,6 +49,7 @@ PATCHED = (
     "deepspeed.runtime.config",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.module",
+    "deepspeed.runtime.utils",
     "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.utils.tensor_fragment",
     "swift.dataloader.shard",

@@ -58,7 +58,7 @@ from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.optimizer_trial import Verdict, tried
 from ds_npu.zero_ext.pending_gradients import equalise_tied
-from ds_npu.zero_ext.stage_1_2_corrections import attach_hooks_again, reduce_in_float64
+from ds_npu.zero_ext.stage_1_2_corrections import attach_hooks_again, reduce_in_float64, wait_for_norm_only
 from ds_npu.zero_ext.stage_3_corrections import (
     add_up_experts,
     average_over_data_ranks,
@@ -66,6 +66,17 @@ from ds_npu.zero_ext.stage_3_corrections import (
     gathered_as_one,
 )
 from ds_npu.zero_ext.training_engine import EngineEvents
+
+
+def time_without_waiting(engine: DeepSpeedEngine) -> None:
+    """Make the throughput timer of ``engine`` read the host's clock only, unless the config sets ``synchronized``.
+
+    DeepSpeed 0.19.8 (utils/timer.py, ThroughputTimer) waits for the device at both ends of each micro-batch, from the
+    third step on. Steps wait for the device themselves, so that over some of them the host's clock tells the same.
+    """
+    settings = engine.tput_timer.config
+    if "synchronized" not in settings.model_fields_set:
+        settings.synchronized = False
 
 
 class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, AtomicCheckpoints):
@@ -103,6 +114,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         if not (self.zero_optimization() or is_pipeline or layout is not None):
             wrap_method(self, "backward", backward_of_a_view, MethodLevel.CORRECTION)
         self._agree_on_optimizer()
+        time_without_waiting(self)
         attach_hooks_again(model)
         # PEFT may have been put around a stage.
         refuse_saving_a_stage(model)
@@ -178,6 +190,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         if self.is_made_narrow:
             self.is_made_narrow = False
             reduce_in_float64(zero)
+        wait_for_norm_only(zero)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
             gather_after_steps(zero)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ds_npu.capability import SUPPORTED, ascend_hardware_present, torch_npu_importable, unsupported
@@ -249,6 +250,14 @@ def zero_init(original: Function) -> Function:
         original(self, module, data_parallel_group, *args, **kwargs)
 
     return init
+
+
+def mask_nan_or_inf_with_val_inplace(original: Function) -> Function:
+    @functools.wraps(original)
+    def fill(input: torch.Tensor, device: object = None, val: float = -1.0) -> None:
+        input.masked_fill_(~input.isfinite(), val)
+
+    return fill
 
 
 def installed_cann_path(original: Function) -> Function:

@@ -132,6 +132,19 @@ PATCHES: tuple[Patch, ...] = (
         upstream="env_report.py:main, :53",
         until="ds_report calls plugins",
     ),
+    Patch(
+        module="deepspeed.runtime.utils",
+        name="mask_nan_or_inf_with_val_inplace",
+        factory="ds_npu.engine.hooks:mask_nan_or_inf_with_val_inplace",
+        parameters=("input", "device", "val"),
+        what="-1 in place of a norm that is not finite is filled in by the device",
+        why="it is copied there from the host, which waits for the device in each step",
+        upstream="runtime/utils.py:883",
+        until="it fills in the number",
+        also=tuple(
+            f"deepspeed.runtime.zero.{each}:mask_nan_or_inf_with_val_inplace" for each in ("stage3", "stage_1_and_2")
+        ),
+    ),
     *(
         Patch(
             module="deepspeed.utils.tensor_fragment",

@@ -77,6 +77,7 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=request.ds_config, mpu=mpu
     )
+    engine.tput_timer.start_step = 0  # It may wait for the device, as it does from the third step on.
     engine_seconds = time.perf_counter() - begun
     size = request.micro_batches, request.samples, request.sequence_length
     vocabulary = whole.config.get_text_config().vocab_size

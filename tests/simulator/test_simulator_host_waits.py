@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 
 import pytest
 import simulated
@@ -53,6 +54,6 @@ def test_a_step_waits_once(tmp_path, stage):
         steps = [index for index, name in enumerate(names) if name == MARK]
         if steps:
             assert len(steps) == 5 and sum(each.startswith("Hccl") for each in names[steps[1] : steps[2]]) >= 3
-            found.append([names[a:b].count(WAIT) for a, b in zip(steps, steps[1:], strict=False)])
+            found.append([names[a:b].count(WAIT) for a, b in pairwise(steps)])
     # In the first step an operator is tried, and memory is allocated.
     assert len(found) == 2 and all(each[1:] == [1, 1, 1] for each in found), found

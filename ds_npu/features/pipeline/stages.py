@@ -89,7 +89,8 @@ def stages_of(plan: ModelPlan, split: int | Sequence[int]) -> list[StageModules]
             sides |= dict.fromkeys(last, Side.AFTER)
         position = {name: next(at for at, each in enumerate(every) if names.is_inside(each, name)) for name in sides}
         absent = {name: sides[name] for name in sorted(sides, key=position.__getitem__)}
-        found.append(StageModules(Stage(index, len(counts), counts[index], begin), plan.blocks[begin:end], absent))
+        stage = Stage(index, len(counts), counts[index], begin, behind=sum(counts) - end)
+        found.append(StageModules(stage, plan.blocks[begin:end], absent))
     return found
 
 
@@ -261,12 +262,12 @@ def run_stage(
 ) -> Any:
     """One forward of ``model``, which is ``stage``, on a batch: the tensors for the next stage.
 
-    They are the hidden states [B, S, H], and behind them what else later blocks take. The last stage returns what the
-    model returns. ``arrived``: the tensors of the stage before, None in the first stage; with context parallelism those
-    of this rank's tokens. Every stage is given the whole batch by name; labels are used by the last stage only, pixels
-    by the first. ``losses``: to which those of the stage's own layers are appended. Raises ValueError for hidden states
-    that no or another stage has sent, and for arguments that a stage cannot serve: caches, and what asks for something
-    of every layer.
+    They are the hidden states [B, S, H], with sequence parallelism shards of them where blocks follow, and behind them
+    what else later blocks take. The last stage returns what the model returns. ``arrived``: the tensors of the stage
+    before, None in the first stage; with context parallelism those of this rank's tokens. Every stage is given the
+    whole batch by name; labels are used by the last stage only, pixels by the first. ``losses``: to which those of the
+    stage's own layers are appended. Raises ValueError for hidden states that no or another stage has sent, and for
+    arguments that a stage cannot serve: caches, and what asks for something of every layer.
     """
     if (arrived is None) != (stage.index == 0):
         raise ValueError(

@@ -19,6 +19,7 @@ from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.hugging_face_model import config_of, has_setting, logits_index
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
 from ds_npu.parallel.runtime.forward_wraps import Level
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.linear import ColumnLinear, group_projections
@@ -118,8 +119,9 @@ class Regions:
         for name in (each for role in REGION_ROLES for each in self.plan.named(role)):
             yield from self._region(name)
         if self.sequences and self.plan.blocks:
-            for run in self.plan.runs:
-                yield from self._shard_run(run, self.sequences)
+            stages = [each for each in stages_in(self.modules[""]) if each.blocks]
+            for index, run in enumerate(self.plan.runs):
+                yield from self._shard_run(run, self.sequences, stages[index] if stages else None)
             yield from self._shard_sequences(self.sequences)
 
     @cached_property
@@ -171,14 +173,21 @@ class Regions:
                 group_projections(layers)
         make_region(self.modules[name], self.axis, self.sequences, **numbers)
 
-    def _shard_run(self, run: Sequence[str], sequences: SequenceParallel) -> Iterator[Change]:
-        """Shard the sequence in all of a block, for sequence parallelism; ``run``: the blocks of one forward."""
+    def _shard_run(self, run: Sequence[str], sequences: SequenceParallel, stage: Stage | None) -> Iterator[Change]:
+        """Shard the sequence in all of a block, for sequence parallelism; ``run``: the blocks of one forward.
+
+        Hidden states travel between pipeline stages as shards while there are blocks to come.
+        """
         blocks = [self.modules[name] for name in run]
-        make = partial(run_on_sequence_shards, blocks, sequences, **self._random_numbers(*blocks))
+        arrive, leave = stage is not None and stage.index > 0, stage is not None and stage.behind > 0
+        shard = partial(run_on_sequence_shards, arrive_sharded=arrive, leave_sharded=leave)
+        make = partial(shard, blocks, sequences, **self._random_numbers(*blocks))
         for index, name in enumerate(run):
             yield wrap(name, "sequence shards", None if index else make)
-            yield wrap(name, "goes on with its MicroBatch" if index else "shards the sequence", None)
-        yield wrap(run[-1], "gathers the sequence", None)
+            begins = "is sent shards of the sequence" if arrive else "shards the sequence"
+            yield wrap(name, "goes on with its MicroBatch" if index else begins, None)
+        if not leave:
+            yield wrap(run[-1], "gathers the sequence", None)
 
     def _shard_sequences(self, sequences: SequenceParallel) -> Iterator[Change]:
         """The changes of sequence parallelism outside of regions."""

@@ -3,7 +3,8 @@
 A stage is the same module tree: each absent module is replaced by one without parameters that passes hidden states on.
 Hidden states [B, S, H] that arrive from the stage before enter the first block of this stage, whatever the model
 computes before its blocks; the input of the first absent module behind the blocks leaves for the next stage. Both
-belong to one forward, and are facts of its MicroBatch.
+belong to one forward, and are facts of its MicroBatch. With sequence parallelism they are shards [B, S / tp, H], unless
+no blocks follow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 
 from ds_npu.parallel.pipeline.transfers import Tensors
 from ds_npu.parallel.runtime.forward_wraps import first_parameter_name
-from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
+from ds_npu.parallel.runtime.micro_batch import LEAVING_LENGTH, SEQUENCE_LENGTH, Fact, new_forward, running
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 
 
@@ -42,6 +43,8 @@ class Stage:
     blocks: int
     before: int = 0
     """The number of blocks of all stages before it."""
+    behind: int = 0
+    """The number of blocks of all stages behind it."""
 
     def __str__(self) -> str:
         return f"stage {self.index} of 0..{self.count - 1}"
@@ -49,7 +52,7 @@ class Stage:
 
 @dataclass
 class BorderStates:
-    """The hidden states [B, S, H] and other tensors that cross the borders of ``stage`` in one forward."""
+    """The hidden states and other tensors that cross the borders of ``stage`` in one forward."""
 
     stage: Stage
     arrived: torch.Tensor | None
@@ -64,15 +67,18 @@ class BorderStates:
     blocks_run: int = 0
     _unknown: torch.Tensor | None = None
 
-    def unknown(self) -> torch.Tensor:
-        """A stand-in for embeddings [B, S, H], which no block of this stage may use: NaN; a backward to it raises."""
+    def unknown(self, tokens: Sequence[int]) -> torch.Tensor:
+        """A stand-in for the embeddings [B, S, H] of ``tokens``, [B, S], or [S] for positions.
+
+        No block of this stage may use it: it is NaN, and a backward to it raises.
+        """
         assert self.arrived is not None
         if self._unknown is None:
             self._unknown = self.arrived.new_full((), torch.nan)
             if torch.is_grad_enabled():
                 self._unknown.requires_grad_().register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         # A model may scale its embeddings in place.
-        return self._unknown.expand_as(self.arrived).clone()
+        return self._unknown.expand(*tokens, self.arrived.shape[-1]).clone()
 
 
 def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
@@ -124,8 +130,9 @@ class PassThrough(nn.Module):
         self.train(absent.training)
 
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
-        states = BORDER_STATES.of(running())
-        if states is None:
+        micro_batch = running()
+        states = BORDER_STATES.of(micro_batch)
+        if micro_batch is None or states is None:
             here = " and ".join(map(str, self.held.stages))
             raise RuntimeError(
                 f"{self.whose} is not in {here}, and its model was called as if it were whole. What to do: call the "
@@ -145,15 +152,22 @@ class PassThrough(nn.Module):
                 f"{stage.blocks} blocks have run. What to do: if the model uses it there only, give it the role "
                 "norm or final_norm in ds_npu.plan; if in both places, do not cut it into stages"
             )
-        if side is not Side.AFTER:
-            if states.arrived is None:
-                raise RuntimeError(f"{self.whose}: this is {stage}, and no hidden states have arrived")
-            return states.arrived if side is Side.BEFORE else states.unknown()
+        if side is not Side.AFTER and states.arrived is None:
+            raise RuntimeError(f"{self.whose}: this is {stage}, and no hidden states have arrived")
+        if side is Side.BEFORE:
+            assert states.arrived is not None, "it was looked at"
+            return states.arrived
         x = args[0] if args else kwargs[self.first_parameter]
-        assert isinstance(x, torch.Tensor), "a module behind the blocks of a stage is given hidden states"
+        assert isinstance(x, torch.Tensor), "modules around the blocks of a stage are given tokens or hidden states"
+        if side is Side.EMBEDDING:
+            tokens = x.shape[:2]
+            SEQUENCE_LENGTH.set(micro_batch, tokens[-1])
+            return states.unknown(tokens)
         if states.leaving is None:
             states.leaving = x
-        return x
+        length = LEAVING_LENGTH.of(micro_batch)
+        # The model goes on with the shape of whole sequences; nothing of it is used.
+        return x if length is None else x.new_empty(()).expand(x.shape[0], length, x.shape[2])
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         try:

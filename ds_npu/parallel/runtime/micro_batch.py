@@ -65,6 +65,12 @@ class Fact(Generic[T]):
 _MICRO_BATCH: TensorAttribute[MicroBatch] = TensorAttribute("ds_npu_micro_batch")
 
 
+SEQUENCE_LENGTH: Fact[int] = Fact()
+"""The tokens of each sequence, in a pipeline stage behind the first: it may be sent shards of sequences."""
+LEAVING_LENGTH: Fact[int] = Fact()
+"""The tokens of each sequence, in a pipeline stage that sends shards of sequences to the next."""
+
+
 class _Thread(threading.local):
     """The MicroBatch of the innermost call of a model, or of a part of one, on this thread."""
 

@@ -33,7 +33,16 @@ from ds_npu.parallel.runtime.forward_wraps import (
     replace_first_argument,
     wrap_forward,
 )
-from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, carried_by, new_forward, running, within
+from ds_npu.parallel.runtime.micro_batch import (
+    LEAVING_LENGTH,
+    SEQUENCE_LENGTH,
+    Fact,
+    MicroBatch,
+    carried_by,
+    new_forward,
+    running,
+    within,
+)
 from ds_npu.parallel.runtime.tensor_attribute import tensor_property
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis
 from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, Operation, region_scope
@@ -87,12 +96,15 @@ class SequenceParallel:
         self._in_use: WeakSet[SequenceShards] = WeakSet()
 
     @contextmanager
-    def new_forward(self, x_BSH: torch.Tensor) -> Iterator[tuple[MicroBatch, SequenceShards]]:
-        """A context in a MicroBatch that knows the SequenceShards of ``x``: the running one, if it knows none yet."""
+    def new_forward(self, length: int) -> Iterator[tuple[MicroBatch, SequenceShards]]:
+        """A context in a MicroBatch that knows the SequenceShards of ``length`` tokens: the running one, if it is free.
+
+        It is free where it knows no SequenceShards.
+        """
         around = running()
         is_free = around is not None and self._shards.of(around) is None
         with within(around) if is_free else new_forward() as micro_batch:
-            yield micro_batch, self._begin(micro_batch, x_BSH.shape[SEQUENCE_DIM])
+            yield micro_batch, self._begin(micro_batch, length)
 
     def _begin(self, micro_batch: MicroBatch, length: int) -> SequenceShards:
         made = SequenceShards(self.axis, length)
@@ -299,11 +311,16 @@ def run_on_whole_sequences(
 
 
 def run_on_sequence_shards(
-    blocks: list[nn.Module], sequences: SequenceParallel, random_numbers: RandomNumbers = nullcontext
+    blocks: list[nn.Module],
+    sequences: SequenceParallel,
+    random_numbers: RandomNumbers = nullcontext,
+    arrive_sharded: bool = False,
+    leave_sharded: bool = False,
 ) -> None:
     """Shard the hidden states that enter the first of ``blocks``, gather those that leave the last.
 
-    The blocks run in ``random_numbers``. The hidden states between them carry their MicroBatch.
+    Between pipeline stages they travel as shards: they ``arrive_sharded``, or ``leave_sharded``. The blocks run in
+    ``random_numbers``. The hidden states between them carry their MicroBatch.
     """
 
     def in_block(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -312,8 +329,11 @@ def run_on_sequence_shards(
 
     def first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         given = _argument(names[0], args, kwargs)
-        with sequences.new_forward(given) as (micro_batch, shards):
-            x = shards.shard(given)
+        length = _whole_length(given, kwargs) if arrive_sharded else given.shape[SEQUENCE_DIM]
+        with sequences.new_forward(length) as (micro_batch, shards):
+            if leave_sharded:
+                LEAVING_LENGTH.set(micro_batch, length)
+            x = given if arrive_sharded else shards.shard(given)
             micro_batch.carry_by(x)
             args, kwargs = replace_first_argument(names[0], lambda _: x, args, kwargs)
             out = forward(*args, **kwargs)
@@ -338,7 +358,22 @@ def run_on_sequence_shards(
     for name, each in zip(names, blocks, strict=True):
         wrap_forward(each, in_block, Level.REGION)
         wrap_forward(each, first if each is blocks[0] else partial(later, name), Level.REGION)
-    wrap_forward(blocks[-1], last, Level.REGION)
+    if not leave_sharded:
+        wrap_forward(blocks[-1], last, Level.REGION)
+
+
+def _whole_length(x_BsH: torch.Tensor, keywords: Keywords) -> int:
+    """The tokens of the sequences of which ``x``, from the stage before, is a shard. Raises ValueError if unknown."""
+    told, looked_up = _length_told(keywords), SEQUENCE_LENGTH.of(running())
+    if told:
+        return told.pop()
+    if looked_up is None:
+        raise ValueError(
+            f"ds_npu.parallel.sequence_parallel: a pipeline stage was sent shards {list(x_BsH.shape)} of sequences, "
+            "and nothing tells their length: the model looked up no tokens, and gives its blocks no position_ids. "
+            "What to do: give it input_ids in place of inputs_embeds, or sequence_parallel false"
+        )
+    return looked_up
 
 
 def begin_micro_batches(module: nn.Module) -> None:

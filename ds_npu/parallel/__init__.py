@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
     from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
     from ds_npu.parallel.tensor.log_probs import LogitTransform, VocabParallelLogProbs
-    from ds_npu.parallel.tensor.region import SequenceShards
+    from ds_npu.parallel.tensor.sequence_shards import SequenceShards
     from ds_npu.parallel.tensor.weight_gradient import sum_gradient
     from ds_npu.parallel.tensor.whole_weight import whole_weight
     from ds_npu.topology.degrees import Degrees
@@ -35,7 +35,7 @@ HOMES = {
     "LogitTransform": "ds_npu.parallel.tensor.log_probs",
     "RoutingRecord": "ds_npu.parallel.expert.replay",
     "RowParallelLinear": "ds_npu.parallel.tensor.linear",
-    "SequenceShards": "ds_npu.parallel.tensor.region",
+    "SequenceShards": "ds_npu.parallel.tensor.sequence_shards",
     "TensorAxis": "ds_npu.parallel.tensor.axis",
     "Tokens": "ds_npu.parallel.context.load_balance",
     "Topology": "ds_npu.topology.topology",

@@ -11,7 +11,7 @@ import torch
 from ranks import run_on_ranks
 from wire import Wire
 
-from ds_npu.parallel.tensor.region import _whole_length
+from ds_npu.parallel.tensor.sequence_shards import whole_length
 
 HIDDEN, BYTES = 32, 8
 """Of the tiny models; of a number in float64."""
@@ -62,6 +62,6 @@ def test_padded_sequences_and_stages_without_blocks():
 
 def test_a_length_that_nothing_tells_is_an_error():
     shard = torch.zeros(2, 5, 8)
-    assert _whole_length(shard, {"position_ids": torch.zeros(1, 9)}) == 9
+    assert whole_length(shard, {"position_ids": torch.zeros(1, 9)}) == 9
     with pytest.raises(ValueError, match=r"was sent shards \[2, 5, 8\].*input_ids in place of inputs_embeds"):
-        _whole_length(shard, {})
+        whole_length(shard, {})

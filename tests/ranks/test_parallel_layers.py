@@ -22,7 +22,7 @@ from ds_npu.parallel.tensor.axis import tensor_axis
 from ds_npu.parallel.tensor.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding
 from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from ds_npu.parallel.tensor.region import SequenceShards
+from ds_npu.parallel.tensor.sequence_shards import SequenceShards
 from ds_npu.parallel.tensor.weight_gradient import sum_gradient
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

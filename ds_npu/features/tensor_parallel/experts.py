@@ -17,7 +17,7 @@ from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
 from ds_npu.parallel.runtime.forward_wraps import Level, P, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.parallel.tensor.axis import TensorAxis
-from ds_npu.parallel.tensor.region import SequenceParallel
+from ds_npu.parallel.tensor.sequence_shards import SequenceParallel
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 
 TOKENS_DIM = 0

@@ -26,13 +26,13 @@ from ds_npu.parallel.tensor.linear import ColumnLinear, group_projections
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.parallel.tensor.region import (
     RandomNumbers,
-    SequenceParallel,
     begin_micro_batches,
     join_hidden_states,
     make_region,
     run_on_sequence_shards,
     run_on_whole_sequences,
 )
+from ds_npu.parallel.tensor.sequence_shards import SequenceParallel
 
 REGION_ROLES = (Role.ATTENTION, Role.MLP)
 """Sublayers that are tensor-parallel regions; in an MoE layer, the experts and shared MLPs are regions."""

@@ -18,7 +18,8 @@ from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.runtime.placement import keep_shard
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, SerialCollectives, TensorAxis, sum_of_products, tensor_axis
 from ds_npu.parallel.tensor.product import WeightLayout
-from ds_npu.parallel.tensor.region import RegionInput, padded
+from ds_npu.parallel.tensor.region import RegionInput
+from ds_npu.parallel.tensor.sequence_shards import padded
 from ds_npu.parallel.tensor.sharding import shard_sections
 from ds_npu.parallel.tensor.weight_gradient import GRADIENT_SINK, GradientSink, gradient_sink, sum_gradient, taken
 from ds_npu.parallel.tensor.whole_weight import ShowsWhole

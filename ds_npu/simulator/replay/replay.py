@@ -64,6 +64,8 @@ class _Stream:
 @dataclass(eq=False)
 class _Host:
     actions: Iterator[RecordedAction]
+    has_queue: bool
+    """Whether a thread of its own launches tasks."""
     now: int = 0
     launched: int = 0
     """When the queue's thread launched its last task."""
@@ -71,6 +73,19 @@ class _Host:
     """When the tasks were launched that were dispatched last, as many as the queue holds."""
     waits: tuple[RecordedAction, int] | None = None
     """For what it waits, and since when."""
+
+    def launch(self, machine: Machine, dispatch: str, free_since: int) -> int:
+        """Dispatch a task and launch it, not before ``free_since``; the time at which its stream may begin it."""
+        launching = nanoseconds(machine.launch)
+        self.now += dispatch_nanoseconds(machine, dispatch)
+        if not self.has_queue:
+            self.now = max(self.now, free_since) + launching
+            return self.now
+        if len(self.queued) == machine.queue_tasks:
+            self.now = max(self.now, self.queued.popleft())
+        self.launched = max(self.launched, self.now, free_since) + launching
+        self.queued.append(self.launched)
+        return self.launched
 
 
 @dataclass(eq=False)
@@ -89,8 +104,8 @@ class Replay:
     """
 
     def __init__(self, recording: RecordedRun, machine: Machine, shares: bool = True, has_queue: bool = True) -> None:
-        self._machine, self._shares, self._has_queue = machine, shares, has_queue
-        self._hosts = {process: _Host(iter(actions)) for process, actions in recording.processes.items()}
+        self._machine, self._shares = machine, shares
+        self._hosts = {process: _Host(iter(actions), has_queue) for process, actions in recording.processes.items()}
         self._streams: dict[tuple[str, int, int], _Stream] = {}
         self._recorded = {(action.process, action.event) for action in recording.actions if action.records}
         self._events: dict[EventKey, int] = {}
@@ -162,17 +177,7 @@ class Replay:
 
     def _launch(self, host: _Host, stream: _Stream, action: RecordedAction, free_since: int) -> None:
         """Put a task on its stream, where there has been room since ``free_since``."""
-        launched = 0
-        if action.dispatch != "none":
-            launching = nanoseconds(self._machine.launch)
-            host.now += dispatch_nanoseconds(self._machine, action.dispatch)
-            if self._has_queue:
-                if len(host.queued) == self._machine.queue_tasks:
-                    host.now = max(host.now, host.queued.popleft())
-                launched = host.launched = max(host.launched, host.now, free_since) + launching
-                host.queued.append(launched)
-            else:
-                launched = host.now = max(host.now, free_since) + launching
+        launched = 0 if action.dispatch == "none" else host.launch(self._machine, action.dispatch, free_since)
         stream.holds += 1
         stream.waiting.append((action, launched))
         self._next(stream)

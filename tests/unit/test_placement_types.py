@@ -32,7 +32,7 @@ from ds_npu.parallel import (
     sharding_of,
 )
 from ds_npu.parallel.runtime.placement import placement_of, set_placement
-from ds_npu.parallel.tensor import embedding, region
+from ds_npu.parallel.tensor import embedding, sequence_shards
 from ds_npu.parallel.tensor.weight_gradient import sum_gradient
 from ds_npu.topology.degrees import Degrees
 
@@ -194,7 +194,7 @@ CROSSINGS = {
     "embedding, not summed": (embedding, "reduce", _unchanged, "tensor"),
     "embedding, summed twice": (embedding, "reduce", _twice, "tensor"),
     "embedding, summed back too": (embedding, "reduce", _summed_back_too, "tensor"),
-    "sequence shards, joined as in a region": (region, "collect", _gathered_for_all, "sequence_parallel"),
+    "sequence shards, joined as in a region": (sequence_shards, "collect", _gathered_for_all, "sequence_parallel"),
     "loss of context ranks, not summed": (loss, "reduce", _unchanged, "context"),
     "loss of context ranks, summed twice": (loss, "reduce", _twice, "context"),
     "loss of context ranks, summed back too": (loss, "reduce", _summed_back_too, "context"),

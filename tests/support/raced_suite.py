@@ -16,6 +16,12 @@ from pathlib import Path
 
 from ds_npu.cli.raced_run import UNUSED
 
+PLANTED = {
+    "tests/npu/test_context_order_npu.py::test_a_circle_is_found": "HCCL ends a circle of sends by a timeout; the "
+    "device is read after that failure, and a wait that failed orders nothing"
+}
+"""Tests that are not judged, each with the reason: what they plant is named a race, and is none of a program."""
+
 
 def complaint(code: int, lines: Sequence[str]) -> str:
     """Why a run with this exit code and output does not pass, "" where it does.
@@ -33,6 +39,9 @@ def raced(file: Path) -> str:
     """Run ``file`` with races looked for; the complaint."""
     begun = time.monotonic()
     command = ["ds_npu", "sim", "--races", "--", sys.executable, "-m", "pytest", "-q", str(file)]
+    for name in (each for each in PLANTED if each.startswith(f"{file}::")):
+        print(f"{file.name}: without {name.partition('::')[2]}: {PLANTED[name]}", flush=True)
+        command += ["--deselect", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     lines = done.stdout.splitlines()
     found = complaint(done.returncode, lines)

@@ -135,7 +135,7 @@ class _Call:
     extra: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The routing sent with the tokens; in backward the tokens again, if they were not kept."""
     unsent: list[Callable[[], torch.Tensor]] = field(default_factory=list)
-    """Computes the sums [N, H] over this rank's experts; there between the first product and the second."""
+    """Computes the second product and the sums [N, H] over this rank's experts; empty once they have been sent."""
     sums: InFlight[torch.Tensor] = field(default_factory=InFlight)
     """The sums sent back; in backward the gradients of the tokens."""
     weights: InFlight[torch.Tensor] = field(default_factory=InFlight)

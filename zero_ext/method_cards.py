@@ -46,6 +46,10 @@ _NORM_UNTIL = "DeepSpeed takes the norm of gradients by the process groups that 
 _SKIP = "ds_npu.watch.finite is asked before the gradients of a step that is skipped are dropped"
 _SKIP_WHY = "the step is skipped without a word of which tensor was not finite"
 
+_BUCKETS = "gradients are reduce-scattered and weights gathered bucket by bucket, behind other work"
+_BUCKETS_WHY = "they are all-reduced, and gathered in one message that the step waits for"
+_BUCKETS_UNTIL = "DeepSpeed's partitions are parts of buckets"
+
 CARDS: tuple[MethodCard, ...] = (
     MethodCard(
         (ENGINE, PIPELINE),
@@ -201,6 +205,23 @@ CARDS: tuple[MethodCard, ...] = (
         "they would be rounded to float32",
         "runtime/zero/stage_1_and_2.py:2359",
         "DeepSpeed reduces any dtype as it is",
+    ),
+    *(
+        MethodCard((ZERO_1_2,), name, parameters, _BUCKETS, _BUCKETS_WHY, f"stage_1_and_2.py, {name}", _BUCKETS_UNTIL)
+        for name, parameters in (
+            ("process_gradients", ("param", "i")),
+            ("setup_buckets", ()),
+            ("reduce_ready_partitions_and_remove_grads", ("param", "i")),
+            ("reduce_gradients", ("pipeline_parallel",)),
+            ("overlapping_partition_gradients_reduce_epilogue", ()),
+            ("clear_backward_seen_flag", ()),
+            ("_update_model_bit16_weights", ("group_index",)),
+            ("_link_all_hp_params", ()),
+        )
+    ),
+    *(
+        MethodCard((FRAGMENT,), name, parameters, _BUCKETS, _BUCKETS_WHY, "utils/tensor_fragment.py", _BUCKETS_UNTIL)
+        for name, parameters in (("get_full_hp_grad", ()), ("set_full_hp_grad", ("value",)))
     ),
     *(
         MethodCard(

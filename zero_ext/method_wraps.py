@@ -42,6 +42,8 @@ class MethodLevel(IntEnum):
     STATE = 11
     CORRECTION = 12
     """The gradient rule: norms, averages, streams."""
+    BUCKETS = 13
+    """Partitions of ZeRO 1 and 2 in the order of buckets, inside of all that knows DeepSpeed's order."""
 
 
 def wrap_method(holder: object, name: str, wrapper: Wrapper, level: MethodLevel) -> Callable[[], None]:

@@ -29,6 +29,7 @@ from torch import optim
 
 from ds_npu.memory.chunked_step import ChunkedStep
 from ds_npu.memory.state_chunks import Keeping, MasterError, StateChunk, StateShard
+from ds_npu.zero_ext.bucketed_state import VALUES
 from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
 
 Function = Callable[..., Any]
@@ -249,7 +250,9 @@ class KeptState:
         for group, weights in enumerate(linked_weights(self.optimizer)):
             for weight in weights:
                 for name, function in READERS_OF_ONE.items():
-                    bind_to_weight(weight, name, functools.partial(self._read_shard, group, name, function, weight))
+                    bucketed = VALUES.get(weight)
+                    read = functools.partial(function, weight) if bucketed is None else bucketed[name]
+                    bind_to_weight(weight, name, functools.partial(self._read_shard, group, name, read))
             self._point(self.shards[group])
 
     def _read_shard(self, group: int, name: str, function: Function, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +265,7 @@ class KeptState:
         """Let the weights of ``shard`` know where its master and state are now."""
         linked = linked_weights(self.optimizer)
         for weight in linked[shard.index] if linked else ():
-            if (found := weight._hp_mapping) is not None:
+            if (found := weight._hp_mapping) is not None and not VALUES.is_on(weight):
                 address = found.hp_fragment_address
                 found.hp_fragment = shard.master.narrow(0, address.start, address.numel)
                 found.set_optim_state_fragment(shard.master, self.inner.state.get(shard.master, {}))

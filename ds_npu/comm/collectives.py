@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_npu.comm.pending import Pending
+from ds_npu.comm.pending import Pending, Work
 
 # torch 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, torch 2.12 has no others.
 _names = vars(dist)
@@ -42,6 +42,15 @@ def gather_parts(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup 
     """Gather every rank's ``x`` into ``parts`` [ranks, *x.shape], which is contiguous."""
     x = x.contiguous()
     return Pending(parts, _gather_into(parts.flatten(0, 1), x, group=group, async_op=True), sent=x)
+
+
+def gather_into(whole: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> Work:
+    """Gather every rank's ``x`` into ``whole``, one after the other; both contiguous, and kept by the caller.
+
+    Each wait for it makes the current stream wait, of any number of streams.
+    """
+    work: Work = _gather_into(whole, x, group=group, async_op=True)
+    return work
 
 
 def scatter_parts(mine: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:

@@ -53,6 +53,7 @@ from ds_npu.models.guards import check_engine_may_compile
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.planner.communicators import MIB, planned_communicators
 from ds_npu.topology.degrees import AXES, Axis
+from ds_npu.zero_ext.bucketed_zero import install_buckets
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
@@ -191,6 +192,8 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
             self.is_made_narrow = False
             reduce_in_float64(zero)
         wait_for_norm_only(zero)
+        if reason := install_buckets(self, zero):
+            logger().debug("DeepSpeed's own code reduces gradients and gathers weights: %s", reason)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
             gather_after_steps(zero)

@@ -260,6 +260,19 @@ def mask_nan_or_inf_with_val_inplace(original: Function) -> Function:
     return fill
 
 
+def all_gather_dp_groups(original: Function) -> Function:
+    @functools.wraps(original)
+    def gather(groups_flat: Any, partitioned_param_groups: Any, *args: Any, **kwargs: Any) -> None:
+        from ds_npu.zero_ext.bucketed_zero import OwnParts
+
+        if isinstance(partitioned_param_groups, OwnParts):
+            partitioned_param_groups.gather()
+        else:
+            original(groups_flat, partitioned_param_groups, *args, **kwargs)
+
+    return gather
+
+
 def installed_cann_path(original: Function) -> Function:
     from ds_npu.engine.report import installed_cann_path as ours
 

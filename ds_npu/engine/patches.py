@@ -145,6 +145,17 @@ PATCHES: tuple[Patch, ...] = (
             f"deepspeed.runtime.zero.{each}:mask_nan_or_inf_with_val_inplace" for each in ("stage3", "stage_1_and_2")
         ),
     ),
+    Patch(
+        module="deepspeed.runtime.utils",
+        name="all_gather_dp_groups",
+        factory="ds_npu.engine.hooks:all_gather_dp_groups",
+        parameters=("groups_flat", "partitioned_param_groups", "dp_process_group"),
+        what="partitions that are parts of buckets are gathered bucket by bucket",
+        why="a partition is gathered as one contiguous part of the weights, and the step waits for it",
+        upstream="runtime/utils.py:1019, called by runtime/zero/stage_1_and_2.py:3157",
+        until="DeepSpeed's partitions are parts of buckets",
+        also=("deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups",),
+    ),
     *(
         Patch(
             module="deepspeed.utils.tensor_fragment",

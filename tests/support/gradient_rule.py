@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from ds_npu.zero_ext import bucket_plan
+from ds_npu.zero_ext.bucketed_zero import BUCKETED
+
 V, H, S = 13, 8, 8
 MICRO, ACCUMULATION = 2, 2
 REPLICAS = {"**": "replicated"}
@@ -109,11 +112,25 @@ def reduced_gradients(engine, model: nn.Module) -> dict[str, torch.Tensor]:
                 flat = gathered(part, weight.ds_process_group)
                 found[names[id(weight)]] = flat[: weight.ds_numel].view(weight.ds_shape).cpu().double()
             continue
-        flat, offset = gathered(torch.cat(parts), optimizer.real_dp_process_group[index]), 0
+        flat = gathered(torch.cat(parts), optimizer.real_dp_process_group[index])
+        flat, offset = in_order_of_weights(flat, optimizer, index), 0
         for weight in weights:
             found[names[id(weight)]] = flat[offset : offset + weight.numel()].view(weight.shape).cpu().double()
             offset += weight.numel()
     return found
+
+
+def in_order_of_weights(flat: torch.Tensor, optimizer, index: int) -> torch.Tensor:
+    """All partitions of a group, one after the other, in the order of its weights.
+
+    A partition is one n-th of them, or its rank's n-th of each bucket, one bucket after the other.
+    """
+    bucketed = BUCKETED.get(optimizer)
+    if bucketed is None:
+        return flat
+    size = dist.get_world_size(optimizer.real_dp_process_group[index])
+    shard = max(bucket_plan.LEAST // (2 * size), 1) * 2
+    return torch.cat([each.flatten() for each in flat.view(size, -1).split(shard, dim=1)])
 
 
 def gathered(part: torch.Tensor, group) -> torch.Tensor:

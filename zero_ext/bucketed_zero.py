@@ -1,0 +1,332 @@
+"""ZeRO 1 and 2 whose communication nobody waits for: gradients behind the backward, weights behind the next forward.
+
+DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) all-reduces buckets of gradients and keeps its part of them, behind the
+backward unless ``overlap_comm`` is set, and gathers all weights in one message before its step returns. Here its
+groups, flat buffers and step stay; a rank's partition is its part of each bucket (``bucket_plan``), so that one
+reduce-scatter and one all-gather of each bucket use all links, and the first layers are there first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ds_npu.comm.collectives import gather_into
+from ds_npu.comm.pending import Work
+from ds_npu.parallel.runtime.marks import Mark
+from ds_npu.zero_ext.awaited_weights import arrive, await_weight, is_read_unseen, uses_of
+from ds_npu.zero_ext.bucket_plan import bucket_elements, plan_of
+from ds_npu.zero_ext.bucketed_gradients import BucketedGradients, BucketedGroup, Key
+from ds_npu.zero_ext.bucketed_state import VALUES, BucketedState, WeightValues
+from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
+
+Function = Callable[..., Any]
+
+
+def why_not_bucketed(engine: Any, optimizer: Any) -> str | None:
+    """Why DeepSpeed's own code reduces gradients and gathers weights of ``optimizer``, in words; None where not."""
+    if type(optimizer) is not DeepSpeedZeroOptimizer:
+        return f"it is a {type(optimizer).__name__}"
+    zero = engine._config.zero_config
+    # DeepSpeed's config fills the key in.
+    given = engine._config._param_dict.get("zero_optimization", {}).get("overlap_comm")
+    for name, is_set in {
+        "overlap_comm is false": given is False,
+        "reduce_scatter is false": not zero.reduce_scatter,
+        "use_multi_rank_bucket_allreduce is false": not zero.use_multi_rank_bucket_allreduce,
+        "contiguous_gradients is false": not zero.contiguous_gradients,
+        "round_robin_gradients orders weights in its own way": optimizer.round_robin_gradients,
+        "offload_optimizer keeps gradients on the host": optimizer.cpu_offload,
+        "elastic_checkpoint saves partitions in its own form": optimizer.elastic_checkpoint,
+    }.items():
+        if is_set:
+            return f"zero_optimization.{name}"
+    if optimizer.torch_autocast_gradscaler is not None or len(optimizer.ipg_buckets) > 1:
+        return "torch_autocast sends gradients in several dtypes"
+    if not engine.managed_gradient_accumulation():
+        return "managed_gradient_accumulation is false"
+    if engine.is_deepcompile_enabled():
+        return "compile.deepcompile reduces gradients itself"
+    if optimizer.autoep_folding_tp_group is not None:
+        return "AutoEP folding corrects each gradient first"
+    if "muon" in type(optimizer.optimizer).__name__.lower():
+        return "Muon steps whole matrices"
+    if all(dist.get_world_size(group) == 1 for group in optimizer.real_dp_process_group):
+        return "there is one data rank"
+    return None
+
+
+class OwnParts(list[Any]):
+    """DeepSpeed's list of partitions of the weights, by group and rank, of which this rank's own are real."""
+
+    def __init__(self, parts: Sequence[Any], gather: Callable[[], None]) -> None:
+        super().__init__(parts)
+        self.gather = gather
+        """Sends them to all ranks."""
+
+
+class BucketedZero:
+    """The buckets of one engine's optimizer, from ``install`` on."""
+
+    def __init__(self, engine: Any, optimizer: Any) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._groups = dict(_groups_of(optimizer))
+        self._shared = {index: group for index, group in self._groups.items() if group.size > 1}
+        """Groups of weights over several data ranks."""
+        order = _forward_order(self._groups, engine.module)
+        self._order = [key for key in order if key[0] in self._shared]
+        self.gradients = BucketedGradients(optimizer, self._groups, order[::-1])
+        flats = optimizer.bit16_groups_flat
+        self._own = {index: flats[index].new_empty(group.partition) for index, group in self._shared.items()}
+        """This rank's part of the weights, in the order of buckets, as each step has made it."""
+        self.state = BucketedState(optimizer, self._shared, self._own_parts)
+        self._works: dict[Key, Work] = {}
+        self._uses: dict[int, int] = {}
+        self._is_stepping = False
+
+    def install(self) -> None:
+        """Take the communication over, and be what DeepSpeed's calls go through."""
+        optimizer = self._optimizer
+        for index, group in self._shared.items():
+            self._take_own(index)
+            optimizer.single_partition_of_fp32_groups[index].data.copy_(self._own[index])
+            of_runs = [group.weights[run.weight] for run in group.runs]
+            here = {id(weight) for weight in of_runs}
+            optimizer.params_in_partition[index] = of_runs
+            optimizer.params_not_in_partition[index] = [each for each in group.weights if id(each) not in here]
+        self._bind_values()
+        self.state.use_own_parts()
+        replace = partial(replace_method, optimizer, level=MethodLevel.BUCKETS)
+        replace("process_gradients", function=self._process_gradients)
+        replace("setup_buckets", function=_do_nothing)
+        replace("reduce_ready_partitions_and_remove_grads", function=lambda weight, index: self.gradients.fill(weight))
+        replace("reduce_gradients", function=lambda pipeline_parallel=False: self._end_backward())
+        replace("overlapping_partition_gradients_reduce_epilogue", function=self._end_backward)
+        replace("_lazy_init_hp_params_optimizer_state", function=_do_nothing)
+        wraps: dict[str, Function] = {
+            "step": self._step,
+            "_update_model_bit16_weights": self._with_arrived,
+            "clear_backward_seen_flag": self._begin_forward,
+            "update_lp_params": self._update_weights,
+            "_restore_from_bit16_weights": self._restore,
+            "_link_all_hp_params": self._link_again,
+            "state_dict": partial(self._in_plain_order, False),
+            "load_state_dict": partial(self._in_plain_order, True),
+            "offload_states": self._move,
+            "reload_states": self._move,
+        }
+        for name, wrapper in wraps.items():
+            wrap_method(optimizer, name, wrapper, MethodLevel.BUCKETS)
+        self._count_uses()
+
+    @contextmanager
+    def in_plain_order(self, changes: bool, on_host: bool = False) -> Iterator[None]:
+        """BucketedState's, when all weights are there; where it ``changes`` them own parts are taken anew."""
+        self.arrive()
+        with self.state.in_plain_order(changes, on_host):
+            yield
+            for index in self._shared if changes else ():
+                self._take_own(index)
+
+    def arrive(self) -> None:
+        """Let the current stream wait for all weights."""
+        for group in self._shared.values():
+            for weight in group.weights:
+                arrive(weight)
+        for work in self._works.values():
+            work.wait()
+        self._works.clear()
+
+    # Gradients
+
+    def _process_gradients(self, weight: nn.Parameter, index: int) -> None:
+        """In place of DeepSpeed's, in its hook of each gradient."""
+        optimizer = self._optimizer
+        if optimizer._coalesce_grad_reduction:
+            return
+        if optimizer.use_grad_accum_attribute:
+            optimizer._fill_param_grad_accum_attribute(weight)
+        holder: Any = weight
+        if not getattr(holder, "ds_grad_is_ready", True):
+            return
+        # A PipelineEngine tells its optimizer of no boundary, and reduces behind its schedule.
+        is_last = optimizer.is_gradient_accumulation_boundary() and not self._engine.pipeline_parallelism
+        if optimizer.partition_gradients or (is_last and not self._engine.inside_no_sync_ctxt):
+            self.gradients.come(weight)
+
+    def _end_backward(self) -> None:
+        optimizer = self._optimizer
+        self.gradients.end_backward()
+        for index in range(len(optimizer.bit16_groups)):
+            optimizer.all_grad_tensors[index] = None
+        optimizer._clear_param_grad_only()
+        optimizer._epilogue_ran_this_backward = True
+        optimizer.ready_for_gradients = False
+
+    def _begin_forward(self, clear: Function) -> None:
+        if self.gradients.is_open:
+            raise RuntimeError(
+                "forward(): the backward before it ended with an error after a part of its gradients was sent to other "
+                "data ranks, which cannot be taken back. What to do: end this run and resume from the last "
+                "checkpoint; or set zero_optimization.overlap_comm to false, which sends gradients behind a backward"
+            )
+        clear()
+
+    # Weights
+
+    def _step(self, step: Function, *args: Any, **kwargs: Any) -> Any:
+        self.arrive()
+        is_unseen = self._is_shared() or is_read_unseen(self._engine.module)
+        self._is_stepping = True
+        try:
+            found = step(*args, **kwargs)
+        finally:
+            self._is_stepping = False
+        if is_unseen:
+            self.arrive()
+            return found
+        for index, group in self._shared.items() if self._works else ():
+            for position, weight in enumerate(group.weights):
+                await_weight(weight, [self._works[index, each.bucket] for each in group.plan.pieces(position)])
+        self._works.clear()
+        return found
+
+    def _gather(self) -> None:
+        """Send this rank's parts of all buckets, those of the first layers first."""
+        for index, position in self._order:
+            group = self._shared[index]
+            bucket = group.plan.buckets[position]
+            whole = self._optimizer.bit16_groups_flat[index][bucket.start : bucket.start + bucket.numel]
+            part = self._own[index][bucket.owned : bucket.owned + bucket.shard]
+            self._works[index, position] = gather_into(whole, part, group.ranks)
+
+    def _is_shared(self) -> bool:
+        """Whether tensors of other code share the memory of weights; it may read them and torch would tell nobody."""
+        flats = self._optimizer.bit16_groups_flat
+        return any(uses_of(flats[index]) > uses for index, uses in self._uses.items())
+
+    def _count_uses(self) -> None:
+        self._uses = {index: uses_of(self._optimizer.bit16_groups_flat[index]) for index in self._shared}
+
+    def _with_arrived(self, update: Function, *args: Any, **kwargs: Any) -> None:
+        # A step sets each weight to the memory that it has already.
+        if not self._is_stepping:
+            self.arrive()
+            update(*args, **kwargs)
+
+    def _update_weights(self, update: Function) -> None:
+        self.arrive()
+        update()
+        self.arrive()
+
+    def _restore(self, restore: Function) -> None:
+        self.arrive()
+        for index in self._shared:
+            self._take_own(index)
+        restore()
+
+    def _own_parts(self) -> OwnParts:
+        parts = [list(each) for each in self.state.plain_parts]
+        for index, group in self._shared.items():
+            parts[index] = [None] * group.size
+            parts[index][group.rank] = self._own[index]
+        return OwnParts(parts, self._gather)
+
+    @torch.no_grad()
+    def _take_own(self, index: int) -> None:
+        """Copy this rank's part of the flat weights."""
+        group, flat = self._shared[index], self._optimizer.bit16_groups_flat[index]
+        for bucket in group.plan.buckets:
+            first = bucket.start + group.rank * bucket.shard
+            self._own[index][bucket.owned : bucket.owned + bucket.shard].copy_(flat[first : first + bucket.shard])
+
+    # State
+
+    def _in_plain_order(self, changes: bool, method: Function, *args: Any, **kwargs: Any) -> Any:
+        with self.in_plain_order(changes, on_host=True):
+            return method(*args, **kwargs)
+
+    def _bind_values(self) -> None:
+        for index, group in self._groups.items():
+            for position, weight in enumerate(group.weights):
+                functions = WeightValues(self._optimizer, index, group, position).functions()
+                VALUES.set(weight, functions)
+                for name, function in functions.items():
+                    bind_to_weight(weight, name, function)
+
+    def _link_again(self, link: Function) -> None:
+        link()
+        self._bind_values()
+        self.state.after_link()
+
+    def _move(self, move: Function, *args: Any, **kwargs: Any) -> Any:
+        """``offload_states`` and ``reload_states``, which divide flat weights into partitions anew."""
+        self.arrive()
+        self._optimizer.parallel_partitioned_bit16_groups = []
+        try:
+            return move(*args, **kwargs)
+        finally:
+            self.state.divide_again()
+            self.state.use_own_parts()
+            self._count_uses()
+
+
+BUCKETED = Mark[BucketedZero]("bucketed_zero")
+"""On an optimizer whose communication is in buckets."""
+
+
+def install_buckets(engine: Any, optimizer: Any) -> str | None:
+    """Install a BucketedZero where it fits; returns the reason where DeepSpeed's own code communicates."""
+    reason = why_not_bucketed(engine, optimizer)
+    if reason is None:
+        bucketed = BucketedZero(engine, optimizer)
+        bucketed.install()
+        BUCKETED.set(optimizer, bucketed)
+    return reason
+
+
+@contextmanager
+def in_plain_order(optimizer: object, changes: bool) -> Iterator[None]:
+    """Within it masters and state of ``optimizer`` are in DeepSpeed's order, on their device; all data ranks enter."""
+    bucketed = BUCKETED.get(optimizer)
+    if bucketed is None:
+        yield
+        return
+    with bucketed.in_plain_order(changes):
+        yield
+
+
+def _groups_of(optimizer: Any) -> Iterator[tuple[int, BucketedGroup]]:
+    for index, flat in enumerate(optimizer.bit16_groups_flat):
+        ranks = optimizer.real_dp_process_group[index]
+        weights = optimizer.round_robin_bit16_groups[index]
+        starts = [(each.data_ptr() - flat.data_ptr()) // flat.element_size() for each in weights]
+        addresses = [(start, each.numel()) for start, each in zip(starts, weights, strict=True)]
+        size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
+        limits = [optimizer.reduce_bucket_size, optimizer.allgather_bucket_size]
+        plan = plan_of(addresses, flat.numel(), size, bucket_elements(limits, size))
+        yield index, BucketedGroup(weights, flat.device, plan, ranks, size, rank, tuple(plan.runs(rank)))
+
+
+def _forward_order(groups: Mapping[int, BucketedGroup], module: nn.Module) -> list[Key]:
+    """The order in which a forward needs buckets, as far as the order of weights in modules tells it."""
+    positions = {id(weight): index for index, weight in enumerate(module.parameters())}
+    firsts: dict[Key, int] = {}
+    for index, group in groups.items():
+        firsts.update(dict.fromkeys(((index, each) for each in range(len(group.plan.buckets))), len(positions)))
+        for position, weight in enumerate(group.weights):
+            for piece in group.plan.pieces(position):
+                key = index, piece.bucket
+                firsts[key] = min(firsts[key], positions.get(id(weight), len(positions)))
+    return sorted(firsts, key=lambda key: (firsts[key], key))
+
+
+def _do_nothing(*args: Any) -> None:
+    pass

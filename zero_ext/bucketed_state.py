@@ -5,7 +5,7 @@ Checkpoints keep DeepSpeed's order, so that other layouts, universal checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
+from ds_npu.zero_ext.bucket_plan import Run
 from ds_npu.zero_ext.bucketed_gradients import BucketedGroup
 from ds_npu.zero_ext.partition_exchange import to_bucketed, to_plain
 
@@ -20,16 +21,14 @@ Arrays = dict[str, torch.Tensor]
 Functions = dict[str, Callable[..., Any]]
 MASTER = "master"
 """The name of the master among the arrays of a group; other names are keys of the optimizer's state."""
-VALUES = TensorAttribute[Functions]("ds_npu_values")
-"""On a weight whose partition is bucketed: its WeightValues' functions."""
+VALUES, RUNS = TensorAttribute[Functions]("ds_npu_values"), TensorAttribute[Sequence[Run]]("ds_npu_runs")
+"""On a weight whose partition is bucketed: its WeightValues' functions, and its runs in this rank's partition."""
 
 
 class BucketedState:
     """Masters and state of one DeepSpeedZeroOptimizer."""
 
-    def __init__(
-        self, optimizer: Any, groups: Mapping[int, BucketedGroup], own_parts: Callable[[], list[Any]]
-    ) -> None:
+    def __init__(self, optimizer: Any, groups: Mapping[int, BucketedGroup], own_parts: Callable[[], list[Any]]) -> None:
         """``groups``: those over several ranks; ``own_parts`` makes DeepSpeed's list of partitions of the weights."""
         self._optimizer, self._groups, self._own_parts = optimizer, groups, own_parts
         self.plain_parts: list[Any] = optimizer.parallel_partitioned_bit16_groups
@@ -93,9 +92,11 @@ class BucketedState:
     def _put(self, index: int, arrays: Mapping[str, torch.Tensor]) -> None:
         master = self._optimizer.single_partition_of_fp32_groups[index]
         master.data = arrays[MASTER]
-        for name, each in arrays.items():
-            if name != MASTER:
-                self._optimizer.optimizer.state[master][name] = each
+        state = {name: each for name, each in arrays.items() if name != MASTER}
+        if state:
+            # The dict of before may be in a state dict that was returned.
+            states = self._optimizer.optimizer.state
+            states[master] = {**states.get(master, {}), **state}
 
     def _plain(self, index: int, x: torch.Tensor, on_host: bool) -> torch.Tensor:
         group = self._groups[index]
@@ -136,7 +137,7 @@ class WeightValues:
     def __init__(self, optimizer: Any, index: int, group: BucketedGroup, position: int) -> None:
         self._optimizer, self._index, self._group = optimizer, index, group
         self._weight = group.weights[position]
-        self._runs = [run for run in group.runs if run.weight == position]
+        self.runs = [run for run in group.runs if run.weight == position]
 
     def functions(self) -> Functions:
         """By the names of DeepSpeed's."""
@@ -183,7 +184,7 @@ class WeightValues:
     def _whole(self, partition: torch.Tensor) -> torch.Tensor:
         weight = self._weight
         whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
-        for run in self._runs:
+        for run in self.runs:
             whole[run.first : run.first + run.numel].copy_(partition[run.start : run.start + run.numel])
         if self._group.size > 1:
             dist.all_reduce(whole, group=self._group.ranks)
@@ -192,5 +193,5 @@ class WeightValues:
     @torch.no_grad()
     def _set(self, partition: torch.Tensor, value: torch.Tensor) -> None:
         flat = value.flatten()
-        for run in self._runs:
+        for run in self.runs:
             partition[run.start : run.start + run.numel].copy_(flat[run.first : run.first + run.numel])

@@ -21,10 +21,10 @@ from torch import nn
 from ds_npu.comm.collectives import gather_into
 from ds_npu.comm.pending import Work
 from ds_npu.parallel.runtime.marks import Mark
-from ds_npu.zero_ext.awaited_weights import arrive, await_weight, is_read_unseen, uses_of
+from ds_npu.parallel.tensor.awaited_weights import AwaitedWeights, is_read_unseen, uses_of
 from ds_npu.zero_ext.bucket_plan import bucket_elements, plan_of
 from ds_npu.zero_ext.bucketed_gradients import BucketedGradients, BucketedGroup, Key
-from ds_npu.zero_ext.bucketed_state import VALUES, BucketedState, WeightValues
+from ds_npu.zero_ext.bucketed_state import RUNS, VALUES, BucketedState, WeightValues
 from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
 
 Function = Callable[..., Any]
@@ -34,33 +34,26 @@ def why_not_bucketed(engine: Any, optimizer: Any) -> str | None:
     """Why DeepSpeed's own code reduces gradients and gathers weights of ``optimizer``, in words; None where not."""
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return f"it is a {type(optimizer).__name__}"
-    zero = engine._config.zero_config
+    zero, inner = engine._config.zero_config, type(optimizer.optimizer).__name__
     # DeepSpeed's config fills the key in.
     given = engine._config._param_dict.get("zero_optimization", {}).get("overlap_comm")
-    for name, is_set in {
-        "overlap_comm is false": given is False,
-        "reduce_scatter is false": not zero.reduce_scatter,
-        "use_multi_rank_bucket_allreduce is false": not zero.use_multi_rank_bucket_allreduce,
-        "contiguous_gradients is false": not zero.contiguous_gradients,
-        "round_robin_gradients orders weights in its own way": optimizer.round_robin_gradients,
-        "offload_optimizer keeps gradients on the host": optimizer.cpu_offload,
-        "elastic_checkpoint saves partitions in its own form": optimizer.elastic_checkpoint,
-    }.items():
-        if is_set:
-            return f"zero_optimization.{name}"
-    if optimizer.torch_autocast_gradscaler is not None or len(optimizer.ipg_buckets) > 1:
-        return "torch_autocast sends gradients in several dtypes"
-    if not engine.managed_gradient_accumulation():
-        return "managed_gradient_accumulation is false"
-    if engine.is_deepcompile_enabled():
-        return "compile.deepcompile reduces gradients itself"
-    if optimizer.autoep_folding_tp_group is not None:
-        return "AutoEP folding corrects each gradient first"
-    if "muon" in type(optimizer.optimizer).__name__.lower():
-        return "Muon steps whole matrices"
-    if all(dist.get_world_size(group) == 1 for group in optimizer.real_dp_process_group):
-        return "there is one data rank"
-    return None
+    reasons = {
+        "zero_optimization.overlap_comm is false": given is False,
+        "zero_optimization.reduce_scatter is false": not zero.reduce_scatter,
+        "zero_optimization.use_multi_rank_bucket_allreduce is false": not zero.use_multi_rank_bucket_allreduce,
+        "zero_optimization.contiguous_gradients is false": not zero.contiguous_gradients,
+        "zero_optimization.round_robin_gradients has an order of its own": optimizer.round_robin_gradients,
+        "zero_optimization.offload_optimizer keeps gradients on the host": optimizer.cpu_offload,
+        "zero_optimization.elastic_checkpoint saves partitions in a form of its own": optimizer.elastic_checkpoint,
+        "managed_gradient_accumulation is false": not engine.managed_gradient_accumulation(),
+        "compile.deepcompile reduces gradients itself": engine.is_deepcompile_enabled(),
+        "torch_autocast sends gradients in several dtypes": len(optimizer.ipg_buckets) > 1,
+        "torch_autocast scales gradients itself": optimizer.torch_autocast_gradscaler is not None,
+        "AutoEP folding corrects each gradient first": optimizer.autoep_folding_tp_group is not None,
+        f"{inner} steps whole matrices": "muon" in inner.lower(),
+        "there is one data rank": all(dist.get_world_size(each) == 1 for each in optimizer.real_dp_process_group),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class OwnParts(list[Any]):
@@ -87,6 +80,13 @@ class BucketedZero:
         self._own = {index: flats[index].new_empty(group.partition) for index, group in self._shared.items()}
         """This rank's part of the weights, in the order of buckets, as each step has made it."""
         self.state = BucketedState(optimizer, self._shared, self._own_parts)
+        shared = [(index, *each) for index, group in self._shared.items() for each in enumerate(group.weights)]
+        self._awaited = AwaitedWeights([weight for _, _, weight in shared])
+        self._buckets = [
+            [(index, piece.bucket) for piece in self._shared[index].plan.pieces(position)]
+            for index, position, _ in shared
+        ]
+        """Of each awaited weight: the buckets that hold it."""
         self._works: dict[Key, Work] = {}
         self._uses: dict[int, int] = {}
         self._is_stepping = False
@@ -94,9 +94,10 @@ class BucketedZero:
     def install(self) -> None:
         """Take the communication over, and be what DeepSpeed's calls go through."""
         optimizer = self._optimizer
-        for index, group in self._shared.items():
+        for index in self._shared:
             self._take_own(index)
             optimizer.single_partition_of_fp32_groups[index].data.copy_(self._own[index])
+        for index, group in self._groups.items():
             of_runs = [group.weights[run.weight] for run in group.runs]
             here = {id(weight) for weight in of_runs}
             optimizer.params_in_partition[index] = of_runs
@@ -137,9 +138,7 @@ class BucketedZero:
 
     def arrive(self) -> None:
         """Let the current stream wait for all weights."""
-        for group in self._shared.values():
-            for weight in group.weights:
-                arrive(weight)
+        self._awaited.arrive()
         for work in self._works.values():
             work.wait()
         self._works.clear()
@@ -183,7 +182,7 @@ class BucketedZero:
 
     def _step(self, step: Function, *args: Any, **kwargs: Any) -> Any:
         self.arrive()
-        is_unseen = self._is_shared() or is_read_unseen(self._engine.module)
+        is_unseen = self._has_aliases() or is_read_unseen(self._engine.module)
         self._is_stepping = True
         try:
             found = step(*args, **kwargs)
@@ -192,10 +191,9 @@ class BucketedZero:
         if is_unseen:
             self.arrive()
             return found
-        for index, group in self._shared.items() if self._works else ():
-            for position, weight in enumerate(group.weights):
-                await_weight(weight, [self._works[index, each.bucket] for each in group.plan.pieces(position)])
-        self._works.clear()
+        if self._works:
+            self._awaited.wait_for(lambda index: [self._works[key] for key in self._buckets[index]])
+            self._works.clear()
         return found
 
     def _gather(self) -> None:
@@ -207,7 +205,7 @@ class BucketedZero:
             part = self._own[index][bucket.owned : bucket.owned + bucket.shard]
             self._works[index, position] = gather_into(whole, part, group.ranks)
 
-    def _is_shared(self) -> bool:
+    def _has_aliases(self) -> bool:
         """Whether tensors of other code share the memory of weights; it may read them and torch would tell nobody."""
         flats = self._optimizer.bit16_groups_flat
         return any(uses_of(flats[index]) > uses for index, uses in self._uses.items())
@@ -256,9 +254,10 @@ class BucketedZero:
     def _bind_values(self) -> None:
         for index, group in self._groups.items():
             for position, weight in enumerate(group.weights):
-                functions = WeightValues(self._optimizer, index, group, position).functions()
-                VALUES.set(weight, functions)
-                for name, function in functions.items():
+                values = WeightValues(self._optimizer, index, group, position)
+                RUNS.set(weight, values.runs)
+                VALUES.set(weight, values.functions())
+                for name, function in values.functions().items():
                     bind_to_weight(weight, name, function)
 
     def _link_again(self, link: Function) -> None:
@@ -290,17 +289,6 @@ def install_buckets(engine: Any, optimizer: Any) -> str | None:
         bucketed.install()
         BUCKETED.set(optimizer, bucketed)
     return reason
-
-
-@contextmanager
-def in_plain_order(optimizer: object, changes: bool) -> Iterator[None]:
-    """Within it masters and state of ``optimizer`` are in DeepSpeed's order, on their device; all data ranks enter."""
-    bucketed = BUCKETED.get(optimizer)
-    if bucketed is None:
-        yield
-        return
-    with bucketed.in_plain_order(changes):
-        yield
 
 
 def _groups_of(optimizer: Any) -> Iterator[tuple[int, BucketedGroup]]:

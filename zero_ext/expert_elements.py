@@ -19,9 +19,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn, optim
 
-from ds_npu.parallel.expert.expert_map import Elements, HeldElements
+from ds_npu.parallel.expert.expert_map import Elements, HeldElements, Span
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.bucketed_state import RUNS
 
 ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad),
@@ -73,21 +74,20 @@ class ExpertElements:
         if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
             for index, group in enumerate(engine.optimizer.bit16_groups):
                 self._groups.update(dict.fromkeys(map(id, group), index))
-        own = [self._own_range(each) for each in parameters]
+        own = [self._own_spans(each) for each in parameters]
         everyones = [own] * topology.size("edp")
         if topology.size("edp") > 1:
             dist.all_gather_object(everyones, own, group=topology.group("edp"))
-        self._ranges = {id(each): [ranges[index] for ranges in everyones] for index, each in enumerate(parameters)}
+        self._spans = {id(each): [spans[index] for spans in everyones] for index, each in enumerate(parameters)}
 
     def of(self, parameter: nn.Parameter) -> Iterator[HeldElements]:
         """The weight, then the float32 copy and the state; tensors of as many kinds, in one order, on every rank."""
         whole, part = self._of_ranks(parameter, as_whole=True), self._of_ranks(parameter, as_whole=False)
         shard = PART.get(parameter)
-        start, stop = self._own_range(parameter)
         if shard is None:
             yield HeldElements(parameter.data.view(-1), whole)
         else:
-            yield HeldElements(shard.data.view(-1)[: stop - start], part)
+            yield HeldElements(shard.data.view(-1), part)
         is_zero = isinstance(self._optimizer, ZeROOptimizer)
         for tensor in self._tensors(parameter):
             yield HeldElements(tensor, part if is_zero else whole)
@@ -99,28 +99,33 @@ class ExpertElements:
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
 
-    def _own_range(self, parameter: Any) -> tuple[int, int]:
+    def _own_spans(self, parameter: Any) -> tuple[Span, ...]:
         """The elements of the rank's experts, flat, that this rank along edp has a part of."""
-        total, shard = _elements(parameter), PART.get(parameter)
+        total, shard, runs = _elements(parameter), PART.get(parameter), RUNS.get(parameter)
         if shard is not None:
             size = shard.ds_numel
             start = min(size * self._topology.rank("edp"), total)
-            return start, min(start + size, total)
+            return (Span(start, min(start + size, total)),)
         if id(parameter) not in self._groups:
-            return 0, total
-        address = _address(parameter)
-        return (0, 0) if address is None else (address.start, address.start + address.numel)
+            return (Span(0, total),)
+        if runs is not None:
+            return tuple(Span(run.first, run.first + run.numel, run.start) for run in runs)
+        found = parameter._hp_mapping
+        if found is None:
+            return ()
+        address = found.lp_fragment_address
+        return (Span(address.start, address.start + address.numel, found.hp_fragment_address.start),)
 
     def _of_ranks(self, parameter: nn.Parameter, as_whole: bool) -> list[Elements | None]:
         """The elements of each rank of the expert view; None for ranks with other columns, or with other copies."""
         topology, found = self._topology, list[Elements | None]()
         total = _elements(parameter)
         for copy in range(topology.size("edp")):
-            start, stop = (0, total) if as_whole else self._ranges[id(parameter)][copy]
+            spans = (Span(0, total),) if as_whole else self._spans[id(parameter)][copy]
             for ep_rank in range(topology.size("ep")):
                 for etp_rank in range(topology.size("etp")):
                     is_alike = etp_rank == topology.rank("etp") and (not as_whole or copy == topology.rank("edp"))
-                    found.append(Elements(ep_rank, start, stop) if is_alike else None)
+                    found.append(Elements(ep_rank, spans) if is_alike else None)
         return found
 
     def _tensors(self, parameter: Any) -> Iterable[torch.Tensor]:
@@ -133,27 +138,17 @@ class ExpertElements:
                 return []  # It is not trained.
             group, first, _ = optimizer.grad_position[known]
             flat = optimizer.fp32_partitioned_groups_flat[group]
-        else:
-            if id(parameter) not in self._groups:
-                return []
-            flat = optimizer.single_partition_of_fp32_groups[self._groups[id(parameter)]]
-            address = _address(parameter, of_copy=True)
-            first = 0 if address is None else address.start
-        start, stop = self._own_range(parameter)
-        return [each.data.narrow(0, first, stop - start) for each in (flat, *_states(optimizer.optimizer, flat))]
+            held = sum(span.stop - span.start for span in self._own_spans(parameter))
+            return [each.data.narrow(0, first, held) for each in (flat, *_states(optimizer.optimizer, flat))]
+        if id(parameter) not in self._groups:
+            return []
+        flat = optimizer.single_partition_of_fp32_groups[self._groups[id(parameter)]]
+        return [each.data for each in (flat, *_states(optimizer.optimizer, flat))]
 
 
 def _elements(parameter: nn.Parameter) -> int:
     """The number of elements of this rank's experts."""
     return WHOLE_SIZE.get(parameter) or parameter.numel()
-
-
-def _address(parameter: Any, of_copy: bool = False) -> Any:
-    """The address of this rank's part in the weight ``parameter``, or in the float32 copy of the part."""
-    found = parameter._hp_mapping
-    if found is None:
-        return None
-    return found.hp_fragment_address if of_copy else found.lp_fragment_address
 
 
 def _states(optimizer: optim.Optimizer, stepped: torch.Tensor) -> list[torch.Tensor]:

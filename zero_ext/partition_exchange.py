@@ -93,4 +93,3 @@ def _within(move: Move, low: int, high: int) -> Move:
     sender, start, receiver, first, numel = move
     begin, end = max(first, low), min(first + numel, high)
     return sender, start + begin - first, receiver, begin, max(end - begin, 0)
-

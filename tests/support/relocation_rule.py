@@ -116,7 +116,8 @@ def hold_to_a_run_without(family: str, parallel: dict, moe: dict, stages: tuple[
         moved = train(engine, range(STEPS))
         where = (family, parallel, moe, stage, difference(moved, plain), difference(moved, expected), moved.relocations)
         assert moved.relocations >= 2, where
-        assert difference(moved, plain) <= dense.EXACT, where
+        # ZeRO 1 and 2 sum the squares of runs of weights, which have other ranks, and round the norm to float32.
+        assert difference(moved, plain) <= (2**-23 if stage in (1, 2) else dense.EXACT), where
         assert difference(moved, expected) <= (dense.EXACT if stage == 0 else dense.SINGLE), where
 
 

@@ -14,6 +14,7 @@ from ds_npu.parallel.expert.expert_map import (
     Elements,
     ExpertMap,
     MappedExperts,
+    Span,
     heaviest,
     map_by_load,
     moves_between,
@@ -71,29 +72,30 @@ def test_the_sharding_takes_and_assembles_what_places_say(case):
     assert [list(itertools.chain(*expert_map))[slot] for slot in slots] == list(range(experts))
 
 
-@given(loads_and_map(), st.integers(1, 7), st.integers(1, 4))
-def test_every_element_of_what_moves_comes_from_one_rank(case, size, copies):
-    """With weights in parts over copies, laid out as ZeRO does: a part may begin and end within an expert."""
+@given(loads_and_map(), st.integers(1, 7), st.integers(1, 4), st.integers(1, 9))
+def test_every_element_of_what_moves_comes_from_one_rank(case, size, copies, bucket):
+    """With weights in parts over copies, each of which has its part of each bucket: parts begin and end in experts."""
     _, after = case
     before = plain_map(sum(map(len, after)), len(after))
     local = len(before[0]) * size
-    part = -(-local // copies)
-    cuts = [(min(each * part, local), min((each + 1) * part, local)) for each in range(copies)]
-    ranks = [Elements(rank, *cut) for cut in cuts for rank in range(len(before))]
-    held = [
-        [before[each.ep_rank][place // size] * size + place % size for place in range(each.start, each.stop)]
-        for each in ranks
-    ]
-    moved = [list(each) for each in held]
+    ranks, elements = [], []
+    for copy in range(copies):
+        own = [each for each in range(local) if each // bucket % copies == copy]
+        runs = [list(run) for _, run in itertools.groupby(own, lambda each: each // bucket)]
+        spans = tuple(Span(run[0], run[-1] + 1, own.index(run[0])) for run in runs)
+        ranks += [Elements(rank, spans) for rank in range(len(before))]
+        elements += [own] * len(before)
+
+    def held(map_of_ranks) -> list[list[int]]:
+        pairs = zip(ranks, elements, strict=True)
+        return [[map_of_ranks[each.ep_rank][i // size] * size + i % size for i in own] for each, own in pairs]
+
+    sent, moved = held(before), held(before)
     for move in moves_between(before, after):
         for source, target in itertools.product(range(len(ranks)), repeat=2):
-            found = move.pieces(size, ranks[source], ranks[target])
-            if found is not None:
-                here, there, length = found
-                moved[target][there : there + length] = held[source][here : here + length]
-    for each, values in zip(ranks, moved, strict=True):
-        expected = [after[each.ep_rank][place // size] * size + place % size for place in range(each.start, each.stop)]
-        assert values == expected
+            for here, there, length in move.pieces(size, ranks[source], ranks[target]):
+                moved[target][there : there + length] = sent[source][here : here + length]
+    assert moved == held(after)
 
 
 def test_ids_become_places_and_none_stays_none():

@@ -7,6 +7,7 @@ import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,13 +103,21 @@ def _kept_order(was: tuple[int, ...], now: set[int]) -> tuple[int, ...]:
     return tuple(expert if expert in now else next(arriving) for expert in was)
 
 
-@dataclass(frozen=True)
-class Elements:
-    """The elements [start, stop) that a rank holds of the flattened weight [E / ep, ...] of its rank along ep."""
+class Span(NamedTuple):
+    """Elements [start, stop) of a flattened weight."""
 
-    ep_rank: int
     start: int
     stop: int
+    at: int = 0
+    """The position of the first one in the tensor that holds them."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements that a rank holds of the flattened weight [E / ep, ...] of its rank along ep."""
+
+    ep_rank: int
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -118,20 +127,21 @@ class Move:
     source: tuple[int, int]
     target: tuple[int, int]
 
-    def pieces(self, size: int, sender: Elements, receiver: Elements) -> tuple[int, int, int] | None:
-        """The elements that ``sender`` sends to ``receiver``: the first one's offset in each, and the length.
+    def pieces(self, size: int, sender: Elements, receiver: Elements) -> Iterator[tuple[int, int, int]]:
+        """The elements that ``sender`` sends to ``receiver``: the first one's position in each tensor, and the length.
 
-        ``size``: the elements of one expert. None where there are none.
+        ``size``: the elements of one expert.
         """
         (source, here), (target, there) = self.source, self.target
         if (sender.ep_rank, receiver.ep_rank) != (source, target):
-            return None
-        # Offsets from the expert's first element.
-        first = max(sender.start - here * size, receiver.start - there * size, 0)
-        stop = min(sender.stop - here * size, receiver.stop - there * size, size)
-        if stop <= first:
-            return None
-        return here * size + first - sender.start, there * size + first - receiver.start, stop - first
+            return
+        for own, other in itertools.product(sender.spans, receiver.spans):
+            # Offsets from the expert's first element.
+            first = max(own.start - here * size, other.start - there * size, 0)
+            stop = min(own.stop - here * size, other.stop - there * size, size)
+            if first < stop:
+                position = own.at + here * size + first - own.start
+                yield position, other.at + there * size + first - other.start, stop - first
 
 
 def moves_between(before: ExpertMap, after: ExpertMap) -> Iterator[Move]:
@@ -225,4 +235,4 @@ def _pieces(
     if sender is None or receiver is None:
         return []
     moves = between.get((sender.ep_rank, receiver.ep_rank), ())
-    return [piece for move in moves if (piece := move.pieces(size, sender, receiver)) is not None]
+    return [piece for move in moves for piece in move.pieces(size, sender, receiver)]

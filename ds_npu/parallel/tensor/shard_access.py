@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ds_npu.parallel.runtime.arrival import arrive
 from ds_npu.parallel.runtime.micro_batch import is_in_backward
 from ds_npu.parallel.tensor.sharding import Sharding
 
@@ -41,7 +42,10 @@ INTERMEDIARIES = ("torch", "torch_npu", "contextlib", "functools", "copy", "pick
 """Packages that compute on behalf of their caller."""
 MODES = ("__torch_function__", "__torch_dispatch__")
 """Functions, in any package, that compute on behalf of their caller."""
-ENTRY_MODULES = ("ds_npu.parallel.tensor.shard_access", "ds_npu.parallel.tensor.whole_weight")
+ENTRY_MODULES = (
+    *("ds_npu.parallel.tensor.shard_access", "ds_npu.parallel.tensor.whole_weight"),
+    "ds_npu.parallel.tensor.awaited_weights",
+)
 """The modules that are called when a shard is used; the reader is found among their callers."""
 
 VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
@@ -261,6 +265,7 @@ def protect(parameter: nn.Parameter, shard: Shard) -> None:
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's shard as a plain tensor in the same memory, without gradient, for code that knows it is a shard."""
+    arrive(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.detach()
 

@@ -1,0 +1,130 @@
+"""Weights that are gathered behind the code that runs next, and are waited for by whoever reads them first.
+
+From the end of a step until its first use a weight is an AwaitedWeight. Its first use, by a layer's forward or by any
+code of a script, makes the current stream wait for the messages that write it, and makes it an ordinary parameter
+again. Metadata (shape, dtype, gradient, hooks) can be read before. Code that torch does not tell of the use reads NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ds_npu.comm.pending import Work
+from ds_npu.parallel.runtime.arrival import ARRIVAL, Arrival, arrive
+from ds_npu.parallel.tensor.shard_access import SERIALIZATION_READS, is_metadata
+
+Operation = Callable[..., Any]
+OF_MEMORY = {*SERIALIZATION_READS, torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset}
+"""Metadata that tells of a weight's memory."""
+
+
+class AwaitedWeight(nn.Parameter):
+    """A parameter whose values are on their way."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Operation, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``func`` when its weights are there."""
+        kwargs = kwargs or {}
+        if is_metadata(func) and func not in OF_MEMORY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, AwaitedWeight):
+                arrive(each)
+        return func(*args, **kwargs)
+
+    # Parameter's own look at the class before they ask torch for anything.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        arrive(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        arrive(self)
+        weight: Any = self
+        return weight.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub names it Any.
+        arrive(self)
+        return repr(self)
+
+
+@functools.cache
+def _awaited(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of parameters of ``kind`` that are awaited."""
+    return type(f"Awaited{kind.__name__}", (AwaitedWeight, kind), {})
+
+
+class AwaitedWeights:
+    """The weights of one model that are awaited together, each step."""
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = weights
+        self._placeholders = [_placeholder(weight) for weight in weights]
+        self._left = list[nn.Parameter]()
+        """Weights up to the last one that may not have arrived."""
+
+    def wait_for(self, works: Callable[[int], Sequence[Work]]) -> None:
+        """Make each weight an AwaitedWeight; ``works`` of its index write it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, (weight, placeholder) in enumerate(zip(self._weights, self._placeholders, strict=True)):
+                ARRIVAL.set(weight, Arrival(works(index), weight.data, type(weight)))
+                weight.data = placeholder
+                object.__setattr__(weight, "__class__", _awaited(type(weight)))
+        self._left = list(self._weights)
+        own = weakref.ref(self)
+
+        def before_forward(module: nn.Module, args: object) -> None:
+            # Tensor classes of others may compute with a module's weights without a word to torch.
+            for weight in module._parameters.values():
+                if weight is not None:
+                    arrive(weight)
+            awaited = own()
+            if awaited is None or awaited.are_there():
+                hook.remove()
+
+        # It is every module's, until the last weight has arrived.
+        hook = register_module_forward_pre_hook(before_forward)
+
+    def are_there(self) -> bool:
+        """Whether all of them have arrived."""
+        while self._left and not ARRIVAL.is_on(self._left[-1]):
+            self._left.pop()
+        return not self._left
+
+    def arrive(self) -> None:
+        """Let the current stream wait for all of them."""
+        for weight in self._weights:
+            arrive(weight)
+
+
+def _placeholder(weight: nn.Parameter) -> torch.Tensor:
+    """A tensor like ``weight`` that reads as NaN, of one number in memory."""
+    return torch.full((), float("nan"), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def is_read_unseen(model: nn.Module) -> bool:
+    """Whether ``model`` has modules that read their weights where torch tells nobody: compiled or scripted ones."""
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+            return True
+        if hasattr(module, "_orig_mod"):  # torch.compile's OptimizedModule
+            return True
+    return False
+
+
+def uses_of(flat: torch.Tensor) -> int:
+    """How many tensors share the memory of ``flat``."""
+    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return count

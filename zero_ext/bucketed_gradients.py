@@ -8,7 +8,7 @@ runs on the communicator's own stream; the step waits for it, or the next sum of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,11 @@ class BucketedGradients:
         """The streams on which buckets are filled."""
         self._missing = Counter(self._weights_of)
         self._next = 0
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Buckets that are being filled, and sums."""
+        yield from self._open.values()
+        yield from self._sums.values()
 
     def come(self, weight: nn.Parameter) -> None:
         """The gradient of ``weight`` has come; a reentrant recomputation brings that of a shared one several times."""

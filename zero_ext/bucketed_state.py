@@ -33,7 +33,8 @@ class BucketedState:
         self._optimizer, self._groups, self._own_parts = optimizer, groups, own_parts
         self.plain_parts: list[Any] = optimizer.parallel_partitioned_bit16_groups
         """DeepSpeed's own list."""
-        self._is_plain = False
+        self.is_plain = False
+        """Whether masters, state and partitions are in DeepSpeed's order now."""
 
     def use_own_parts(self) -> None:
         """Let DeepSpeed see the partitions in the order of buckets."""
@@ -44,7 +45,7 @@ class BucketedState:
 
     def after_link(self) -> None:
         """DeepSpeed has linked weights to the masters of now."""
-        if not self._is_plain:
+        if not self.is_plain:
             self.use_own_parts()
 
     def divide_again(self) -> None:
@@ -53,19 +54,19 @@ class BucketedState:
         self.plain_parts = [self._optimizer.get_data_parallel_partitions(flat, index) for index, flat in flats]
 
     @contextmanager
-    def in_plain_order(self, changes: bool, on_host: bool = False) -> Iterator[None]:
-        """Within it masters, state and partitions are in DeepSpeed's order: copies, on the host if so asked.
+    def in_plain_order(self, changes: bool) -> Iterator[None]:
+        """Within it masters, state and partitions are in DeepSpeed's order: copies, in host memory.
 
         What they are at its end is kept where it ``changes`` them. All data ranks enter it at the same time.
         """
-        if self._is_plain:
+        if self.is_plain:
             yield
             return
-        self._is_plain = True
+        self.is_plain = True
         before = {index: self._arrays(index) for index in self._groups}
         try:
             for index, arrays in before.items():
-                self._put(index, {name: self._plain(index, each, on_host) for name, each in arrays.items()})
+                self._put(index, {name: self._plain(index, each) for name, each in arrays.items()})
             self._optimizer.parallel_partitioned_bit16_groups = self.plain_parts
             self._show_fragments()
             yield
@@ -77,7 +78,7 @@ class BucketedState:
             for index, arrays in before.items():
                 self._put(index, self._bucketed(index, arrays) if changes else arrays)
         finally:
-            self._is_plain = False
+            self.is_plain = False
             self.use_own_parts()
 
     def _arrays(self, index: int) -> Arrays:
@@ -98,9 +99,9 @@ class BucketedState:
             states = self._optimizer.optimizer.state
             states[master] = {**states.get(master, {}), **state}
 
-    def _plain(self, index: int, x: torch.Tensor, on_host: bool) -> torch.Tensor:
+    def _plain(self, index: int, x: torch.Tensor) -> torch.Tensor:
         group = self._groups[index]
-        return to_plain(x, torch.empty_like(x, device="cpu" if on_host else x.device), group.plan, group.ranks)
+        return to_plain(x, torch.empty_like(x, device="cpu"), group.plan, group.ranks)
 
     def _bucketed(self, index: int, before: Mapping[str, torch.Tensor]) -> Arrays:
         """The arrays that there are now, in the order of buckets, in the memory of those of before where they fit."""

@@ -9,7 +9,6 @@ reduce-scatter and one all-gather of each bucket use all links, and the first la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,8 +55,24 @@ def why_not_bucketed(engine: Any, optimizer: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+class OwnPart:
+    """This rank's part of a group of weights as DeepSpeed's step sees it, which copies a master into its ``data``."""
+
+    def __init__(self, slices: Sequence[torch.Tensor]) -> None:
+        """``slices``: its part of each bucket, in the flat weights."""
+        self._slices = slices
+
+    @property
+    def data(self) -> OwnPart:
+        return self
+
+    def copy_(self, master: torch.Tensor) -> None:
+        parts = torch.split(master, [each.numel() for each in self._slices])
+        torch._foreach_copy_(list(self._slices), list(parts))
+
+
 class OwnParts(list[Any]):
-    """DeepSpeed's list of partitions of the weights, by group and rank, of which this rank's own are real."""
+    """DeepSpeed's list of partitions of the weights, by group and rank, of which this rank's own are there."""
 
     def __init__(self, parts: Sequence[Any], gather: Callable[[], None]) -> None:
         super().__init__(parts)
@@ -76,9 +91,6 @@ class BucketedZero:
         order = _forward_order(self._groups, engine.module)
         self._order = [key for key in order if key[0] in self._shared]
         self.gradients = BucketedGradients(optimizer, self._groups, order[::-1])
-        flats = optimizer.bit16_groups_flat
-        self._own = {index: flats[index].new_empty(group.partition) for index, group in self._shared.items()}
-        """This rank's part of the weights, in the order of buckets, as each step has made it."""
         self.state = BucketedState(optimizer, self._shared, self._own_parts)
         shared = [(index, *each) for index, group in self._shared.items() for each in enumerate(group.weights)]
         self._awaited = AwaitedWeights([weight for _, _, weight in shared])
@@ -94,9 +106,7 @@ class BucketedZero:
     def install(self) -> None:
         """Take the communication over, and be what DeepSpeed's calls go through."""
         optimizer = self._optimizer
-        for index in self._shared:
-            self._take_own(index)
-            optimizer.single_partition_of_fp32_groups[index].data.copy_(self._own[index])
+        self._restore()
         for index, group in self._groups.items():
             of_runs = [group.weights[run.weight] for run in group.runs]
             here = {id(weight) for weight in of_runs}
@@ -110,13 +120,13 @@ class BucketedZero:
         replace("reduce_ready_partitions_and_remove_grads", function=lambda weight, index: self.gradients.fill(weight))
         replace("reduce_gradients", function=lambda pipeline_parallel=False: self._end_backward())
         replace("overlapping_partition_gradients_reduce_epilogue", function=self._end_backward)
+        replace("_restore_from_bit16_weights", function=self._restore)
         replace("_lazy_init_hp_params_optimizer_state", function=_do_nothing)
         wraps: dict[str, Function] = {
             "step": self._step,
             "_update_model_bit16_weights": self._with_arrived,
             "clear_backward_seen_flag": self._begin_forward,
             "update_lp_params": self._update_weights,
-            "_restore_from_bit16_weights": self._restore,
             "_link_all_hp_params": self._link_again,
             "state_dict": partial(self._in_plain_order, False),
             "load_state_dict": partial(self._in_plain_order, True),
@@ -125,16 +135,7 @@ class BucketedZero:
         }
         for name, wrapper in wraps.items():
             wrap_method(optimizer, name, wrapper, MethodLevel.BUCKETS)
-        self._count_uses()
-
-    @contextmanager
-    def in_plain_order(self, changes: bool, on_host: bool = False) -> Iterator[None]:
-        """BucketedState's, when all weights are there; where it ``changes`` them own parts are taken anew."""
-        self.arrive()
-        with self.state.in_plain_order(changes, on_host):
-            yield
-            for index in self._shared if changes else ():
-                self._take_own(index)
+        self.count_uses()
 
     def arrive(self) -> None:
         """Let the current stream wait for all weights."""
@@ -142,6 +143,16 @@ class BucketedZero:
         for work in self._works.values():
             work.wait()
         self._works.clear()
+
+    def own_slices(self, index: int) -> list[torch.Tensor]:
+        """This rank's part of each bucket of a group, in the flat weights."""
+        group, flat = self._groups[index], self._optimizer.bit16_groups_flat[index]
+        shards = ((bucket.start + group.rank * bucket.shard, bucket.shard) for bucket in group.plan.buckets)
+        return [flat[first : first + numel] for first, numel in shards] or [flat]
+
+    def count_uses(self) -> None:
+        """Take the tensors that share the memory of weights now for those of ds_npu."""
+        self._uses = {index: uses_of(self._optimizer.bit16_groups_flat[index]) for index in self._shared}
 
     # Gradients
 
@@ -188,10 +199,9 @@ class BucketedZero:
             found = step(*args, **kwargs)
         finally:
             self._is_stepping = False
-        if is_unseen:
+        if is_unseen or not self._works:
             self.arrive()
-            return found
-        if self._works:
+        else:
             self._awaited.wait_for(lambda index: [self._works[key] for key in self._buckets[index]])
             self._works.clear()
         return found
@@ -202,16 +212,13 @@ class BucketedZero:
             group = self._shared[index]
             bucket = group.plan.buckets[position]
             whole = self._optimizer.bit16_groups_flat[index][bucket.start : bucket.start + bucket.numel]
-            part = self._own[index][bucket.owned : bucket.owned + bucket.shard]
+            part = whole[group.rank * bucket.shard : (group.rank + 1) * bucket.shard]
             self._works[index, position] = gather_into(whole, part, group.ranks)
 
     def _has_aliases(self) -> bool:
         """Whether tensors of other code share the memory of weights; it may read them and torch would tell nobody."""
         flats = self._optimizer.bit16_groups_flat
         return any(uses_of(flats[index]) > uses for index, uses in self._uses.items())
-
-    def _count_uses(self) -> None:
-        self._uses = {index: uses_of(self._optimizer.bit16_groups_flat[index]) for index in self._shared}
 
     def _with_arrived(self, update: Function, *args: Any, **kwargs: Any) -> None:
         # A step sets each weight to the memory that it has already.
@@ -224,31 +231,29 @@ class BucketedZero:
         update()
         self.arrive()
 
-    def _restore(self, restore: Function) -> None:
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Make the masters the weights; in place of DeepSpeed's."""
         self.arrive()
-        for index in self._shared:
-            self._take_own(index)
-        restore()
+        for index, master in enumerate(self._optimizer.single_partition_of_fp32_groups):
+            if self.state.is_plain:
+                group = self._groups[index]
+                master.data.copy_(self.state.plain_parts[index][group.rank])
+            else:
+                master.data.copy_(torch.cat(self.own_slices(index)))
 
     def _own_parts(self) -> OwnParts:
         parts = [list(each) for each in self.state.plain_parts]
         for index, group in self._shared.items():
             parts[index] = [None] * group.size
-            parts[index][group.rank] = self._own[index]
+            parts[index][group.rank] = OwnPart(self.own_slices(index))
         return OwnParts(parts, self._gather)
-
-    @torch.no_grad()
-    def _take_own(self, index: int) -> None:
-        """Copy this rank's part of the flat weights."""
-        group, flat = self._shared[index], self._optimizer.bit16_groups_flat[index]
-        for bucket in group.plan.buckets:
-            first = bucket.start + group.rank * bucket.shard
-            self._own[index][bucket.owned : bucket.owned + bucket.shard].copy_(flat[first : first + bucket.shard])
 
     # State
 
     def _in_plain_order(self, changes: bool, method: Function, *args: Any, **kwargs: Any) -> Any:
-        with self.in_plain_order(changes, on_host=True):
+        self.arrive()
+        with self.state.in_plain_order(changes):
             return method(*args, **kwargs)
 
     def _bind_values(self) -> None:
@@ -274,7 +279,7 @@ class BucketedZero:
         finally:
             self.state.divide_again()
             self.state.use_own_parts()
-            self._count_uses()
+            self.count_uses()
 
 
 BUCKETED = Mark[BucketedZero]("bucketed_zero")

@@ -30,9 +30,11 @@ from torch import optim
 from ds_npu.memory.chunked_step import ChunkedStep
 from ds_npu.memory.state_chunks import Keeping, MasterError, StateChunk, StateShard
 from ds_npu.zero_ext.bucketed_state import VALUES
+from ds_npu.zero_ext.bucketed_zero import BUCKETED
 from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
 
 Function = Callable[..., Any]
+Pieces = Sequence[torch.Tensor]
 KEY = "ds_npu.optimizer_memory"
 ADAM = (optim.Adam, optim.AdamW, FusedAdam)
 WRAPPERS = (
@@ -69,17 +71,19 @@ def why_not_kept(optimizer: Any) -> str | None:
         for flag in ("amsgrad", "capturable", "differentiable"):
             if group.get(flag):
                 return f"{type(inner).__name__}({flag}=True) was not tried; leave it out"
-    dtypes = {str(weight.dtype) for _, weight in masters_of(optimizer)}
+    dtypes = {str(weight.dtype) for _, weights in masters_of(optimizer) for weight in weights}
     return None if dtypes <= {"torch.bfloat16"} else f"weights are {', '.join(sorted(dtypes))}; bf16 works"
 
 
-def masters_of(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The float32 masters of one of WRAPPERS, each with the model's weights of the same elements."""
+def masters_of(optimizer: Any) -> list[tuple[torch.Tensor, Pieces]]:
+    """The float32 masters of one of WRAPPERS, each with the model's weights of the same elements, in order."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return _pairs(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        partitions = _own(optimizer, optimizer.parallel_partitioned_bit16_groups)
-        return _pairs(optimizer.single_partition_of_fp32_groups, partitions)
+        masters, bucketed = optimizer.single_partition_of_fp32_groups, BUCKETED.get(optimizer)
+        if bucketed is not None:
+            return [(master, bucketed.own_slices(index)) for index, master in enumerate(masters)]
+        return _pairs(masters, _own(optimizer, optimizer.parallel_partitioned_bit16_groups))
     if isinstance(optimizer, BF16_Optimizer):
         return _pairs(optimizer.fp32_groups_flat_partition, _own(optimizer, optimizer.bf16_partitioned_groups))
     if isinstance(optimizer, FP16_Optimizer):
@@ -88,8 +92,8 @@ def masters_of(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [pair for masters, weights in groups for pair in _pairs(masters, [each.data for each in weights])]
 
 
-def _pairs(masters: Sequence[Any], weights: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return list(zip(masters, weights, strict=True))
+def _pairs(masters: Sequence[Any], weights: Sequence[Any]) -> list[tuple[torch.Tensor, Pieces]]:
+    return [(master, [weight]) for master, weight in zip(masters, weights, strict=True)]
 
 
 def _own(optimizer: Any, partitions: Sequence[Any]) -> list[torch.Tensor]:
@@ -110,6 +114,8 @@ class KeptState:
             for chunk in self.chunks:
                 resident -= chunk.weight.numel() * keeping.bytes_per_weight()
                 chunk.on_host = resident < 0
+        if (bucketed := BUCKETED.get(optimizer)) is not None:
+            bucketed.count_uses()
         self._is_open = False
         self._half_changed: str | None = None
         """The error that ended a step, or a load, which had begun to change weights or state; None: both are whole."""

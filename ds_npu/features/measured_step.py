@@ -23,7 +23,9 @@ from ds_npu.memory.memory_use import (
 from ds_npu.memory.storage_record import StorageRecord
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, attributes
+from ds_npu.parallel.runtime.arrival import ARRIVAL
 from ds_npu.parallel.runtime.micro_batch import is_in_backward
+from ds_npu.zero_ext.bucketed_zero import BUCKETED
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -111,6 +113,9 @@ class MeasuredStep:
         buckets = attributes(optimizer, object) if _is_own(optimizer) else {}
         for _, bucket in _tensors([each for name, each in buckets.items() if BUCKET in name], "", {}):
             self.record.see(bucket, GRADIENTS)
+        bucketed = BUCKETED.get(optimizer) if _is_own(optimizer) else None
+        for bucket in bucketed.gradients.buffers() if bucketed else ():
+            self.record.see(bucket, GRADIENTS)
 
     def _see_what_is_there(self) -> None:
         """Mark what the optimizer holds, then gradients and weights, which it also holds, with their own uses."""
@@ -123,7 +128,8 @@ class MeasuredStep:
             if any(word in path for word in OF_GRADIENTS):
                 self.record.see(tensor, GRADIENTS)
         for weight in [*model.parameters(), *model.buffers()]:
-            self.record.see(weight, WEIGHTS)
+            arrival = ARRIVAL.get(weight)
+            self.record.see(weight if arrival is None else arrival.values, WEIGHTS)
             shard = attribute(weight, "ds_tensor", torch.Tensor)
             if shard is not None:
                 self.record.see(shard, WEIGHTS)

@@ -140,7 +140,7 @@ class ChunkedStep:
         self.optimizer, self.shards = optimizer, shards
         self._step: Callable[[], object] = optimizer.step
         self._shard_of = {id(shard.master): shard for shard in shards}
-        self._transfers = StateTransfers(shards[0].weight.device)
+        self._transfers = StateTransfers(shards[0].device)
         self.has_changed = False
         """Whether this step has begun to change weights or state; the caller resets it."""
 
@@ -164,7 +164,7 @@ class ChunkedStep:
                     scalars = self._step_chunk(group, shard, chunk)
                 shard.scalars, shard.steps = scalars, shard.steps + 1
                 # DeepSpeed then copies the rounding of a master, which is its weights, into them.
-                shard.master.data = shard.weight
+                shard.master.data = shard.weight()
         finally:
             self._transfers.end()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,23 +91,31 @@ class StateChunk:
 class StateShard:
     """The state of one of DeepSpeed's float32 masters, which is a placeholder except while it is read."""
 
-    def __init__(self, master: torch.Tensor, weight: torch.Tensor, keeping: Keeping, index: int) -> None:
-        """``weight`` has the model's weights of the elements of ``master``.
+    def __init__(self, master: torch.Tensor, weights: Sequence[torch.Tensor], keeping: Keeping, index: int) -> None:
+        """``weights``, one after the other, are the model's weights of the elements of ``master``.
 
-        Raises ValueError for weights that are not in one piece of memory.
+        Raises ValueError for weights that are not each in one piece of memory.
         """
-        if weight.shape != master.shape or not weight.is_contiguous():
-            raise ValueError(f"weights of shape {tuple(weight.shape)}, strides {weight.stride()}; contiguous ones work")
-        self.master, self.weight, self.keeping, self.index = master, weight, keeping, index
-        self._nothing = torch.full((), float("nan"), device=weight.device).expand(weight.shape)
-        flat = weight.view(-1)
-        self.chunks = [
-            StateChunk(flat[start : start + CHUNK], start, keeping) for start in range(0, flat.numel(), CHUNK)
-        ]
+        if sum(each.numel() for each in weights) != master.numel() or not all(each.is_contiguous() for each in weights):
+            found = [(tuple(each.shape), each.stride()) for each in weights]
+            raise ValueError(f"weights of these shapes and strides: {found}; contiguous ones work")
+        self.master, self.keeping, self.index = master, keeping, index
+        self._weights, self.device = weights, weights[0].device
+        self._nothing = torch.full((), float("nan"), device=self.device).expand(master.shape)
+        self.chunks, first = list[StateChunk](), 0
+        for flat in (each.view(-1) for each in weights):
+            for start in range(0, flat.numel(), CHUNK):
+                self.chunks.append(StateChunk(flat[start : start + CHUNK], first + start, keeping))
+            first += flat.numel()
         self.scalars: dict[str, object] = {}
         """The optimizer's other state of the master: its count of steps."""
         self.steps = 0
         self._pieces: deque[tuple[int, torch.Tensor]] | None = None
+
+    def weight(self) -> torch.Tensor:
+        """Return the weights, of the shape of the master: themselves where they are one tensor, else a copy."""
+        whole = self._weights[0] if len(self._weights) == 1 else torch.cat(list(self._weights))
+        return whole.view(self.master.shape)
 
     def close(self) -> None:
         """Make the master a placeholder: it has its shape and type, reads as NaN, and cannot be written."""
@@ -115,18 +123,18 @@ class StateShard:
 
     def factor(self) -> torch.Tensor:
         """Return a placeholder for a flat gradient in pieces: ones, all of which are one number in memory."""
-        return torch.ones(1, device=self.weight.device).expand(self.weight.numel())
+        return torch.ones(1, device=self.device).expand(self.master.numel())
 
     def take(self, state: Mapping[str, object]) -> None:
         """Keep the values of the master, and ``state``, the optimizer's state of it; then ``close``.
 
         Raises MasterError, and keeps what it had, where a master is to be shared and the weights are not its rounding.
         """
-        master, device = self.master.data, self.weight.device
+        master, device = self.master.data, self.device
         arrays = {MASTER: master, **elementwise(state, master)}
         self.close()
         rounded = master.to(device, torch.bfloat16).view(torch.int16) if self.keeping.share_fp32 else None
-        if rounded is not None and not torch.equal(rounded, self.weight.view(torch.int16)):
+        if rounded is not None and not torch.equal(rounded, self.weight().view(torch.int16)):
             raise MasterError(
                 "ds_npu.optimizer_memory.share_fp32: found float32 master weights of which the model's weights are not "
                 "the rounding (of a checkpoint, or from safe_set_full_fp32_param); leave it out to train them"
@@ -150,13 +158,13 @@ class StateShard:
                 chunk.sent.synchronize()
             for name, each in chunk.unpack(chunk.kept).items():
                 found.setdefault(name, []).append(each.to("cpu"))
-        arrays = {name: torch.cat(each).view(self.weight.shape) for name, each in found.items()}
+        arrays = {name: torch.cat(each).view(self.master.shape) for name, each in found.items()}
         return arrays.pop(MASTER), arrays
 
     def anew(self) -> tuple[torch.Tensor, Values]:
         """Return the weights as a new master, in host memory, and no state: the old ones are incomplete."""
         self.scalars, self.steps = {}, 0
-        return self.weight.to("cpu", torch.float32), {}
+        return self.weight().to("cpu", torch.float32), {}
 
     def use_pieces(self, gradient: Iterable[torch.Tensor] | None) -> None:
         """Use the next step's gradient in DeepSpeed's pieces of it, in order.

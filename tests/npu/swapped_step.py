@@ -20,7 +20,7 @@ def main() -> None:
     weight = torch.randn(CHUNKS * ELEMENTS, device="npu").to(torch.bfloat16)
     master = weight.float().requires_grad_()
     adam = torch.optim.AdamW([master], lr=0.1, foreach=False)
-    shard = StateShard(master, weight, Keeping(False, "fp32"), 0)
+    shard = StateShard(master, [weight], Keeping(False, "fp32"), 0)
     for chunk in shard.chunks:
         chunk.on_host = True
     shard.take({})

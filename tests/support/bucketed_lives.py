@@ -49,6 +49,12 @@ class Stack(nn.Module):
         return self.shared(layer(x).tanh())
 
 
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of an optimizer, as the Trainer makes them: vectors do not decay."""
+    matrices, vectors = ([each for each in model.parameters() if (each.dim() > 1) is wide] for wide in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
+
+
 @dataclass(frozen=True)
 class Life:
     """What an engine is made of, and what happens to it."""
@@ -66,11 +72,7 @@ class Life:
         gradient_rule.without_extension()
         torch.manual_seed(seed)
         model = Stack(self.reentrant)
-        norms = [weight for weight in model.parameters() if weight.dim() == 1]
-        groups = [
-            {"params": [weight for weight in model.parameters() if weight.dim() > 1], "weight_decay": 0.1},
-            {"params": norms, "weight_decay": 0.0, "lr": 3e-3},
-        ]
+        model = model.double() if self.dtype == torch.float64 else model
         config = {
             "train_micro_batch_size_per_gpu": MICRO,
             "gradient_accumulation_steps": self.accumulation,
@@ -80,7 +82,7 @@ class Life:
             "ds_npu": {},
             **self.config,
         }
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         return engine
 

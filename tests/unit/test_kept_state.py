@@ -111,7 +111,7 @@ def trained(keeping: Keeping | None, on_host: bool = False, decay: float = 0.1) 
     adam = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=decay)
     shard = None
     if keeping is not None:
-        shard = StateShard(parameter, weight, keeping, 0)
+        shard = StateShard(parameter, [weight], keeping, 0)
         for chunk in shard.chunks:
             chunk.on_host = on_host
         shard.take({})
@@ -163,7 +163,7 @@ def trained_from() -> torch.Tensor:
 
 def test_a_master_that_is_not_read_is_a_placeholder():
     parameter = torch.randn(7).to(torch.bfloat16).float().requires_grad_()
-    shard = StateShard(parameter, parameter.detach().to(torch.bfloat16), Keeping(True, "fp32"), 0)
+    shard = StateShard(parameter, [parameter.detach().to(torch.bfloat16)], Keeping(True, "fp32"), 0)
     shard.take({})
     assert parameter.shape == (7,) and parameter.dtype == torch.float32 and parameter.isnan().all()
     assert parameter.untyped_storage().nbytes() == 4
@@ -173,14 +173,14 @@ def test_a_master_that_is_not_read_is_a_placeholder():
 
 def test_weights_that_are_not_contiguous_are_refused():
     weight = torch.ones(4, 6, dtype=torch.bfloat16).t()
-    with pytest.raises(ValueError, match=r"strides \(1, 6\); contiguous ones work"):
-        StateShard(weight.float(), weight, Keeping(True, "fp32"), 0)
+    with pytest.raises(ValueError, match=r"\(1, 6\)\)\]; contiguous ones work"):
+        StateShard(weight.float(), [weight], Keeping(True, "fp32"), 0)
 
 
 def test_a_gradient_in_pieces_is_the_gradient():
     """Of whatever sizes, scaled by the placeholder's factor; what pieces lack is zero; a piece is dropped when used."""
     weight = torch.zeros(100, dtype=torch.bfloat16)
-    shard = StateShard(weight.float().requires_grad_(), weight, Keeping(False, "fp32"), 0)
+    shard = StateShard(weight.float().requires_grad_(), [weight], Keeping(False, "fp32"), 0)
     shard.chunks = [
         state_chunks.StateChunk(weight[start : start + 32], start, shard.chunks[0].keeping)
         for start in range(0, 100, 32)

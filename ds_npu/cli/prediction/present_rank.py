@@ -64,7 +64,11 @@ def run_present_rank() -> None:
 
 
 def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> StageReport:
-    """Make the engine and run two steps, of which the second one is recorded. ``enter`` is told of each phase."""
+    """Make the engine and run two steps, of which the second one is recorded. ``enter`` is told of each phase.
+
+    What is recorded begins with the first step of the optimizer, whose weights are gathered behind the next forward,
+    and ends before the second.
+    """
     record: Any = ctypes.CDLL("libascendcl.so").ds_npu_sim_record
     record(0)
     begun = time.perf_counter()
@@ -84,14 +88,15 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
     words = torch.randint(0, vocabulary, size, generator=torch.Generator().manual_seed(0))
     device: Any = torch.get_device_module(get_accelerator().device_name())
     enter("in step 1 of 2")
-    step(engine, words, mpu)
+    accumulate(engine, words, mpu)
     device.synchronize()
     device.reset_peak_memory_stats()
     measured = MeasuredStep(engine, rank) if isinstance(engine, NpuEngine) else None
     enter("in step 2 of 2")
     record(1)
     begun = time.perf_counter()
-    step(engine, words, mpu)
+    engine.step()
+    accumulate(engine, words, mpu)
     device.synchronize()
     record(0)
     free, total = device.mem_get_info()
@@ -129,11 +134,12 @@ def meet_absent_ranks(request: Request, rank: int) -> None:
     _kept.append(store)
 
 
-def step(engine: Any, words: torch.Tensor, mpu: Any) -> None:
-    """One optimizer step over ``words`` [micro-batch, sample, token]."""
-    for ids in words.to(engine.device):
+def accumulate(engine: Any, words: torch.Tensor, mpu: Any) -> None:
+    """The gradients of ``words`` [micro-batch, sample, token], up to the step of the optimizer."""
+    for index, ids in enumerate(words.to(engine.device)):
+        if index:
+            engine.step()
         engine.backward(micro_batch_loss(engine, ids, mpu))
-        engine.step()
 
 
 def most_bytes() -> int:

@@ -69,8 +69,9 @@ def _awaited(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 class AwaitedWeights:
     """The weights of one model that are awaited together, each step."""
 
-    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Sequence[nn.Parameter], when_there: Callable[[], None] = lambda: None) -> None:
+        """``when_there`` is called when the last of them has arrived."""
+        self._weights, self._when_there = weights, when_there
         self._placeholders = [_placeholder(weight) for weight in weights]
         self._left = list[nn.Parameter]()
         """Weights up to the last one that may not have arrived."""
@@ -91,22 +92,27 @@ class AwaitedWeights:
                 if weight is not None:
                     arrive(weight)
             awaited = own()
-            if awaited is None or awaited.are_there():
+            if awaited is None or awaited._are_there():
                 hook.remove()
 
         # It is every module's, until the last weight has arrived.
         hook = register_module_forward_pre_hook(before_forward)
 
-    def are_there(self) -> bool:
+    def _are_there(self) -> bool:
         """Whether all of them have arrived."""
+        if not self._left:
+            return True
         while self._left and not ARRIVAL.is_on(self._left[-1]):
             self._left.pop()
+        if not self._left:
+            self._when_there()
         return not self._left
 
     def arrive(self) -> None:
         """Let the current stream wait for all of them."""
         for weight in self._weights:
             arrive(weight)
+        self._are_there()
 
 
 def _placeholder(weight: nn.Parameter) -> torch.Tensor:

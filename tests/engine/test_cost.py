@@ -11,16 +11,19 @@ import gradient_rule
 import pytest
 import tiny_models
 import torch
+import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import nn
 
+from ds_npu.zero_ext import bucket_plan
 
-def count_calls(stage: int, expected: set[str]) -> None:
-    """Train two steps; in the second the ``expected`` functions of ds_npu run, once each (without ZeRO also others)."""
+
+def calls_of_a_step(stage: int, layers: int = 2) -> Counter[str]:
+    """The calls of functions of ds_npu in the second step of a model of linear layers."""
     import deepspeed
 
     gradient_rule.without_extension()
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
@@ -34,7 +37,7 @@ def count_calls(stage: int, expected: set[str]) -> None:
         with calls_of_ds_npu() as called:
             engine.backward(engine(torch.ones(2, 4)).square().mean())
             engine.step()
-    assert expected <= set(called) if stage == 0 else called == Counter(expected), (stage, called)
+    return called
 
 
 @contextmanager
@@ -82,8 +85,8 @@ def calls_of_micro_batches(layers: int, section: dict) -> int:
 PER_MICRO_BATCH = {
     "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 131, 292),
     "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 200, 420),
-    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 177, 477),
-    "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 22, 36),
+    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 189, 504),
+    "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 34, 63),
 }
 """A section, and the calls of Python functions in a micro-batch: outside of blocks, and in each block."""
 
@@ -101,17 +104,28 @@ def test_a_micro_batch_costs_a_fixed_number_of_calls():
 
 CLIPPING = {
     "ds_npu.engine.hooks.fill",
+    "ds_npu.engine.hooks.gather",
     "ds_npu.parallel.runtime.forward_wraps.__call__",
     "ds_npu.zero_ext.method_wraps.<lambda>",
     "ds_npu.zero_ext.stage_1_2_corrections.unscale_and_clip_grads",
 }
 EXPECTED = {0: {"ds_npu.zero_ext.gradient_norm.clip_gradients"}, 1: CLIPPING, 2: CLIPPING, 3: set()}
 """Without ZeRO ds_npu reduces and clips gradients; in ZeRO 1 and 2 it clips, so that the host waits for one number."""
+BUCKETED = {1: (20, 77), 2: (38, 98)}
+"""The calls of a step of ZeRO with several data ranks: outside of layers, and for each layer, of two weights."""
 
 
 def count_all() -> None:
     for stage, expected in EXPECTED.items():
-        count_calls(stage, expected)
+        called = calls_of_a_step(stage)
+        if stage in BUCKETED and dist.get_world_size() > 1:
+            bucket_plan.LEAST = 10**6  # One bucket, of any number of layers.
+            two, three = (calls_of_a_step(stage, layers).total() for layers in (2, 3))
+            found = (two - 2 * (three - two), three - two)
+            assert found == BUCKETED[stage], (stage, found)
+        else:
+            # Each once, and without ZeRO also others.
+            assert expected <= set(called) if stage == 0 else called == Counter(expected), (stage, called)
 
 
 def count_checks(file: str) -> None:

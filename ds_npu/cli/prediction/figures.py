@@ -115,8 +115,9 @@ def predicted(run: DryRun, request: Request, degrees: Degrees, machine: Machine)
 def activities(spans: Iterable[Span], degrees: Degrees, end: int) -> tuple[Interval, ...]:
     """The activity of an NPU at each time from 0 to ``end``.
 
-    Computing hides communication, which hides copies, which hide waiting for other ranks. A wait for a message of
-    another stage, and for the end of the step, is the bubble. Where nothing is on the NPU, it waits for its host.
+    Computing hides communication, which hides copies, which hide waiting for other ranks. Communication along several
+    axes at one time is an activity of its own. A wait for a message of another stage, and for the end of the step, is
+    the bubble. Where nothing is on the NPU, it waits for its host.
     """
     edges: list[tuple[int, int, int, str]] = []
     for span in spans:
@@ -138,12 +139,21 @@ def activities(spans: Iterable[Span], degrees: Degrees, end: int) -> tuple[Inter
             now = time
 
     for time, change, rank, activity in edges:
-        pass_to(time, min(running)[1] if running else HOST)
+        pass_to(time, _first(running) if running else HOST)
         running[rank, activity] += change
         if not running[rank, activity]:
             del running[rank, activity]
     pass_to(end, BUBBLE if degrees.pp > 1 else HOST)
     return tuple(found)
+
+
+def _first(running: Iterable[tuple[int, str]]) -> str:
+    """The activity with precedence, of one axis or more."""
+    rank = min(rank for rank, _ in running)
+    found = sorted(activity for each, activity in running if each == rank)
+    if len(found) == 1 or not all(each.startswith(EXPOSED) for each in found):
+        return found[0]
+    return EXPOSED + " and ".join(each.removeprefix(EXPOSED) for each in found)
 
 
 def _parts(span: Span, degrees: Degrees) -> Iterable[tuple[int, str, int, int]]:

@@ -42,6 +42,7 @@ from ds_npu.planner.memory_plan_table import (
     too_early,
 )
 from ds_npu.planner.swap_pattern import SwapPattern, patterns, stage_ends
+from ds_npu.zero_ext.bucketed_zero import BUCKETED
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
@@ -201,10 +202,10 @@ def meter_of(engine: TrainingEngine, device_type: str) -> tuple[PeakMeter, Calla
 def gradient_buckets(engine: TrainingEngine) -> Buckets | None:
     """The buffers in which ZeRO collects gradients before it reduces them: their size does not depend on the model.
 
-    None where the optimizer of ``engine`` has none (without ZeRO, or not contiguous).
+    None where the optimizer of ``engine`` has none (without ZeRO, or not contiguous), or ds_npu's, which are small.
     """
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    if stage == 0 or not engine.zero_contiguous_gradients():
+    if stage == 0 or not engine.zero_contiguous_gradients() or BUCKETED.get(optimizer) is not None:
         return None
     # DeepSpeed 0.19, stage_1_and_2.py setup_buckets and stage3.py _setup_for_real_optimizer.
     dtypes: list[torch.dtype] = list(optimizer.ipg_buckets)

@@ -210,7 +210,8 @@ def _accumulated(engine: Any) -> dict[str, torch.Tensor]:
         parts = [group.grad for group in optimizer.single_partition_of_fp32_groups]
     else:
         parts = [part.flatten() for part in optimizer.averaged_gradients[0]]
-    flat, offset, found = rule.gathered(torch.cat(parts), engine.topology.group("dp")), 0, {}
+    flat = rule.in_order_of_weights(rule.gathered(torch.cat(parts), engine.topology.group("dp")), optimizer, 0)
+    offset, found = 0, {}
     for name, weight in weights.items():
         part = flat[offset : offset + weight.numel()]
         found[name] = part.view(weight.shape) / float(optimizer.loss_scale)

@@ -48,7 +48,7 @@ class Run(NamedTuple):
     numel: int
 
 
-class Piece(NamedTuple):
+class BucketPiece(NamedTuple):
     """Elements of one weight that are one after the other in a bucket."""
 
     bucket: int
@@ -66,13 +66,13 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     weights: tuple[tuple[int, int], ...]
 
-    def pieces(self, weight: int) -> Iterator[Piece]:
+    def pieces(self, weight: int) -> Iterator[BucketPiece]:
         """The pieces of a weight, in order."""
         offset, numel = self.weights[weight]
         for index, bucket in enumerate(self.buckets):
             start, stop = max(offset, bucket.start), min(offset + numel, bucket.start + bucket.numel)
             if start < stop:
-                yield Piece(index, start - bucket.start, start - offset, stop - start)
+                yield BucketPiece(index, start - bucket.start, start - offset, stop - start)
 
     def runs(self, rank: int) -> Iterator[Run]:
         """The runs in the partition of ``rank``, in order; between and behind them is padding."""

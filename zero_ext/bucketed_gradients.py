@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_npu.comm.collectives import scatter_parts
 from ds_npu.comm.pending import Pending
-from ds_npu.zero_ext.bucket_plan import Bucket, BucketPlan, Piece, Run
+from ds_npu.zero_ext.bucket_plan import Bucket, BucketPiece, BucketPlan, Run
 
 IN_FLIGHT = 4
 """Buckets of ZeRO 2 that are in flight at one time; in ZeRO 1 they take no more memory than the gradients in them."""
@@ -40,7 +40,7 @@ class BucketedGroup:
     """The number of those ranks."""
     rank: int
     runs: tuple[Run, ...]
-    """Those of this rank's partition, in order."""
+    """The runs of this rank's partition, in order."""
 
     @property
     def partition(self) -> int:
@@ -93,7 +93,7 @@ class BucketedGradients:
         """``groups`` by index; ``order``: of all buckets, in which they are sent."""
         self._optimizer, self._groups, self._order = optimizer, groups, order
         self._is_host: bool = get_accelerator().is_synchronized_device()
-        self._pieces: dict[int, tuple[int, tuple[Piece, ...]]] = {}
+        self._pieces: dict[int, tuple[int, tuple[BucketPiece, ...]]] = {}
         self._weights_of: Counter[Key] = Counter()
         self._used: Counter[Key] = Counter()
         for index, group in groups.items():
@@ -152,7 +152,7 @@ class BucketedGradients:
         for piece in pieces:
             key = index, piece.bucket
             if again and key not in self._open:
-                raise RuntimeError(_too_late(self._optimizer, weight))
+                raise RuntimeError(_came_again(self._optimizer, weight))
             part = self._buffer(key)[piece.start : piece.start + piece.numel]
             if not self._is_host:
                 self._streams.setdefault(key, set()).add(get_accelerator().current_stream())
@@ -224,15 +224,15 @@ class BucketedGradients:
         shard = self._sum(key[0])[bucket.owned : bucket.owned + bucket.shard]
         is_first = key not in self._written
         self._written.add(key)
-        in_place = is_first and shard.dtype == buffer.dtype
-        if is_first and not in_place:
+        is_direct = is_first and shard.dtype == buffer.dtype
+        if is_first and not is_direct:
             shard.zero_()
         if group.size == 1:
-            shard.copy_(buffer) if in_place else shard.add_(buffer)
+            shard.copy_(buffer) if is_direct else shard.add_(buffer)
             return
-        out = shard if in_place else buffer.new_empty(bucket.shard)
+        out = shard if is_direct else buffer.new_empty(bucket.shard)
         pending = scatter_parts(out, buffer.view(group.size, bucket.shard), group.ranks)
-        self._in_flight.append(_Sum(pending, None if in_place else shard))
+        self._in_flight.append(_Sum(pending, None if is_direct else shard))
 
     def _sum(self, index: int) -> torch.Tensor:
         """The sums of a group's partition since the last step; each bucket's first message writes it."""
@@ -247,7 +247,7 @@ class BucketedGradients:
             self._in_flight.pop(0).wait()
 
 
-def _too_late(optimizer: Any, weight: nn.Parameter) -> str:
+def _came_again(optimizer: Any, weight: nn.Parameter) -> str:
     name = optimizer.param_names.get(weight, "a weight")
     return (
         f"{name}: its gradient came again in a backward after it was sent to the other ranks, more often than in any "

@@ -22,7 +22,7 @@ Functions = dict[str, Callable[..., Any]]
 MASTER = "master"
 """The name of the master among the arrays of a group; other names are keys of the optimizer's state."""
 VALUES, RUNS = TensorAttribute[Functions]("ds_npu_values"), TensorAttribute[Sequence[Run]]("ds_npu_runs")
-"""On a weight whose partition is bucketed: its WeightValues' functions, and its runs in this rank's partition."""
+"""Marks of a weight whose partition is bucketed: its WeightValues' functions, and its runs in this rank's partition."""
 
 
 class BucketedState:
@@ -141,7 +141,7 @@ class WeightValues:
         self.runs = [run for run in group.runs if run.weight == position]
 
     def functions(self) -> Functions:
-        """By the names of DeepSpeed's."""
+        """The functions, by the names of DeepSpeed's."""
         return {
             "get_full_hp_param": self.get_full_hp_param,
             "set_full_hp_param": self.set_full_hp_param,

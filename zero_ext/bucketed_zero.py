@@ -2,7 +2,7 @@
 
 DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) all-reduces buckets of gradients and keeps its part of them, behind the
 backward unless ``overlap_comm`` is set, and gathers all weights in one message before its step returns. Here its
-groups, flat buffers and step stay; a rank's partition is its part of each bucket (``bucket_plan``), so that one
+groups, flat buffers and step are kept; a rank's partition is its part of each bucket (``bucket_plan``), so that one
 reduce-scatter and one all-gather of each bucket use all links, and the first layers are there first.
 """
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_npu.comm.collectives import gather_into
 from ds_npu.comm.pending import Work
+from ds_npu.config.zero_buckets import why_not_in_buckets
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.awaited_weights import AwaitedWeights, is_read_unseen, uses_of
 from ds_npu.zero_ext.bucket_plan import bucket_elements, plan_of
@@ -33,19 +34,10 @@ def why_not_bucketed(engine: Any, optimizer: Any) -> str | None:
     """Why DeepSpeed's own code reduces gradients and gathers weights of ``optimizer``, in words; None where not."""
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return f"it is a {type(optimizer).__name__}"
-    zero, inner = engine._config.zero_config, type(optimizer.optimizer).__name__
-    # DeepSpeed's config fills the key in.
-    given = engine._config._param_dict.get("zero_optimization", {}).get("overlap_comm")
+    if reason := why_not_in_buckets(engine._config._param_dict):
+        return reason
+    inner = type(optimizer.optimizer).__name__
     reasons = {
-        "zero_optimization.overlap_comm is false": given is False,
-        "zero_optimization.reduce_scatter is false": not zero.reduce_scatter,
-        "zero_optimization.use_multi_rank_bucket_allreduce is false": not zero.use_multi_rank_bucket_allreduce,
-        "zero_optimization.contiguous_gradients is false": not zero.contiguous_gradients,
-        "zero_optimization.round_robin_gradients has an order of its own": optimizer.round_robin_gradients,
-        "zero_optimization.offload_optimizer keeps gradients on the host": optimizer.cpu_offload,
-        "zero_optimization.elastic_checkpoint saves partitions in a form of its own": optimizer.elastic_checkpoint,
-        "managed_gradient_accumulation is false": not engine.managed_gradient_accumulation(),
-        "compile.deepcompile reduces gradients itself": engine.is_deepcompile_enabled(),
         "torch_autocast sends gradients in several dtypes": len(optimizer.ipg_buckets) > 1,
         "torch_autocast scales gradients itself": optimizer.torch_autocast_gradscaler is not None,
         "AutoEP folding corrects each gradient first": optimizer.autoep_folding_tp_group is not None,
@@ -98,7 +90,7 @@ class BucketedZero:
             [(index, piece.bucket) for piece in self._shared[index].plan.pieces(position)]
             for index, position, _ in shared
         ]
-        """Of each awaited weight: the buckets that hold it."""
+        """The buckets that hold each awaited weight."""
         self._works: dict[Key, Work] = {}
         self._uses: dict[int, int] = {}
         self._is_stepping = False
@@ -283,7 +275,7 @@ class BucketedZero:
 
 
 BUCKETED = Mark[BucketedZero]("bucketed_zero")
-"""On an optimizer whose communication is in buckets."""
+"""The mark of an optimizer whose communication is in buckets."""
 
 
 def install_buckets(engine: Any, optimizer: Any) -> str | None:

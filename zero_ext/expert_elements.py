@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn, optim
 
-from ds_npu.parallel.expert.expert_map import Elements, HeldElements, Span
+from ds_npu.parallel.expert.expert_map import Elements, HeldElements, HeldRange
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.bucketed_state import RUNS
@@ -99,29 +99,29 @@ class ExpertElements:
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
 
-    def _own_spans(self, parameter: Any) -> tuple[Span, ...]:
+    def _own_spans(self, parameter: Any) -> tuple[HeldRange, ...]:
         """The elements of the rank's experts, flat, that this rank along edp has a part of."""
         total, shard, runs = _elements(parameter), PART.get(parameter), RUNS.get(parameter)
         if shard is not None:
             size = shard.ds_numel
             start = min(size * self._topology.rank("edp"), total)
-            return (Span(start, min(start + size, total)),)
+            return (HeldRange(start, min(start + size, total)),)
         if id(parameter) not in self._groups:
-            return (Span(0, total),)
+            return (HeldRange(0, total),)
         if runs is not None:
-            return tuple(Span(run.first, run.first + run.numel, run.start) for run in runs)
+            return tuple(HeldRange(run.first, run.first + run.numel, run.start) for run in runs)
         found = parameter._hp_mapping
         if found is None:
             return ()
         address = found.lp_fragment_address
-        return (Span(address.start, address.start + address.numel, found.hp_fragment_address.start),)
+        return (HeldRange(address.start, address.start + address.numel, found.hp_fragment_address.start),)
 
     def _of_ranks(self, parameter: nn.Parameter, as_whole: bool) -> list[Elements | None]:
         """The elements of each rank of the expert view; None for ranks with other columns, or with other copies."""
         topology, found = self._topology, list[Elements | None]()
         total = _elements(parameter)
         for copy in range(topology.size("edp")):
-            spans = (Span(0, total),) if as_whole else self._spans[id(parameter)][copy]
+            spans = (HeldRange(0, total),) if as_whole else self._spans[id(parameter)][copy]
             for ep_rank in range(topology.size("ep")):
                 for etp_rank in range(topology.size("etp")):
                     is_alike = etp_rank == topology.rank("etp") and (not as_whole or copy == topology.rank("edp"))

@@ -62,12 +62,12 @@ def to_bucketed(x: torch.Tensor, out: torch.Tensor, plan: BucketPlan, group: dis
     return _exchange(x, out, moves, group)
 
 
-Move = tuple[int, int, int, int, int]
+Transfer = tuple[int, int, int, int, int]
 """The sender and its first element, the receiver and its first, and their number."""
 
 
 @torch.no_grad()
-def _exchange(x: torch.Tensor, out: torch.Tensor, moves: Sequence[Move], group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(x: torch.Tensor, out: torch.Tensor, moves: Sequence[Transfer], group: dist.ProcessGroup) -> torch.Tensor:
     device = get_accelerator().current_device_name()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for low in range(0, out.numel(), WINDOW):
@@ -88,7 +88,7 @@ def _exchange(x: torch.Tensor, out: torch.Tensor, moves: Sequence[Move], group: 
     return out
 
 
-def _within(move: Move, low: int, high: int) -> Move:
+def _within(move: Transfer, low: int, high: int) -> Transfer:
     """The part of a move that its receiver has at ``low`` to ``high``."""
     sender, start, receiver, first, numel = move
     begin, end = max(first, low), min(first + numel, high)

@@ -22,6 +22,7 @@ from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import switched_on
 from ds_npu.config.trainer_traps import trainer_traps
+from ds_npu.config.zero_buckets import communication_line
 from ds_npu.planner.communicators import MIB, buffer_mib, planned_communicators
 from ds_npu.planner.context_report import context_part, number_bytes, planned_algorithm
 from ds_npu.planner.model_file import hidden_size_of
@@ -89,6 +90,8 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield from ("", *grid_picture(checked.degrees))
         yield from ("", nodes_line(checked.degrees, arguments.machine))
         yield zero_line(checked.degrees, checked.zero_stage)
+        if line := communication_line(ds_config, checked.degrees.dp * checked.degrees.cp):
+            yield line
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)
         yield from ("", *_communicators(ds_config, checked, arguments))

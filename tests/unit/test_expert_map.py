@@ -13,8 +13,8 @@ from ds_npu.parallel.expert.expert_map import (
     PAYS,
     Elements,
     ExpertMap,
+    HeldRange,
     MappedExperts,
-    Span,
     heaviest,
     map_by_load,
     moves_between,
@@ -82,7 +82,7 @@ def test_every_element_of_what_moves_comes_from_one_rank(case, size, copies, buc
     for copy in range(copies):
         own = [each for each in range(local) if each // bucket % copies == copy]
         runs = [list(run) for _, run in itertools.groupby(own, lambda each: each // bucket)]
-        spans = tuple(Span(run[0], run[-1] + 1, own.index(run[0])) for run in runs)
+        spans = tuple(HeldRange(run[0], run[-1] + 1, own.index(run[0])) for run in runs)
         ranks += [Elements(rank, spans) for rank in range(len(before))]
         elements += [own] * len(before)
 

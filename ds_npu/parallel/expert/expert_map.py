@@ -103,7 +103,7 @@ def _kept_order(was: tuple[int, ...], now: set[int]) -> tuple[int, ...]:
     return tuple(expert if expert in now else next(arriving) for expert in was)
 
 
-class Span(NamedTuple):
+class HeldRange(NamedTuple):
     """Elements [start, stop) of a flattened weight."""
 
     start: int
@@ -117,7 +117,7 @@ class Elements:
     """The elements that a rank holds of the flattened weight [E / ep, ...] of its rank along ep."""
 
     ep_rank: int
-    spans: tuple[Span, ...]
+    spans: tuple[HeldRange, ...]
 
 
 @dataclass(frozen=True)

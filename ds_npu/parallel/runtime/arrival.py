@@ -14,7 +14,7 @@ from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one weight waits for."""
+    """The messages that one weight waits for, and what it is without them."""
 
     works: Sequence[Work]
     """The messages that write its values."""

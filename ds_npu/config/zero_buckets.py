@@ -1,0 +1,46 @@
+"""Whether ZeRO 1 and 2 communicate in buckets behind other work, as far as a config tells it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_npu.config.deepspeed_keys import value_at, zero_stage
+from ds_npu.config.problems import Config
+
+ZERO = "zero_optimization"
+SET: tuple[tuple[str, Any, str], ...] = (
+    (f"{ZERO}.overlap_comm", False, "nothing is to overlap"),
+    (f"{ZERO}.reduce_scatter", False, "gradients are to be all-reduced"),
+    (f"{ZERO}.use_multi_rank_bucket_allreduce", False, "each part of a bucket is to be reduced by itself"),
+    (f"{ZERO}.contiguous_gradients", False, "gradients are not to be copied into buckets"),
+    (f"{ZERO}.round_robin_gradients", True, "weights have an order of their own"),
+    (f"{ZERO}.elastic_checkpoint", True, "partitions are saved in a form of their own"),
+    ("managed_gradient_accumulation", False, "the step reduces gradients"),
+    ("compile.deepcompile", True, "the compiled backward reduces gradients"),
+    ("torch_autocast.enabled", True, "gradients have several dtypes"),
+)
+"""Keys of DeepSpeed, the value with which its own code communicates, and why."""
+
+
+def why_not_in_buckets(ds_config: Config) -> str | None:
+    """The key of ``ds_config``, and the reason, for which DeepSpeed's own code reduces gradients; None without one."""
+    for key, value, why in SET:
+        if value_at(ds_config, key) is value:
+            return f"{key} is {str(value).lower()}: {why}"
+    if value_at(ds_config, f"{ZERO}.offload_optimizer.device") not in (None, "none"):
+        return f"{ZERO}.offload_optimizer: gradients are added up on the host"
+    if str(value_at(ds_config, "optimizer.type")).lower() == "muon":
+        return "optimizer.type is Muon: it steps whole matrices"
+    in_float32 = value_at(ds_config, "data_types.grad_accum_dtype") in ("fp32", "float32")
+    if in_float32 and value_at(ds_config, "bf16.enabled") is True and zero_stage(ds_config) == 1:
+        return "data_types.grad_accum_dtype is float32: BF16_Optimizer adds gradients up"
+    return None
+
+
+def communication_line(ds_config: Config, ranks: int) -> str | None:
+    """How ZeRO 1 and 2 communicate among ``ranks`` ranks, for people; None where nothing is to be said."""
+    if zero_stage(ds_config) not in (1, 2) or ranks == 1:
+        return None
+    if reason := why_not_in_buckets(ds_config):
+        return f"DeepSpeed's own code reduces gradients and gathers weights, and the step waits for it: {reason}"
+    return "Gradients are reduce-scattered in buckets behind the backward, weights gathered behind the next forward"

@@ -118,6 +118,7 @@ class BucketedZero:
             "step": self._step,
             "_update_model_bit16_weights": self._with_arrived,
             "clear_backward_seen_flag": self._begin_forward,
+            "backward_prologue": self._begin_backward,
             "update_lp_params": self._update_weights,
             "_link_all_hp_params": self._link_again,
             "state_dict": partial(self._in_plain_order, False),
@@ -180,6 +181,11 @@ class BucketedZero:
                 "checkpoint; or set zero_optimization.overlap_comm to false, which sends gradients behind a backward"
             )
         clear()
+
+    def _begin_backward(self, begin: Function) -> None:
+        # A graph that was kept from before the step has weights that no forward has read since.
+        self._awaited.arrive()
+        begin()
 
     # Weights
 

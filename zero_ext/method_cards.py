@@ -215,6 +215,7 @@ CARDS: tuple[MethodCard, ...] = (
             ("reduce_gradients", ("pipeline_parallel",)),
             ("overlapping_partition_gradients_reduce_epilogue", ()),
             ("clear_backward_seen_flag", ()),
+            ("backward_prologue", ()),
             ("_update_model_bit16_weights", ("group_index",)),
             ("_link_all_hp_params", ()),
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -16,6 +18,9 @@ from wire import Wire
 
 from ds_npu.parallel.tensor.awaited_weights import AwaitedWeight
 from ds_npu.zero_ext.bucketed_zero import BUCKETED, why_not_bucketed
+
+KINDS = {"buckets": {}, "plain": PLAIN}
+"""Who writes or reads a checkpoint: what it adds to ``zero_optimization``."""
 
 
 def compare(name: str) -> None:
@@ -41,14 +46,13 @@ def test_a_life_in_buckets_is_deepspeeds_to_the_bit():
 
 def checkpoints(folder: str) -> None:
     """A checkpoint of buckets is DeepSpeed's: what either has written either resumes to the bit, states and all."""
-    kinds = {"buckets": {}, "plain": PLAIN}
     for life in (Life(steps), Life(steps, stage=2, dtype=torch.bfloat16)):
-        for writer, zero in kinds.items():
+        for writer, zero in KINDS.items():
             engine, tag = life.engine(zero), f"{life.stage} {writer}"
             steps(engine)
             engine.save_checkpoint(folder, tag=tag)
             expected = steps(engine, first=2)
-            for reader in kinds.values():
+            for reader in KINDS.values():
                 other = life.engine(reader, seed=1)
                 other.load_checkpoint(folder, tag=tag)
                 same(steps(other, first=2), expected, (life.stage, zero, reader))
@@ -224,3 +228,32 @@ def left_to_deepspeed() -> None:
 
 def test_settings_that_buckets_do_not_have_are_deepspeeds():
     run_on_ranks(2, left_to_deepspeed)
+
+
+def saves_for_universal(folder: str) -> None:
+    for name, zero in KINDS.items():
+        engine = Life(steps).engine(zero)
+        steps(engine)
+        engine.save_checkpoint(folder, tag=name)
+        torch.save(steps(engine, first=2), f"{folder}/{name}.{dist.get_rank()}.pt")
+
+
+def loads_universal(folder: str) -> None:
+    universal = Life(steps, config={"checkpoint": {"load_universal": True}})
+    for name in KINDS:
+        expected = torch.load(f"{folder}/{name}.{dist.get_rank()}.pt")
+        for zero in KINDS.values():
+            engine = universal.engine(zero, seed=1)
+            engine.load_checkpoint(folder, tag=f"{name}_universal")
+            same(steps(engine, first=2), expected, (name, zero))
+
+
+@pytest.mark.slow
+def test_universal_checkpoints(tmp_path):
+    run_on_ranks(2, saves_for_universal, str(tmp_path))
+    for name in KINDS:
+        folders = ["--input_folder", str(tmp_path / name), "--output_folder", str(tmp_path / f"{name}_universal")]
+        convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, "--inject_missing_state"]
+        done = subprocess.run(convert, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    run_on_ranks(2, loads_universal, str(tmp_path))

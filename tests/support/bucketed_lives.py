@@ -206,6 +206,20 @@ def frozen(engine: Any) -> Numbers:
     return found + steps(engine, 2, first=1)
 
 
+def kept_graph(engine: Any) -> Numbers:
+    """A graph of before a step is used behind it."""
+    found = steps(engine, 1)
+    kept = engine(batch(engine, 5, 0))
+    for micro in range(2):
+        engine.backward(engine(batch(engine, 1, micro)))
+        engine.step()
+    engine.backward(kept)
+    engine.step()
+    engine.backward(engine(batch(engine, 2, 0)))
+    engine.step()
+    return found + weights(engine)
+
+
 def moved(engine: Any) -> Numbers:
     """States are on the host for a while."""
     found = steps(engine)
@@ -238,5 +252,6 @@ LIVES = {
     "not finite": Life(not_finite),
     "frozen": Life(frozen),
     "moved": Life(moved),
+    "a graph is kept": Life(kept_graph),
     "reentrant": Life(steps, reentrant=True),
 }

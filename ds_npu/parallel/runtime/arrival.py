@@ -35,7 +35,8 @@ def arrive(weight: torch.Tensor) -> None:
     # Each weight of a message waits by itself: the stream of its first reader may be another one.
     for work in arrival.works:
         work.wait()
-    ARRIVAL.remove(weight)
-    object.__setattr__(weight, "__class__", arrival.kind)
     with torch._C.DisableTorchFunctionSubclass():
         weight.data = arrival.values
+    object.__setattr__(weight, "__class__", arrival.kind)
+    # Last, for another thread that reads the weight now.
+    ARRIVAL.remove(weight)

@@ -69,9 +69,8 @@ def _awaited(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 class AwaitedWeights:
     """The weights of one model that are awaited together, each step."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], when_there: Callable[[], None] = lambda: None) -> None:
-        """``when_there`` is called when the last of them has arrived."""
-        self._weights, self._when_there = weights, when_there
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = weights
         self._placeholders = [_placeholder(weight) for weight in weights]
         self._left = list[nn.Parameter]()
         """Weights up to the last one that may not have arrived."""
@@ -100,19 +99,15 @@ class AwaitedWeights:
 
     def _are_there(self) -> bool:
         """Whether all of them have arrived."""
-        if not self._left:
-            return True
         while self._left and not ARRIVAL.is_on(self._left[-1]):
             self._left.pop()
-        if not self._left:
-            self._when_there()
         return not self._left
 
     def arrive(self) -> None:
         """Let the current stream wait for all of them."""
-        for weight in self._weights:
-            arrive(weight)
-        self._are_there()
+        if not self._are_there():
+            for weight in self._weights:
+                arrive(weight)
 
 
 def _placeholder(weight: nn.Parameter) -> torch.Tensor:

@@ -240,7 +240,8 @@ class EnginePipeline:
             self._has_begun = True
             if self.layout.recomputes:
                 check_recomputed_once(self.engine.module)
-            agree_before_stages(self.engine.module, self.engine.topology, given, parts[0])
+            opened = self.engine.open_other_communicators
+            agree_before_stages(self.engine.module, self.engine.topology, given, parts[0], opened)
         self._check_alike(len(parts))
 
     def _check_alike(self, count: int) -> None:

@@ -17,7 +17,7 @@ from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, node
 from ds_npu.cli.picture import layout_svg
 from ds_npu.config.batch import Batch
 from ds_npu.config.check import Checked, check
-from ds_npu.config.hccl_groups import Size
+from ds_npu.config.hccl_groups import TIED, Size
 from ds_npu.config.loading import load
 from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
@@ -118,8 +118,8 @@ def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Names
         count, mib = sum(each.count for each in module), sum(each.device_mib for each in module)
         yield f"  That is of a model that ds_npu cuts into stages. A deepspeed.PipelineModule has {count}: {mib:,} MiB."
         if degrees.pp > 2:
-            tied = 2 * plan.buffer_mib(degrees.box("pp"))
-            yield f"  Where embedding and head share a weight, the two ranks with them have one more: {tied:,} MiB."
+            tied = f"the two ranks with them have one more, {TIED}: {2 * plan.tied_mib():,} MiB."
+            yield f"  Where embedding and head share a weight, {tied}"
     if algorithm is None and degrees.cp > 1:
         yield "  The context algorithm is chosen with the first batch; its communicators come on top, too."
 

@@ -71,9 +71,6 @@ def wrong_names(hccl: HcclSection, degrees: Degrees, context: ContextParallelSec
     }
     for key, values in by_key.items():
         if unknown := {name: value for name, value in values.items() if name not in known}:
-            names = f"names of the communicators of {degrees.world_size} ranks: {', '.join(known)}"
-            yield Problem(
-                f"ds_npu.hccl.{key}",
-                unknown,
-                f"{names if known else 'left out: one rank has no communicator'}; {PAIRS}",
-            )
+            names = f"names of the communicators of {degrees.world_size} ranks: {', '.join(known)}; {PAIRS}"
+            accepted = names if known else "left out: one rank has no communicator"
+            yield Problem(f"ds_npu.hccl.{key}", unknown, accepted)

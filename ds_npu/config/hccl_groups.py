@@ -9,7 +9,7 @@ from typing import Literal
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.topology.degrees import NAMES, Axis, Box, Degrees
 
-WORLD = "world"
+WORLD, TIED = "world", "tied weights"
 Size = Literal["buckets", "scalars", "hidden states", "tokens", "unknown"]
 
 
@@ -99,6 +99,8 @@ def names_to_set(degrees: Degrees, algorithms: list[ContextAlgorithm]) -> list[s
     """
     grid = {**names_of_grid(degrees, in_stages=False), **names_of_grid(degrees)}
     names = [*names_of_grid(degrees).values(), *names_of_grid(degrees, in_stages=False).values()]
+    if degrees.pp > 2:
+        names.append(TIED)
     for algorithm in algorithms:
         groups = context_groups(degrees, algorithm)
         names += [each.name for each in groups if not each.in_pairs and each.box not in grid]

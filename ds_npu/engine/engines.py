@@ -125,7 +125,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
             # Optimizers of the client's own know what they are given.
             self.events.around_step(MethodLevel.SHARD_ACCESS, allow_shard_access)
         if not is_pipeline and layout is None:
-            agree_on_first_batch(model, self.topology, self.open_other_communicators)
+            agree_on_first_batch(model, self.topology, partial(self.open_other_communicators, model))
         remove_gradient_buffers(model)
         if layout is not None:
             # Only now is it known that the model is in stages; other engines pay for none of its calls.
@@ -162,10 +162,10 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         """Bytes of device memory that HCCL's buffers take on this rank; none but in a world of several, over hccl."""
         if dist.get_backend() != "hccl" or dist.get_world_size() == 1:
             return 0
-        return MIB * sum(each.device_mib for each in self._planned_communicators())
+        return MIB * sum(each.device_mib for each in self._planned_communicators(self.module))
 
-    def _planned_communicators(self) -> list[Communicator]:
-        choice = algorithm_choice_of(self.module)
+    def _planned_communicators(self, model: nn.Module) -> list[Communicator]:
+        choice = algorithm_choice_of(model)
         algorithm = None if choice is None or choice.is_open else choice.axis.algorithm
         return self._communicator_plan.communicators(algorithm, in_stages=not self.build.is_pipeline)
 
@@ -173,11 +173,11 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
     def _communicator_plan(self) -> CommunicatorPlan:
         return communicator_plan(self._config.ds_npu.config.hccl, self.build)
 
-    def open_other_communicators(self) -> None:
+    def open_other_communicators(self, model: nn.Module) -> None:
         """Open, over hccl, those of experts and of a context algorithm that is known; every rank calls it."""
         if dist.get_backend() == "hccl" and dist.get_world_size() > 1:
-            planned = self._planned_communicators()
-            open_others(self._communicator_plan, self.topology, planned, has_experts(self.module))
+            planned = self._planned_communicators(model)
+            open_others(self._communicator_plan, self.topology, planned, has_experts(model))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""
@@ -186,6 +186,8 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         super().compile(*args, **kwargs)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
+        # It broadcasts the weights of experts.
+        self.open_other_communicators(model)
         super()._configure_distributed_model(model)
         equalise_copies(model, self.topology)
 

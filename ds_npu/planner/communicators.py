@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_npu.capability import SETTINGS
+from ds_npu.capability import BUFFER_SIZE, SETTINGS
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.hccl import HcclSection
-from ds_npu.config.hccl_groups import WORLD, Size, context_groups, names_of_grid, traffic_of
+from ds_npu.config.hccl_groups import TIED, WORLD, Size, context_groups, names_of_grid, traffic_of
 from ds_npu.topology.degrees import Box, Degrees, box_of
 
 MIB = 2**20
@@ -132,13 +132,20 @@ class CommunicatorPlan:
     def options(self, ranks: Sequence[int], name: str = "") -> dict[str, int]:
         """The ``hccl_config`` of torch_npu for the communicator of ``ranks``.
 
-        ``name`` is that of a context group, or of a second communicator of the same ranks; the grid names the others.
+        ``name`` is that of a context group, of ranks that share a weight, or of a second communicator of ranks that
+        have one; their messages are taken to be large. The grid names the others.
         """
+        if name:
+            return self.hccl.options(name, default_mib(GROUP_BUFFER))
         box = box_of(ranks)
         every = {**names_of_grid(self.degrees, in_stages=False), **names_of_grid(self.degrees)}
         # The script makes the world's; its size is the environment's, or in the options of the script.
         mib = None if len(ranks) == self.degrees.world_size else self.buffer_mib(box)
-        return self.hccl.options(name or every.get(box, ""), mib)
+        return self.hccl.options(every.get(box, ""), mib)
+
+    def tied_mib(self) -> int:
+        """MiB of each buffer of the communicator of two pipeline ranks that share a weight."""
+        return self.hccl.options(TIED, default_mib(GROUP_BUFFER))[BUFFER_SIZE]
 
     def communicators(
         self, algorithm: ContextAlgorithm | None, shown: Mapping[Size, int] | None = None, in_stages: bool = True
@@ -194,5 +201,4 @@ class CommunicatorPlan:
             # DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).
             yield Communicator("neighbouring stages", "hidden states and gradients", mib, (1 + in_stages) * pairs)
         elif pairs and in_stages:
-            mib = self.buffer_mib(self.degrees.box("pp"))
-            yield Communicator("stages, up and down", "hidden states and gradients", mib, 2)
+            yield Communicator("stages, up and down", "hidden states and gradients", default_mib(GROUP_BUFFER), 2)

@@ -140,7 +140,7 @@ def printed(text: str, name: str) -> tuple[int, int, int]:
     rows = {name.strip(): (int(number), int(mib.replace(",", ""))) for name, number, mib in found}
     pairs = sum(number for name, (number, _) in rows.items() if name in PAIRS)
     number, mib = rows["all"]
-    tied = re.findall(r"share a weight, the two ranks with them have one more: (\d+) MiB", text)
+    tied = re.findall(r"share a weight, the two ranks with them have one more, tied weights: (\d+) MiB", text)
     return number - pairs, mib, int(*tied)
 
 

@@ -113,6 +113,10 @@ def test_groups_of_a_context_algorithm_and_second_ones_are_told_by_name():
     assert plan.options([0, 1, 2, 3], "inner ring, second") == {"hccl_buffer_size": DEFAULT}
     found = {each.name: each.mib for each in plan.communicators(ContextAlgorithm(ulysses=2, ring=2))}
     assert (found["Ulysses"], found["context"]) == (7, 9)
+    stages = CommunicatorPlan(Degrees(pp=4, dp=2), {}, HcclSection(buffer_mib={"pipeline": 3, "tied weights": 5}))
+    assert stages.options([0, 2, 4, 6]) == {"hccl_buffer_size": 3}
+    assert stages.options([0, 6], "tied weights") == {"hccl_buffer_size": stages.tied_mib()} == {"hccl_buffer_size": 5}
+    assert stages.options([0, 2, 4, 6], "to higher ranks") == {"hccl_buffer_size": DEFAULT}
 
 
 @pytest.mark.parametrize("grid", [Degrees(pp=2, dp=3, cp=2, tp=2), Degrees(pp=2, dp=4, tp=2, ep=2, etp=2)], ids=str)
@@ -156,7 +160,7 @@ def test_a_stage_has_at_most_two_neighbours(stages, neighbours):
 def test_stages_without_communicators_of_pairs(monkeypatch):
     monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "0")
     grid = Degrees(pp=4, dp=2)
-    assert names(grid) == names(grid, in_stages=False) | {"stages, up and down": (2, 1)}
+    assert names(grid) == names(grid, in_stages=False) | {"stages, up and down": (2, DEFAULT)}
 
 
 @pytest.mark.parametrize(

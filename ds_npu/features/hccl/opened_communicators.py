@@ -22,7 +22,6 @@ from ds_npu.models.hugging_face_model import outermost_hugging_face_models, sett
 from ds_npu.planner.communicators import GROUP_BUFFER, SIZES, Communicator, CommunicatorPlan, MessageSizes, default_mib
 from ds_npu.topology.degrees import Box, Degrees, ranks_of
 from ds_npu.topology.topology import GROUPS, Topology
-from ds_npu.zero_ext.training_engine import TrainingEngine
 
 
 def communicator_plan(section: HcclSection, build: Build) -> CommunicatorPlan:
@@ -82,7 +81,6 @@ def _parts(section: HcclSection, build: Build) -> Iterable[Change]:
         plan = communicator_plan(section, build)
         # Before anything is sent over them: afterwards their buffers have another size.
         yield Change("provides", "communicators", "opened before they are used", partial(_open_dense, plan, build))
-        yield build.installed("other communicators", "opened before the first step", _install)
 
 
 def _open_dense(plan: CommunicatorPlan, build: Build) -> None:
@@ -95,11 +93,6 @@ def open_others(plan: CommunicatorPlan, topology: Topology, planned: Sequence[Co
     """Open those of ``planned`` that only some models use: experts', and a context algorithm's."""
     unused = set() if has_experts else plan.boxes() - dense_boxes(plan.degrees)
     open_communicators(plan, topology, [each for each in planned if each.box not in unused])
-
-
-def _install(engine: TrainingEngine) -> list[str]:
-    engine.open_other_communicators()
-    return []
 
 
 HCCL: Feature[HcclSection] = Feature("hccl", parts=_parts)

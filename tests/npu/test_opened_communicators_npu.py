@@ -148,15 +148,3 @@ def test_a_missing_rank_is_named_with_the_communicator():
     assert ended[0].code == 3 and 2 < ended[0].waited_s < 20
     assert "rank 0 could not open the HCCL communicator tensor of ranks 0, 1 within" in ended[0].said
     assert "Not begun by ranks 1. What to do: " in ended[0].said
-
-
-def gloo() -> None:
-    kept = Lines()
-    logger().addHandler(kept)
-    engine_of({"parallel": {"tensor": 2}}, tiny_models.tiny("llama", torch.float32))
-    assert not [line for line in kept.lines if "communicator" in line]
-
-
-def test_over_gloo_nothing_is_opened(monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    run_on_ranks(2, gloo)

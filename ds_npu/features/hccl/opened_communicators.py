@@ -91,8 +91,8 @@ def _open_dense(plan: CommunicatorPlan, build: Build) -> None:
 
 def open_others(plan: CommunicatorPlan, topology: Topology, planned: Sequence[Communicator], has_experts: bool) -> None:
     """Open those of ``planned`` that only some models use: experts', and a context algorithm's."""
-    unused = set() if has_experts else plan.boxes() - dense_boxes(plan.degrees)
-    open_communicators(plan, topology, [each for each in planned if each.box not in unused])
+    passed = dense_boxes(plan.degrees) if has_experts else plan.boxes()
+    open_communicators(plan, topology, [each for each in planned if each.box not in passed])
 
 
 HCCL: Feature[HcclSection] = Feature("hccl", parts=_parts)

@@ -25,7 +25,7 @@ from ds_npu.config.sections import switched_on
 from ds_npu.config.trainer_traps import trainer_traps
 from ds_npu.planner.communicators import MIB, CommunicatorPlan, MessageSizes, number_bytes
 from ds_npu.planner.context_report import context_part, planned_algorithm
-from ds_npu.planner.model_file import hidden_size_of, sizes_of
+from ds_npu.planner.model_file import hidden_size_of, message_settings_of
 from ds_npu.topology.machine import machine_named
 
 MOST = 2**40
@@ -106,7 +106,7 @@ def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Names
     degrees, algorithm = checked.degrees, planned_algorithm(ds_config, checked, arguments)
     hidden_mib, sizes = None, MessageSizes()
     if arguments.model is not None:
-        sizes = MessageSizes.of(ds_config, degrees, sizes_of(arguments.model))
+        sizes = MessageSizes.of(ds_config, degrees, message_settings_of(arguments.model))
     if arguments.model is not None and arguments.sequence_length is not None and checked.batch.micro:
         tokens = checked.batch.micro * -(-arguments.sequence_length // degrees.cp)
         hidden_mib = -(-tokens * hidden_size_of(arguments.model) * number_bytes(ds_config) // MIB)

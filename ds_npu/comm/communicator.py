@@ -27,14 +27,14 @@ def is_open(group: dist.ProcessGroup) -> bool:
     return bool(_backend(group).get_hccl_comm_name(dist.get_rank(), init_comm=False))
 
 
-def options_of(group: dist.ProcessGroup) -> dict[str, Any]:
+def hccl_config_of(group: dist.ProcessGroup) -> dict[str, Any]:
     """The ``hccl_config`` with which the group's communicator is opened, or was."""
     return dict(_backend(group).options.hccl_config)
 
 
-def set_options(group: dist.ProcessGroup, config: Mapping[str, int]) -> None:
+def add_to_hccl_config(group: dist.ProcessGroup, config: Mapping[str, int]) -> None:
     """Add ``config`` to the ``hccl_config`` of a communicator that is not yet open."""
-    _backend(group).options.hccl_config = {**options_of(group), **config}
+    _backend(group).options.hccl_config = {**hccl_config_of(group), **config}
 
 
 def open_communicator(group: dist.ProcessGroup, name: str) -> float:

@@ -44,7 +44,7 @@ class HcclSection(Section):
     buffer_mib: dict[str, Mib] = Field(default={})
     """MiB of each of the two buffers of a communicator, by its name in ds_npu check; left out: its largest message."""
     op_expansion_mode: dict[str, OpExpansionMode] = Field(default={})
-    """What runs a communicator's algorithms, by its name in ds_npu check; aiv: of one only; left out: by device."""
+    """Unit that runs a communicator's algorithms, by its name in ds_npu check; aiv: one only; left out: by device."""
     qos: QosSection = QosSection()
 
     def options(self, name: str, buffer_mib: int | None) -> dict[str, int]:

@@ -72,7 +72,7 @@ def open_session(config: dict[str, Any], stages: int | None = None) -> Session:
         plan = CommunicatorPlan(degrees, config, section.hccl)
 
         def options(ranks: tuple[int, ...], name: str) -> Any:
-            """What the config sets, and a buffer for the largest message that it tells of."""
+            """Options that the config sets, and a buffer for the largest message that it tells of."""
             return hccl_options(plan.options(ranks, name)) if dist.get_backend() == "hccl" else None
 
         _topologies[key] = Topology(degrees, options)

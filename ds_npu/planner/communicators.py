@@ -155,7 +155,7 @@ class CommunicatorPlan:
         ``algorithm`` shards the sequences of a Hugging Face model; None: nothing does, or it is not known yet. With
         pipeline ranks the model is cut ``in_stages`` by ds_npu, or is a PipelineModule. Experts' communicators are
         counted where the degrees have them, although only a model with weights on the expert view opens them.
-        ``shown``: sizes of messages that are told beside the buffers.
+        ``shown``: sizes of messages that the texts tell.
         """
         degrees = self.degrees
         stated: dict[Size, int | None] = {"buckets": bucket_mib(self.ds_config), **(shown or {})}

@@ -58,8 +58,8 @@ def hidden_size_of(path: str) -> int:
     return size
 
 
-def sizes_of(path: str) -> dict[str, int | None]:
-    """What the language model at ``path`` says of the sizes of messages (``planner.communicators.SIZES``)."""
+def message_settings_of(path: str) -> dict[str, int | None]:
+    """Sizes of the language model at ``path`` that tell those of its messages (``SIZES``); None: it has no such one."""
     _, found = _language_model(path)
     values = {name: found.value(name) for name in SIZES}
     return {name: value if type(value) is int and value > 0 else None for name, value in values.items()}

@@ -125,7 +125,7 @@ def box_of(ranks: Sequence[int]) -> Box:
     return tuple(found)
 
 
-def ranks_of(box: Box, global_rank: int) -> tuple[int, ...]:
+def box_ranks(box: Box, global_rank: int) -> tuple[int, ...]:
     """The ascending global ranks of the group with the layout ``box`` in which ``global_rank`` is."""
     first = global_rank - sum(global_rank // stride % size * stride for stride, size in box)
     steps = (range(0, stride * size, stride) for stride, size in reversed(box))

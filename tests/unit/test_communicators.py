@@ -11,7 +11,7 @@ from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.hccl import HcclSection
 from ds_npu.config.hccl_groups import TRAFFIC
 from ds_npu.planner.communicators import CommunicatorPlan, MessageSizes, bucket_mib, default_mib
-from ds_npu.topology.degrees import Degrees, box_of, ranks_of
+from ds_npu.topology.degrees import Degrees, box_of, box_ranks
 from ds_npu.topology.topology import EXPERT_GROUPS, GROUPS
 
 SMALL = {"reduce_bucket_size": 2**20, "allgather_bucket_size": 2**21, "stage3_prefetch_bucket_size": 1}
@@ -124,7 +124,7 @@ def test_layouts_and_ranks_are_inverse(grid):
     for axes in (*GROUPS, *EXPERT_GROUPS):
         for ranks in grid.groups(*axes):
             assert box_of(ranks) == grid.box(*axes)
-            assert {ranks_of(grid.box(*axes), rank) for rank in ranks} == {tuple(ranks)}
+            assert {box_ranks(grid.box(*axes), rank) for rank in ranks} == {tuple(ranks)}
 
 
 def names(
@@ -221,4 +221,23 @@ def test_check_prints_the_table(tmp_path, capsys):
         "tensor 1 400 hidden states (128 MiB)",
         "ring, pairs 2 80 keys and values",
         "all 6 1,296",
+    ]
+
+
+def test_check_prints_what_is_set_and_what_the_positions_of_the_model_allow(tmp_path, capsys):
+    path, model = tmp_path / "ds_config.json", tmp_path / "config.json"
+    section = {"parallel": {"tensor": 2}, "hccl": {"buffer_mib": {"world": 50}}}
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": SMALL, "ds_npu": section}))
+    sizes = {"hidden_size": 1024, "max_position_embeddings": 4096}
+    model.write_text(json.dumps({"num_attention_heads": 8, "num_key_value_heads": 8, **sizes}))
+    command = ["check", str(path), "--world-size", "8"]
+    assert main([*command, "--model", str(model)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    start = lines.index("HCCL communicators of each rank, each with two buffers of device memory")
+    # 2 samples * 4,096 tokens * 1,024 numbers of 4 bytes: two buffers of 32 MiB.
+    assert lines[start + 2 : start + 6] == [
+        "world 1 100 set to 50 MiB a buffer; barriers, checkpoints",
+        "data 1 16 buckets of gradients and weights (8 MiB)",
+        "tensor 1 64 hidden states",
+        "all 3 180",
     ]

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_npu.capability import BUFFER_SIZE
-from ds_npu.comm.communicator import is_open, open_communicator, options_of, set_options
+from ds_npu.comm.communicator import add_to_hccl_config, hccl_config_of, is_open, open_communicator
 from ds_npu.config.hccl import HcclSection
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
 from ds_npu.log import logger
 from ds_npu.models.hugging_face_model import outermost_hugging_face_models, setting
 from ds_npu.planner.communicators import GROUP_BUFFER, SIZES, Communicator, CommunicatorPlan, MessageSizes, default_mib
-from ds_npu.topology.degrees import Box, Degrees, ranks_of
+from ds_npu.topology.degrees import Box, Degrees, box_ranks
 from ds_npu.topology.topology import GROUPS, Topology
 
 
@@ -42,7 +42,7 @@ def open_communicators(plan: CommunicatorPlan, topology: Topology, planned: Sequ
     All ranks of the world call it at the same time. Raises RuntimeError, with the name and the ranks of a communicator
     that cannot be opened.
     """
-    found = [(each, topology.group_of(ranks_of(each.box, topology.global_rank))) for each in planned if each.box]
+    found = [(each, topology.group_of(box_ranks(each.box, topology.global_rank))) for each in planned if each.box]
     groups = [(each, group) for each, group in found if group is not None and not each.only_checkpoints]
     closed = []
     for each, group in groups:
@@ -52,15 +52,15 @@ def open_communicators(plan: CommunicatorPlan, topology: Topology, planned: Sequ
             closed.append((each.name, group))
     for index, (name, group) in enumerate(closed, 1):
         ranks = dist.get_process_group_ranks(group)
-        set_options(group, plan.options(ranks, "" if plan.is_in_grid(ranks) else name))
-        mib = options_of(group).get(BUFFER_SIZE, default_mib(GROUP_BUFFER))
+        add_to_hccl_config(group, plan.options(ranks, "" if plan.is_in_grid(ranks) else name))
+        mib = hccl_config_of(group).get(BUFFER_SIZE, default_mib(GROUP_BUFFER))
         seconds = open_communicator(group, name)
-        said = "HCCL communicator %d of %d, %s: %d ranks, 2 buffers of %d MiB, opened in %.2f s"
-        logger().info(said, index, len(closed), name, len(ranks), mib, seconds)
+        line = "HCCL communicator %d of %d, %s: %d ranks, 2 buffers of %d MiB, opened in %.2f s"
+        logger().info(line, index, len(closed), name, len(ranks), mib, seconds)
 
 
 def _warn_of_options(name: str, group: dist.ProcessGroup, plan: CommunicatorPlan) -> None:
-    asked, has = plan.hccl.options(name, None), options_of(group)
+    asked, has = plan.hccl.options(name, None), hccl_config_of(group)
     if other := {key: value for key, value in asked.items() if has.get(key) != value}:
         logger().warning(
             "ds_npu.hccl: the communicator %s was open before the engine was made, without %s, which are ignored. What "

@@ -279,7 +279,7 @@ def run_collective(case: CollectiveCase, job: Assignment) -> Measured:
     """Run one collective on all ranks of the case."""
     group = None
     if case.buffer_mib is not None:
-        group = dist.new_group(pg_options=capability.hccl_options(case.buffer_mib))
+        group = dist.new_group(pg_options=capability.hccl_options({capability.BUFFER_SIZE: case.buffer_mib}))
     peers = Peers(dist.get_rank(), dist.get_world_size(), case.dtype, case.count, group)
     call_s = None
     if case.kind == OBJECTS:

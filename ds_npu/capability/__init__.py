@@ -17,6 +17,7 @@ from ds_npu.capability.releases import (
     versions,
 )
 from ds_npu.capability.runtime import (
+    BUFFER_SIZE,
     VISIBLE_DEVICES,
     TorchNpuState,
     ascend_hardware_present,
@@ -37,6 +38,7 @@ from ds_npu.capability.runtime import (
 from ds_npu.capability.settings import DEFAULTS_MARK, SETTINGS, Setting, hccl_environment
 
 __all__ = [
+    "BUFFER_SIZE",
     "DEFAULTS_MARK",
     "SETTINGS",
     "SUPPORTED",

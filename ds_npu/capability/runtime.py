@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,8 @@ from packaging.version import Version
 from ds_npu.capability.releases import SOURCE_CANN, Unavailable, installed_version
 
 DEV = Path("/dev")
+BUFFER_SIZE = "hccl_buffer_size"
+"""The entry of torch_npu's ``hccl_config`` that has the MiB of each buffer of a communicator."""
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 CPU_VARIABLES = {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Variables with which neither DeepSpeed nor torch imports torch_npu by itself."""
@@ -257,20 +259,21 @@ def explain(error: BaseException) -> str:
     return f"torch_npu {version or '(no version)'} cannot be imported ({message}): {_import_failure(error)}"
 
 
-def hccl_options(buffer_mib: int) -> object | None:
-    """Options of a process group whose HCCL buffer has ``buffer_mib`` MiB; None where torch_npu cannot be used.
+def hccl_options(config: Mapping[str, int]) -> object | None:
+    """Options of a process group with ``config`` as its ``hccl_config``; None where torch_npu cannot be used.
 
-    HCCL holds two such buffers per communicator, one for sending and one for receiving. Pass the result as
-    ``pg_options`` of ``torch.distributed.new_group``. Source: Ascend/pytorch,
+    HCCL holds two buffers of ``hccl_buffer_size`` MiB per communicator, one for sending and one for receiving. Pass the
+    result as ``pg_options`` of ``torch.distributed.new_group``. Source: Ascend/pytorch,
     docs/zh/developer_notes/distributed/parameter_setting/setting_HCCL_communicator_parameter.md.
     Raises ValueError for a size below 1 MiB.
     """
-    if buffer_mib < 1:
-        raise ValueError(f"an HCCL buffer of {buffer_mib} MiB was asked for; it needs at least 1 MiB")
+    mib = config.get(BUFFER_SIZE, 1)
+    if mib < 1:
+        raise ValueError(f"an HCCL buffer of {mib} MiB was asked for; it needs at least 1 MiB")
     if not torch_npu_state().usable:
         return None
     options = _torch_npu()[0]._C._distributed_c10d.ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_buffer_size": buffer_mib}
+    options.hccl_config = {**config}
     return cast(object, options)
 
 

@@ -17,15 +17,16 @@ from ds_npu.cli.layout import axes_table, communicator_table, grid_picture, node
 from ds_npu.cli.picture import layout_svg
 from ds_npu.config.batch import Batch
 from ds_npu.config.check import Checked, check
+from ds_npu.config.hccl_groups import TIED, Size
 from ds_npu.config.loading import load
 from ds_npu.config.problems import printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import switched_on
 from ds_npu.config.trainer_traps import trainer_traps
 from ds_npu.config.zero_buckets import communication_line
-from ds_npu.planner.communicators import MIB, buffer_mib, planned_communicators
-from ds_npu.planner.context_report import context_part, number_bytes, planned_algorithm
-from ds_npu.planner.model_file import hidden_size_of
+from ds_npu.planner.communicators import MIB, CommunicatorPlan, MessageSizes, number_bytes
+from ds_npu.planner.context_report import context_part, planned_algorithm
+from ds_npu.planner.model_file import hidden_size_of, message_settings_of
 from ds_npu.topology.machine import machine_named
 
 MOST = 2**40
@@ -106,18 +107,22 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
 
 def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
     degrees, algorithm = checked.degrees, planned_algorithm(ds_config, checked, arguments)
-    hidden_mib = None
+    hidden_mib, sizes = None, MessageSizes()
+    if arguments.model is not None:
+        sizes = MessageSizes.of(ds_config, degrees, message_settings_of(arguments.model))
     if arguments.model is not None and arguments.sequence_length is not None and checked.batch.micro:
         tokens = checked.batch.micro * -(-arguments.sequence_length // degrees.cp)
         hidden_mib = -(-tokens * hidden_size_of(arguments.model) * number_bytes(ds_config) // MIB)
-    yield from communicator_table(planned_communicators(degrees, ds_config, algorithm, hidden_mib))
+    plan = CommunicatorPlan(degrees, ds_config, checked.config.hccl, sizes)
+    shown: dict[Size, int] = {} if hidden_mib is None else {"hidden states": hidden_mib}
+    yield from communicator_table(plan.communicators(algorithm, shown))
     if degrees.pp > 1:
-        module = planned_communicators(degrees, ds_config, None, in_stages=False)
+        module = plan.communicators(None, in_stages=False)
         count, mib = sum(each.count for each in module), sum(each.device_mib for each in module)
         yield f"  That is of a model that ds_npu cuts into stages. A deepspeed.PipelineModule has {count}: {mib:,} MiB."
         if degrees.pp > 2:
-            tied = 2 * buffer_mib(degrees, ("pp",), ds_config)
-            yield f"  Where embedding and head share a weight, the two ranks with them have one more: {tied:,} MiB."
+            tied = f"the two ranks with them have one more, {TIED}: {2 * plan.tied_mib():,} MiB."
+            yield f"  Where embedding and head share a weight, {tied}"
     if algorithm is None and degrees.cp > 1:
         yield "  The context algorithm is chosen with the first batch; its communicators come on top, too."
 

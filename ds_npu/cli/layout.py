@@ -80,14 +80,15 @@ def communicator_table(communicators: Sequence[Communicator]) -> Iterator[str]:
     yield f"  {'group':<24} {'number':>6} {'MiB':>7}   messages"
     for each in communicators:
         row = f"  {each.name:<24} {each.count:>6} {each.device_mib:>7,}   "
-        yield from textwrap.wrap(each.messages, 116, initial_indent=row, subsequent_indent=" " * len(row))
+        messages = f"set to {each.mib:,} MiB a buffer; {each.messages}" if each.is_set else each.messages
+        yield from textwrap.wrap(messages, 116, initial_indent=row, subsequent_indent=" " * len(row))
     yield f"  {'all':<24} {sum(c.count for c in communicators):>6} {sum(c.device_mib for c in communicators):>7,}"
     text = (
-        f"A buffer holds the largest message, at most {GROUP_BUFFER} ({default_mib(GROUP_BUFFER)} MiB). That is taken "
-        "for the world, and where the config states no size; hidden states are known with the first batch only. Two "
-        f"ranks that send to each other have a communicator with {PAIR_BUFFER} ({default_mib(PAIR_BUFFER)} MiB). "
-        "Buffers are taken at the first message: experts' if the model has weights of experts. Groups of the script's "
-        "own come on top."
+        f"A buffer holds the largest message, at most {GROUP_BUFFER} ({default_mib(GROUP_BUFFER)} MiB), unless "
+        "ds_npu.hccl.buffer_mib sets it. That is taken for the world, and where no size is known; of hidden states and "
+        "tokens --model tells the most: as many as the model has positions. Two ranks that send to each other have a "
+        f"communicator with {PAIR_BUFFER} ({default_mib(PAIR_BUFFER)} MiB). Experts' communicators are opened if the "
+        "model has weights of experts. Groups of the script's own come on top."
     )
     yield from textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent="  ")
 

@@ -6,9 +6,7 @@ copied or sent: the result is the tensor that was given.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +17,6 @@ from ds_npu.comm.pending import Pending, Work
 _names = vars(dist)
 _gather_into = _names.get("all_gather_single", dist.all_gather_into_tensor)
 _scatter_into = _names.get("reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-@functools.cache
-def communicator(group: dist.ProcessGroup) -> str:
-    """HCCL's name of the group's communicator, which is opened if it is not yet open."""
-    backend: Any = group._get_backend(torch.device("npu"))  # torch_npu's
-    name: str = backend.get_hccl_comm_name(dist.get_rank())
-    return name
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending[torch.Tensor]:

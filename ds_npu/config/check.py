@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ds_npu.config.batch import Batch, batch_of
 from ds_npu.config.deepspeed_keys import conflicts, misspelt, value_at, zero_stage
 from ds_npu.config.deepspeed_readers import deepspeed_problems
+from ds_npu.config.hccl import wrong_names
 from ds_npu.config.loading import flaws
 from ds_npu.config.parallel import ParallelSection, fit
 from ds_npu.config.problems import Config, ConfigError, Problem
@@ -56,13 +57,15 @@ def check(
     reading = read(ds_config["ds_npu"])
     config, doubtful = reading.config, reading.doubtful
     degrees, misfits = fit(config.axes, world_size)
-    uncertain = world_size is None or misfits or any(path.startswith("parallel.") for path in doubtful)
+    uncertain = world_size is None or misfits or _doubts(doubtful, "parallel.")
     dp = None if uncertain else degrees.dp
+    named = not uncertain and not _doubts(doubtful, "context_parallel.")
     batch, batch_problems = batch_of(ds_config, dp)
     problems = [
         *reading.problems,
         *broken_rules(config, doubtful),
         *misfits,
+        *(wrong_names(config.hccl, degrees, config.context_parallel) if named else ()),
         *_pipeline(ds_config, config.parallel.pipeline, stages, doubtful),
         *conflicts(ds_config, config, dp, doubtful),
         *deepspeed_problems(ds_config),
@@ -82,6 +85,10 @@ def check(
     if config.parallel.pipeline > 1 and stages is None and value_at(ds_config, "flops_profiler.enabled"):
         warnings.append("flops_profiler.enabled is true: it is refused for a Hugging Face model in pipeline stages")
     return Checked(config, degrees, batch, zero_stage(ds_config), tuple(warnings))
+
+
+def _doubts(doubtful: frozenset[str], section: str) -> bool:
+    return any(path.startswith(section) for path in doubtful)
 
 
 def _pipeline(ds_config: Config, ranks: int, stages: int | None, doubtful: frozenset[str]) -> Iterator[Problem]:

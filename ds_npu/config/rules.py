@@ -195,6 +195,17 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
     yield from _asked(config, keys, f"left out {why}: they know one forward or backward at a time")
 
 
+def _vector_cores(config: DsNpuConfig) -> Iterator[Problem]:
+    """Communicators whose algorithms the vector cores run: HCCL can do that for one, and not deterministically."""
+    modes = config.hccl.op_expansion_mode
+    found = {name: mode for name, mode in modes.items() if mode == "aiv"}
+    if len(found) > 1:
+        yield Problem("ds_npu.hccl.op_expansion_mode", found, "'aiv' for one communicator: HCCL has no more at a time")
+    if found and config.deterministic:
+        accepted = "no 'aiv' with ds_npu.deterministic, under which HCCL ignores it"
+        yield Problem("ds_npu.hccl.op_expansion_mode", found, accepted)
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -324,4 +335,5 @@ RULES = (
     Rule(("parallel", "optimizer_memory"), _blocks),
     Rule(("recompute", "pipeline.recompute"), _recomputed_twice),
     Rule(("pipeline", "moe", "recompute", "swap"), _pairs),
+    Rule(("hccl.op_expansion_mode", "deterministic"), _vector_cores),
 )

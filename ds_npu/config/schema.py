@@ -12,7 +12,13 @@ from ds_npu.config.sections import DsNpuConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 LONGEST_CELL = 160
-BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+BOUNDS = {
+    "minimum": ">=",
+    "exclusiveMinimum": ">",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
+    "multipleOf": "a multiple of",
+}
 
 
 def file_schema() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.config.fused_ops import FusedOpsSection
+from ds_npu.config.hccl import HcclSection
 from ds_npu.config.moe import MoeSection
 from ds_npu.config.optimizer_memory import OptimizerMemorySection
 from ds_npu.config.parallel import ParallelSection
@@ -51,6 +52,7 @@ class DsNpuConfig(Section):
     """Print what device memory is used for at the peak of the second step; an .svg file: write a picture of it, too."""
     deterministic: bool = False
     """Use deterministic kernels and communication only, so that a run repeats bit for bit."""
+    hccl: HcclSection = HcclSection()
     watch: WatchSection = WatchSection()
 
     @property

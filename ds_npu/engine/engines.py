@@ -46,12 +46,14 @@ from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import algorithm_choice_of, has_sharded_sequences
 from ds_npu.features.driver import apply_features, change_by_plan, values_in
 from ds_npu.features.experts.listed import gathered_whole
+from ds_npu.features.hccl.opened_communicators import communicator_plan, open_others
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger, warn_once
 from ds_npu.models.guards import check_engine_may_compile
+from ds_npu.parallel.runtime.placement import has_experts
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-from ds_npu.planner.communicators import MIB, planned_communicators
+from ds_npu.planner.communicators import MIB, Communicator, CommunicatorPlan
 from ds_npu.topology.degrees import AXES, Axis
 from ds_npu.zero_ext.bucketed_zero import install_buckets
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
@@ -94,8 +96,8 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         check_no_own_experts(model, session.topology.degrees)
         check_not_quantized(model, session.topology.degrees)
         is_pipeline = isinstance(model, PipelineModule)
-        device = get_accelerator().device_name()
-        self.build = Build(session.topology, model, session.config.plan, device, is_pipeline=is_pipeline)
+        device, ds_config = get_accelerator().device_name(), kwargs["config_class"]._param_dict
+        self.build = Build(session.topology, model, session.config.plan, device, ds_config, is_pipeline=is_pipeline)
         self.topology = session.topology
         self.events = EngineEvents(self)
         self.joint_calls = joint_calls_of_this_world()
@@ -124,7 +126,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
             # Optimizers of the client's own know what they are given.
             self.events.around_step(MethodLevel.SHARD_ACCESS, allow_shard_access)
         if not is_pipeline and layout is None:
-            agree_on_first_batch(model, self.topology)
+            agree_on_first_batch(model, self.topology, partial(self.open_other_communicators, model))
         remove_gradient_buffers(model)
         if layout is not None:
             # Only now is it known that the model is in stages; other engines pay for none of its calls.
@@ -161,10 +163,22 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         """Bytes of device memory that HCCL's buffers take on this rank; none but in a world of several, over hccl."""
         if dist.get_backend() != "hccl" or dist.get_world_size() == 1:
             return 0
-        choice = algorithm_choice_of(self.module)
+        return MIB * sum(each.device_mib for each in self._planned_communicators(self.module))
+
+    def _planned_communicators(self, model: nn.Module) -> list[Communicator]:
+        choice = algorithm_choice_of(model)
         algorithm = None if choice is None or choice.is_open else choice.axis.algorithm
-        planned = planned_communicators(self.topology.degrees, self._config._param_dict, algorithm)
-        return MIB * sum(each.device_mib for each in planned)
+        return self._communicator_plan.communicators(algorithm, in_stages=not self.build.is_pipeline)
+
+    @property
+    def _communicator_plan(self) -> CommunicatorPlan:
+        return communicator_plan(self._config.ds_npu.config.hccl, self.build)
+
+    def open_other_communicators(self, model: nn.Module) -> None:
+        """Open, over hccl, those of experts and of a context algorithm that is known; every rank calls it."""
+        if dist.get_backend() == "hccl" and dist.get_world_size() > 1:
+            planned = self._planned_communicators(model)
+            open_others(self._communicator_plan, self.topology, planned, has_experts(model))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""
@@ -173,6 +187,8 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         super().compile(*args, **kwargs)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
+        # It broadcasts the weights of experts.
+        self.open_other_communicators(model)
         super()._configure_distributed_model(model)
         equalise_copies(model, self.topology)
 

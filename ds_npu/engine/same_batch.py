@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from ds_npu.topology.topology import Topology
 KEYS: dict[Axis, str] = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
 
 
-def agree_on_first_batch(model: nn.Module, topology: Topology) -> None:
+def agree_on_first_batch(model: nn.Module, topology: Topology, chosen: Callable[[], None]) -> None:
     """Let all ranks agree on what they must before the first forward of ``model``, which all of them call together.
 
     It raises RuntimeError where ranks that share samples were given other tensors. Context ranks share them if ds_npu
     divides the sequences; else the script gives each of them other tokens. A context algorithm that is to be chosen is
-    chosen before the first forward that divides them, which generation with a cache does not.
+    chosen before the first forward that divides them, which generation with a cache does not; ``chosen`` is called
+    behind that.
     """
     axes = [axis for axis in shared_axes(model, topology) if axis != "pp"]
     if not axes:
@@ -40,6 +41,7 @@ def agree_on_first_batch(model: nn.Module, topology: Topology) -> None:
                 _compare(mine, axis, topology)
         if choice is not None and choice.is_open and not generates(kwargs):
             choice.choose(*_sizes(args, kwargs))
+            chosen()
         if choice is None or not choice.is_open:
             handle.remove()
 
@@ -57,7 +59,9 @@ def _sizes(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int]:
     return (0, 0) if found is None else (found.shape[0], found.shape[1])
 
 
-def agree_before_stages(model: nn.Module, topology: Topology, batch: Any, micro_batch: Mapping[str, Any]) -> None:
+def agree_before_stages(
+    model: nn.Module, topology: Topology, batch: Any, micro_batch: Mapping[str, Any], chosen: Callable[[], None]
+) -> None:
     """The same for a model in pipeline stages, whose forwards do not begin together, before its first batch."""
     mine = [_described(leaf) for leaf in _tensors(batch)]
     for axis in shared_axes(model, topology):
@@ -65,6 +69,7 @@ def agree_before_stages(model: nn.Module, topology: Topology, batch: Any, micro_
     choice = algorithm_choice_of(model)
     if choice is not None and choice.is_open:
         choice.choose(*_sizes((), micro_batch))
+        chosen()
 
 
 def shared_axes(model: nn.Module, topology: Topology) -> list[Axis]:

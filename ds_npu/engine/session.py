@@ -17,8 +17,8 @@ from ds_npu.engine.failures.failed_ranks import explain_failed_ranks
 from ds_npu.engine.mpu import CUT_INTO_STAGES, mpu_of
 from ds_npu.features.driver import unmet
 from ds_npu.log import warn_once
-from ds_npu.planner.communicators import buffer_mib
-from ds_npu.topology.degrees import Axis, Degrees
+from ds_npu.planner.communicators import CommunicatorPlan
+from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
 MOST_DIGITS = 20
@@ -69,9 +69,11 @@ def open_session(config: dict[str, Any], stages: int | None = None) -> Session:
         for old in [old for old in _topologies if old[0] is not dist.group.WORLD]:
             del _topologies[old]
 
-        def options(axes: tuple[Axis, ...]) -> Any:
-            """A buffer for the largest message of the communicator over ``axes``."""
-            return hccl_options(buffer_mib(degrees, axes, config)) if dist.get_backend() == "hccl" else None
+        plan = CommunicatorPlan(degrees, config, section.hccl)
+
+        def options(ranks: tuple[int, ...], name: str) -> Any:
+            """Options that the config sets, and a buffer for the largest message that it tells of."""
+            return hccl_options(plan.options(ranks, name)) if dist.get_backend() == "hccl" else None
 
         _topologies[key] = Topology(degrees, options)
     return Session(section, _topologies[key])

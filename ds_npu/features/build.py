@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ class Build:
     globs: Mapping[str, str] = field(default_factory=dict)
     """The value of ``ds_npu.plan``: a role for each glob."""
     device_type: str = "cpu"
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    """The DeepSpeed config, as its file has it."""
     when_built: list[Callable[[TrainingEngine], list[str]]] = field(default_factory=list)
     """Functions that are called with the built DeepSpeed engine and return lines for people."""
     is_pipeline: bool = False

@@ -17,6 +17,7 @@ from ds_npu.features.declaration import Declaration, Phase, check_declarations
 from ds_npu.features.deterministic import DETERMINISTIC
 from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.features.fused_ops.fused_operators import FUSED_OPS
+from ds_npu.features.hccl.opened_communicators import HCCL
 from ds_npu.features.memory_report.reported_step import MEMORY_REPORT
 from ds_npu.features.optimizer_memory.state_in_fewer_bytes import OPTIMIZER_MEMORY
 from ds_npu.features.pipeline.pipeline_ranks import PIPELINE
@@ -30,6 +31,7 @@ from ds_npu.models.plan import PlanError
 from ds_npu.parallel.runtime.marks import Mark
 
 FEATURES: tuple[Feature[Any], ...] = (
+    HCCL,
     TENSOR_OVERLAP,
     PLAN,
     PIPELINE,

@@ -1,53 +1,29 @@
 """The HCCL communicators of a rank and the size of their buffers: arithmetic only, for the engine and ``ds_npu check``.
 
-HCCL takes two buffers of ``hccl_buffer_size`` MiB of device memory for each communicator, at its first message, and
-cuts longer messages into pieces of that size. Sources: CANN's HCCL user guide, HCCL_BUFFSIZE; Ascend/pytorch,
+HCCL takes two buffers of ``hccl_buffer_size`` MiB of device memory for each communicator, when it is opened, and cuts
+longer messages into pieces of that size. Sources: CANN's HCCL user guide, HCCL_BUFFSIZE; Ascend/pytorch,
 docs/zh/developer_notes/distributed/parameter_setting/setting_HCCL_communicator_parameter.md.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from ds_npu.capability import SETTINGS
+from ds_npu.capability import BUFFER_SIZE, SETTINGS
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.deepspeed_keys import value_at
-from ds_npu.topology.degrees import NAMES, Axis, Box, Degrees
+from ds_npu.config.hccl import HcclSection
+from ds_npu.config.hccl_groups import TIED, WORLD, Size, context_groups, names_of_grid, traffic_of
+from ds_npu.topology.degrees import Box, Degrees, box_of
 
 MIB = 2**20
+SIZES = ("hidden_size", "max_position_embeddings", "num_experts_per_tok")
+"""Settings of a model's config that tell how large its messages are."""
 BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 GROUP_BUFFER, PAIR_BUFFER = "HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE"
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Messages among the ranks along ``axes``, where one of the axes in ``needs`` has more than one rank."""
-
-    axes: tuple[Axis, ...]
-    needs: tuple[Axis, ...]
-    messages: str
-    size: Literal["buckets", "scalars", "hidden states", "unknown"]
-    only_pipeline_module: bool = False
-    """Whether a model that ds_npu cuts into stages sends nothing of the kind, unless it has experts on other ranks."""
-
-
-TRAFFIC = (
-    Traffic(("dp", "cp"), ("dp", "cp"), "buckets of gradients and weights", "buckets"),
-    Traffic(("dp",), ("pp",), "the loss of the last stage", "scalars", only_pipeline_module=True),
-    Traffic(("cp",), ("cp",), "shares of sequences and losses", "unknown"),
-    Traffic(("tp",), ("tp",), "hidden states", "hidden states"),
-    Traffic(("pp",), ("pp",), "the loss, for all stages", "scalars"),
-    Traffic(("pp", "tp"), ("pp",), "norms", "scalars"),
-    Traffic(("edp",), ("ep", "etp"), "buckets of experts' gradients and weights", "buckets"),
-    Traffic(("ep", "etp"), ("ep", "etp"), "experts' norms", "scalars"),
-    Traffic(("ep",), ("ep",), "tokens for experts", "unknown"),
-    Traffic(("etp",), ("etp",), "experts' hidden states", "unknown"),
-    Traffic(("pp", "ep", "etp"), ("ep", "etp"), "experts' weights, to be saved", "unknown"),
-)
-"""The traffic of each of the topology's groups (``GROUPS``, ``EXPERT_GROUPS``)."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +34,46 @@ class Communicator:
     messages: str
     mib: int
     count: int = 1
+    box: Box = ()
+    """The layout of its ranks; empty for those of pairs, and for second ones of the same ranks."""
+    is_set: bool = False
+    """Whether the section says how large its buffers are."""
+    only_checkpoints: bool = False
+    """Whether steps do not use it."""
 
     @property
     def device_mib(self) -> int:
         return 2 * self.mib * self.count
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """MiB of the largest messages of a rank whose sizes a model's config tells; None: they are not known.
+
+    No sequence is longer than the positions that the model has, so batches only have smaller messages. A wrong size
+    costs time or memory, and is never an error: HCCL cuts longer messages into pieces.
+    """
+
+    hidden: int | None = None
+    """Hidden states of a micro-batch."""
+    tokens: int | None = None
+    """Hidden states of a micro-batch, once for each expert that a token chooses."""
+
+    @staticmethod
+    def of(ds_config: Mapping[str, Any], degrees: Degrees, model: Mapping[str, int | None]) -> MessageSizes:
+        """The sizes for a ``model`` with these values of SIZES; None where it does not say one."""
+        micro = value_at({**ds_config}, "train_micro_batch_size_per_gpu")
+        hidden, positions, chosen = map(model.get, SIZES)
+        if not (isinstance(micro, int) and hidden and positions):
+            return MessageSizes()
+        size = micro * -(-positions // degrees.cp) * hidden * number_bytes(ds_config)
+        return MessageSizes(-(-size // MIB), None if chosen is None else -(-size * chosen // MIB))
+
+
+def number_bytes(ds_config: Mapping[str, Any]) -> int:
+    """Bytes of a number of an activation; "auto" counts as 16 bits."""
+    parts = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
+    return 2 if any(isinstance(part, dict) and part.get("enabled") for part in parts) else 4
 
 
 def default_mib(variable: str) -> int:
@@ -70,106 +82,123 @@ def default_mib(variable: str) -> int:
     return int(text if text.isdecimal() else next(default for name, default, _ in SETTINGS if name == variable))
 
 
-def bucket_mib(ds_config: dict[str, Any]) -> int | None:
+def bucket_mib(ds_config: Mapping[str, Any]) -> int | None:
     """The largest of ZeRO's buckets in MiB, None unless the config states them all.
 
     Elements are counted as float32, the widest that DeepSpeed reduces.
     """
-    elements = [value_at(ds_config, f"zero_optimization.{key}") for key in BUCKETS]
+    elements = [value_at({**ds_config}, f"zero_optimization.{key}") for key in BUCKETS]
     if not all(isinstance(value, int | float) for value in elements):
         return None
     return -(-int(max(elements)) * 4 // MIB)
 
 
-def buffer_mib(degrees: Degrees, axes: tuple[Axis, ...], ds_config: dict[str, Any]) -> int:
-    """MiB of each buffer of the communicator along ``axes``: its largest message, at most HCCL_BUFFSIZE.
+@dataclass(frozen=True)
+class CommunicatorPlan:
+    """The communicators of each rank of a world of ``degrees``, and the options with which they are opened."""
 
-    A communicator serves all axes with the same ranks. Where the size of a message is not known before the first
-    batch, HCCL_BUFFSIZE is taken.
-    """
-    most = default_mib(GROUP_BUFFER)
-    known = {"buckets": bucket_mib(ds_config), "scalars": 1}
-    box, there = degrees.box(*axes), [each for each in TRAFFIC if any(degrees.size(axis) > 1 for axis in each.needs)]
-    sizes = [known.get(each.size) for each in there if degrees.box(*each.axes) == box]
-    return max([1, *(most if size is None else min(most, size) for size in sizes)])
+    degrees: Degrees
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    hccl: HcclSection = field(default_factory=HcclSection)
+    sizes: MessageSizes = field(default_factory=MessageSizes)
 
+    def buffer_mib(self, box: Box) -> int:
+        """MiB of each buffer of a communicator of ranks laid out as ``box``, unless set: its largest message.
 
-def planned_communicators(
-    degrees: Degrees,
-    ds_config: dict[str, Any],
-    algorithm: ContextAlgorithm | None,
-    hidden_mib: int | None = None,
-    in_stages: bool = True,
-) -> list[Communicator]:
-    """The communicators that a rank opens by the end of a step and a checkpoint, the most of all ranks.
+        At most HCCL_BUFFSIZE, which is also taken where the size of a message is not known. A communicator serves all
+        axes with the same ranks. Messages of checkpoints go through it in pieces.
+        """
+        most = default_mib(GROUP_BUFFER)
+        known: dict[Size, int | None] = {
+            "buckets": bucket_mib(self.ds_config),
+            "scalars": 1,
+            "hidden states": self.sizes.hidden,
+            "tokens": self.sizes.tokens,
+        }
+        # Whether a model is in stages, or a PipelineModule, is not known before it is made.
+        traffic = traffic_of(self.degrees, in_stages=False)
+        sent = [each for own, _, each in traffic if own == box and not each.only_checkpoints]
+        sizes = [known.get(each.size) for each in sent] or [None]
+        return max([1, *(most if size is None else min(most, size) for size in sizes)])
 
-    ``algorithm`` shards the sequences of a Hugging Face model; None: nothing does, or it is not known yet. With
-    pipeline ranks the model is cut ``in_stages`` by ds_npu, or is a PipelineModule. Experts' communicators are counted
-    where ``degrees`` have them, although only a model with weights on the expert view opens them. ``hidden_mib`` is
-    what the hidden states of a micro-batch take, where that is known; it is shown with the buffer, which is made
-    before the first batch.
-    """
-    stated = {"buckets": bucket_mib(ds_config), "hidden states": hidden_mib}
-    # Box -> name, messages, MiB of each buffer.
-    found: dict[Box, tuple[str, list[str], int]] = {
-        degrees.box("pp", "dp", "cp", "tp"): ("world", ["barriers, checkpoints"], default_mib(GROUP_BUFFER))
-    }
-    for each in TRAFFIC:
-        box = degrees.box(*each.axes)
-        is_there = any(degrees.size(axis) > 1 for axis in each.needs)
-        if box and is_there and not (in_stages and each.only_pipeline_module and degrees.ep == 1):
-            name = " * ".join(NAMES[axis] for axis in each.axes if degrees.size(axis) > 1)
+    def boxes(self) -> set[Box]:
+        """The layouts of all groups along axes."""
+        return {*names_of_grid(self.degrees), *names_of_grid(self.degrees, in_stages=False)}
+
+    def is_in_grid(self, ranks: Sequence[int]) -> bool:
+        """Whether ``ranks`` are a group along axes."""
+        return box_of(ranks) in self.boxes()
+
+    def options(self, ranks: Sequence[int], name: str = "") -> dict[str, int]:
+        """The ``hccl_config`` of torch_npu for the communicator of ``ranks``.
+
+        ``name`` is that of a context group, of ranks that share a weight, or of a second communicator of ranks that
+        have one; their messages are taken to be large. The grid names the others.
+        """
+        if name:
+            return self.hccl.options(name, default_mib(GROUP_BUFFER))
+        box = box_of(ranks)
+        every = {**names_of_grid(self.degrees, in_stages=False), **names_of_grid(self.degrees)}
+        # The script makes the world's; its size is the environment's, or in the options of the script.
+        mib = None if len(ranks) == self.degrees.world_size else self.buffer_mib(box)
+        return self.hccl.options(every.get(box, ""), mib)
+
+    def tied_mib(self) -> int:
+        """MiB of each buffer of the communicator of two pipeline ranks that share a weight."""
+        return self.hccl.options(TIED, default_mib(GROUP_BUFFER))[BUFFER_SIZE]
+
+    def communicators(
+        self, algorithm: ContextAlgorithm | None, shown: Mapping[Size, int] | None = None, in_stages: bool = True
+    ) -> list[Communicator]:
+        """The communicators that a rank opens by the end of a step and a checkpoint, the most of all ranks.
+
+        ``algorithm`` shards the sequences of a Hugging Face model; None: nothing does, or it is not known yet. With
+        pipeline ranks the model is cut ``in_stages`` by ds_npu, or is a PipelineModule. Experts' communicators are
+        counted where the degrees have them, although only a model with weights on the expert view opens them.
+        ``shown``: sizes of messages that the texts tell.
+        """
+        degrees = self.degrees
+        stated: dict[Size, int | None] = {"buckets": bucket_mib(self.ds_config), **(shown or {})}
+        world = degrees.box("pp", "dp", "cp", "tp")
+        messages: dict[Box, list[str]] = {world: ["barriers, checkpoints"]}
+        names = {**names_of_grid(degrees, in_stages), world: WORLD}
+        in_steps = {world}
+        for box, _, each in traffic_of(degrees, in_stages):
             size = stated.get(each.size)
             text = each.messages if size is None else f"{each.messages} ({size:,} MiB)"
-            found.setdefault(box, (name, [], buffer_mib(degrees, each.axes, ds_config)))[1].append(text)
-    more: list[Communicator] = []
-    for group in _context_groups(degrees, algorithm):
-        if group.in_pairs and default_mib(PAIR_BUFFER):
-            # A rank's links to the next and from the previous one have a communicator each.
-            more.append(Communicator(f"{group.name}, pairs", group.messages, default_mib(PAIR_BUFFER), 2))
-            continue
-        found.setdefault(group.box, (group.name, [], default_mib(GROUP_BUFFER)))[1].append(group.messages)
-        if group.in_pairs and group.box[0][1] % 2 == 0:
-            more.append(Communicator(f"{group.name}, second", group.messages, default_mib(GROUP_BUFFER)))
-    return [
-        *(Communicator(name, "; ".join(sent), mib) for name, sent, mib in found.values()),
-        *more,
-        *_between_stages(degrees, ds_config, in_stages),
-    ]
+            messages.setdefault(box, []).append(text)
+            in_steps |= set() if each.only_checkpoints else {box}
+        mib = {box: default_mib(GROUP_BUFFER) if box == world else self.buffer_mib(box) for box in messages}
+        more: list[Communicator] = []
+        for group in context_groups(degrees, algorithm):
+            if group.in_pairs and default_mib(PAIR_BUFFER):
+                # A rank's links to the next and from the previous one have a communicator each.
+                more.append(Communicator(f"{group.name}, pairs", group.messages, default_mib(PAIR_BUFFER), 2))
+                continue
+            names.setdefault(group.box, group.name)
+            mib.setdefault(group.box, default_mib(GROUP_BUFFER))
+            messages.setdefault(group.box, []).append(group.messages)
+            in_steps.add(group.box)
+            if group.in_pairs and group.box[0][1] % 2 == 0:
+                more.append(Communicator(f"{group.name}, second", group.messages, default_mib(GROUP_BUFFER)))
+        return [
+            *(self._one(names[box], box, texts, mib[box], box in in_steps) for box, texts in messages.items()),
+            *more,
+            *self._between_stages(in_stages),
+        ]
 
+    def _one(self, name: str, box: Box, texts: list[str], mib: int, in_steps: bool) -> Communicator:
+        own = self.hccl.buffer_mib.get(name)
+        return Communicator(
+            name, "; ".join(texts), own or mib, box=box, is_set=own is not None, only_checkpoints=not in_steps
+        )
 
-def _between_stages(degrees: Degrees, ds_config: dict[str, Any], in_stages: bool) -> Iterator[Communicator]:
-    """Communicators of hidden states and their gradients, on a rank between two other stages."""
-    pairs, mib = min(degrees.pp - 1, 2), default_mib(PAIR_BUFFER)
-    if pairs and mib:
-        # In stages, messages to higher and to lower ranks have a group each, with a communicator for each pair;
-        # DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).
-        yield Communicator("neighbouring stages", "hidden states and gradients", mib, (1 + in_stages) * pairs)
-    elif pairs and in_stages:
-        mib = buffer_mib(degrees, ("pp",), ds_config)
-        yield Communicator("stages, up and down", "hidden states and gradients", mib, 2)
-
-
-@dataclass(frozen=True)
-class _ContextGroup:
-    name: str
-    box: Box
-    messages: str
-    in_pairs: bool = False
-    """Whether ranks send to their neighbours, for which torch_npu has a communicator for each pair of ranks."""
-
-
-def _context_groups(degrees: Degrees, algorithm: ContextAlgorithm | None) -> Iterator[_ContextGroup]:
-    """The groups of a context algorithm (``ds_npu.parallel.context.axis``), of which ``cp`` itself is one."""
-    if algorithm is None:
-        return
-    if algorithm.ulysses > 1:
-        yield _ContextGroup("Ulysses", ((degrees.tp, algorithm.ulysses),), "heads and tokens")
-    stride = degrees.tp * algorithm.ulysses
-    if algorithm.gather:
-        yield _ContextGroup("ring", ((stride, algorithm.ring),), "keys and values")
-        return
-    outer = algorithm.ring // algorithm.inner
-    for name, distance, size in (("ring", stride, algorithm.inner), ("outer ring", stride * algorithm.inner, outer)):
-        if size > 1:
-            yield _ContextGroup(name, ((distance, size),), "keys and values", in_pairs=True)
+    def _between_stages(self, in_stages: bool) -> Iterator[Communicator]:
+        """Communicators of hidden states and their gradients, on a rank between two other stages."""
+        pairs, mib = min(self.degrees.pp - 1, 2), default_mib(PAIR_BUFFER)
+        if pairs and mib:
+            # In stages, messages to higher and to lower ranks have a group each, with a communicator for each pair;
+            # DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).
+            yield Communicator("neighbouring stages", "hidden states and gradients", mib, (1 + in_stages) * pairs)
+        elif pairs and in_stages:
+            yield Communicator("stages, up and down", "hidden states and gradients", default_mib(GROUP_BUFFER), 2)

@@ -10,6 +10,7 @@ from typing import Any
 from ds_npu.config.check import Checked
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms
+from ds_npu.planner.communicators import number_bytes
 from ds_npu.planner.context_choice import Candidate, algorithm_text, choose, choose_for, estimated, refusals
 from ds_npu.planner.context_cost import Layer, LayerCost
 from ds_npu.planner.model_file import attention_of
@@ -63,12 +64,6 @@ def planned_algorithm(ds_config: dict[str, Any], checked: Checked, arguments: Na
 def _layer(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Layer:
     shape, samples = attention_of(arguments.model), checked.batch.micro or 1
     return Layer(shape, arguments.sequence_length, samples, number_bytes(ds_config))
-
-
-def number_bytes(ds_config: dict[str, Any]) -> int:
-    """Bytes of a number of an activation; "auto" counts as 16 bits."""
-    parts = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
-    return 2 if any(isinstance(part, dict) and part.get("enabled") for part in parts) else 4
 
 
 def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:

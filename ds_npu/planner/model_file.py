@@ -10,11 +10,13 @@ from typing import Any
 from ds_npu.config.loading import json_of, read_text
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.models.plan import AttentionShape
+from ds_npu.planner.communicators import SIZES
 
 OTHER_NAMES = {
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_kv_heads",),
     "hidden_size": ("n_embd", "d_model"),
+    "max_position_embeddings": ("n_positions",),
 }
 """Other names that some models have for the usual keys."""
 LARGEST_SIZE = 2**20
@@ -54,6 +56,13 @@ def hidden_size_of(path: str) -> int:
     if found.problems:
         raise ConfigError(found.problems, str(file))
     return size
+
+
+def message_settings_of(path: str) -> dict[str, int | None]:
+    """Sizes of the language model at ``path`` that tell those of its messages (``SIZES``); None: it has no such one."""
+    _, found = _language_model(path)
+    values = {name: found.value(name) for name in SIZES}
+    return {name: value if type(value) is int and value > 0 else None for name, value in values.items()}
 
 
 def _language_model(path: str) -> tuple[Path, _Entries]:

@@ -11,6 +11,7 @@ One world grid, seen twice, the last axis fastest:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -110,3 +111,22 @@ class Degrees:
                 found.append((before[0], before[1] * size))
             stride *= size
         return tuple(found)
+
+
+def box_of(ranks: Sequence[int]) -> Box:
+    """The layout of ascending global ``ranks`` that are a group of some grid."""
+    found: list[tuple[int, int]] = []
+    rest = list(ranks)
+    while len(rest) > 1:
+        stride = rest[1] - rest[0]
+        size = next((index for index in range(1, len(rest)) if rest[index] - rest[index - 1] != stride), len(rest))
+        found.append((stride, size))
+        rest = rest[::size]
+    return tuple(found)
+
+
+def box_ranks(box: Box, global_rank: int) -> tuple[int, ...]:
+    """The ascending global ranks of the group with the layout ``box`` in which ``global_rank`` is."""
+    first = global_rank - sum(global_rank // stride % size * stride for stride, size in box)
+    steps = (range(0, stride * size, stride) for stride, size in reversed(box))
+    return tuple(first + sum(each) for each in itertools.product(*steps))

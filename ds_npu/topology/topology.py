@@ -19,8 +19,11 @@ GROUPS: tuple[tuple[Axis, ...], ...] = (("dp", "cp"), ("dp",), ("cp",), ("tp",),
 EXPERT_GROUPS: tuple[tuple[Axis, ...], ...] = (("edp",), ("ep", "etp"), ("ep",), ("etp",), ("pp", "ep", "etp"))
 """The groups of the expert view, which are made where it shards anything (ep * etp > 1)."""
 
-BackendOptions = Callable[[tuple[Axis, ...]], c10d.Backend.Options | None]
-"""Gives the backend options (the buffer's size) of a communicator by its axes; None: the backend's own."""
+BackendOptions = Callable[[tuple[int, ...], str], c10d.Backend.Options | None]
+"""Gives the backend options (the buffer's size) of a communicator by its global ranks; None: the backend's own.
+
+The name is empty for groups along axes, and that of ``Topology.within`` for others.
+"""
 
 GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup | None]
 """Groups by their global ranks; None for a group of one other rank."""
@@ -44,7 +47,7 @@ class Topology:
     Raises ValueError where the degrees do not fill the world.
     """
 
-    def __init__(self, degrees: Degrees, options: BackendOptions = lambda axes: None) -> None:
+    def __init__(self, degrees: Degrees, options: BackendOptions = lambda ranks, name: None) -> None:
         if degrees.world_size != dist.get_world_size():
             raise ValueError(
                 f"the degrees {degrees} make a world of {degrees.world_size} ranks; this one has "
@@ -63,13 +66,15 @@ class Topology:
         for axes in (*GROUPS, *(EXPERT_GROUPS if degrees.ep * degrees.etp > 1 else ())):
             for ranks in map(tuple, degrees.groups(*axes)):
                 if ranks not in self._groups:
-                    self._groups[ranks] = self._open(ranks, axes, "x".join(axes))
+                    self._groups[ranks] = self._open(ranks, "x".join(axes))
 
-    def _open(self, ranks: tuple[int, ...], axes: tuple[Axis, ...], name: str) -> dist.ProcessGroup | None:
+    def _open(self, ranks: tuple[int, ...], axes: str, name: str = "") -> dist.ProcessGroup | None:
         """The group of ``ranks``, which every rank of the world opens; a group of one rank is None on the others."""
         group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks), pg_options=self._options(axes), group_desc=name)
+            group = dist.new_group(
+                list(ranks), pg_options=self._options(ranks, name), group_desc=f"{axes} {name}".strip()
+            )
         elif self.global_rank in ranks:
             group = dist.new_group(list(ranks), backend=ALONE, use_local_synchronization=True)
         return group
@@ -86,7 +91,7 @@ class Topology:
                 ranks = tuple(peers[rank] for rank in part)
                 known = self._own.setdefault(name, {}) if own else self._groups
                 if ranks not in known:
-                    known[ranks] = self._open(ranks, (axis,), f"{axis} {name}")
+                    known[ranks] = self._open(ranks, axis, name)
                 mine = known[ranks] if self.global_rank in ranks else mine
         if mine is None:
             raise ValueError(f"rank {self.rank(axis)} along {axis} is in none of {parts}")
@@ -103,6 +108,10 @@ class Topology:
         group = self._groups[tuple(self.ranks(*axes))]
         assert group is not None, "this rank is in it"
         return group
+
+    def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The first group that was made of the global ``ranks``, in grid order; None where there is none."""
+        return self._groups.get(ranks)
 
     def size(self, *axes: Axis) -> int:
         return len(self.ranks(*axes))
@@ -125,12 +134,12 @@ class PlannedTopology(Topology):
         self.coordinates = degrees.coordinates(global_rank)
         self._ranks, self._groups, self._own = {}, {}, {}
 
-    def _open(self, ranks: tuple[int, ...], axes: tuple[Axis, ...], name: str) -> dist.ProcessGroup | None:
+    def _open(self, ranks: tuple[int, ...], axes: str, name: str = "") -> dist.ProcessGroup | None:
         if self.global_rank not in ranks:
             return None
         return dist.ProcessGroup(c10d.HashStore(), ranks.index(self.global_rank), len(ranks))
 
     def group(self, *axes: Axis) -> dist.ProcessGroup:
-        group = self._open(tuple(self.ranks(*axes)), axes, "x".join(axes))
+        group = self._open(tuple(self.ranks(*axes)), "x".join(axes))
         assert group is not None, "this rank is in it"
         return group

@@ -1,6 +1,6 @@
 """Matrix products fused with a collective (MC2): torch_npu's kernels, which find their communicator by its name.
 
-The name of a process group's communicator: ``ds_npu.comm.collectives.communicator``. Shape letters of the products of
+The name of a process group's communicator: ``ds_npu.comm.communicator.communicator``. Shape letters of the products of
 experts: S rows that this rank sends, by expert of all ranks; P rows that it gets, by its own experts; E its experts, R
 ranks. ``sent`` and ``received``: [R * E] rows to or from each rank, of each expert of the receiver.
 """

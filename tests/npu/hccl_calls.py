@@ -34,6 +34,18 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libhccl.so")
 
 
+def openings() -> list[tuple[str, tuple[int, int, int, int, int]]]:
+    """Of each communicator that this process opened by a root info, in their order, what HCCL was given.
+
+    torch_npu's name of the group; ranks, MiB of a buffer, hcclOpExpansionMode, hcclRdmaTrafficClass and
+    hcclRdmaServiceLevel, as hccl_types.h has them.
+    """
+    text = ctypes.create_string_buffer(2**16)
+    _library().ds_npu_sim_openings(text, ctypes.c_size_t(len(text)))
+    rows = (line.split(" ") for line in text.value.decode().splitlines())
+    return [(name, (int(a), int(b), int(c), int(d), int(e))) for a, b, c, d, e, name in rows]
+
+
 def split(members: list[int], rank: int, number: int) -> ctypes.c_void_p:
     """A communicator of the world's ranks ``members``, of which this is ``rank``; all call it with ``number``."""
     made = ctypes.c_void_p()

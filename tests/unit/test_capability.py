@@ -297,11 +297,11 @@ def test_the_settings_say_who_set_them():
 
 def test_hccl_options(dev, monkeypatch):
     npu_double.install(monkeypatch)
-    assert capability.hccl_options(64).hccl_config == {"hccl_buffer_size": 64}
+    assert capability.hccl_options({"hccl_buffer_size": 64}).hccl_config == {"hccl_buffer_size": 64}
     with pytest.raises(ValueError, match="0 MiB"):
-        capability.hccl_options(0)
+        capability.hccl_options({"hccl_buffer_size": 0})
 
 
 def test_hccl_options_without_a_device(dev, monkeypatch):
     npu_double.install(monkeypatch, devices=0)
-    assert capability.hccl_options(64) is None
+    assert capability.hccl_options({"hccl_buffer_size": 64}) is None

@@ -8,8 +8,10 @@ import pytest
 
 from ds_npu.cli.main import main
 from ds_npu.config.context_algorithm import ContextAlgorithm
-from ds_npu.planner.communicators import TRAFFIC, bucket_mib, buffer_mib, default_mib, planned_communicators
-from ds_npu.topology.degrees import Degrees
+from ds_npu.config.hccl import HcclSection
+from ds_npu.config.hccl_groups import TRAFFIC
+from ds_npu.planner.communicators import CommunicatorPlan, MessageSizes, bucket_mib, default_mib
+from ds_npu.topology.degrees import Degrees, box_of, box_ranks
 from ds_npu.topology.topology import EXPERT_GROUPS, GROUPS
 
 SMALL = {"reduce_bucket_size": 2**20, "allgather_bucket_size": 2**21, "stage3_prefetch_bucket_size": 1}
@@ -43,25 +45,93 @@ def test_the_largest_bucket(zero, mib):
     assert bucket_mib({"zero_optimization": zero}) == mib
 
 
+def buffers(grid: Degrees, config: dict, sizes: MessageSizes, *groups: tuple[str, ...]) -> list[int]:
+    plan = CommunicatorPlan(grid, config, sizes=sizes)
+    return [plan.buffer_mib(grid.box(*axes)) for axes in groups]
+
+
+UNKNOWN = MessageSizes()
+
+
 def test_a_buffer_holds_the_largest_message_of_all_axes_with_the_same_ranks(monkeypatch):
     config = {"zero_optimization": SMALL}
     grid = Degrees(pp=2, dp=2, cp=2, tp=2)
-    found = {axes: buffer_mib(grid, axes, config) for axes in GROUPS}
+    found = dict(zip(GROUPS, buffers(grid, config, UNKNOWN, *GROUPS), strict=True))
     scalars = {("dp",): 1, ("pp",): 1, ("pp", "tp"): 1}
     assert found == {("dp", "cp"): 8, ("cp",): DEFAULT, ("tp",): DEFAULT, **scalars}
-    assert buffer_mib(Degrees(dp=2, tp=2), ("dp",), config) == 8
-    assert buffer_mib(Degrees(dp=2, tp=2, ep=2), ("edp",), config) == 8
+    assert buffers(Degrees(dp=2, tp=2), config, UNKNOWN, ("dp",)) == [8]
+    assert buffers(Degrees(dp=2, tp=2, ep=2), config, UNKNOWN, ("edp",)) == [8]
     # Tokens go to experts over the ranks of the buckets.
-    assert buffer_mib(Degrees(dp=2, pp=2, ep=2), ("dp", "cp"), config) == DEFAULT
+    assert buffers(Degrees(dp=2, pp=2, ep=2), config, UNKNOWN, ("dp", "cp")) == [DEFAULT]
     monkeypatch.setenv("HCCL_BUFFSIZE", "4")
-    assert [buffer_mib(grid, axes, config) for axes in (("dp", "cp"), ("tp",), ("pp",))] == [4, 4, 1]
+    assert buffers(grid, config, UNKNOWN, ("dp", "cp"), ("tp",), ("pp",)) == [4, 4, 1]
+
+
+def test_hidden_states_and_tokens_take_what_the_positions_of_the_model_allow():
+    model = {"hidden_size": 4096, "max_position_embeddings": 8192, "num_experts_per_tok": 2}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": SMALL}
+    # 8,192 tokens of 4,096 numbers of 2 bytes; a context rank has half of them.
+    assert MessageSizes.of(config, Degrees(tp=2), model) == MessageSizes(64, 128)
+    assert MessageSizes.of(config, Degrees(tp=2, cp=2), model) == MessageSizes(32, 64)
+    assert MessageSizes.of(config, Degrees(tp=2), {**model, "num_experts_per_tok": None}) == MessageSizes(64)
+    assert MessageSizes.of(config | {"bf16": {}}, Degrees(tp=2), model) == MessageSizes(128, 256)
+    for unknown in ({**model, "max_position_embeddings": None}, {}):
+        assert MessageSizes.of(config, Degrees(tp=2), unknown) == UNKNOWN
+    assert MessageSizes.of(config | {"train_micro_batch_size_per_gpu": "auto"}, Degrees(tp=2), model) == UNKNOWN
+    grid = Degrees(dp=4, tp=2, ep=2)
+    assert buffers(grid, config, MessageSizes(64, 128), ("tp",)) == [128]  # Experts are on the ranks of tp.
+    assert buffers(Degrees(dp=2, tp=2), config, MessageSizes(64, 128), ("tp",), ("dp",)) == [64, 8]
+    assert buffers(Degrees(dp=2, tp=2), config, MessageSizes(640), ("tp",)) == [DEFAULT]
+
+
+def test_what_is_set_takes_the_place_of_the_planned_size_and_is_counted():
+    hccl = HcclSection(buffer_mib={"tensor": 300, "world": 50}, op_expansion_mode={"data": "aiv"})
+    plan = CommunicatorPlan(Degrees(dp=2, tp=2), {"zero_optimization": SMALL}, hccl)
+    found = [(each.name, each.mib, each.is_set) for each in plan.communicators(None)]
+    assert found == [("world", 50, True), ("data", 8, False), ("tensor", 300, True)]
+    assert plan.options([0, 1]) == {"hccl_buffer_size": 300}
+    assert plan.options([1, 3]) == {"hccl_buffer_size": 8, "hccl_op_expansion_mode": 3}
+    # The world's group is the script's, with its own size unless that is set.
+    assert plan.options([0, 1, 2, 3]) == {"hccl_buffer_size": 50}
+    assert CommunicatorPlan(Degrees(dp=2, tp=2)).options([0, 1, 2, 3]) == {}
+
+
+def test_the_priority_of_messages_is_that_of_every_communicator():
+    hccl = HcclSection.model_validate({"qos": {"service_level": 3, "traffic_class": 100}})
+    plan = CommunicatorPlan(Degrees(dp=2, tp=2), {}, hccl)
+    for ranks in ([0, 1], [0, 2], [0, 1, 2, 3]):
+        options = plan.options(ranks)
+        assert (options.pop("qos_service_level"), options.pop("qos_traffic_class")) == (3, 100)
+        assert "hccl_op_expansion_mode" not in options
+
+
+def test_groups_of_a_context_algorithm_and_second_ones_are_told_by_name():
+    hccl = HcclSection(buffer_mib={"Ulysses": 7, "context": 9})
+    plan = CommunicatorPlan(Degrees(dp=2, cp=4), {}, hccl)
+    assert plan.options([0, 1], "Ulysses") == {"hccl_buffer_size": 7}
+    assert plan.options([0, 1, 2, 3]) == {"hccl_buffer_size": 9}
+    assert plan.options([0, 1, 2, 3], "inner ring, second") == {"hccl_buffer_size": DEFAULT}
+    found = {each.name: each.mib for each in plan.communicators(ContextAlgorithm(ulysses=2, ring=2))}
+    assert (found["Ulysses"], found["context"]) == (7, 9)
+    stages = CommunicatorPlan(Degrees(pp=4, dp=2), {}, HcclSection(buffer_mib={"pipeline": 3, "tied weights": 5}))
+    assert stages.options([0, 2, 4, 6]) == {"hccl_buffer_size": 3}
+    assert stages.options([0, 6], "tied weights") == {"hccl_buffer_size": stages.tied_mib()} == {"hccl_buffer_size": 5}
+    assert stages.options([0, 2, 4, 6], "to higher ranks") == {"hccl_buffer_size": DEFAULT}
+
+
+@pytest.mark.parametrize("grid", [Degrees(pp=2, dp=3, cp=2, tp=2), Degrees(pp=2, dp=4, tp=2, ep=2, etp=2)], ids=str)
+def test_layouts_and_ranks_are_inverse(grid):
+    for axes in (*GROUPS, *EXPERT_GROUPS):
+        for ranks in grid.groups(*axes):
+            assert box_of(ranks) == grid.box(*axes)
+            assert {box_ranks(grid.box(*axes), rank) for rank in ranks} == {tuple(ranks)}
 
 
 def names(
     degrees: Degrees, algorithm: ContextAlgorithm | None = None, in_stages: bool = True
 ) -> dict[str, tuple[int, int]]:
     """Name -> number and MiB of each buffer."""
-    planned = planned_communicators(degrees, {}, algorithm, in_stages=in_stages)
+    planned = CommunicatorPlan(degrees).communicators(algorithm, in_stages=in_stages)
     return {each.name: (each.count, each.mib) for each in planned}
 
 
@@ -90,7 +160,7 @@ def test_a_stage_has_at_most_two_neighbours(stages, neighbours):
 def test_stages_without_communicators_of_pairs(monkeypatch):
     monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "0")
     grid = Degrees(pp=4, dp=2)
-    assert names(grid) == names(grid, in_stages=False) | {"stages, up and down": (2, 1)}
+    assert names(grid) == names(grid, in_stages=False) | {"stages, up and down": (2, DEFAULT)}
 
 
 @pytest.mark.parametrize(
@@ -151,4 +221,23 @@ def test_check_prints_the_table(tmp_path, capsys):
         "tensor 1 400 hidden states (128 MiB)",
         "ring, pairs 2 80 keys and values",
         "all 6 1,296",
+    ]
+
+
+def test_check_prints_what_is_set_and_what_the_positions_of_the_model_allow(tmp_path, capsys):
+    path, model = tmp_path / "ds_config.json", tmp_path / "config.json"
+    section = {"parallel": {"tensor": 2}, "hccl": {"buffer_mib": {"world": 50}}}
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": SMALL, "ds_npu": section}))
+    sizes = {"hidden_size": 1024, "max_position_embeddings": 4096}
+    model.write_text(json.dumps({"num_attention_heads": 8, "num_key_value_heads": 8, **sizes}))
+    command = ["check", str(path), "--world-size", "8"]
+    assert main([*command, "--model", str(model)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    start = lines.index("HCCL communicators of each rank, each with two buffers of device memory")
+    # 2 samples * 4,096 tokens * 1,024 numbers of 4 bytes: two buffers of 32 MiB.
+    assert lines[start + 2 : start + 6] == [
+        "world 1 100 set to 50 MiB a buffer; barriers, checkpoints",
+        "data 1 16 buckets of gradients and weights (8 MiB)",
+        "tensor 1 64 hidden states",
+        "all 3 180",
     ]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -240,7 +241,9 @@ class EnginePipeline:
             self._has_begun = True
             if self.layout.recomputes:
                 check_recomputed_once(self.engine.module)
-            agree_before_stages(self.engine.module, self.engine.topology, given, parts[0])
+            model = self.engine.module
+            opened = partial(self.engine.open_other_communicators, model)
+            agree_before_stages(model, self.engine.topology, given, parts[0], opened)
         self._check_alike(len(parts))
 
     def _check_alike(self, count: int) -> None:

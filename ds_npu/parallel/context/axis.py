@@ -67,7 +67,7 @@ def context_axis(topology: Topology, algorithm: ContextAlgorithm) -> ContextAxis
     ring_rank, ulysses_rank = algorithm.ring_and_inner_rank(rank)
     rings = [[index * u + inside for index in range(n)] for inside in range(u)]
     ulysses_group = topology.within(
-        "cp", [[index * u + inside for inside in range(u)] for index in range(n)], "ulysses"
+        "cp", [[index * u + inside for inside in range(u)] for index in range(n)], "Ulysses"
     )
     ring_group = topology.within("cp", rings, "ring")
     ring = None

@@ -17,7 +17,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from ds_npu.comm.collectives import communicator, exchange_rows
+from ds_npu.comm.collectives import exchange_rows
+from ds_npu.comm.communicator import communicator
 from ds_npu.comm.host_copy import copy_to_device
 from ds_npu.config.moe import ABILITIES, Dispatching
 from ds_npu.log import warn_once

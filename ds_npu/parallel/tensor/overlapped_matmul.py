@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ds_npu.comm.collectives import all_gather, communicator, gather_parts, scatter_parts
+from ds_npu.comm.collectives import all_gather, gather_parts, scatter_parts
+from ds_npu.comm.communicator import communicator
 from ds_npu.comm.pending import Pending, Works
 from ds_npu.log import warn_once
 from ds_npu.ops import matmul_collective

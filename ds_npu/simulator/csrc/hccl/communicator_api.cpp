@@ -6,6 +6,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <string>
 #include <thread>
 
 #include "api.h"
@@ -50,6 +51,31 @@ Offers& offers() {
   return *all;
 }
 
+// A line for each communicator that this process has opened by a root info, for tests: its ranks and options.
+class Openings {
+ public:
+  void add(std::uint32_t ranks, const Options& options) {
+    const std::scoped_lock lock(mutex_);
+    for (const std::uint64_t number : {std::uint64_t{ranks}, options.buffer_bytes >> 20, std::uint64_t{options.expansion_mode},
+                                       std::uint64_t{options.traffic_class}, std::uint64_t{options.service_level}})
+      text_ += std::to_string(number) + ' ';
+    text_ += options.name + '\n';
+  }
+  void copy(char* text, std::size_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    text[text_.copy(text, bytes - 1)] = '\0';
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string text_;
+};
+
+Openings& openings() {
+  static auto* all = new Openings;
+  return *all;
+}
+
 void make_root_info(HcclRootInfo* info) {
   *info = {};
   const Address address = Segment::create();
@@ -64,7 +90,9 @@ std::shared_ptr<Communicator> join(const HcclRootInfo& info, std::uint32_t ranks
     const Address& address;
     ~End() { offers().end(address); }
   } end{address};
-  return Communicator::join(address, ranks, rank, Options::from(config), absence_of(address, ranks));
+  const Options options = Options::from(config);
+  openings().add(ranks, options);
+  return Communicator::join(address, ranks, rank, options, absence_of(address, ranks));
 }
 
 // Each device joins in a thread of its own, since joining waits for the others.
@@ -100,6 +128,8 @@ void check_setting(HcclConfig setting) {
 }
 
 }  // namespace
+
+SIM_PLAIN void ds_npu_sim_openings(char* text, std::size_t bytes) { openings().copy(text, bytes); }
 
 SIM_API(HcclResult, HcclGetRootInfo, (HcclRootInfo * info)) { make_root_info(info); }
 

@@ -59,6 +59,9 @@ Options Options::from(const HcclCommConfig* given) {
   options.name = text_of(config.hcclCommName);
   options.buffer_bytes = mebibytes << 20;
   options.buffer_name = text_of(config.hcclBufferName);
+  options.expansion_mode = config.hcclOpExpansionMode;
+  options.traffic_class = config.hcclRdmaTrafficClass;
+  options.service_level = config.hcclRdmaServiceLevel;
   if (seconds != 0) options.execution_timeout = std::chrono::seconds(seconds);  // 0: for ever
   return options;
 }

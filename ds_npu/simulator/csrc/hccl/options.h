@@ -17,6 +17,10 @@ struct Options {
   std::uint64_t buffer_bytes;  // of each of the two
   std::string buffer_name;     // communicators with the same one share the buffers; "": they do not
   std::optional<std::chrono::seconds> execution_timeout;
+  // As given: they have no effect here.
+  std::uint32_t expansion_mode;
+  std::uint32_t traffic_class;
+  std::uint32_t service_level;
 
   // `config` may be null. Throws Failure HCCL_E_PARA.
   static Options from(const HcclCommConfig* config);

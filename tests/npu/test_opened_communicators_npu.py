@@ -1,0 +1,150 @@
+"""HCCL's communicators are opened before they are used: in one order, with the section's options, and told of."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+import gradient_rule as rule
+import hccl_calls
+import pytest
+import tiny_models
+import torch
+import torch.distributed as dist
+from hccl_ranks import endings
+from ranks import run_on_ranks
+
+from ds_npu.comm.communicator import open_communicator
+from ds_npu.log import logger
+
+UNSET = 0xFFFFFFFF
+"""hccl_types.h: HCCL_COMM_TRAFFIC_CLASS_CONFIG_NOT_SET and HCCL_COMM_SERVICE_LEVEL_CONFIG_NOT_SET."""
+BUCKETS = {"reduce_bucket_size": 2**21, "allgather_bucket_size": 2**20, "stage3_prefetch_bucket_size": 10}
+"""Elements; 8 MiB is the largest."""
+QOS = {"service_level": 3, "traffic_class": 100}
+
+
+class Lines(logging.Handler):
+    """Keeps the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def config(section: dict) -> dict:
+    return rule.config(1, torch.float32, {}, **BUCKETS) | {"ds_npu": section}
+
+
+def engine_of(section: dict, model: torch.nn.Module):
+    import deepspeed
+
+    rule.without_extension()
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(section))[0]
+
+
+def opened(section: dict, expected: list[tuple], moe: bool = False) -> None:
+    """Make an engine and take a step; ``expected``: name in the log, and what HCCL was given."""
+    kept = Lines()
+    logger().addHandler(kept)
+    model = tiny_models.tiny("mixtral" if moe else "llama", torch.float32, num_hidden_layers=2)
+    engine = engine_of(section, model)
+    before = hccl_calls.openings()
+    # Not those of pairs of ranks, which have no options.
+    assert [given for _, given in before if given[1] != 20] == [given for _, given in expected]
+    said = [line for line in kept.lines if line.startswith("HCCL communicator")]
+    if dist.get_rank() == 0:
+        pattern = r"HCCL communicator \d of \d, (.*): (\d+) ranks, 2 buffers of (\d+) MiB, opened in (\d+\.\d\d) s"
+        found = [re.fullmatch(pattern, line).groups() for line in said]
+        assert [(name, int(ranks), int(mib)) for name, ranks, mib, _ in found] == [
+            (name, *given[:2]) for name, given in expected
+        ]
+        assert all(0 <= float(seconds) < 60 for *_, seconds in found)
+    else:
+        assert said == []
+    tokens = tiny_models.tokens(rule.MICRO, 16).to(engine.device)
+    for _ in range(rule.ACCUMULATION):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    dist.barrier()
+    assert [row for row in hccl_calls.openings() if row[1][1] != 20] == [row for row in before if row[1][1] != 20]
+
+
+PLAIN = (0, UNSET, UNSET)
+GIVEN = (0, 100, 3)
+CASES = {
+    # Hidden states of a tiny model take 1 MiB, buckets 8, and the environment says 200.
+    "tensor": (
+        4,
+        {"parallel": {"tensor": 2}},
+        [("world", (4, 200, *PLAIN)), ("data", (2, 8, *PLAIN)), ("tensor", (2, 1, *PLAIN))],
+        False,
+    ),
+    "set": (
+        4,
+        {
+            "parallel": {"tensor": 2},
+            "hccl": {"buffer_mib": {"tensor": 7, "world": 9}, "op_expansion_mode": {"data": "aiv"}, "qos": QOS},
+        },
+        [("world", (4, 9, *GIVEN)), ("data", (2, 8, 3, 100, 3)), ("tensor", (2, 7, *GIVEN))],
+        False,
+    ),
+    "context": (
+        4,
+        {
+            "parallel": {"context": 4},
+            "context_parallel": {"algorithm": "hybrid", "ulysses": 2},
+            "hccl": {"buffer_mib": {"Ulysses": 5}},
+        },
+        [("world", (4, 200, *PLAIN)), ("Ulysses", (2, 5, *PLAIN))],
+        False,
+    ),
+    "chosen with the first batch": (2, {"parallel": {"context": 2}}, [("world", (2, 200, *PLAIN))], False),
+    "experts": (
+        4,
+        {"parallel": {"expert": 2}},
+        [("world", (4, 200, *PLAIN)), ("expert data", (2, 8, *PLAIN)), ("expert", (2, 1, *PLAIN))],
+        True,
+    ),
+    "stages": (2, {"parallel": {"pipeline": 2}}, [("world", (2, 200, *PLAIN))], False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_communicator_is_opened_with_its_options_and_in_one_order(name):
+    ranks, section, expected, moe = CASES[name]
+    run_on_ranks(ranks, opened, section, expected, moe, backend="hccl", sets_device=False)
+
+
+def already_open() -> None:
+    kept = Lines()
+    logger().addHandler(kept)
+    torch.npu.set_device(dist.get_rank())
+    dist.barrier()
+    engine_of({"hccl": {"buffer_mib": {"world": 9}}}, torch.nn.Linear(2, 2))
+    assert [row[1][1] for row in hccl_calls.openings()] == [200]
+    if dist.get_rank() == 0:
+        (line,) = (line for line in kept.lines if line.startswith("ds_npu.hccl"))
+        assert "the communicator world was open before the engine was made, without {'hccl_buffer_size': 9}" in line
+
+
+def test_options_of_a_communicator_that_the_script_has_opened_are_warned_of():
+    run_on_ranks(2, already_open, backend="hccl")
+
+
+def one_rank_is_missing() -> None:
+    group = dist.new_group([0, 1], group_desc="planted")
+    if dist.get_rank() == 0:
+        open_communicator(group, "tensor")
+    time.sleep(8)
+
+
+def test_a_missing_rank_is_named_with_the_communicator():
+    ended = endings(2, one_rank_is_missing, HCCL_CONNECT_TIMEOUT="3")
+    assert ended[0].code == 3 and 2 < ended[0].waited_s < 20
+    assert "rank 0 could not open the HCCL communicator tensor of ranks 0, 1 within" in ended[0].said
+    assert "Not begun by ranks 1. What to do: " in ended[0].said

@@ -17,6 +17,7 @@ from ranks import run_on_ranks
 from wire import Wire
 
 from ds_npu.parallel.tensor.awaited_weights import AwaitedWeight
+from ds_npu.zero_ext import partition_exchange
 from ds_npu.zero_ext.bucketed_zero import BUCKETED, why_not_bucketed
 
 KINDS = {"buckets": {}, "plain": PLAIN}
@@ -46,7 +47,8 @@ def test_a_life_in_buckets_is_deepspeeds_to_the_bit():
 
 def checkpoints(folder: str) -> None:
     """A checkpoint of buckets is DeepSpeed's: what either has written either resumes to the bit, states and all."""
-    for life in (Life(steps), Life(steps, stage=2, dtype=torch.bfloat16)):
+    for life, window in ((Life(steps), 50), (Life(steps, stage=2, dtype=torch.bfloat16), 10**6)):
+        partition_exchange.WINDOW = window
         for writer, zero in KINDS.items():
             engine, tag = life.engine(zero), f"{life.stage} {writer}"
             steps(engine)

@@ -91,7 +91,7 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
         yield from ("", *grid_picture(checked.degrees))
         yield from ("", nodes_line(checked.degrees, arguments.machine))
         yield zero_line(checked.degrees, checked.zero_stage)
-        if line := communication_line(ds_config, checked.degrees.dp * checked.degrees.cp):
+        if line := communication_line(ds_config, checked.degrees.dp * checked.degrees.cp, checked.degrees.pp):
             yield line
         yield _batch(checked.batch, checked.degrees.dp, arguments.sequence_length)
         yield from context_part(ds_config, checked, arguments)

@@ -37,10 +37,11 @@ def why_not_in_buckets(ds_config: Config) -> str | None:
     return None
 
 
-def communication_line(ds_config: Config, ranks: int) -> str | None:
-    """How ZeRO 1 and 2 communicate among ``ranks`` ranks, for people; None where nothing is to be said."""
+def communication_line(ds_config: Config, ranks: int, pipeline: int) -> str | None:
+    """How ZeRO 1 and 2 communicate among ``ranks`` ranks of each of ``pipeline`` stages; None if nothing is sent."""
     if zero_stage(ds_config) not in (1, 2) or ranks == 1:
         return None
     if reason := why_not_in_buckets(ds_config):
         return f"DeepSpeed's own code reduces gradients and gathers weights, and the step waits for it: {reason}"
-    return "Gradients are reduce-scattered in buckets behind the backward, weights gathered behind the next forward"
+    behind = "the backward" if pipeline == 1 else "the schedule of the pipeline"
+    return f"Gradients are reduce-scattered in buckets behind {behind}, weights gathered behind the next forward"

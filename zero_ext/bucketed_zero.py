@@ -21,6 +21,7 @@ from ds_npu.comm.collectives import gather_into
 from ds_npu.comm.pending import Work
 from ds_npu.config.zero_buckets import why_not_in_buckets
 from ds_npu.parallel.runtime.marks import Mark
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.awaited_weights import AwaitedWeights, is_read_unseen, uses_of
 from ds_npu.zero_ext.bucket_plan import bucket_elements, plan_of
 from ds_npu.zero_ext.bucketed_gradients import BucketedGradients, BucketedGroup, Key
@@ -152,7 +153,7 @@ class BucketedZero:
     def _process_gradients(self, weight: nn.Parameter, index: int) -> None:
         """In place of DeepSpeed's, in its hook of each gradient."""
         optimizer = self._optimizer
-        if optimizer._coalesce_grad_reduction:
+        if optimizer._coalesce_grad_reduction or OWNER.get(weight) is not self:
             return
         if optimizer.use_grad_accum_attribute:
             optimizer._fill_param_grad_accum_attribute(weight)
@@ -166,6 +167,8 @@ class BucketedZero:
 
     def _end_backward(self) -> None:
         optimizer = self._optimizer
+        if any(OWNER.get(group.weights[0]) is not self for group in self._groups.values() if group.weights):
+            return
         self.gradients.end_backward()
         for index in range(len(optimizer.bit16_groups)):
             optimizer.all_grad_tensors[index] = None
@@ -258,9 +261,11 @@ class BucketedZero:
         for index, group in self._groups.items():
             for position, weight in enumerate(group.weights):
                 values = WeightValues(self._optimizer, index, group, position)
+                functions = values.functions()
+                OWNER.set(weight, self)
                 RUNS.set(weight, values.runs)
-                VALUES.set(weight, values.functions())
-                for name, function in values.functions().items():
+                VALUES.set(weight, functions)
+                for name, function in functions.items():
                     bind_to_weight(weight, name, function)
 
     def _link_again(self, link: Function) -> None:
@@ -282,10 +287,15 @@ class BucketedZero:
 
 BUCKETED = Mark[BucketedZero]("bucketed_zero")
 """The mark of an optimizer whose communication is in buckets."""
+OWNER = TensorAttribute[BucketedZero]("ds_npu_buckets")
+"""The mark of a weight: the buckets of the last engine of its model, whose hooks stand beside those of earlier ones."""
 
 
 def install_buckets(engine: Any, optimizer: Any) -> str | None:
     """Install a BucketedZero where it fits; returns the reason where DeepSpeed's own code communicates."""
+    for weight in engine.module.parameters():
+        for mark in (OWNER, RUNS, VALUES):
+            mark.remove(weight)
     reason = why_not_bucketed(engine, optimizer)
     if reason is None:
         bucketed = BucketedZero(engine, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import subprocess
 import sys
@@ -19,6 +20,22 @@ from wire import Wire
 from ds_npu.parallel.tensor.awaited_weights import AwaitedWeight
 from ds_npu.zero_ext import partition_exchange
 from ds_npu.zero_ext.bucketed_zero import BUCKETED, why_not_bucketed
+
+
+def second_engines() -> None:
+    """Another engine of a model whose first engine is still there, whose hooks its weights keep, is that of a copy."""
+    for stage, accumulation in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        life = Life(steps, stage=stage, accumulation=accumulation)
+        first = life.engine({})
+        steps(first)
+        copied = copy.deepcopy(first.module)
+        found = [steps(life.engine_of(model, {}), 3, first=2) for model in (copied, first.module)]
+        same(found[1], found[0], (stage, accumulation))
+
+
+def test_a_second_engine_of_a_model():
+    run_on_ranks(2, second_engines)
+
 
 KINDS = {"buckets": {}, "plain": PLAIN}
 """Who writes or reads a checkpoint: what it adds to ``zero_optimization``."""

@@ -67,12 +67,14 @@ class Life:
     reentrant: bool = False
 
     def engine(self, zero: dict[str, Any], seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        model = Stack(self.reentrant)
+        return self.engine_of(model.double() if self.dtype == torch.float64 else model, zero)
+
+    def engine_of(self, model: nn.Module, zero: dict[str, Any]) -> Any:
         import deepspeed
 
         gradient_rule.without_extension()
-        torch.manual_seed(seed)
-        model = Stack(self.reentrant)
-        model = model.double() if self.dtype == torch.float64 else model
         config = {
             "train_micro_batch_size_per_gpu": MICRO,
             "gradient_accumulation_steps": self.accumulation,

@@ -288,7 +288,7 @@ class BucketedZero:
 BUCKETED = Mark[BucketedZero]("bucketed_zero")
 """The mark of an optimizer whose communication is in buckets."""
 OWNER = TensorAttribute[BucketedZero]("ds_npu_buckets")
-"""The mark of a weight: the buckets of the last engine of its model, whose hooks stand beside those of earlier ones."""
+"""The mark of a weight: the buckets of the last engine of its model. DeepSpeed's hooks of earlier ones are called, too."""
 
 
 def install_buckets(engine: Any, optimizer: Any) -> str | None:

@@ -31,8 +31,6 @@ class BucketedState:
     def __init__(self, optimizer: Any, groups: Mapping[int, BucketedGroup], own_parts: Callable[[], list[Any]]) -> None:
         """``groups``: those over several ranks; ``own_parts`` makes DeepSpeed's list of partitions of the weights."""
         self._optimizer, self._groups, self._own_parts = optimizer, groups, own_parts
-        self.plain_parts: list[Any] = optimizer.parallel_partitioned_bit16_groups
-        """DeepSpeed's own list."""
         self.is_plain = False
         """Whether masters, state and partitions are in DeepSpeed's order now."""
 
@@ -43,15 +41,10 @@ class BucketedState:
             # Nobody reads by DeepSpeed's addresses what is in another order.
             found.hp_fragment, found.optim_fragment = None, None
 
-    def after_link(self) -> None:
-        """DeepSpeed has linked weights to the masters of now."""
-        if not self.is_plain:
-            self.use_own_parts()
-
-    def divide_again(self) -> None:
-        """Take the views of the flat weights anew, which have other memory."""
+    def plain_parts(self) -> list[list[Any]]:
+        """DeepSpeed's own list: views of the flat weights, by group and rank."""
         flats = enumerate(self._optimizer.bit16_groups_flat)
-        self.plain_parts = [self._optimizer.get_data_parallel_partitions(flat, index) for index, flat in flats]
+        return [self._optimizer.get_data_parallel_partitions(flat, index) for index, flat in flats]
 
     @contextmanager
     def in_plain_order(self, changes: bool) -> Iterator[None]:
@@ -67,7 +60,7 @@ class BucketedState:
         try:
             for index, arrays in before.items():
                 self._put(index, {name: self._plain(index, each) for name, each in arrays.items()})
-            self._optimizer.parallel_partitioned_bit16_groups = self.plain_parts
+            self._optimizer.parallel_partitioned_bit16_groups = self.plain_parts()
             self._show_fragments()
             yield
         except BaseException:

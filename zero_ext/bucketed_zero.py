@@ -38,14 +38,10 @@ def why_not_bucketed(engine: Any, optimizer: Any) -> str | None:
     if reason := why_not_in_buckets(engine._config._param_dict):
         return reason
     inner = type(optimizer.optimizer).__name__
-    reasons = {
-        "torch_autocast sends gradients in several dtypes": len(optimizer.ipg_buckets) > 1,
-        "torch_autocast scales gradients itself": optimizer.torch_autocast_gradscaler is not None,
-        "AutoEP folding corrects each gradient first": optimizer.autoep_folding_tp_group is not None,
-        f"{inner} steps whole matrices": "muon" in inner.lower(),
-        "there is one data rank": all(dist.get_world_size(each) == 1 for each in optimizer.real_dp_process_group),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    if "muon" in inner.lower():
+        return f"{inner} steps whole matrices"
+    alone = all(dist.get_world_size(each) == 1 for each in optimizer.real_dp_process_group)
+    return "there is one data rank" if alone else None
 
 
 class OwnPart:
@@ -239,12 +235,12 @@ class BucketedZero:
         for index, master in enumerate(self._optimizer.single_partition_of_fp32_groups):
             if self.state.is_plain:
                 group = self._groups[index]
-                master.data.copy_(self.state.plain_parts[index][group.rank])
+                master.data.copy_(self.state.plain_parts()[index][group.rank])
             else:
                 master.data.copy_(torch.cat(self.own_slices(index)))
 
     def _own_parts(self) -> OwnParts:
-        parts = [list(each) for each in self.state.plain_parts]
+        parts = self.state.plain_parts()
         for index, group in self._shared.items():
             parts[index] = [None] * group.size
             parts[index][group.rank] = OwnPart(self.own_slices(index))
@@ -271,16 +267,17 @@ class BucketedZero:
     def _link_again(self, link: Function) -> None:
         link()
         self._bind_values()
-        self.state.after_link()
+        if not self.state.is_plain:
+            self.state.use_own_parts()
 
     def _move(self, move: Function, *args: Any, **kwargs: Any) -> Any:
         """``offload_states`` and ``reload_states``, which divide flat weights into partitions anew."""
         self.arrive()
+        # DeepSpeed empties the lists of partitions, of which only views of the flat weights would keep their memory.
         self._optimizer.parallel_partitioned_bit16_groups = []
         try:
             return move(*args, **kwargs)
         finally:
-            self.state.divide_again()
             self.state.use_own_parts()
             self.count_uses()
 
@@ -288,7 +285,7 @@ class BucketedZero:
 BUCKETED = Mark[BucketedZero]("bucketed_zero")
 """The mark of an optimizer whose communication is in buckets."""
 OWNER = TensorAttribute[BucketedZero]("ds_npu_buckets")
-"""The mark of a weight: the buckets of the last engine of its model. DeepSpeed's hooks of earlier ones are called, too."""
+"""The mark of a weight: the buckets of its model's last engine. DeepSpeed's hooks of earlier ones are called, too."""
 
 
 def install_buckets(engine: Any, optimizer: Any) -> str | None:

@@ -91,6 +91,8 @@ class BucketedZero:
         self._works: dict[Key, Work] = {}
         self._uses: dict[int, int] = {}
         self._is_stepping = False
+        self.is_superseded = False
+        """Whether the model has a later engine: DeepSpeed's hooks of this one are called in that one's backwards."""
 
     def install(self) -> None:
         """Take the communication over, and be what DeepSpeed's calls go through."""
@@ -149,7 +151,7 @@ class BucketedZero:
     def _process_gradients(self, weight: nn.Parameter, index: int) -> None:
         """In place of DeepSpeed's, in its hook of each gradient."""
         optimizer = self._optimizer
-        if optimizer._coalesce_grad_reduction or OWNER.get(weight) is not self:
+        if optimizer._coalesce_grad_reduction or self.is_superseded:
             return
         if optimizer.use_grad_accum_attribute:
             optimizer._fill_param_grad_accum_attribute(weight)
@@ -163,7 +165,7 @@ class BucketedZero:
 
     def _end_backward(self) -> None:
         optimizer = self._optimizer
-        if any(OWNER.get(group.weights[0]) is not self for group in self._groups.values() if group.weights):
+        if self.is_superseded:
             return
         self.gradients.end_backward()
         for index in range(len(optimizer.bit16_groups)):
@@ -285,12 +287,14 @@ class BucketedZero:
 BUCKETED = Mark[BucketedZero]("bucketed_zero")
 """The mark of an optimizer whose communication is in buckets."""
 OWNER = TensorAttribute[BucketedZero]("ds_npu_buckets")
-"""The mark of a weight: the buckets of its model's last engine. DeepSpeed's hooks of earlier ones are called, too."""
+"""The mark of a weight: the buckets of its model's last engine."""
 
 
 def install_buckets(engine: Any, optimizer: Any) -> str | None:
     """Install a BucketedZero where it fits; returns the reason where DeepSpeed's own code communicates."""
     for weight in engine.module.parameters():
+        if (earlier := OWNER.get(weight)) is not None:
+            earlier.is_superseded = True
         for mark in (OWNER, RUNS, VALUES):
             mark.remove(weight)
     reason = why_not_bucketed(engine, optimizer)

@@ -201,6 +201,13 @@ def test_what_is_no_number_leaves_the_default(monkeypatch):
     assert default_mib("HCCL_BUFFSIZE") == DEFAULT
 
 
+def communicator_rows(printed: str, count: int) -> list[str]:
+    """The first rows of the table of communicators in what ``ds_npu check`` has printed, without its columns."""
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    start = lines.index("HCCL communicators of each rank, each with two buffers of device memory")
+    return lines[start + 1 : start + 1 + count]
+
+
 def test_check_prints_the_table(tmp_path, capsys):
     path, model = tmp_path / "ds_config.json", tmp_path / "config.json"
     section = {"parallel": {"tensor": 2, "context": 2}}
@@ -211,9 +218,7 @@ def test_check_prints_the_table(tmp_path, capsys):
     short = capsys.readouterr().out
     assert "The context algorithm is chosen with the first batch; its communicators come on top" in short
     assert main([*command, "--model", str(model), "--sequence-length", "8192"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    start = lines.index("HCCL communicators of each rank, each with two buffers of device memory")
-    assert lines[start + 1 : start + 8] == [
+    assert communicator_rows(capsys.readouterr().out, 7) == [
         "group number MiB messages",
         "world 1 400 barriers, checkpoints",
         "data * context 1 16 buckets of gradients and weights (8 MiB)",
@@ -232,10 +237,9 @@ def test_check_prints_what_is_set_and_what_the_positions_of_the_model_allow(tmp_
     model.write_text(json.dumps({"num_attention_heads": 8, "num_key_value_heads": 8, **sizes}))
     command = ["check", str(path), "--world-size", "8"]
     assert main([*command, "--model", str(model)]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    start = lines.index("HCCL communicators of each rank, each with two buffers of device memory")
     # 2 samples * 4,096 tokens * 1,024 numbers of 4 bytes: two buffers of 32 MiB.
-    assert lines[start + 2 : start + 6] == [
+    assert communicator_rows(capsys.readouterr().out, 5) == [
+        "group number MiB messages",
         "world 1 100 set to 50 MiB a buffer; barriers, checkpoints",
         "data 1 16 buckets of gradients and weights (8 MiB)",
         "tensor 1 64 hidden states",

@@ -20,20 +20,29 @@ WINDOW = 1 << 24
 """Elements that a rank receives at one time, at most."""
 
 
-class Segment(NamedTuple):
-    """Elements that are one after the other in both orders."""
+class Transfer(NamedTuple):
+    """Elements that one rank sends to another, or keeps: they are one after the other in both orders."""
 
-    bucketed_rank: int
-    bucketed_start: int
-    """Their first in that rank's partition in the order of buckets."""
-    plain_rank: int
-    plain_start: int
-    """Their first in that rank's partition in DeepSpeed's order."""
+    sender: int
+    start: int
+    """The first of them in the sender's partition."""
+    receiver: int
+    first: int
+    """The first of them in the receiver's."""
     numel: int
 
+    def back(self) -> Transfer:
+        """The transfer in the other direction."""
+        return Transfer(self.receiver, self.first, self.sender, self.start, self.numel)
 
-def segments_of(plan: BucketPlan) -> list[Segment]:
-    """All segments of a buffer, in its order."""
+    def within(self, low: int, high: int) -> Transfer:
+        """The part that the receiver has at ``low`` to ``high``."""
+        begin, end = max(self.first, low), min(self.first + self.numel, high)
+        return self._replace(start=self.start + begin - self.first, first=begin, numel=max(end - begin, 0))
+
+
+def transfers_of(plan: BucketPlan) -> list[Transfer]:
+    """All transfers from the order of buckets to DeepSpeed's, in the order of the buffer."""
     partition = sum(bucket.shard for bucket in plan.buckets)
     found = []
     for bucket in plan.buckets:
@@ -41,9 +50,9 @@ def segments_of(plan: BucketPlan) -> list[Segment]:
             start, stop = bucket.start + rank * bucket.shard, bucket.start + (rank + 1) * bucket.shard
             first = start
             while first < stop:
-                plain_rank, plain_start = divmod(first, partition)
-                numel = min(stop - first, partition - plain_start)
-                found.append(Segment(rank, bucket.owned + first - start, plain_rank, plain_start, numel))
+                receiver, position = divmod(first, partition)
+                numel = min(stop - first, partition - position)
+                found.append(Transfer(rank, bucket.owned + first - start, receiver, position, numel))
                 first += numel
     return found
 
@@ -53,43 +62,36 @@ def to_plain(x: torch.Tensor, out: torch.Tensor, plan: BucketPlan, group: dist.P
 
     Both flat and of one dtype, on the device or on the host. All ranks of ``group`` call it.
     """
-    return _exchange(x, out, segments_of(plan), group)
+    return _exchange(x, out, transfers_of(plan), group)
 
 
 def to_bucketed(x: torch.Tensor, out: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup) -> torch.Tensor:
     """Write a rank's partition in the order of buckets into ``out``; ``x``: its partition in DeepSpeed's order."""
-    moves = [(each[2], each[3], each[0], each[1], each[4]) for each in segments_of(plan)]
-    return _exchange(x, out, moves, group)
-
-
-Transfer = tuple[int, int, int, int, int]
-"""The sender and its first element, the receiver and its first, and their number."""
+    return _exchange(x, out, [each.back() for each in transfers_of(plan)], group)
 
 
 @torch.no_grad()
-def _exchange(x: torch.Tensor, out: torch.Tensor, moves: Sequence[Transfer], group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(
+    x: torch.Tensor, out: torch.Tensor, transfers: Sequence[Transfer], group: dist.ProcessGroup
+) -> torch.Tensor:
     device = get_accelerator().current_device_name()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    own = [each for each in transfers if rank in (each.sender, each.receiver)]
     for low in range(0, out.numel(), WINDOW):
-        inside = [_within(each, low, low + WINDOW) for each in moves]
-        sent = [each for each in inside if each[0] == rank and each[4] > 0]
-        received = [each for each in inside if each[2] == rank and each[4] > 0]
+        inside = [part for each in own if (part := each.within(low, low + WINDOW)).numel]
         # In the order of the ranks, and within one in that of its elements, as the receiver takes them.
-        sent.sort(key=lambda each: (each[2], each[3]))
-        received.sort(key=lambda each: (each[0], each[3]))
-        parts = [x[start : start + numel].to(device) for _, start, _, _, numel in sent]
-        whole = torch.cat(parts) if parts else x.new_empty(0, device=device)
-        to = [sum(each[4] for each in sent if each[2] == other) for other in range(ranks)]
-        of = [sum(each[4] for each in received if each[0] == other) for other in range(ranks)]
-        rows, first = exchange_rows(whole, to, of, group).wait(), 0
-        for *_, start, numel in received:
-            out[start : start + numel].copy_(rows[first : first + numel])
-            first += numel
+        sent = sorted((each for each in inside if each.sender == rank), key=lambda each: (each.receiver, each.first))
+        received = sorted(
+            (each for each in inside if each.receiver == rank), key=lambda each: (each.sender, each.first)
+        )
+        to, of = [0] * ranks, [0] * ranks
+        for each in sent:
+            to[each.receiver] += each.numel
+        for each in received:
+            of[each.sender] += each.numel
+        parts = [x[each.start : each.start + each.numel].to(device) for each in sent]
+        rows = exchange_rows(torch.cat(parts) if parts else x.new_empty(0, device=device), to, of, group).wait()
+        arrived = torch.split(rows, [each.numel for each in received])
+        for each, values in zip(received, arrived, strict=True):
+            out[each.first : each.first + each.numel].copy_(values)
     return out
-
-
-def _within(move: Transfer, low: int, high: int) -> Transfer:
-    """The part of a move that its receiver has at ``low`` to ``high``."""
-    sender, start, receiver, first, numel = move
-    begin, end = max(first, low), min(first + numel, high)
-    return sender, start + begin - first, receiver, begin, max(end - begin, 0)

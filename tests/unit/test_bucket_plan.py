@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_npu.zero_ext.bucket_plan import BucketPlan, bucket_elements, plan_of
-from ds_npu.zero_ext.partition_exchange import segments_of
+from ds_npu.zero_ext.partition_exchange import transfers_of
 
 
 @st.composite
@@ -62,10 +62,10 @@ def test_pieces_are_a_weights_elements_by_bucket(buffer):
 
 
 @given(buffers())
-def test_segments_lead_from_one_order_to_the_other(buffer):
+def test_transfers_lead_from_one_order_to_the_other(buffer):
     plan, ranks, numel, bucket = buffer
     owned, plain = partitions(numel, ranks, bucket), torch.full((ranks, numel // ranks), -1)
-    for rank, start, other, first, size in segments_of(plan):
+    for rank, start, other, first, size in transfers_of(plan):
         plain[other, first : first + size] = owned[rank, start : start + size]
     assert torch.equal(plain.flatten(), torch.arange(numel))
 

@@ -110,8 +110,6 @@ def test_a_prediction_from_the_command_line(tmp_path, capsys):
     file, small = tmp_path / "ds_config.json", tmp_path / "small.json"
     file.write_text(json.dumps(CASES["ZeRO 1, stages of tensor ranks"]))
     model = saved(tmp_path / "model")
-    entry = {"value": 3 << 29, "unit": "B", "mark": "assumed", "trust": "low", "source": "a test"}
-    small.write_text(json.dumps({"machines": {"small": {"like": "A2", "hbm": entry}}}))
     words = ["predict", str(file), "--model", model, "--world-size", "8", "--sequence-length", str(LENGTH)]
     outputs = {flag: tmp_path / f"out{flag}" for flag in ("--json", "--svg", "--trace")}
     assert main([*words, *(str(word) for pair in outputs.items() for word in pair)]) == 0
@@ -126,6 +124,9 @@ def test_a_prediction_from_the_command_line(tmp_path, capsys):
     assert found["figures"]["tokens_per_second_and_npu"] == pytest.approx(512 / step / 8)
     assert {event["pid"] for event in json.loads(outputs["--trace"].read_text())["traceEvents"]} == {0, 4}
     assert "rank 4" in outputs["--svg"].read_text()
+    too_little = int(found["figures"]["peak_gib"] * 2**30) - (1 << 20)
+    entry = {"value": too_little, "unit": "B", "mark": "assumed", "trust": "low", "source": "a test"}
+    small.write_text(json.dumps({"machines": {"small": {"like": "A2", "hbm": entry}}}))
     assert main([*words, "--machine", str(small)]) == 0
     assert "NO; what follows is as if the memory were larger" in capsys.readouterr().out
 

@@ -220,6 +220,15 @@ CARDS: tuple[MethodCard, ...] = (
             ("_link_all_hp_params", ()),
         )
     ),
+    MethodCard(
+        (ZERO_3,),
+        "_post_step",
+        ("timer_names",),
+        "small weights, which stay gathered, are gathered in one message",
+        "each of them is gathered by itself, and the host waits",
+        "runtime/zero/stage3.py:2835",
+        "DeepSpeed gathers them together",
+    ),
     *(
         MethodCard((FRAGMENT,), name, parameters, _BUCKETS, _BUCKETS_WHY, "utils/tensor_fragment.py", _BUCKETS_UNTIL)
         for name, parameters in (("get_full_hp_grad", ()), ("set_full_hp_grad", ("value",)))

@@ -1,4 +1,4 @@
-"""Whether ZeRO 1 and 2 communicate in buckets behind other work, as far as a config tells it."""
+"""Whether ZeRO communicates in buckets, and gathers by a plan, behind other work, as far as a config tells it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,24 @@ SET: tuple[tuple[str, Any, str], ...] = (
 )
 """Keys of DeepSpeed, the value with which its own code communicates, and why."""
 
+PREFETCH = f"{ZERO}.stage3_prefetch_bucket_size"
+SET_3: tuple[tuple[str, Any, str], ...] = (
+    (f"{ZERO}.overlap_comm", False, "nothing is to overlap"),
+    (PREFETCH, 0, "nothing is to be gathered ahead"),
+    (f"{ZERO}.stage3_use_all_reduce_for_fetch_params", True, "weights are to be all-reduced"),
+    (f"{ZERO}.stage3_allgather_sequential", True, "weights are to be gathered one by one"),
+    (f"{ZERO}.zero_quantized_weights", True, "weights are to be sent quantised"),
+    (f"{ZERO}.zero_quantized_nontrainable_weights", True, "weights are kept quantised"),
+    ("compile.deepcompile", True, "compiled graphs gather weights"),
+    ("torch_autocast.enabled", True, "weights are sent in several dtypes"),
+)
+"""The same for ZeRO 3."""
+
 
 def why_not_in_buckets(ds_config: Config) -> str | None:
     """The key of ``ds_config``, and the reason, for which DeepSpeed's own code reduces gradients; None without one."""
-    for key, value, why in SET:
-        if value_at(ds_config, key) is value:
-            return f"{key} is {str(value).lower()}: {why}"
+    if reason := _set_to(ds_config, SET):
+        return reason
     if value_at(ds_config, f"{ZERO}.offload_optimizer.device") not in (None, "none"):
         return f"{ZERO}.offload_optimizer: gradients are added up on the host"
     if str(value_at(ds_config, "optimizer.type")).lower() == "muon":
@@ -34,6 +46,25 @@ def why_not_in_buckets(ds_config: Config) -> str | None:
     in_float32 = value_at(ds_config, "data_types.grad_accum_dtype") in ("fp32", "float32")
     if in_float32 and value_at(ds_config, "bf16.enabled") is True and zero_stage(ds_config) == 1:
         return "data_types.grad_accum_dtype is float32: BF16_Optimizer adds gradients up"
+    return None
+
+
+def why_not_planned(ds_config: Config) -> str | None:
+    """The key of ``ds_config``, and the reason, for which DeepSpeed's own code gathers weights of ZeRO 3; or None."""
+    if reason := _set_to(ds_config, SET_3):
+        return reason
+    others = {"offload_param.device": "none", "zero_hpz_partition_size": 1, "stage3_module_granularity_threshold": 0}
+    for name, plain in {**others, "zenflow": None}.items():
+        if value_at(ds_config, f"{ZERO}.{name}") not in (None, plain):
+            return f"{ZERO}.{name}: weights are kept or gathered in a form of their own"
+    return None
+
+
+def _set_to(ds_config: Config, keys: tuple[tuple[str, Any, str], ...]) -> str | None:
+    for key, value, why in keys:
+        found = value_at(ds_config, key)
+        if found == value and type(found) is type(value):
+            return f"{key} is {str(value).lower()}: {why}"
     return None
 
 

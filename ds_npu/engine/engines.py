@@ -69,6 +69,7 @@ from ds_npu.zero_ext.stage_3_corrections import (
     gathered_as_one,
 )
 from ds_npu.zero_ext.training_engine import EngineEvents
+from ds_npu.zero_ext.weight_gathers import install_gathers
 
 
 def time_without_waiting(engine: DeepSpeedEngine) -> None:
@@ -212,7 +213,9 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
             logger().debug("DeepSpeed's own code reduces gradients and gathers weights: %s", reason)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
-            gather_after_steps(zero)
+            if reason := install_gathers(self, zero):
+                logger().debug("DeepSpeed's own code gathers weights: %s", reason)
+                gather_after_steps(zero)
             if self.has_experts:
                 add_up_experts(zero, self.topology)
         return zero

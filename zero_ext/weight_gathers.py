@@ -1,0 +1,382 @@
+"""Gathers of ZeRO 3 by a plan, in place of DeepSpeed's PartitionedParameterCoordinator.
+
+DeepSpeed's hooks of modules call it before and after each forward and backward of a module, and it keeps that class's
+marks of weights (0.19.8 runtime/zero/partitioned_param_coordinator.py). The first micro-batch is recorded; from then on
+messages are sent ahead by ``gather_plan``. A message has memory of its own, which the next one uses again, and weights
+are copied out of it on a stream of their own. That stream waits for all that was computed before a message is sent, so
+memory of released weights is used again at once, and the host waits for nothing; DeepSpeed's allocator keeps it
+until the device has come so far, and its host therefore waits for every third fetch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, update_recompute_parameters
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+
+from ds_npu.comm.collectives import gather_into
+from ds_npu.comm.pending import Work
+from ds_npu.config.deepspeed_keys import value_at
+from ds_npu.config.zero_buckets import PREFETCH, why_not_planned
+from ds_npu.zero_ext.gather_plan import AHEAD, GatherPlan, Limits, Message, Use, message_elements, plan_gathers
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
+
+Weight = Any
+"""A parameter with the attributes that DeepSpeed's zero.Init gives it."""
+Weights = Sequence[Weight]
+COORDINATOR = "param_coordinator"
+DEFAULT = 50_000_000
+"""DeepSpeed's own stage3_prefetch_bucket_size."""
+
+
+class SentPart(NamedTuple):
+    """The weights of one dtype and one group of ranks in a message."""
+
+    weights: Weights
+    received: torch.Tensor
+    """[ranks, elements that each rank holds of them]"""
+    work: Work
+
+
+class GatheringStreams(NamedTuple):
+    """The streams of an NPU that gather."""
+
+    sends: Any
+    copies: Any
+    """Copies weights out of messages, while the next message travels."""
+
+
+class MessageMemory:
+    """Memory for one message at a time, for each dtype and group of ranks."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self.emptied: Any = None
+        """The event behind which the message before has been copied out; None on the CPU."""
+
+    def of(self, key: tuple[torch.dtype, int], ranks: int, elements: int) -> torch.Tensor:
+        """[ranks, elements], of any values."""
+        memory = self._memory.get(key)
+        if memory is None or memory.numel() < ranks * elements:
+            self._memory.pop(key, None)
+            device = get_accelerator().current_device_name()
+            memory = self._memory[key] = torch.empty(ranks * elements, dtype=key[0], device=device)
+        return memory[: ranks * elements].view(ranks, elements)
+
+
+class MessageInFlight:
+    """Weights that are gathered; until ``arrive`` nobody may read them."""
+
+    def __init__(self, weights: Weights, memory: MessageMemory, streams: GatheringStreams | None) -> None:
+        """Send the message. ``streams``: None on the CPU, where arriving waits for the message."""
+        self.weights = weights
+        self._event: Any = None
+        for weight in weights:
+            weight.ds_status = ZeroParamStatus.INFLIGHT
+        if streams is None:
+            self._parts = [_send(part, memory) for part in _by_ranks(weights)]
+            return
+        accelerator = get_accelerator()
+        for stream in streams:
+            # Behind what is computed up to now nobody computes with the weights that are released.
+            stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(streams.sends):
+            if memory.emptied is not None:
+                streams.sends.wait_event(memory.emptied)
+            self._parts = [_send(part, memory) for part in _by_ranks(weights)]
+        with accelerator.stream(streams.copies):
+            self._copy_out()
+            self._event = memory.emptied = streams.copies.record_event()
+
+    def arrive(self) -> None:
+        """Let the current stream wait for the weights, and mark them as available."""
+        if self._event is None:
+            self._copy_out()
+        else:
+            get_accelerator().current_stream().wait_event(self._event)
+        for weight in self.weights:
+            weight.ds_status = ZeroParamStatus.AVAILABLE
+
+    def _copy_out(self) -> None:
+        for weights, received, work in self._parts:
+            work.wait()
+            first = 0
+            for weight in weights:
+                shard = weight.ds_tensor.ds_numel
+                whole = torch.empty(len(received), shard, dtype=received.dtype, device=received.device)
+                whole.copy_(received[:, first : first + shard])
+                weight.data = whole.view(-1)[: weight.ds_numel].view(weight.ds_shape)
+                first += shard
+        self._parts = []
+
+
+def _by_ranks(weights: Weights) -> Iterator[Weights]:
+    parts: dict[tuple[torch.dtype, int], list[Weight]] = {}
+    for weight in weights:
+        parts.setdefault((weight.ds_tensor.dtype, id(weight.ds_process_group)), []).append(weight)
+    yield from parts.values()
+
+
+def _send(weights: Weights, memory: MessageMemory) -> SentPart:
+    group: Any = weights[0].ds_process_group
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    elements = sum(weight.ds_tensor.ds_numel for weight in weights)
+    received = memory.of((weights[0].ds_tensor.dtype, id(group)), ranks, elements)
+    torch.cat([weight.ds_tensor.to(received.device).view(-1) for weight in weights], out=received[rank])
+    return SentPart(weights, received, gather_into(received.view(-1), received[rank], group))
+
+
+class WeightGathers:
+    """Fetches and releases the weights of one engine's model, as DeepSpeed's hooks ask for it."""
+
+    hierarchy = 0
+    """DeepSpeed's optimizer sets it."""
+
+    def __init__(self, root: nn.Module, limits: Limits, streams: GatheringStreams | None) -> None:
+        """``root``: the module whose forward begins a micro-batch. ``streams``: None on the CPU."""
+        self._root, self._limits, self._streams = root, limits, streams
+        self._memory = deque(MessageMemory() for _ in range(AHEAD))
+        self._in_flight: deque[MessageInFlight] = deque()
+        self._weights: dict[int, Weight] = {weight.ds_id: weight for weight in _all_of(root)}
+        self._window: frozenset[int] = frozenset()
+        self._plan: GatherPlan | None = None
+        self._sent_behind: Mapping[int, Sequence[Message]] = {}
+        self._order: Sequence[int] = ()
+        """The modules that the plan expects, by their ds_id."""
+        self._follows = False
+        """Whether this micro-batch has been as planned."""
+        self._position = 0
+        self._modules: list[int] = []
+        """The modules of the micro-batch that is recorded."""
+        self._uses: list[Use] = []
+        self._opened: dict[int, int] = {}
+        """The index in ``_uses`` of the use of each weight that is not over."""
+        self._in_backward: dict[int, Any] = {}
+        self._lock = RLock()
+        """Backwards of a model on several devices run on several threads."""
+
+    # DeepSpeed's interface of its coordinator
+
+    def trace_prologue(self, sub_module: nn.Module) -> None:
+        """Nothing: a fetch looks at the order itself."""
+
+    def is_record_trace(self) -> bool:
+        return False
+
+    def is_complete_trace(self) -> bool:
+        return self._plan is not None
+
+    def is_invalid_trace(self) -> bool:
+        return self._plan is None
+
+    def _invalidate_trace(self) -> None:
+        """Forget the plan: DeepSpeed gives the modules other numbers."""
+        self._plan, self._follows = None, False
+
+    def reset_step(self) -> None:
+        """Begin a micro-batch."""
+        self.settle()
+        if self._plan is None and self._uses:
+            self._make_plan()
+        elif self._plan is not None and not self._follows and self._position:
+            self._plan = None
+        self._follows, self._position = self._plan is not None, 0
+        self._modules, self._uses, self._opened = [], [], {}
+        self._send_behind(-1)
+
+    def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
+        """Let the current stream wait for the weights of a module, and send the messages that follow."""
+        with self._lock, torch.no_grad():
+            self._follow(current_submodule.ds_id)
+            if not forward:
+                self._in_backward[current_submodule.ds_id] = current_submodule
+            weights = _weights_of(current_submodule)
+            if missing := [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]:
+                self._send(missing)
+            while any(each.ds_status == ZeroParamStatus.INFLIGHT for each in weights):
+                self._in_flight.popleft().arrive()
+            is_recomputed = forward and torch._C._current_graph_task_id() != -1
+            for weight in weights:
+                weight.ds_active_sub_modules.add(current_submodule.ds_id)
+                if is_recomputed and self._in_backward and not weight.requires_grad:
+                    update_recompute_parameters(next(reversed(self._in_backward.values())), weight)
+                self._record_use(weight)
+            if self._follows:
+                self._send_behind(self._position)
+            self._position += 1
+
+    def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
+        """Release the weights of a module that nobody computes with and that do not stay."""
+        with self._lock, torch.no_grad():
+            weights = {weight.ds_id: weight for weight in _weights_of(submodule)}
+            if not forward:
+                weights.update((weight.ds_id, weight) for weight in submodule.ds_recompute_parameters)
+                submodule.ds_recompute_parameters.clear()
+                self._in_backward.pop(submodule.ds_id, None)
+            for weight in weights.values():
+                weight.ds_active_sub_modules.discard(submodule.ds_id)
+                self._release_unless_it_stays(weight)
+
+    def release_backward_leftovers(self) -> None:
+        """Release the weights of modules whose backward did not end in DeepSpeed's hook."""
+        while self._in_backward:
+            _, module = self._in_backward.popitem()
+            self.release_sub_module(module)
+
+    def release_and_reset_all(self, module: nn.Module) -> None:
+        """Release all weights of ``module``."""
+        with self._lock:
+            self._arrive()
+            for weight in iter_params(module, recurse=True):
+                weight.ds_active_sub_modules.clear()
+                _release(weight)
+
+    # Ours
+
+    def end_forward(self, *_: object) -> None:
+        """Behind the forward of the whole model; DeepSpeed's hooks, which run without gradients, cannot tell."""
+        if not torch.is_grad_enabled():
+            self.settle()
+
+    def settle(self) -> None:
+        """Let what is in flight arrive, and release what was gathered ahead and not used."""
+        self._arrive()
+        for weight in self._weights.values():
+            if weight.ds_id not in self._window and not weight.ds_persist:
+                _release(weight)
+
+    def gather(self, weights: Iterable[Weight]) -> None:
+        """Gather those of ``weights`` that are not there, in one message for each dtype and group."""
+        with self._lock, torch.no_grad():
+            if missing := [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]:
+                self._send(missing)
+            self._arrive()
+
+    def _follow(self, module: int) -> None:
+        self._follows = self._follows and self._order[self._position : self._position + 1] == (module,)
+        if self._plan is None:
+            self._modules.append(module)
+
+    def _record_use(self, weight: Weight) -> None:
+        """Open a use of a weight in the micro-batch that is recorded, or prolong the one that is not over."""
+        if self._plan is None and not weight.ds_persist:
+            number = weight.ds_id
+            if number not in self._opened:
+                self._opened[number] = len(self._uses)
+                self._uses.append(Use(number, self._position, self._position))
+
+    def _release_unless_it_stays(self, weight: Weight) -> None:
+        if weight.ds_active_sub_modules:
+            return
+        number = weight.ds_id
+        if number in self._opened:
+            index = self._opened.pop(number)
+            self._uses[index] = self._uses[index]._replace(last=self._position - 1)
+        stays = weight.ds_persist or weight.is_external_param or number in self._window
+        if not stays and not (self._follows and self._plan is not None and self._plan.stays(number, self._position)):
+            _release(weight)
+
+    def _send_behind(self, position: int) -> None:
+        for message in self._sent_behind.get(position, ()) if self._follows else ():
+            weights = [self._weights[number] for number in message.weights]
+            if missing := [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]:
+                self._send(missing)
+
+    def _send(self, weights: Weights) -> None:
+        if len(self._in_flight) == AHEAD:
+            self._in_flight.popleft().arrive()
+        self._in_flight.append(MessageInFlight(weights, self._memory[0], self._streams))
+        self._memory.rotate(-1)
+
+    def _arrive(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().arrive()
+
+    def _make_plan(self) -> None:
+        last = self._position - 1
+        uses = [
+            use._replace(last=last) if self._opened.get(use.weight) == index else use
+            for index, use in enumerate(self._uses)
+        ]
+        self._weights.update((weight.ds_id, weight) for weight in _all_of(self._root))
+        sizes = {number: weight.ds_numel for number, weight in self._weights.items()}
+        self._plan = plan_gathers(uses, sizes, self._limits, self._window)
+        self._sent_behind, self._order = self._plan.sent_behind(), tuple(self._modules)
+        _check_same([*self._order, *(number for use in uses for number in use)])
+
+
+def _weights_of(module: nn.Module) -> list[Weight]:
+    weights: Collection[Weight] = set(iter_params(module, recurse=z3_leaf_module(module)))
+    return sorted(weights, key=lambda weight: int(weight.ds_id))
+
+
+def _all_of(root: nn.Module) -> Iterator[Weight]:
+    yield from root.parameters()
+
+
+def _release(weight: Weight) -> None:
+    """Free a weight that nobody computes with. The stream that gathers waits before it uses the memory again."""
+    if weight.ds_status == ZeroParamStatus.AVAILABLE and not weight.ds_active_sub_modules:
+        weight.data = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        weight.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+def _check_same(numbers: Sequence[int]) -> None:
+    """Raise RuntimeError on all ranks where their orders of modules differ."""
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(get_accelerator().current_device_name())
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    others = [rank for rank, each in enumerate(torch.stack(found).cpu()) if not torch.equal(each, found[0].cpu())]
+    if others:
+        raise RuntimeError(
+            f"ZeRO 3: rank {others[0]} ran other modules than rank 0 in a micro-batch, or in another order. Weights "
+            "are gathered when a module needs them, so all ranks have to run the same modules in one order. What to "
+            "do: let all ranks take the same branches of the model, or use ZeRO 1 or 2"
+        )
+
+
+def install_gathers(engine: Any, optimizer: Any) -> str | None:
+    """Gather the weights of ``optimizer``, ZeRO 3's, by a plan; or return why DeepSpeed's own code does it."""
+    offload, config = optimizer.parameter_offload, engine._config._param_dict
+    reason = why_not_planned(config) or _why_not(optimizer)
+    if reason is not None:
+        return reason
+    elements = sum(weight.ds_numel for weight in engine.module.parameters())
+    gathered = offload._max_available_parameters_in_numel
+    message = offload._prefetch_bucket_sz
+    if value_at(config, PREFETCH) is None and message == DEFAULT:
+        message = message_elements(elements)
+    limits = Limits(min(message, gathered), gathered, offload._max_reuse_distance_in_numel)
+    accelerator = get_accelerator()
+    is_host = accelerator.is_synchronized_device()
+    streams = None if is_host else GatheringStreams(accelerator.Stream(), accelerator.Stream())
+    gathers = WeightGathers(engine.module, limits, streams)
+    setattr(offload, COORDINATOR, gathers)
+    engine.module.register_forward_hook(gathers.end_forward)
+
+    def end_step(post_step: Any, timer_names: Any) -> None:
+        gathers.gather(optimizer.persistent_parameters)
+        post_step(timer_names)
+
+    wrap_method(optimizer, "_post_step", end_step, MethodLevel.BUCKETS)
+    return None
+
+
+def _why_not(optimizer: Any) -> str | None:
+    weights = [weight for group in optimizer.fp16_groups for weight in group]
+    if all(dist.get_world_size(weight.ds_process_group) == 1 for weight in weights):
+        return "there is one data rank"
+    if any(weight.ds_secondary_tensor is not None or hasattr(weight.ds_tensor, "ds_quant_scale") for weight in weights):
+        return "weights have a second partition, or are quantised"
+    return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -59,14 +59,14 @@ class GatherPlan:
     messages: tuple[Message, ...]
     uses: Mapping[int, tuple[tuple[int, bool], ...]]
     """For each weight the first position of each use, and whether it is still gathered from the one before."""
-    window: frozenset[int]
-    """Weights that stay gathered until the optimizer step."""
+    carried: frozenset[int]
+    """Weights that stay gathered from one micro-batch to the next, until the optimizer step."""
 
     def stays(self, weight: int, position: int) -> bool:
         """Whether a weight whose use has ended before ``position`` is fetched stays gathered."""
         uses = self.uses.get(weight, ())
         following = bisect_left(uses, (position, False))
-        return weight in self.window or (following < len(uses) and uses[following][1])
+        return uses[following][1] if following < len(uses) else weight in self.carried
 
     def sent_behind(self) -> Mapping[int, tuple[Message, ...]]:
         """The messages by the position behind which they are sent."""
@@ -79,39 +79,62 @@ def message_elements(model: int) -> int:
 
 
 def plan_gathers(
-    uses: Sequence[Use], sizes: Mapping[int, int], limits: Limits, window: Collection[int] = ()
+    uses: Sequence[Use], sizes: Mapping[int, int], limits: Limits, kept: Collection[int] = ()
 ) -> GatherPlan:
-    """The plan for the ``uses`` of weights of ``sizes`` elements.
+    """The plan for the ``uses`` of weights of ``sizes`` elements in a micro-batch, which others like it follow.
 
-    ``uses``: ordered by their first positions, those of one weight apart from each other. ``window``: the weights that
-    are to stay gathered until the optimizer step; they have messages of their own.
+    ``uses``: ordered by their first positions, those of one weight apart from each other. ``kept``: weights that stay
+    gathered until the optimizer step whatever the limits are.
     """
-    fetched = _before(((use.first + 1, sizes[use.weight]) for use in uses), _positions(uses))
+    fetched = _before(((use.first + 1, sizes[use.weight]) for use in uses), uses)
+    carried = frozenset(_carried(uses, fetched, limits.reuse)).union(kept)
     ends: dict[int, int] = {}
     by_weight: dict[int, list[tuple[int, bool]]] = {}
-    changes: list[tuple[int, int]] = []
     drafts: list[list[Use]] = []
     for use in uses:
-        weight, size, end = use.weight, sizes[use.weight], ends.get(use.weight)
-        is_kept = end is not None and (
-            weight in window or fetched[use.first] - fetched[end + 1] < limits.reuse or not _is_over(end, drafts)
+        weight, end = use.weight, ends.get(use.weight)
+        stays = end is not None and (
+            weight in kept or fetched[use.first] - fetched[end + 1] < limits.reuse or not _is_over(end, drafts)
         )
-        if weight not in window:
-            gathered_from = end + 1 if is_kept and end is not None else use.first
-            changes += (gathered_from, size), (use.last + 1, -size)
+        by_weight.setdefault(weight, []).append((use.first, stays))
         ends[weight] = use.last
-        by_weight.setdefault(weight, []).append((use.first, is_kept))
-        if is_kept:
+        if stays:
             continue
-        joins = bool(drafts) and (drafts[-1][0].weight in window) == (weight in window)
-        joins = joins and sum(sizes[each.weight] for each in drafts[-1]) + size <= limits.message
+        joins = bool(drafts) and (drafts[-1][0].weight in carried) == (weight in carried)
+        joins = joins and sum(sizes[each.weight] for each in drafts[-1]) + sizes[weight] <= limits.message
         if joins and (end is None or _is_over(end, drafts[:-1])):
             drafts[-1].append(use)
         else:
             drafts.append([use])
-    gathered = _before(changes, _positions(uses))
-    messages = tuple(_messages(drafts, sizes, gathered, limits.gathered))
-    return GatherPlan(messages, {weight: tuple(each) for weight, each in by_weight.items()}, frozenset(window))
+    plan = GatherPlan((), {weight: tuple(each) for weight, each in by_weight.items()}, carried)
+    gathered = _before(_changes(uses, sizes, plan, kept), uses)
+    return replace(plan, messages=tuple(_messages(drafts, sizes, gathered, limits.gathered)))
+
+
+def _carried(uses: Sequence[Use], fetched: Sequence[int], reuse: int) -> Iterator[int]:
+    """Weights of which less than ``reuse`` elements are fetched between their last use and their first in the next."""
+    firsts, ends = {use.weight: use.first for use in reversed(uses)}, {use.weight: use.last for use in uses}
+    for weight, first in firsts.items():
+        if fetched[-1] - fetched[ends[weight] + 1] + fetched[first] < reuse:
+            yield weight
+
+
+def _changes(
+    uses: Sequence[Use], sizes: Mapping[int, int], plan: GatherPlan, kept: Collection[int]
+) -> Iterator[tuple[int, int]]:
+    """Positions, and how many more elements are gathered there than before; without ``kept`` and messages ahead."""
+    ends: dict[int, int] = {}
+    for use in uses:
+        weight, size, end = use.weight, sizes[use.weight], ends.get(use.weight)
+        if weight in kept:
+            continue
+        if not (weight in plan.carried if end is None else plan.stays(weight, end + 1)):
+            yield use.first, size
+        elif end is None:
+            yield 0, size
+        if not plan.stays(weight, use.last + 1):
+            yield use.last + 1, -size
+        ends[weight] = use.last
 
 
 def _is_over(end: int, drafts: Sequence[Sequence[Use]]) -> bool:
@@ -119,13 +142,9 @@ def _is_over(end: int, drafts: Sequence[Sequence[Use]]) -> bool:
     return len(drafts) >= AHEAD and end + 1 < drafts[-AHEAD][0].first
 
 
-def _positions(uses: Sequence[Use]) -> int:
-    return max((use.last for use in uses), default=-1) + 1
-
-
-def _before(changes: Iterable[tuple[int, int]], positions: int) -> list[int]:
-    """For each position the sum of the changes at it and before it."""
-    at = [0] * (positions + 2)
+def _before(changes: Iterable[tuple[int, int]], uses: Sequence[Use]) -> list[int]:
+    """For each position the sum of the changes at it and before it; for -1, the position before the first, of all."""
+    at = [0] * (max((use.last for use in uses), default=-1) + 3)
     for position, change in changes:
         at[position] += change
     return list(accumulate(at))

@@ -148,7 +148,7 @@ class WeightGathers:
         self._memory = deque(MessageMemory() for _ in range(AHEAD))
         self._in_flight: deque[MessageInFlight] = deque()
         self._weights: dict[int, Weight] = {weight.ds_id: weight for weight in _all_of(root)}
-        self._window: frozenset[int] = frozenset()
+        self._kept: frozenset[int] = frozenset()
         self._plan: GatherPlan | None = None
         self._sent_behind: Mapping[int, Sequence[Message]] = {}
         self._order: Sequence[int] = ()
@@ -252,7 +252,7 @@ class WeightGathers:
         """Let what is in flight arrive, and release what was gathered ahead and not used."""
         self._arrive()
         for weight in self._weights.values():
-            if weight.ds_id not in self._window and not weight.ds_persist:
+            if not (weight.ds_persist or (self._plan is not None and weight.ds_id in self._plan.carried)):
                 _release(weight)
 
     def gather(self, weights: Iterable[Weight]) -> None:
@@ -282,8 +282,10 @@ class WeightGathers:
         if number in self._opened:
             index = self._opened.pop(number)
             self._uses[index] = self._uses[index]._replace(last=self._position - 1)
-        stays = weight.ds_persist or weight.is_external_param or number in self._window
-        if not stays and not (self._follows and self._plan is not None and self._plan.stays(number, self._position)):
+        stays = weight.ds_persist or weight.is_external_param
+        if self._plan is not None:
+            stays = stays or number in self._kept or (self._follows and self._plan.stays(number, self._position))
+        if not stays:
             _release(weight)
 
     def _send_behind(self, position: int) -> None:
@@ -310,7 +312,7 @@ class WeightGathers:
         ]
         self._weights.update((weight.ds_id, weight) for weight in _all_of(self._root))
         sizes = {number: weight.ds_numel for number, weight in self._weights.items()}
-        self._plan = plan_gathers(uses, sizes, self._limits, self._window)
+        self._plan = plan_gathers(uses, sizes, self._limits, self._kept)
         self._sent_behind, self._order = self._plan.sent_behind(), tuple(self._modules)
         _check_same([*self._order, *(number for use in uses for number in use)])
 

@@ -314,7 +314,8 @@ class WeightGathers:
         sizes = {number: weight.ds_numel for number, weight in self._weights.items()}
         self._plan = plan_gathers(uses, sizes, self._limits, self._kept)
         self._sent_behind, self._order = self._plan.sent_behind(), tuple(self._modules)
-        _check_same([*self._order, *(number for use in uses for number in use)])
+        # Ranks may hold other experts, which are gathered among the ranks that hold the same.
+        _check_same(repr((self._order, [(sizes[use.weight], use.first, use.last) for use in uses])))
 
 
 def _weights_of(module: nn.Module) -> list[Weight]:
@@ -333,9 +334,9 @@ def _release(weight: Weight) -> None:
         weight.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
-def _check_same(numbers: Sequence[int]) -> None:
+def _check_same(order: str) -> None:
     """Raise RuntimeError on all ranks where their orders of modules differ."""
-    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    digest = hashlib.sha256(order.encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(get_accelerator().current_device_name())
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)

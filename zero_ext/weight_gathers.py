@@ -28,6 +28,7 @@ from ds_npu.comm.collectives import gather_into
 from ds_npu.comm.pending import Work
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.zero_buckets import PREFETCH, why_not_planned
+from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.zero_ext.gather_plan import AHEAD, GatherPlan, Limits, Message, Use, message_elements, plan_gathers
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
@@ -150,6 +151,8 @@ class WeightGathers:
         self._weights: dict[int, Weight] = {weight.ds_id: weight for weight in _all_of(root)}
         self._kept: frozenset[int] = frozenset()
         self._plan: GatherPlan | None = None
+        self._planned: Sequence[Use] = ()
+        """The uses that the plan is made for."""
         self._sent_behind: Mapping[int, Sequence[Message]] = {}
         self._order: Sequence[int] = ()
         """The modules that the plan expects, by their ds_id."""
@@ -255,6 +258,24 @@ class WeightGathers:
             if not (weight.ds_persist or (self._plan is not None and weight.ds_id in self._plan.carried)):
                 _release(weight)
 
+    def keep(self, size: int) -> int:
+        """Keep weights of up to ``size`` bytes gathered from one step to the next; returns the bytes of those kept.
+
+        Those that are used first, so that the first forward behind a step has the most time for gathering the others.
+        """
+        order = dict.fromkeys([use.weight for use in self._planned] or self._weights)
+        kept, total = [], 0
+        for weight in (self._weights[number] for number in order):
+            total += weight.ds_numel_aligned * weight.ds_tensor.itemsize
+            if total > size:
+                total -= weight.ds_numel_aligned * weight.ds_tensor.itemsize
+                break
+            kept.append(weight.ds_id)
+        self._kept = frozenset(kept)
+        if self._plan is not None:
+            self._follow_plan_of(self._planned)
+        return total
+
     def gather(self, weights: Iterable[Weight]) -> None:
         """Gather those of ``weights`` that are not there, in one message for each dtype and group."""
         with self._lock, torch.no_grad():
@@ -311,11 +332,18 @@ class WeightGathers:
             for index, use in enumerate(self._uses)
         ]
         self._weights.update((weight.ds_id, weight) for weight in _all_of(self._root))
-        sizes = {number: weight.ds_numel for number, weight in self._weights.items()}
-        self._plan = plan_gathers(uses, sizes, self._limits, self._kept)
-        self._sent_behind, self._order = self._plan.sent_behind(), tuple(self._modules)
+        self._order = tuple(self._modules)
+        sizes = self._follow_plan_of(uses)
         # Ranks may hold other experts, which are gathered among the ranks that hold the same.
         _check_same(repr((self._order, [(sizes[use.weight], use.first, use.last) for use in uses])))
+
+    def _follow_plan_of(self, uses: Sequence[Use]) -> Mapping[int, int]:
+        """Make the plan; returns the elements of each weight."""
+        sizes = {number: int(weight.ds_numel) for number, weight in self._weights.items()}
+        self._planned = uses
+        self._plan = plan_gathers(uses, sizes, self._limits, self._kept)
+        self._sent_behind = self._plan.sent_behind()
+        return sizes
 
 
 def _weights_of(module: nn.Module) -> list[Weight]:
@@ -349,6 +377,10 @@ def _check_same(order: str) -> None:
         )
 
 
+GATHERS = Mark[WeightGathers]("weight_gathers")
+"""The mark of an optimizer whose weights are gathered by a plan."""
+
+
 def install_gathers(engine: Any, optimizer: Any) -> str | None:
     """Gather the weights of ``optimizer``, ZeRO 3's, by a plan; or return why DeepSpeed's own code does it."""
     offload, config = optimizer.parameter_offload, engine._config._param_dict
@@ -366,6 +398,7 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
     streams = None if is_host else GatheringStreams(accelerator.Stream(), accelerator.Stream())
     gathers = WeightGathers(engine.module, limits, streams)
     setattr(offload, COORDINATOR, gathers)
+    GATHERS.set(optimizer, gathers)
     engine.module.register_forward_hook(gathers.end_forward)
 
     def end_step(post_step: Any, timer_names: Any) -> None:

@@ -69,9 +69,13 @@ def _set_to(ds_config: Config, keys: tuple[tuple[str, Any, str], ...]) -> str | 
 
 
 def communication_line(ds_config: Config, ranks: int, pipeline: int) -> str | None:
-    """How ZeRO 1 and 2 communicate among ``ranks`` ranks of each of ``pipeline`` stages; None if nothing is sent."""
-    if zero_stage(ds_config) not in (1, 2) or ranks == 1:
+    """How ZeRO communicates among ``ranks`` ranks of each of ``pipeline`` stages; None if nothing is to be said."""
+    if zero_stage(ds_config) not in (1, 2, 3) or ranks == 1:
         return None
+    if zero_stage(ds_config) == 3:
+        if reason := why_not_planned(ds_config):
+            return f"DeepSpeed's own code gathers weights, about one in a message: {reason}"
+        return "Weights are gathered in few messages, behind what is computed, as the first micro-batch used them"
     if reason := why_not_in_buckets(ds_config):
         return f"DeepSpeed's own code reduces gradients and gathers weights, and the step waits for it: {reason}"
     behind = "the backward" if pipeline == 1 else "the schedule of the pipeline"

@@ -35,6 +35,7 @@ from ds_npu.cli.prediction.training_script import (
     ulysses_groups,
     whole_model,
 )
+from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.engine.engines import NpuEngine
 from ds_npu.features.measured_step import MeasuredStep
 
@@ -66,8 +67,9 @@ def run_present_rank() -> None:
 def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> StageReport:
     """Make the engine and run two steps, of which the second one is recorded. ``enter`` is told of each phase.
 
-    What is recorded begins with the first step of the optimizer, whose weights are gathered behind the next forward,
-    and ends before the second.
+    With ``recompute.budget_gib`` there are two steps more: its plan is made from two, and the next one follows it for
+    the first time. What is recorded begins with the first step of the optimizer, whose weights are gathered behind the
+    next forward, and ends before the second.
     """
     record: Any = ctypes.CDLL("libascendcl.so").ds_npu_sim_record
     record(0)
@@ -87,12 +89,16 @@ def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> Stag
     vocabulary = whole.config.get_text_config().vocab_size
     words = torch.randint(0, vocabulary, size, generator=torch.Generator().manual_seed(0))
     device: Any = torch.get_device_module(get_accelerator().device_name())
-    enter("in step 1 of 2")
-    accumulate(engine, words, mpu)
+    last = 2 if value_at(request.ds_config, "ds_npu.recompute.budget_gib") is None else 4
+    for step in range(1, last):
+        if step > 1:
+            engine.step()
+        enter(f"in step {step} of {last}")
+        accumulate(engine, words, mpu)
     device.synchronize()
     device.reset_peak_memory_stats()
     measured = MeasuredStep(engine, rank) if isinstance(engine, NpuEngine) else None
-    enter("in step 2 of 2")
+    enter(f"in step {last} of {last}")
     record(1)
     begun = time.perf_counter()
     engine.step()

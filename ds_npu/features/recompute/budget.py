@@ -45,6 +45,7 @@ from ds_npu.planner.swap_pattern import SwapPattern, patterns, stage_ends
 from ds_npu.zero_ext.bucketed_zero import BUCKETED
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
+from ds_npu.zero_ext.weight_gathers import GATHERS
 
 CPU = "cpu"
 MARGIN = MIB
@@ -75,6 +76,8 @@ class MemoryBudget:
     def __init__(self, budget_gib: float, build: Build) -> None:
         self.budget_gib, self._build = budget_gib, build
         self._buffer_bytes = 0
+        self._keep_weights: Callable[[int], int] | None = None
+        """ZeRO 3's, which keeps weights gathered in as many bytes."""
 
     def install(self, engine: TrainingEngine) -> list[str]:
         """Record the first two steps of ``engine``."""
@@ -100,6 +103,8 @@ class MemoryBudget:
         engine.events.before_step(MethodLevel.MEMORY_PLAN, before_step)
         engine.events.after_step(MethodLevel.MEMORY_PLAN, after_step)
         self._buffer_bytes = 0 if self._build.device_type == CPU else engine.communicator_bytes() + MARGIN
+        gathers = GATHERS.get(engine.optimizer)
+        self._keep_weights = None if gathers is None else gathers.keep
         self._meter, self._stop = meter_of(engine, self._build.device_type)
         self._recorded = RecordedSteps(self._build, self._meter, self._build.machine)
         self._recorded.wrap()
@@ -142,12 +147,15 @@ class MemoryBudget:
         """The plan of the ranks of a stage, for the most that any of them needs."""
         layers = tuple(map(_joined, zip(*(each.layers for each in ranks), strict=True)))
         moments = tuple(dict.fromkeys(moment for each in ranks for moment in each.moments))
-        budget_bytes = int(self.budget_gib * GIB) - self._buffer_bytes
         try:
-            plan = best_plan(layers, moments, budget_bytes, self._swapped(layers, moments))
+            plan = best_plan(layers, moments, self._tensor_bytes(), self._swapped(layers, moments))
         except BudgetError as error:
             return error
         return StagePlan(ranks[0].stage, layers, moments, ranks[0].modules, plan)
+
+    def _tensor_bytes(self) -> int:
+        """The bytes of the budget that tensors may take."""
+        return int(self.budget_gib * GIB) - self._buffer_bytes
 
     def _swapped(self, layers: Sequence[PlannedLayer], moments: Sequence[Moment]) -> Iterable[SwapPattern]:
         """Patterns of layers that may be swapped; none on the CPU, where host and device share memory."""
@@ -166,8 +174,13 @@ class MemoryBudget:
         self._stop()
         self._build.planned = planned_keys(stages)
         PLANNED.set(self._build.model, self._build.planned)
+        lines = [*plan_lines(stages, self.budget_gib, self._buffer_bytes, self._build.machine.name)]
+        if self._keep_weights is not None:
+            spare = self._tensor_bytes() - max(stage.plan.peak_bytes for stage in stages)
+            lines.append(
+                f"  weights that stay gathered from one step to the next: {size_text(self._keep_weights(spare))}"
+            )
         if dist.get_rank() == 0:
-            lines = plan_lines(stages, self.budget_gib, self._buffer_bytes, self._build.machine.name)
             logger().info("%s", "\n".join(lines))
         self._meter.peak()
 

@@ -222,6 +222,15 @@ CARDS: tuple[MethodCard, ...] = (
     ),
     MethodCard(
         (ZERO_3,),
+        "independent_gradient_partition_epilogue",
+        (),
+        "the last gradients of a micro-batch are reduced behind the next forward",
+        "the host waits for them, and the device computes nothing meanwhile",
+        "runtime/zero/stage3.py:1407",
+        "the computing stream waits upstream",
+    ),
+    MethodCard(
+        (ZERO_3,),
         "_post_step",
         ("timer_names",),
         "small weights, which stay gathered, are gathered in one message",

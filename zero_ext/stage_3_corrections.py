@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
+from ds_npu.zero_ext.method_wraps import MethodLevel, replace_method, wrap_method
 
 REDUCE_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 ALL_REDUCE = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
+REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 GATHERS = "_DeepSpeedZeRoOffload__allgather_stream"
 
 Parameters = Sequence[nn.Parameter]
@@ -116,6 +120,43 @@ def gather_after_steps(optimizer: Any) -> None:
         return done
 
     wrap_method(optimizer, "step", stepped, MethodLevel.CORRECTION)
+
+
+def reduce_behind_the_next_forward(optimizer: Any) -> None:
+    """Let ``optimizer``, ZeRO 3's, reduce the last gradients of a micro-batch behind the next forward, on the device.
+
+    DeepSpeed's host waits for them at the end of each backward (0.19.8 runtime/zero/stage3.py:1414), so that the device
+    has nothing to compute meanwhile. Here the computing stream waits at the end of the last micro-batch, and before
+    a step; what reads gradients between (safe_get_full_grad) waits by itself. Changes this instance only; on the CPU,
+    where there are no streams, nothing.
+    """
+    stream = optimizer.reduce_and_partition_stream
+    if stream is None or type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or optimizer.offload_optimizer:
+        return
+
+    def wait() -> None:
+        get_accelerator().current_stream().wait_stream(stream)
+
+    def end_backward() -> None:
+        for dtype in sort_dtypes(optimizer.ipg_buckets):
+            getattr(optimizer, REDUCE)(dtype)
+        if optimizer.is_gradient_accumulation_boundary():
+            wait()
+        optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
+        partitions = getattr(optimizer, PARTITIONS)
+        for index, weights in enumerate(optimizer.fp16_groups):
+            optimizer.averaged_gradients[index] = [
+                partitions[weight.ds_id] if weight.requires_grad else torch.zeros_like(weight.ds_tensor)
+                for weight in weights
+            ]
+        optimizer._epilogue_ran_this_backward = True
+
+    def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wait()
+        return step(*args, **kwargs)
+
+    replace_method(optimizer, "independent_gradient_partition_epilogue", end_backward, MethodLevel.CORRECTION)
+    wrap_method(optimizer, "step", stepped, MethodLevel.BUCKETS)
 
 
 @contextmanager

@@ -67,6 +67,7 @@ from ds_npu.zero_ext.stage_3_corrections import (
     average_over_data_ranks,
     gather_after_steps,
     gathered_as_one,
+    reduce_behind_the_next_forward,
 )
 from ds_npu.zero_ext.training_engine import EngineEvents
 from ds_npu.zero_ext.weight_gathers import install_gathers
@@ -213,6 +214,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
             logger().debug("DeepSpeed's own code reduces gradients and gathers weights: %s", reason)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
+            reduce_behind_the_next_forward(zero)
             if reason := install_gathers(self, zero):
                 logger().debug("DeepSpeed's own code gathers weights: %s", reason)
                 gather_after_steps(zero)

@@ -14,7 +14,7 @@ import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,117 +24,45 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, up
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 
-from ds_npu.comm.collectives import gather_into
-from ds_npu.comm.pending import Work
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.zero_buckets import PREFETCH, why_not_planned
 from ds_npu.parallel.runtime.marks import Mark
+from ds_npu.zero_ext.gather_messages import GatheringStreams, MessageInFlight, MessageMemory, Weight, Weights
 from ds_npu.zero_ext.gather_plan import AHEAD, GatherPlan, Limits, Message, Use, message_elements, plan_gathers
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
-Weight = Any
-"""A parameter with the attributes that DeepSpeed's zero.Init gives it."""
-Weights = Sequence[Weight]
 COORDINATOR = "param_coordinator"
 DEFAULT = 50_000_000
 """DeepSpeed's own stage3_prefetch_bucket_size."""
 
 
-class SentPart(NamedTuple):
-    """The weights of one dtype and one group of ranks in a message."""
-
-    weights: Weights
-    received: torch.Tensor
-    """[ranks, elements that each rank holds of them]"""
-    work: Work
-
-
-class GatheringStreams(NamedTuple):
-    """The streams of an NPU that gather."""
-
-    sends: Any
-    copies: Any
-    """Copies weights out of messages, while the next message travels."""
-
-
-class MessageMemory:
-    """Memory for one message at a time, for each dtype and group of ranks."""
+class MicroBatchRecord:
+    """The modules that have fetched weights in a micro-batch, and the uses of these."""
 
     def __init__(self) -> None:
-        self._memory: dict[tuple[torch.dtype, int], torch.Tensor] = {}
-        self.emptied: Any = None
-        """The event behind which the message before has been copied out; None on the CPU."""
+        self.modules: list[int] = []
+        """Their ds_id, in order."""
+        self._uses: list[Use] = []
+        self._opened: dict[int, int] = {}
+        """The index in ``_uses`` of the use of each weight that is not over."""
 
-    def of(self, key: tuple[torch.dtype, int], ranks: int, elements: int) -> torch.Tensor:
-        """[ranks, elements], of any values."""
-        memory = self._memory.get(key)
-        if memory is None or memory.numel() < ranks * elements:
-            self._memory.pop(key, None)
-            device = get_accelerator().current_device_name()
-            memory = self._memory[key] = torch.empty(ranks * elements, dtype=key[0], device=device)
-        return memory[: ranks * elements].view(ranks, elements)
+    def begin_use(self, weight: int, position: int) -> None:
+        """Begin a use of a weight, unless another module is using it."""
+        if weight not in self._opened:
+            self._opened[weight] = len(self._uses)
+            self._uses.append(Use(weight, position, position))
 
+    def end_use(self, weight: int, position: int) -> None:
+        """End the use of a weight, where there is one."""
+        if weight in self._opened:
+            index = self._opened.pop(weight)
+            self._uses[index] = self._uses[index]._replace(last=position)
 
-class MessageInFlight:
-    """Weights that are gathered; until ``arrive`` nobody may read them."""
-
-    def __init__(self, weights: Weights, memory: MessageMemory, streams: GatheringStreams | None) -> None:
-        """Send the message. ``streams``: None on the CPU, where arriving waits for the message."""
-        self.weights = weights
-        self._event: Any = None
-        for weight in weights:
-            weight.ds_status = ZeroParamStatus.INFLIGHT
-        if streams is None:
-            self._parts = [_send(part, memory) for part in _by_ranks(weights)]
-            return
-        accelerator = get_accelerator()
-        for stream in streams:
-            # Behind what is computed up to now nobody computes with the weights that are released.
-            stream.wait_stream(accelerator.current_stream())
-        with accelerator.stream(streams.sends):
-            if memory.emptied is not None:
-                streams.sends.wait_event(memory.emptied)
-            self._parts = [_send(part, memory) for part in _by_ranks(weights)]
-        with accelerator.stream(streams.copies):
-            self._copy_out()
-            self._event = memory.emptied = streams.copies.record_event()
-
-    def arrive(self) -> None:
-        """Let the current stream wait for the weights, and mark them as available."""
-        if self._event is None:
-            self._copy_out()
-        else:
-            get_accelerator().current_stream().wait_event(self._event)
-        for weight in self.weights:
-            weight.ds_status = ZeroParamStatus.AVAILABLE
-
-    def _copy_out(self) -> None:
-        for weights, received, work in self._parts:
-            work.wait()
-            first = 0
-            for weight in weights:
-                shard = weight.ds_tensor.ds_numel
-                whole = torch.empty(len(received), shard, dtype=received.dtype, device=received.device)
-                whole.copy_(received[:, first : first + shard])
-                weight.data = whole.view(-1)[: weight.ds_numel].view(weight.ds_shape)
-                first += shard
-        self._parts = []
-
-
-def _by_ranks(weights: Weights) -> Iterator[Weights]:
-    parts: dict[tuple[torch.dtype, int], list[Weight]] = {}
-    for weight in weights:
-        parts.setdefault((weight.ds_tensor.dtype, id(weight.ds_process_group)), []).append(weight)
-    yield from parts.values()
-
-
-def _send(weights: Weights, memory: MessageMemory) -> SentPart:
-    group: Any = weights[0].ds_process_group
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    elements = sum(weight.ds_tensor.ds_numel for weight in weights)
-    received = memory.of((weights[0].ds_tensor.dtype, id(group)), ranks, elements)
-    torch.cat([weight.ds_tensor.to(received.device).view(-1) for weight in weights], out=received[rank])
-    return SentPart(weights, received, gather_into(received.view(-1), received[rank], group))
+    def ended(self, position: int) -> Sequence[Use]:
+        """End all uses; returns them."""
+        for weight in list(self._opened):
+            self.end_use(weight, position)
+        return self._uses
 
 
 class WeightGathers:
@@ -153,17 +81,15 @@ class WeightGathers:
         self._plan: GatherPlan | None = None
         self._planned: Sequence[Use] = ()
         """The uses that the plan is made for."""
+        self._sizes: Mapping[int, int] = {}
+        """The elements of each of their weights, in the order of first uses, on the rank that has the most of it."""
         self._sent_behind: Mapping[int, Sequence[Message]] = {}
         self._order: Sequence[int] = ()
         """The modules that the plan expects, by their ds_id."""
         self._follows = False
         """Whether this micro-batch has been as planned."""
         self._position = 0
-        self._modules: list[int] = []
-        """The modules of the micro-batch that is recorded."""
-        self._uses: list[Use] = []
-        self._opened: dict[int, int] = {}
-        """The index in ``_uses`` of the use of each weight that is not over."""
+        self._record = MicroBatchRecord()
         self._in_backward: dict[int, Any] = {}
         self._lock = RLock()
         """Backwards of a model on several devices run on several threads."""
@@ -176,9 +102,6 @@ class WeightGathers:
     def is_record_trace(self) -> bool:
         return False
 
-    def is_complete_trace(self) -> bool:
-        return self._plan is not None
-
     def is_invalid_trace(self) -> bool:
         return self._plan is None
 
@@ -189,12 +112,12 @@ class WeightGathers:
     def reset_step(self) -> None:
         """Begin a micro-batch."""
         self.settle()
-        if self._plan is None and self._uses:
+        if self._plan is None and self._record.modules:
             self._make_plan()
         elif self._plan is not None and not self._follows and self._position:
             self._plan = None
         self._follows, self._position = self._plan is not None, 0
-        self._modules, self._uses, self._opened = [], [], {}
+        self._record = MicroBatchRecord()
         self._send_behind(-1)
 
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
@@ -213,7 +136,8 @@ class WeightGathers:
                 weight.ds_active_sub_modules.add(current_submodule.ds_id)
                 if is_recomputed and self._in_backward and not weight.requires_grad:
                     update_recompute_parameters(next(reversed(self._in_backward.values())), weight)
-                self._record_use(weight)
+                if self._plan is None and not weight.ds_persist:
+                    self._record.begin_use(weight.ds_id, self._position)
             if self._follows:
                 self._send_behind(self._position)
             self._position += 1
@@ -259,22 +183,21 @@ class WeightGathers:
                 _release(weight)
 
     def keep(self, size: int) -> int:
-        """Keep weights of up to ``size`` bytes gathered from one step to the next; returns the bytes of those kept.
+        """Keep weights of up to ``size`` bytes gathered from one step to the next, the same on every rank.
 
-        Those that are used first, so that the first forward behind a step has the most time for gathering the others.
+        Returns the bytes of those kept; 0 where no micro-batch has been as the one before, and there is no plan.
+        Weights that are used first are kept first.
         """
-        order = dict.fromkeys([use.weight for use in self._planned] or self._weights)
         kept, total = [], 0
-        for weight in (self._weights[number] for number in order):
-            total += weight.ds_numel_aligned * weight.ds_tensor.itemsize
+        for number, elements in self._sizes.items() if self._plan is not None else ():
+            total += elements * self._weights[number].ds_tensor.itemsize
             if total > size:
-                total -= weight.ds_numel_aligned * weight.ds_tensor.itemsize
                 break
-            kept.append(weight.ds_id)
+            kept.append(number)
         self._kept = frozenset(kept)
-        if self._plan is not None:
-            self._follow_plan_of(self._planned)
-        return total
+        if kept:
+            self._plan_again()
+        return sum(self._sizes[number] * self._weights[number].ds_tensor.itemsize for number in kept)
 
     def gather(self, weights: Iterable[Weight]) -> None:
         """Gather those of ``weights`` that are not there, in one message for each dtype and group."""
@@ -286,23 +209,13 @@ class WeightGathers:
     def _follow(self, module: int) -> None:
         self._follows = self._follows and self._order[self._position : self._position + 1] == (module,)
         if self._plan is None:
-            self._modules.append(module)
-
-    def _record_use(self, weight: Weight) -> None:
-        """Open a use of a weight in the micro-batch that is recorded, or prolong the one that is not over."""
-        if self._plan is None and not weight.ds_persist:
-            number = weight.ds_id
-            if number not in self._opened:
-                self._opened[number] = len(self._uses)
-                self._uses.append(Use(number, self._position, self._position))
+            self._record.modules.append(module)
 
     def _release_unless_it_stays(self, weight: Weight) -> None:
         if weight.ds_active_sub_modules:
             return
         number = weight.ds_id
-        if number in self._opened:
-            index = self._opened.pop(number)
-            self._uses[index] = self._uses[index]._replace(last=self._position - 1)
+        self._record.end_use(number, self._position - 1)
         stays = weight.ds_persist or weight.is_external_param
         if self._plan is not None:
             stays = stays or number in self._kept or (self._follows and self._plan.stays(number, self._position))
@@ -326,24 +239,19 @@ class WeightGathers:
             self._in_flight.popleft().arrive()
 
     def _make_plan(self) -> None:
-        last = self._position - 1
-        uses = [
-            use._replace(last=last) if self._opened.get(use.weight) == index else use
-            for index, use in enumerate(self._uses)
-        ]
+        uses = self._record.ended(self._position - 1)
         self._weights.update((weight.ds_id, weight) for weight in _all_of(self._root))
-        self._order = tuple(self._modules)
-        sizes = self._follow_plan_of(uses)
-        # Ranks may hold other experts, which are gathered among the ranks that hold the same.
-        _check_same(repr((self._order, [(sizes[use.weight], use.first, use.last) for use in uses])))
+        self._order = tuple(self._record.modules)
+        _check_same(repr((self._order, [(use.first, use.last) for use in uses])))
+        # Ranks may hold other experts and larger shards, and make one plan.
+        numbers = list(dict.fromkeys(use.weight for use in uses))
+        most = _most_of_any_rank([self._weights[number].ds_numel for number in numbers])
+        self._planned, self._sizes = uses, dict(zip(numbers, most, strict=True))
+        self._plan_again()
 
-    def _follow_plan_of(self, uses: Sequence[Use]) -> Mapping[int, int]:
-        """Make the plan; returns the elements of each weight."""
-        sizes = {number: int(weight.ds_numel) for number, weight in self._weights.items()}
-        self._planned = uses
-        self._plan = plan_gathers(uses, sizes, self._limits, self._kept)
+    def _plan_again(self) -> None:
+        self._plan = plan_gathers(self._planned, self._sizes, self._limits, self._kept)
         self._sent_behind = self._plan.sent_behind()
-        return sizes
 
 
 def _weights_of(module: nn.Module) -> list[Weight]:
@@ -375,6 +283,13 @@ def _check_same(order: str) -> None:
             "are gathered when a module needs them, so all ranks have to run the same modules in one order. What to "
             "do: let all ranks take the same branches of the model, or use ZeRO 1 or 2"
         )
+
+
+def _most_of_any_rank(elements: Sequence[int]) -> list[int]:
+    most = torch.tensor(elements, dtype=torch.int64, device=get_accelerator().current_device_name())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    found: list[int] = most.tolist()
+    return found
 
 
 GATHERS = Mark[WeightGathers]("weight_gathers")

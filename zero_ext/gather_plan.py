@@ -1,4 +1,4 @@
-"""When ZeRO 3 gathers which weights: messages, and what stays gathered between two uses, from a recorded micro-batch.
+"""When ZeRO 3 gathers which weights, and which it keeps gathered between two uses, by a recorded micro-batch.
 
 DeepSpeed gathers about one weight a message, as modules ask for them. Here a message holds weights that are used one
 after the other, and is sent when the second message before it is first used: while weights are computed with, those of
@@ -35,14 +35,14 @@ class Limits:
     """Elements of whole weights."""
 
     message: int
-    """Of one message."""
+    """The most of one message."""
     gathered: int
-    """That are gathered at one time, where a message is sent ahead (``stage3_max_live_parameters``)."""
+    """The most that are gathered at one time, where a message is sent ahead (``stage3_max_live_parameters``)."""
     reuse: int
-    """That are fetched between two uses of a weight which stays gathered (``stage3_max_reuse_distance``)."""
+    """A weight is kept gathered if fewer are fetched before it is used again (``stage3_max_reuse_distance``)."""
 
 
-class Message(NamedTuple):
+class GatherMessage(NamedTuple):
     """Weights that are gathered together."""
 
     sent: int
@@ -54,21 +54,21 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """The messages of one micro-batch, in order, and when weights stay gathered."""
+    """The messages of one micro-batch, in order, and when weights are kept gathered."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[GatherMessage, ...]
     uses: Mapping[int, tuple[tuple[int, bool], ...]]
     """For each weight the first position of each use, and whether it is still gathered from the one before."""
     carried: frozenset[int]
-    """Weights that stay gathered from one micro-batch to the next, until the optimizer step."""
+    """Weights that are kept gathered from one micro-batch to the next, until the optimizer step."""
 
-    def stays(self, weight: int, position: int) -> bool:
-        """Whether a weight whose use has ended before ``position`` is fetched stays gathered."""
+    def keeps(self, weight: int, position: int) -> bool:
+        """Whether a weight whose use has ended before ``position`` is fetched is kept gathered."""
         uses = self.uses.get(weight, ())
         following = bisect_left(uses, (position, False))
         return uses[following][1] if following < len(uses) else weight in self.carried
 
-    def sent_behind(self) -> Mapping[int, tuple[Message, ...]]:
+    def sent_behind(self) -> Mapping[int, tuple[GatherMessage, ...]]:
         """The messages by the position behind which they are sent."""
         return {sent: tuple(each) for sent, each in groupby(self.messages, lambda message: message.sent)}
 
@@ -83,8 +83,8 @@ def plan_gathers(
 ) -> GatherPlan:
     """The plan for the ``uses`` of weights of ``sizes`` elements in a micro-batch, which others like it follow.
 
-    ``uses``: ordered by their first positions, those of one weight apart from each other. ``kept``: weights that stay
-    gathered until the optimizer step whatever the limits are.
+    ``uses``: ordered by their first positions, those of one weight apart from each other. ``kept``: weights that are
+    kept gathered until the optimizer step whatever the limits are.
     """
     fetched = _before(((use.first + 1, sizes[use.weight]) for use in uses), uses)
     carried = frozenset(_carried(uses, fetched, limits.reuse)).union(kept)
@@ -93,12 +93,12 @@ def plan_gathers(
     drafts: list[list[Use]] = []
     for use in uses:
         weight, end = use.weight, ends.get(use.weight)
-        stays = end is not None and (
+        is_kept = end is not None and (
             weight in kept or fetched[use.first] - fetched[end + 1] < limits.reuse or not _is_over(end, drafts)
         )
-        by_weight.setdefault(weight, []).append((use.first, stays))
+        by_weight.setdefault(weight, []).append((use.first, is_kept))
         ends[weight] = use.last
-        if stays:
+        if is_kept:
             continue
         joins = bool(drafts) and (drafts[-1][0].weight in carried) == (weight in carried)
         joins = joins and sum(sizes[each.weight] for each in drafts[-1]) + sizes[weight] <= limits.message
@@ -128,11 +128,11 @@ def _changes(
         weight, size, end = use.weight, sizes[use.weight], ends.get(use.weight)
         if weight in kept:
             continue
-        if not (weight in plan.carried if end is None else plan.stays(weight, end + 1)):
+        if not (weight in plan.carried if end is None else plan.keeps(weight, end + 1)):
             yield use.first, size
         elif end is None:
             yield 0, size
-        if not plan.stays(weight, use.last + 1):
+        if not plan.keeps(weight, use.last + 1):
             yield use.last + 1, -size
         ends[weight] = use.last
 
@@ -152,7 +152,7 @@ def _before(changes: Iterable[tuple[int, int]], uses: Sequence[Use]) -> list[int
 
 def _messages(
     drafts: Sequence[Sequence[Use]], sizes: Mapping[int, int], gathered: list[int], most: int
-) -> Iterator[Message]:
+) -> Iterator[GatherMessage]:
     """Send each as early as ``most`` gathered elements allow, not before the first use of the AHEAD-th before it."""
     firsts = [-1] * AHEAD + [draft[0].first for draft in drafts]
     for draft, earliest in zip(drafts, firsts, strict=False):
@@ -163,4 +163,4 @@ def _messages(
             sent -= 1
         for position in range(sent, needed):
             gathered[position] += size
-        yield Message(sent, needed, weights)
+        yield GatherMessage(sent, needed, weights)

@@ -28,7 +28,7 @@ from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.zero_buckets import PREFETCH, why_not_planned
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.zero_ext.gather_messages import GatheringStreams, MessageInFlight, MessageMemory, Weight, Weights
-from ds_npu.zero_ext.gather_plan import AHEAD, GatherPlan, Limits, Message, Use, message_elements, plan_gathers
+from ds_npu.zero_ext.gather_plan import AHEAD, GatherMessage, GatherPlan, Limits, Use, message_elements, plan_gathers
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 COORDINATOR = "param_coordinator"
@@ -83,7 +83,7 @@ class WeightGathers:
         """The uses that the plan is made for."""
         self._sizes: Mapping[int, int] = {}
         """The elements of each of their weights, in the order of first uses, on the rank that has the most of it."""
-        self._sent_behind: Mapping[int, Sequence[Message]] = {}
+        self._sent_behind: Mapping[int, Sequence[GatherMessage]] = {}
         self._order: Sequence[int] = ()
         """The modules that the plan expects, by their ds_id."""
         self._follows = False
@@ -143,7 +143,7 @@ class WeightGathers:
             self._position += 1
 
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
-        """Release the weights of a module that nobody computes with and that do not stay."""
+        """Release the weights of a module that nobody computes with and that are not kept."""
         with self._lock, torch.no_grad():
             weights = {weight.ds_id: weight for weight in _weights_of(submodule)}
             if not forward:
@@ -152,7 +152,7 @@ class WeightGathers:
                 self._in_backward.pop(submodule.ds_id, None)
             for weight in weights.values():
                 weight.ds_active_sub_modules.discard(submodule.ds_id)
-                self._release_unless_it_stays(weight)
+                self._release_unless_kept(weight)
 
     def release_backward_leftovers(self) -> None:
         """Release the weights of modules whose backward did not end in DeepSpeed's hook."""
@@ -171,7 +171,10 @@ class WeightGathers:
     # Ours
 
     def end_forward(self, *_: object) -> None:
-        """Behind the forward of the whole model; DeepSpeed's hooks, which run without gradients, cannot tell."""
+        """Release what the forward of the whole model has left, where there is no backward to come.
+
+        DeepSpeed's hooks run without gradients, and cannot tell.
+        """
         if not torch.is_grad_enabled():
             self.settle()
 
@@ -211,15 +214,15 @@ class WeightGathers:
         if self._plan is None:
             self._record.modules.append(module)
 
-    def _release_unless_it_stays(self, weight: Weight) -> None:
+    def _release_unless_kept(self, weight: Weight) -> None:
         if weight.ds_active_sub_modules:
             return
         number = weight.ds_id
         self._record.end_use(number, self._position - 1)
-        stays = weight.ds_persist or weight.is_external_param
+        is_kept = weight.ds_persist or weight.is_external_param
         if self._plan is not None:
-            stays = stays or number in self._kept or (self._follows and self._plan.stays(number, self._position))
-        if not stays:
+            is_kept = is_kept or number in self._kept or (self._follows and self._plan.keeps(number, self._position))
+        if not is_kept:
             _release(weight)
 
     def _send_behind(self, position: int) -> None:

@@ -14,7 +14,7 @@ from ranks import run_on_ranks
 from torch import nn
 from wire import Wire
 
-from ds_npu.zero_ext.weight_gathers import WeightGathers
+from ds_npu.zero_ext.weight_gathers import GATHERS, WeightGathers
 
 
 def compare(names: list[str]) -> None:
@@ -39,8 +39,11 @@ def test_a_life_is_deepspeeds_to_the_bit(part):
     run_on_ranks(2, compare, list(LIVES)[part::5])
 
 
-def gathers_of_a_step(zero: dict[str, Any], accumulation: int = 4, layers: int = 24) -> list[int]:
-    """The gathers of each micro-batch of the fourth step, the last one's with those of the step."""
+def gathers_of_a_step(zero: dict[str, Any], keep: int = 0, accumulation: int = 4, layers: int = 24) -> list[int]:
+    """The gathers of each micro-batch of the fourth step, the last one's with those of the step.
+
+    ``keep``: bytes of weights that are to stay gathered.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     engine = Life(steps, stage=3, accumulation=accumulation).engine_of(model, zero)
@@ -52,6 +55,8 @@ def gathers_of_a_step(zero: dict[str, Any], accumulation: int = 4, layers: int =
                 engine.backward(engine(batch(engine, step, micro)).square().mean())
                 engine.step()
             counts.append(sum("allgather" in name for name, _ in wire.sent))
+        if keep and step == 2:
+            GATHERS.get(engine.optimizer).keep(keep)
     return counts
 
 
@@ -64,6 +69,9 @@ def count_gathers() -> None:
     # The biases are gathered together behind the step.
     assert gathers_of_a_step(SMALL | message)[3] == 11
     assert gathers_of_a_step(SMALL | message | {"stage3_max_reuse_distance": 10**9}) == [6, 0, 0, 1]
+    assert gathers_of_a_step(SMALL | message, keep=10**9) == [6, 0, 0, 1]
+    # The first twelve layers, of 600 bytes and 24 of padding, stay; of the others layers 15 to 23 for the backward.
+    assert gathers_of_a_step(SMALL | message, keep=12 * 4 * WIDTH * WIDTH) == [7, 4, 4, 5]
 
 
 def test_a_step_takes_few_gathers():

@@ -14,7 +14,7 @@ from bucketed_lives import WIDTH, Life, Numbers, batch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from torch.utils.checkpoint import checkpoint
 
-from ds_npu.zero_ext.weight_gathers import COORDINATOR
+from ds_npu.zero_ext.weight_gathers import COORDINATOR, GATHERS
 
 SMALL = {"stage3_param_persistence_threshold": WIDTH, "stage3_max_reuse_distance": 0}
 """Biases stay gathered, and nothing else does where nothing else is said."""
@@ -141,6 +141,14 @@ def recomputed(engine: Any, is_reentrant: bool = False) -> Numbers:
     return steps(engine)
 
 
+def kept(engine: Any) -> Numbers:
+    """Some weights stay gathered from a step on, as budget_gib says."""
+    found = steps(engine, 2)
+    if gathers := GATHERS.get(engine.optimizer):
+        assert 0 < gathers.keep(1500) <= 1500
+    return found + steps(engine, 3, first=2)
+
+
 def not_finite(engine: Any) -> Numbers:
     """One micro-batch of rank 1 has an infinite gradient, and the step is skipped."""
     found = []
@@ -168,6 +176,7 @@ LIVES = {
     "not finite": Life(not_finite),
     "reentrant": Life(recomputed_reentrantly),
     "recomputed": Life(recomputed),
+    "kept": Life(kept),
 }
 ZERO = {
     "small messages": SMALL | {"stage3_prefetch_bucket_size": 100},

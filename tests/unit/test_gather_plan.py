@@ -63,7 +63,7 @@ def test_weights_are_there_when_they_are_used(found, limits, kept):
             alone = len({message.needed for message in plan.messages}) == len(plan.messages)
             assert not alone or in_flight <= AHEAD
             for use in uses:
-                if use.last == position and not plan.stays(use.weight, position + 1):
+                if use.last == position and not plan.keeps(use.weight, position + 1):
                     there.discard(use.weight)
     assert kept & {use.weight for use in uses} <= there
 
@@ -76,7 +76,7 @@ def test_a_weight_stays_where_little_is_fetched_before_it_is_used_again(found, l
         mine = [use for use in uses if use.weight == weight]
         for before, behind in pairwise(mine):
             between = sum(sizes[use.weight] for use in uses if before.last < use.first < behind.first)
-            assert plan.stays(weight, before.last + 1) or between >= limits.reuse
+            assert plan.keeps(weight, before.last + 1) or between >= limits.reuse
         around = [use for use in uses if use.first > mine[-1].last or use.first < mine[0].first]
         assert (weight in plan.carried) == (sum(sizes[use.weight] for use in around) < limits.reuse)
 

@@ -1,10 +1,10 @@
-"""What a config says of how ZeRO 1 and 2 communicate."""
+"""What a config says of how ZeRO communicates."""
 
 from __future__ import annotations
 
 import pytest
 
-from ds_npu.config.zero_buckets import communication_line, why_not_in_buckets
+from ds_npu.config.zero_buckets import communication_line, why_not_in_buckets, why_not_planned
 
 BUCKETS = {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}, "bf16": {"enabled": True}}
 
@@ -48,6 +48,37 @@ def test_other_configs_have_buckets(config):
     assert communication_line(config, 1, 1) is None
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_other_stages_are_deepspeeds(stage):
-    assert communication_line({"zero_optimization": {"stage": stage}}, 2, 1) is None
+def test_nothing_is_said_without_zero():
+    assert communication_line({"zero_optimization": {"stage": 0}}, 2, 1) is None
+
+
+def zero_3(**keys: object) -> dict[str, object]:
+    return BUCKETS | {"zero_optimization": {"stage": 3, **keys}}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (zero_3(overlap_comm=False), "zero_optimization.overlap_comm is false: "),
+        (zero_3(stage3_prefetch_bucket_size=0), "zero_optimization.stage3_prefetch_bucket_size is 0: "),
+        (zero_3(stage3_allgather_sequential=True), "zero_optimization.stage3_allgather_sequential is true: "),
+        (zero_3(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights is true: "),
+        (zero_3(offload_param={"device": "cpu"}), "zero_optimization.offload_param.device: "),
+        (zero_3(zero_hpz_partition_size=2), "zero_optimization.zero_hpz_partition_size: "),
+        (zero_3(stage3_module_granularity_threshold=10), "zero_optimization.stage3_module_granularity_threshold: "),
+        (zero_3() | {"compile": {"deepcompile": True}}, "compile.deepcompile is true: "),
+    ],
+)
+def test_what_deepspeeds_own_code_gathers_is_told_with_its_key(config, reason):
+    assert why_not_planned(config).startswith(reason)
+    assert communication_line(config, 2, 1).startswith("DeepSpeed's own code gathers weights")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [zero_3(), zero_3(stage3_prefetch_bucket_size="auto", offload_param={"device": "none"}), zero_3(overlap_comm=True)],
+)
+def test_other_configs_gather_by_a_plan(config):
+    assert why_not_planned(config) is None
+    assert communication_line(config, 2, 1).startswith("Weights are gathered in few messages")
+    assert communication_line(config, 1, 1) is None

@@ -129,7 +129,7 @@ class WeightGathers:
             weights = _weights_of(current_submodule)
             if missing := [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]:
                 self._send(missing)
-            while any(each.ds_status == ZeroParamStatus.INFLIGHT for each in weights):
+            while self._in_flight and any(each.ds_status == ZeroParamStatus.INFLIGHT for each in weights):
                 self._in_flight.popleft().arrive()
             is_recomputed = forward and torch._C._current_graph_task_id() != -1
             for weight in weights:
@@ -298,6 +298,8 @@ def _most_of_any_rank(elements: Sequence[int]) -> list[int]:
 GATHERS = Mark[WeightGathers]("weight_gathers")
 """The mark of an optimizer whose weights are gathered by a plan."""
 
+GATHERS_OF_MODEL = Mark[WeightGathers]("weight_gathers_of_model")
+
 
 def install_gathers(engine: Any, optimizer: Any) -> str | None:
     """Gather the weights of ``optimizer``, ZeRO 3's, by a plan; or return why DeepSpeed's own code does it."""
@@ -314,7 +316,9 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
     accelerator = get_accelerator()
     is_host = accelerator.is_synchronized_device()
     streams = None if is_host else GatheringStreams(accelerator.Stream(), accelerator.Stream())
-    gathers = WeightGathers(engine.module, limits, streams)
+    # Hooks of an earlier engine of the model, which DeepSpeed leaves on it, gather by this one's plan, too.
+    gathers = GATHERS_OF_MODEL.get(engine.module) or WeightGathers(engine.module, limits, streams)
+    GATHERS_OF_MODEL.set(engine.module, gathers)
     setattr(offload, COORDINATOR, gathers)
     GATHERS.set(optimizer, gathers)
     engine.module.register_forward_hook(gathers.end_forward)

@@ -78,6 +78,23 @@ def test_a_step_takes_few_gathers():
     run_on_ranks(2, count_gathers)
 
 
+def second_engines() -> None:
+    """Another engine of a model whose first engine is still there, whose hooks its modules keep."""
+    life = Life(steps, stage=3)
+    expected = None
+    for zero in (PLAIN, *ZERO.values()):
+        first = life.engine(SMALL | zero)
+        numbers = steps(first)
+        numbers += steps(life.engine_of(first.module, SMALL | zero), first=3)
+        expected = numbers if expected is None else expected
+        for index, (found, other) in enumerate(zip(numbers, expected, strict=True)):
+            assert torch.equal(found, other), (zero, index)
+
+
+def test_a_second_engine_of_a_model():
+    run_on_ranks(2, second_engines)
+
+
 def different_modules() -> None:
     """Ranks that run modules of one size in another order would compute with each other's weights."""
     engine = Life(steps, stage=3, accumulation=1).engine({"stage3_param_persistence_threshold": 0})

@@ -88,6 +88,8 @@ class WeightGathers:
         """The modules that the plan expects, by their ds_id."""
         self._follows = False
         """Whether this micro-batch has been as planned."""
+        self._has_left_plan = False
+        """Whether the plan has been left, in a micro-batch."""
         self._position = 0
         self._record = MicroBatchRecord()
         self._in_backward: dict[int, Any] = {}
@@ -114,16 +116,16 @@ class WeightGathers:
         self.settle()
         if self._plan is None and self._record.modules:
             self._make_plan()
-        elif self._plan is not None and not self._follows and self._position:
+        elif self._has_left_plan:
             self._plan = None
-        self._follows, self._position = self._plan is not None, 0
+        self._follows, self._has_left_plan, self._position = self._plan is not None, False, 0
         self._record = MicroBatchRecord()
         self._send_behind(-1)
 
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         """Let the current stream wait for the weights of a module, and send the messages that follow."""
         with self._lock, torch.no_grad():
-            self._follow(current_submodule.ds_id)
+            self._follow(current_submodule.ds_id, forward)
             if not forward:
                 self._in_backward[current_submodule.ds_id] = current_submodule
             weights = _weights_of(current_submodule)
@@ -209,8 +211,12 @@ class WeightGathers:
                 self._send(missing)
             self._arrive()
 
-    def _follow(self, module: int) -> None:
-        self._follows = self._follows and self._order[self._position : self._position + 1] == (module,)
+    def _follow(self, module: int, forward: bool) -> None:
+        is_planned = self._order[self._position : self._position + 1] == (module,)
+        if self._follows and not is_planned:
+            # A script may run modules of the model by themselves, before a micro-batch or behind it.
+            self._has_left_plan = not forward or self._position not in (0, len(self._order))
+        self._follows = self._follows and is_planned
         if self._plan is None:
             self._record.modules.append(module)
 
@@ -307,7 +313,7 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
     reason = why_not_planned(config) or _why_not(optimizer)
     if reason is not None:
         return reason
-    elements = sum(weight.ds_numel for weight in engine.module.parameters())
+    [elements] = _most_of_any_rank([sum(weight.ds_numel for weight in engine.module.parameters())])
     gathered = offload._max_available_parameters_in_numel
     message = offload._prefetch_bucket_sz
     if value_at(config, PREFETCH) is None and message == DEFAULT:

@@ -78,6 +78,24 @@ def test_a_step_takes_few_gathers():
     run_on_ranks(2, count_gathers)
 
 
+def modules_alone() -> None:
+    """A script that runs modules by themselves, or evaluates, between micro-batches does not end the plan."""
+    engine = Life(steps, stage=3, accumulation=1).engine(SMALL)
+    plans = []
+    for step in range(4):
+        with torch.no_grad():
+            engine.module.first(batch(engine, step, 3))
+            engine(batch(engine, step, 2))
+            engine.module.layers[1](batch(engine, step, 1))
+        steps(engine, 1, first=step)
+        plans.append(gathers_of(engine)._plan)
+    assert plans[2] is not None and plans[2] is plans[3], plans
+
+
+def test_modules_that_run_alone_leave_the_plan():
+    run_on_ranks(2, modules_alone)
+
+
 def second_engines() -> None:
     """Another engine of a model whose first engine is still there, whose hooks its modules keep."""
     life = Life(steps, stage=3)

@@ -22,6 +22,7 @@ from ds_npu.memory import swapped_activations
 from ds_npu.planner.memory_plan import Option, PlannedLayer, fastest, measured, smallest
 from ds_npu.planner.memory_plan_table import GIB, MIB, StagePlan, section_of
 from ds_npu.topology.machine import A2, machine_of
+from ds_npu.zero_ext.weight_gathers import GATHERS
 
 TOKENS = 512
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "max_position_embeddings": TOKENS}
@@ -46,6 +47,8 @@ class Run:
     late: int = 0
     """With ZeRO 3, weights and gradients of the blocks: DeepSpeed uses both on streams of its own, so the allocator has
     them back when the device has come so far, which depends on timing."""
+    kept: int = 0
+    """Of weights that are kept gathered from one step to the next."""
     buffers: int = 0
     """Of HCCL's communicators, and MARGIN."""
     stages: list[StagePlan] = field(default_factory=list)
@@ -63,12 +66,13 @@ class Run:
         return max(every)
 
 
-def trained(family: str, stage: int, section: dict[str, object], room: int | None) -> Run:
+def trained(family: str, stage: int, section: dict[str, object], room: int | None, overlaps: bool = False) -> Run:
     """``room``: bytes of the budget beside what is allocated before, and HCCL's buffers; None: no budget."""
     gc.collect()
     before = torch.npu.memory_allocated()
     config = tensor_rule.config(stage, torch.bfloat16, section)
-    config["zero_optimization"] |= {"reduce_bucket_size": MIB, "allgather_bucket_size": MIB, "overlap_comm": False}
+    config["zero_optimization"] |= {"reduce_bucket_size": MIB, "allgather_bucket_size": MIB}
+    config["zero_optimization"]["overlap_comm"] = overlaps
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     if room is not None:
         config["ds_npu"] = section | {"recompute": {"budget_gib": (before + room) / GIB}}
@@ -93,6 +97,8 @@ def trained(family: str, stage: int, section: dict[str, object], room: int | Non
             loss = None
             engine.step()
     run.losses, run.peak = losses, torch.npu.max_memory_allocated() - before
+    if gathers := GATHERS.get(engine.optimizer):
+        run.kept = sum(gathers._sizes[number] * 2 for number in gathers._kept)
     return run
 
 
@@ -114,6 +120,24 @@ def within(cases: list[tuple[str, int, dict[str, object]]]) -> None:
             assert found.losses == plain.losses and explicit
             where = (family, stage, section, share)
             assert said <= room and found.peak - MARGIN - found.late <= room, where
+
+
+def keeping() -> None:
+    """ZeRO 3 keeps weights gathered in what the plan leaves of a budget, and no step is over it."""
+    rule.without_extension()
+    plain = trained("llama", 3, {}, None, overlaps=True)
+    free = trained("llama", 3, {}, 8 * GIB, overlaps=True)
+    assert free.losses == plain.losses and free.kept > 0
+    high = free.planned(fastest)
+    for share in (0.3, 0.7):
+        room = high + int(share * free.kept)
+        found = trained("llama", 3, {}, room + free.buffers, overlaps=True)
+        print(
+            f"room {room:,}: kept {found.kept:,} of {free.kept:,}, counted {found.peak:,}, late {found.late:,}",
+            flush=True,
+        )
+        assert found.losses == plain.losses and 0 < found.kept < free.kept
+        assert found.peak - MARGIN - found.late // 2 <= room, share
 
 
 def swapping(cases: list[tuple[str, int, dict[str, object], float]]) -> None:
@@ -203,3 +227,7 @@ def test_steps_stay_within_the_budget_on_one_rank():
 def test_steps_stay_within_the_budget_on_two_ranks():
     cases = [("qwen3_moe", 2, {}), ("llama", 3, {}), ("llama", 1, {"parallel": {"tensor": 2}})]
     run_on_ranks(2, within, cases, backend="hccl", sets_device=False, deadline_s=900.0)
+
+
+def test_weights_kept_gathered_are_within_the_budget():
+    run_on_ranks(2, keeping, backend="hccl", sets_device=False, deadline_s=900.0)

@@ -98,12 +98,8 @@ class BucketedZero:
         """Take the communication over, and be what DeepSpeed's calls go through."""
         optimizer = self._optimizer
         self._restore()
-        for index, group in self._groups.items():
-            of_runs = [group.weights[run.weight] for run in group.runs]
-            here = {id(weight) for weight in of_runs}
-            optimizer.params_in_partition[index] = of_runs
-            optimizer.params_not_in_partition[index] = [each for each in group.weights if id(each) not in here]
-        self._bind_values()
+        _tell_partitions(optimizer, self._groups)
+        _bind_values(self, self._optimizer, self._groups)
         self.state.use_own_parts()
         replace = partial(replace_method, optimizer, level=MethodLevel.BUCKETS)
         replace("process_gradients", function=self._process_gradients)
@@ -255,20 +251,9 @@ class BucketedZero:
         with self.state.in_plain_order(changes):
             return method(*args, **kwargs)
 
-    def _bind_values(self) -> None:
-        for index, group in self._groups.items():
-            for position, weight in enumerate(group.weights):
-                values = WeightValues(self._optimizer, index, group, position)
-                functions = values.functions()
-                OWNER.set(weight, self)
-                RUNS.set(weight, values.runs)
-                VALUES.set(weight, functions)
-                for name, function in functions.items():
-                    bind_to_weight(weight, name, function)
-
     def _link_again(self, link: Function) -> None:
         link()
-        self._bind_values()
+        _bind_values(self, self._optimizer, self._groups)
         if not self.state.is_plain:
             self.state.use_own_parts()
 
@@ -303,6 +288,28 @@ def install_buckets(engine: Any, optimizer: Any) -> str | None:
         bucketed.install()
         BUCKETED.set(optimizer, bucketed)
     return reason
+
+
+def _bind_values(bucketed: BucketedZero, optimizer: Any, groups: Mapping[int, BucketedGroup]) -> None:
+    """Let each weight find its values in the buckets, and the buckets themselves."""
+    for index, group in groups.items():
+        for position, weight in enumerate(group.weights):
+            values = WeightValues(optimizer, index, group, position)
+            functions = values.functions()
+            OWNER.set(weight, bucketed)
+            RUNS.set(weight, values.runs)
+            VALUES.set(weight, functions)
+            for name, function in functions.items():
+                bind_to_weight(weight, name, function)
+
+
+def _tell_partitions(optimizer: Any, groups: Mapping[int, BucketedGroup]) -> None:
+    """Tell DeepSpeed's optimizer which weights have elements in this rank's partition."""
+    for index, group in groups.items():
+        of_runs = [group.weights[run.weight] for run in group.runs]
+        here = {id(weight) for weight in of_runs}
+        optimizer.params_in_partition[index] = of_runs
+        optimizer.params_not_in_partition[index] = [each for each in group.weights if id(each) not in here]
 
 
 def _groups_of(optimizer: Any) -> Iterator[tuple[int, BucketedGroup]]:

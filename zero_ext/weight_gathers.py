@@ -172,14 +172,6 @@ class WeightGathers:
 
     # Ours
 
-    def end_forward(self, *_: object) -> None:
-        """Release what the forward of the whole model has left, where there is no backward to come.
-
-        DeepSpeed's hooks run without gradients, and cannot tell.
-        """
-        if not torch.is_grad_enabled():
-            self.settle()
-
     def settle(self) -> None:
         """Let what is in flight arrive, and release what was gathered ahead and not used."""
         self._arrive()
@@ -327,7 +319,13 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
     GATHERS_OF_MODEL.set(engine.module, gathers)
     setattr(offload, COORDINATOR, gathers)
     GATHERS.set(optimizer, gathers)
-    engine.module.register_forward_hook(gathers.end_forward)
+
+    def end_forward(*_: object) -> None:
+        # DeepSpeed's hooks run without gradients, and cannot tell whether there is a backward to come.
+        if not torch.is_grad_enabled():
+            gathers.settle()
+
+    engine.module.register_forward_hook(end_forward)
 
     def end_step(post_step: Any, timer_names: Any) -> None:
         gathers.gather(optimizer.persistent_parameters)

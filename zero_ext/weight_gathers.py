@@ -71,9 +71,10 @@ class WeightGathers:
     hierarchy = 0
     """DeepSpeed's optimizer sets it."""
 
-    def __init__(self, root: nn.Module, limits: Limits, streams: GatheringStreams | None) -> None:
+    def __init__(self, root: nn.Module, streams: GatheringStreams | None) -> None:
         """``root``: the module whose forward begins a micro-batch. ``streams``: None on the CPU."""
-        self._root, self._limits, self._streams = root, limits, streams
+        self._root, self._streams = root, streams
+        self._limits = Limits(0, 0, 0)
         self._memory = deque(MessageMemory() for _ in range(AHEAD))
         self._in_flight: deque[MessageInFlight] = deque()
         self._weights: dict[int, Weight] = {weight.ds_id: weight for weight in _all_of(root)}
@@ -88,8 +89,8 @@ class WeightGathers:
         """The modules that the plan expects, by their ds_id."""
         self._follows = False
         """Whether this micro-batch has been as planned."""
-        self._has_left_plan = False
-        """Whether the plan has been left, in a micro-batch."""
+        self._is_in_forward = False
+        """Whether a forward of the root has begun and not ended."""
         self._position = 0
         self._record = MicroBatchRecord()
         self._in_backward: dict[int, Any] = {}
@@ -109,23 +110,27 @@ class WeightGathers:
 
     def _invalidate_trace(self) -> None:
         """Forget the plan: DeepSpeed gives the modules other numbers."""
-        self._plan, self._follows = None, False
+        self._plan, self._follows, self._record = None, False, MicroBatchRecord()
 
     def reset_step(self) -> None:
-        """Begin a micro-batch."""
+        """Begin a micro-batch; where the one before was not as planned, those from now on are planned as it was."""
         self.settle()
-        if self._plan is None and self._record.modules:
+        if self._record.modules and not self._follows:
             self._make_plan()
-        elif self._has_left_plan:
-            self._plan = None
-        self._follows, self._has_left_plan, self._position = self._plan is not None, False, 0
+        self._follows, self._is_in_forward, self._position = self._plan is not None, True, 0
         self._record = MicroBatchRecord()
         self._send_behind(-1)
 
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         """Let the current stream wait for the weights of a module, and send the messages that follow."""
         with self._lock, torch.no_grad():
-            self._follow(current_submodule.ds_id, forward)
+            is_in_backward = torch._C._current_graph_task_id() != -1
+            # A script may run modules of the model by themselves.
+            is_in_micro_batch = self._is_in_forward or is_in_backward
+            if is_in_micro_batch:
+                number = current_submodule.ds_id
+                self._follows = self._follows and self._order[self._position : self._position + 1] == (number,)
+                self._record.modules.append(number)
             if not forward:
                 self._in_backward[current_submodule.ds_id] = current_submodule
             weights = _weights_of(current_submodule)
@@ -133,16 +138,15 @@ class WeightGathers:
                 self._send(missing)
             while self._in_flight and any(each.ds_status == ZeroParamStatus.INFLIGHT for each in weights):
                 self._in_flight.popleft().arrive()
-            is_recomputed = forward and torch._C._current_graph_task_id() != -1
             for weight in weights:
                 weight.ds_active_sub_modules.add(current_submodule.ds_id)
-                if is_recomputed and self._in_backward and not weight.requires_grad:
+                if forward and is_in_backward and self._in_backward and not weight.requires_grad:
                     update_recompute_parameters(next(reversed(self._in_backward.values())), weight)
-                if self._plan is None and not weight.ds_persist:
+                if is_in_micro_batch and not weight.ds_persist:
                     self._record.begin_use(weight.ds_id, self._position)
-            if self._follows:
+            if is_in_micro_batch:
                 self._send_behind(self._position)
-            self._position += 1
+                self._position += 1
 
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
         """Release the weights of a module that nobody computes with and that are not kept."""
@@ -155,6 +159,8 @@ class WeightGathers:
             for weight in weights.values():
                 weight.ds_active_sub_modules.discard(submodule.ds_id)
                 self._release_unless_kept(weight)
+            if forward and submodule is self._root:
+                self._is_in_forward = False
 
     def release_backward_leftovers(self) -> None:
         """Release the weights of modules whose backward did not end in DeepSpeed's hook."""
@@ -172,6 +178,11 @@ class WeightGathers:
 
     # Ours
 
+    def use_limits(self, limits: Limits) -> None:
+        """Plan with ``limits`` from the next micro-batch on."""
+        self._limits, self._kept = limits, frozenset()
+        self._invalidate_trace()
+
     def settle(self) -> None:
         """Let what is in flight arrive, and release what was gathered ahead and not used."""
         self._arrive()
@@ -187,14 +198,15 @@ class WeightGathers:
         """
         kept, total = [], 0
         for number, elements in self._sizes.items() if self._plan is not None else ():
-            total += elements * self._weights[number].ds_tensor.itemsize
-            if total > size:
+            weight_bytes = elements * self._weights[number].ds_tensor.itemsize
+            if total + weight_bytes > size:
                 break
             kept.append(number)
+            total += weight_bytes
         self._kept = frozenset(kept)
         if kept:
             self._plan_again()
-        return sum(self._sizes[number] * self._weights[number].ds_tensor.itemsize for number in kept)
+        return total
 
     def gather(self, weights: Iterable[Weight]) -> None:
         """Gather those of ``weights`` that are not there, in one message for each dtype and group."""
@@ -202,15 +214,6 @@ class WeightGathers:
             if missing := [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]:
                 self._send(missing)
             self._arrive()
-
-    def _follow(self, module: int, forward: bool) -> None:
-        is_planned = self._order[self._position : self._position + 1] == (module,)
-        if self._follows and not is_planned:
-            # A script may run modules of the model by themselves, before a micro-batch or behind it.
-            self._has_left_plan = not forward or self._position not in (0, len(self._order))
-        self._follows = self._follows and is_planned
-        if self._plan is None:
-            self._record.modules.append(module)
 
     def _release_unless_kept(self, weight: Weight) -> None:
         if weight.ds_active_sub_modules:
@@ -297,6 +300,7 @@ GATHERS = Mark[WeightGathers]("weight_gathers")
 """The mark of an optimizer whose weights are gathered by a plan."""
 
 GATHERS_OF_MODEL = Mark[WeightGathers]("weight_gathers_of_model")
+"""The mark of a model: the gathers that hooks of all its engines ask."""
 
 
 def install_gathers(engine: Any, optimizer: Any) -> str | None:
@@ -315,7 +319,8 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
     is_host = accelerator.is_synchronized_device()
     streams = None if is_host else GatheringStreams(accelerator.Stream(), accelerator.Stream())
     # Hooks of an earlier engine of the model, which DeepSpeed leaves on it, gather by this one's plan, too.
-    gathers = GATHERS_OF_MODEL.get(engine.module) or WeightGathers(engine.module, limits, streams)
+    gathers = GATHERS_OF_MODEL.get(engine.module) or WeightGathers(engine.module, streams)
+    gathers.use_limits(limits)
     GATHERS_OF_MODEL.set(engine.module, gathers)
     setattr(offload, COORDINATOR, gathers)
     GATHERS.set(optimizer, gathers)

@@ -80,6 +80,8 @@ def test_a_step_takes_few_gathers():
 
 def modules_alone() -> None:
     """A script that runs modules by themselves, or evaluates, between micro-batches does not end the plan."""
+    other = Life(steps, stage=3, accumulation=1).engine(SMALL)
+    steps(other, 2)
     engine = Life(steps, stage=3, accumulation=1).engine(SMALL)
     plans = []
     for step in range(4):
@@ -89,7 +91,10 @@ def modules_alone() -> None:
             engine.module.layers[1](batch(engine, step, 1))
         steps(engine, 1, first=step)
         plans.append(gathers_of(engine)._plan)
-    assert plans[2] is not None and plans[2] is plans[3], plans
+    # The first evaluation is planned, and then the first micro-batch, which begins like it.
+    assert plans[1] is plans[2] is plans[3], plans
+    assert len(plans[3].messages) == len(gathers_of(other)._plan.messages)
+    assert len(gathers_of(engine)._order) == len(gathers_of(other)._order)
 
 
 def test_modules_that_run_alone_leave_the_plan():

@@ -177,9 +177,8 @@ class MemoryBudget:
         lines = [*plan_lines(stages, self.budget_gib, self._buffer_bytes, self._build.machine.name)]
         if self._keep_weights is not None:
             spare = self._tensor_bytes() - max(stage.plan.peak_bytes for stage in stages)
-            lines.append(
-                f"  weights that stay gathered from one step to the next: {size_text(self._keep_weights(spare))}"
-            )
+            kept = size_text(self._keep_weights(max(spare, 0)))
+            lines.insert(-1, f"  weights that are kept gathered from one optimizer step to the next: {kept}")
         if dist.get_rank() == 0:
             logger().info("%s", "\n".join(lines))
         self._meter.peak()

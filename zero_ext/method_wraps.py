@@ -85,7 +85,7 @@ def check_card(kind: type, name: str) -> None:
 
 
 def _check(card: MethodCard, owner: str, method: Function | None) -> None:
-    found = None if method is None else tuple(inspect.signature(_without_nvtx(method)).parameters)[1:]
+    found = None if method is None else tuple(inspect.signature(without_nvtx(method)).parameters)[1:]
     if found is None or found[: len(card.parameters)] != card.parameters:
         where = f"{owner.partition(':')[2] or owner}"
         is_there = "is not there" if found is None else f"has the parameters {found}"
@@ -95,9 +95,9 @@ def _check(card: MethodCard, owner: str, method: Function | None) -> None:
         )
 
 
-def _without_nvtx(method: Function) -> Function:
+def without_nvtx(method: Function) -> Function:
     """The method inside of DeepSpeed's ``instrument_w_nvtx``, which hides its parameters."""
     inner: Function | None = (
         inspect.getclosurevars(method).nonlocals.get("func") if inspect.isfunction(method) else None
     )
-    return method if inner is None or method.__name__ != "wrapped_fn" else _without_nvtx(inner)
+    return method if inner is None or method.__name__ != "wrapped_fn" else without_nvtx(inner)

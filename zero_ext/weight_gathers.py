@@ -11,6 +11,7 @@ until the device has come so far, and its host therefore waits for every third f
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from threading import RLock
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, update_recompute_parameters
 from deepspeed.utils import z3_leaf_module
@@ -27,9 +29,9 @@ from torch import nn
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.zero_buckets import PREFETCH, why_not_planned
 from ds_npu.parallel.runtime.marks import Mark
-from ds_npu.zero_ext.gather_messages import GatheringStreams, MessageInFlight, MessageMemory, Weight, Weights
+from ds_npu.zero_ext.gather_messages import GatheringStreams, MessageInFlight, MessageMemory, Weight
 from ds_npu.zero_ext.gather_plan import AHEAD, GatherMessage, GatherPlan, Limits, Use, message_elements, plan_gathers
-from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
+from ds_npu.zero_ext.method_wraps import MethodLevel, without_nvtx, wrap_method
 
 COORDINATOR = "param_coordinator"
 DEFAULT = 50_000_000
@@ -42,15 +44,18 @@ class MicroBatchRecord:
     def __init__(self) -> None:
         self.modules: list[int] = []
         """Their ds_id, in order."""
+        self.weights: dict[int, Weight] = {}
         self._uses: list[Use] = []
         self._opened: dict[int, int] = {}
         """The index in ``_uses`` of the use of each weight that is not over."""
 
-    def begin_use(self, weight: int, position: int) -> None:
+    def begin_use(self, weight: Weight, position: int) -> None:
         """Begin a use of a weight, unless another module is using it."""
-        if weight not in self._opened:
-            self._opened[weight] = len(self._uses)
-            self._uses.append(Use(weight, position, position))
+        number = weight.ds_id
+        if number not in self._opened:
+            self.weights[number] = weight
+            self._opened[number] = len(self._uses)
+            self._uses.append(Use(number, position, position))
 
     def end_use(self, weight: int, position: int) -> None:
         """End the use of a weight, where there is one."""
@@ -71,13 +76,12 @@ class WeightGathers:
     hierarchy = 0
     """DeepSpeed's optimizer sets it."""
 
-    def __init__(self, root: nn.Module, streams: GatheringStreams | None) -> None:
+    def __init__(self, root: nn.Module, limits: Limits, streams: GatheringStreams | None) -> None:
         """``root``: the module whose forward begins a micro-batch. ``streams``: None on the CPU."""
-        self._root, self._streams = root, streams
-        self._limits = Limits(0, 0, 0)
+        self._root, self._limits, self._streams = root, limits, streams
         self._memory = deque(MessageMemory() for _ in range(AHEAD))
         self._in_flight: deque[MessageInFlight] = deque()
-        self._weights: dict[int, Weight] = {weight.ds_id: weight for weight in _all_of(root)}
+        self._weights = _by_number(root)
         self._kept: frozenset[int] = frozenset()
         self._plan: GatherPlan | None = None
         self._planned: Sequence[Use] = ()
@@ -134,8 +138,7 @@ class WeightGathers:
             if not forward:
                 self._in_backward[current_submodule.ds_id] = current_submodule
             weights = _weights_of(current_submodule)
-            if missing := [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]:
-                self._send(missing)
+            self._send(weights)
             while self._in_flight and any(each.ds_status == ZeroParamStatus.INFLIGHT for each in weights):
                 self._in_flight.popleft().arrive()
             for weight in weights:
@@ -143,7 +146,7 @@ class WeightGathers:
                 if forward and is_in_backward and self._in_backward and not weight.requires_grad:
                     update_recompute_parameters(next(reversed(self._in_backward.values())), weight)
                 if is_in_micro_batch and not weight.ds_persist:
-                    self._record.begin_use(weight.ds_id, self._position)
+                    self._record.begin_use(weight, self._position)
             if is_in_micro_batch:
                 self._send_behind(self._position)
                 self._position += 1
@@ -178,11 +181,6 @@ class WeightGathers:
 
     # Ours
 
-    def use_limits(self, limits: Limits) -> None:
-        """Plan with ``limits`` from the next micro-batch on."""
-        self._limits, self._kept = limits, frozenset()
-        self._invalidate_trace()
-
     def settle(self) -> None:
         """Let what is in flight arrive, and release what was gathered ahead and not used."""
         self._arrive()
@@ -211,8 +209,7 @@ class WeightGathers:
     def gather(self, weights: Iterable[Weight]) -> None:
         """Gather those of ``weights`` that are not there, in one message for each dtype and group."""
         with self._lock, torch.no_grad():
-            if missing := [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]:
-                self._send(missing)
+            self._send(weights)
             self._arrive()
 
     def _release_unless_kept(self, weight: Weight) -> None:
@@ -228,14 +225,16 @@ class WeightGathers:
 
     def _send_behind(self, position: int) -> None:
         for message in self._sent_behind.get(position, ()) if self._follows else ():
-            weights = [self._weights[number] for number in message.weights]
-            if missing := [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]:
-                self._send(missing)
+            self._send([self._weights[number] for number in message.weights])
 
-    def _send(self, weights: Weights) -> None:
+    def _send(self, weights: Iterable[Weight]) -> None:
+        """Gather those of ``weights`` that nobody has gathered."""
+        missing = [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        if not missing:
+            return
         if len(self._in_flight) == AHEAD:
             self._in_flight.popleft().arrive()
-        self._in_flight.append(MessageInFlight(weights, self._memory[0], self._streams))
+        self._in_flight.append(MessageInFlight(missing, self._memory[0], self._streams))
         self._memory.rotate(-1)
 
     def _arrive(self) -> None:
@@ -244,7 +243,8 @@ class WeightGathers:
 
     def _make_plan(self) -> None:
         uses = self._record.ended(self._position - 1)
-        self._weights.update((weight.ds_id, weight) for weight in _all_of(self._root))
+        # A module may use weights of others.
+        self._weights = {**_by_number(self._root), **self._record.weights}
         self._order = tuple(self._record.modules)
         _check_same(repr((self._order, [(use.first, use.last) for use in uses])))
         # Ranks may hold other experts and larger shards, and make one plan.
@@ -263,8 +263,9 @@ def _weights_of(module: nn.Module) -> list[Weight]:
     return sorted(weights, key=lambda weight: int(weight.ds_id))
 
 
-def _all_of(root: nn.Module) -> Iterator[Weight]:
-    yield from root.parameters()
+def _by_number(root: nn.Module) -> Mapping[int, Weight]:
+    weights: Iterable[Weight] = root.parameters()
+    return {weight.ds_id: weight for weight in weights}
 
 
 def _release(weight: Weight) -> None:
@@ -299,9 +300,6 @@ def _most_of_any_rank(elements: Sequence[int]) -> list[int]:
 GATHERS = Mark[WeightGathers]("weight_gathers")
 """The mark of an optimizer whose weights are gathered by a plan."""
 
-GATHERS_OF_MODEL = Mark[WeightGathers]("weight_gathers_of_model")
-"""The mark of a model: the gathers that hooks of all its engines ask."""
-
 
 def install_gathers(engine: Any, optimizer: Any) -> str | None:
     """Gather the weights of ``optimizer``, ZeRO 3's, by a plan; or return why DeepSpeed's own code does it."""
@@ -318,11 +316,10 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
     accelerator = get_accelerator()
     is_host = accelerator.is_synchronized_device()
     streams = None if is_host else GatheringStreams(accelerator.Stream(), accelerator.Stream())
-    # Hooks of an earlier engine of the model, which DeepSpeed leaves on it, gather by this one's plan, too.
-    gathers = GATHERS_OF_MODEL.get(engine.module) or WeightGathers(engine.module, streams)
-    gathers.use_limits(limits)
-    GATHERS_OF_MODEL.set(engine.module, gathers)
-    setattr(offload, COORDINATOR, gathers)
+    gathers = WeightGathers(engine.module, limits, streams)
+    for each in (offload, *_offloads_of(engine.module)):
+        each.partition_all_parameters()
+        setattr(each, COORDINATOR, gathers)
     GATHERS.set(optimizer, gathers)
 
     def end_forward(*_: object) -> None:
@@ -338,6 +335,16 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
 
     wrap_method(optimizer, "_post_step", end_step, MethodLevel.BUCKETS)
     return None
+
+
+def _offloads_of(root: nn.Module) -> Iterator[DeepSpeedZeRoOffload]:
+    """DeepSpeed's objects that fetch weights for the engines of a model; hooks of earlier engines are still on it."""
+    for hook in root._forward_pre_hooks.values():
+        function = without_nvtx(hook)
+        if inspect.isfunction(function):
+            offload = inspect.getclosurevars(function).nonlocals.get("self")
+            if isinstance(offload, DeepSpeedZeRoOffload):
+                yield offload
 
 
 def _why_not(optimizer: Any) -> str | None:

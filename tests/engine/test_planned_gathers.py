@@ -103,15 +103,16 @@ def test_modules_that_run_alone_leave_the_plan():
 
 def second_engines() -> None:
     """Another engine of a model whose first engine is still there, whose hooks its modules keep."""
-    life = Life(steps, stage=3)
+    life, small = Life(steps, stage=3), ZERO["small messages"]
     expected = None
-    for zero in (PLAIN, *ZERO.values()):
+    pairs = [(PLAIN, PLAIN), *((zero, zero) for zero in ZERO.values()), (PLAIN, small), (small, PLAIN)]
+    for zero, other in pairs:
         first = life.engine(SMALL | zero)
         numbers = steps(first)
-        numbers += steps(life.engine_of(first.module, SMALL | zero), first=3)
+        numbers += steps(life.engine_of(first.module, SMALL | other), first=3)
         expected = numbers if expected is None else expected
-        for index, (found, other) in enumerate(zip(numbers, expected, strict=True)):
-            assert torch.equal(found, other), (zero, index)
+        for index, (found, right) in enumerate(zip(numbers, expected, strict=True)):
+            assert torch.equal(found, right), (zero, other, index)
 
 
 def test_a_second_engine_of_a_model():

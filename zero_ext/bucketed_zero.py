@@ -21,7 +21,6 @@ from ds_npu.comm.collectives import gather_into
 from ds_npu.comm.pending import Work
 from ds_npu.config.zero_buckets import why_not_in_buckets
 from ds_npu.parallel.runtime.marks import Mark
-from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.awaited_weights import AwaitedWeights, is_read_unseen, uses_of
 from ds_npu.zero_ext.bucket_plan import bucket_elements, plan_of
 from ds_npu.zero_ext.bucketed_gradients import BucketedGradients, BucketedGroup, Key
@@ -91,15 +90,13 @@ class BucketedZero:
         self._works: dict[Key, Work] = {}
         self._uses: dict[int, int] = {}
         self._is_stepping = False
-        self.is_superseded = False
-        """Whether the model has a later engine: DeepSpeed's hooks of this one are called in that one's backwards."""
 
     def install(self) -> None:
         """Take the communication over, and be what DeepSpeed's calls go through."""
         optimizer = self._optimizer
         self._restore()
         _tell_partitions(optimizer, self._groups)
-        _bind_values(self, self._optimizer, self._groups)
+        _bind_values(self._optimizer, self._groups)
         self.state.use_own_parts()
         replace = partial(replace_method, optimizer, level=MethodLevel.BUCKETS)
         replace("process_gradients", function=self._process_gradients)
@@ -147,7 +144,7 @@ class BucketedZero:
     def _process_gradients(self, weight: nn.Parameter, index: int) -> None:
         """In place of DeepSpeed's, in its hook of each gradient."""
         optimizer = self._optimizer
-        if optimizer._coalesce_grad_reduction or self.is_superseded:
+        if optimizer._coalesce_grad_reduction:
             return
         if optimizer.use_grad_accum_attribute:
             optimizer._fill_param_grad_accum_attribute(weight)
@@ -161,8 +158,6 @@ class BucketedZero:
 
     def _end_backward(self) -> None:
         optimizer = self._optimizer
-        if self.is_superseded:
-            return
         self.gradients.end_backward()
         for index in range(len(optimizer.bit16_groups)):
             optimizer.all_grad_tensors[index] = None
@@ -253,7 +248,7 @@ class BucketedZero:
 
     def _link_again(self, link: Function) -> None:
         link()
-        _bind_values(self, self._optimizer, self._groups)
+        _bind_values(self._optimizer, self._groups)
         if not self.state.is_plain:
             self.state.use_own_parts()
 
@@ -271,16 +266,12 @@ class BucketedZero:
 
 BUCKETED = Mark[BucketedZero]("bucketed_zero")
 """The mark of an optimizer whose communication is in buckets."""
-OWNER = TensorAttribute[BucketedZero]("ds_npu_buckets")
-"""The mark of a weight: the buckets of its model's last engine."""
 
 
 def install_buckets(engine: Any, optimizer: Any) -> str | None:
     """Install a BucketedZero where it fits; returns the reason where DeepSpeed's own code communicates."""
     for weight in engine.module.parameters():
-        if (earlier := OWNER.get(weight)) is not None:
-            earlier.is_superseded = True
-        for mark in (OWNER, RUNS, VALUES):
+        for mark in (RUNS, VALUES):
             mark.remove(weight)
     reason = why_not_bucketed(engine, optimizer)
     if reason is None:
@@ -290,13 +281,12 @@ def install_buckets(engine: Any, optimizer: Any) -> str | None:
     return reason
 
 
-def _bind_values(bucketed: BucketedZero, optimizer: Any, groups: Mapping[int, BucketedGroup]) -> None:
-    """Let each weight find its values in the buckets, and the buckets themselves."""
+def _bind_values(optimizer: Any, groups: Mapping[int, BucketedGroup]) -> None:
+    """Let each weight find its values in the buckets."""
     for index, group in groups.items():
         for position, weight in enumerate(group.weights):
             values = WeightValues(optimizer, index, group, position)
             functions = values.functions()
-            OWNER.set(weight, bucketed)
             RUNS.set(weight, values.runs)
             VALUES.set(weight, functions)
             for name, function in functions.items():

@@ -11,16 +11,14 @@ until the device has come so far, and its host therefore waits for every third f
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, update_recompute_parameters
 from deepspeed.utils import z3_leaf_module
@@ -29,9 +27,10 @@ from torch import nn
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.zero_buckets import PREFETCH, why_not_planned
 from ds_npu.parallel.runtime.marks import Mark
+from ds_npu.zero_ext.earlier_engines import offloads_of
 from ds_npu.zero_ext.gather_messages import GatheringStreams, MessageInFlight, MessageMemory, Weight
 from ds_npu.zero_ext.gather_plan import AHEAD, GatherMessage, GatherPlan, Limits, Use, message_elements, plan_gathers
-from ds_npu.zero_ext.method_wraps import MethodLevel, without_nvtx, wrap_method
+from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
 COORDINATOR = "param_coordinator"
 DEFAULT = 50_000_000
@@ -317,7 +316,7 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
     is_host = accelerator.is_synchronized_device()
     streams = None if is_host else GatheringStreams(accelerator.Stream(), accelerator.Stream())
     gathers = WeightGathers(engine.module, limits, streams)
-    for each in (offload, *_offloads_of(engine.module)):
+    for each in (offload, *offloads_of(engine.module)):
         each.partition_all_parameters()
         setattr(each, COORDINATOR, gathers)
     GATHERS.set(optimizer, gathers)
@@ -335,16 +334,6 @@ def install_gathers(engine: Any, optimizer: Any) -> str | None:
 
     wrap_method(optimizer, "_post_step", end_step, MethodLevel.BUCKETS)
     return None
-
-
-def _offloads_of(root: nn.Module) -> Iterator[DeepSpeedZeRoOffload]:
-    """DeepSpeed's objects that fetch weights for the engines of a model; hooks of earlier engines are still on it."""
-    for hook in root._forward_pre_hooks.values():
-        function = without_nvtx(hook)
-        if inspect.isfunction(function):
-            offload = inspect.getclosurevars(function).nonlocals.get("self")
-            if isinstance(offload, DeepSpeedZeRoOffload):
-                yield offload
 
 
 def _why_not(optimizer: Any) -> str | None:

@@ -56,6 +56,7 @@ from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.planner.communicators import MIB, Communicator, CommunicatorPlan
 from ds_npu.topology.degrees import AXES, Axis
 from ds_npu.zero_ext.bucketed_zero import install_buckets
+from ds_npu.zero_ext.earlier_engines import let_gradients_go_to
 from ds_npu.zero_ext.gradient_buffer import remove_gradient_buffers
 from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
@@ -209,6 +210,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         if self.is_made_narrow:
             self.is_made_narrow = False
             reduce_in_float64(zero)
+        let_gradients_go_to(zero, self.module)
         wait_for_norm_only(zero)
         if reason := install_buckets(self, zero):
             logger().debug("DeepSpeed's own code reduces gradients and gathers weights: %s", reason)

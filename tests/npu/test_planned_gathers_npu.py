@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
-from bucketed_lives import PLAIN
-from gathered_lives import LIVES, SMALL, ZERO, gathers_of
+from bucketed_lives import PLAIN, Life
+from gathered_lives import LIVES, SMALL, ZERO, gathers_of, steps
 from ranks import run_on_ranks
 
 from ds_npu.zero_ext.weight_gathers import WeightGathers
@@ -30,3 +31,23 @@ def compare_all() -> None:
 
 def test_a_life_is_deepspeeds():
     run_on_ranks(2, compare_all, backend="hccl")
+
+
+def second_engines() -> None:
+    """The gradients of a model go to its later engine alone; the same numbers whatever streams do."""
+    life = Life(steps, stage=3)
+    found = []
+    for zero in (SMALL | PLAIN, *(ZERO["small messages"],) * 3):
+        first = life.engine(zero)
+        steps(first)
+        second = life.engine_of(first.module, zero)
+        found.append(steps(second, first=3))
+        with pytest.raises(RuntimeError, match="another engine was made of this model"):
+            first.optimizer.step()
+    for numbers in found[1:]:
+        for each, other in zip(numbers, found[0], strict=True):
+            assert torch.allclose(each, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_second_engine_of_a_model():
+    run_on_ranks(2, second_engines, backend="hccl")

@@ -36,7 +36,8 @@ def main() -> None:
     plant = sys.argv.pop(1)
     for name in ("wait_stream", "wait_event"):
         setattr(torch.npu.Stream, name, without_wait(plant, getattr(torch.npu.Stream, name)))
-    ds_npu.comm.pending.Works.wait = without_wait(plant, ds_npu.comm.pending.Works.wait)
+    for kind in (ds_npu.comm.pending.Works, torch.distributed.Work):
+        kind.wait = without_wait(plant, kind.wait)
     # Activations of 1 MiB and more are swapped.
     training_steps.SAMPLES, training_steps.LENGTH = 512, 64
     training_steps.main()

@@ -92,22 +92,30 @@ def test_a_weight_that_forward_has_freed_is_not_used_again_before_its_event(tmp_
 
 
 SWAP = {"swap": {"activations": True}}
-PLANTS = {
-    "stage_3_corrections:stepped": config(3) | UNSYNCHRONIZED | {"ds_npu": {}},
-    "copy_streams:_wait_for_inputs": config(0, **SWAP),
-    "copy_streams:wait": config(0, **SWAP),
-    "copy_streams:copy_back": config(0, **SWAP),
-    "copy_streams:_encode_and_copy": config(0, swap={"activations": True, "compress": True}),
-    "chunked_step:send": config(0, optimizer_memory={"swap": True}),
-    "chunked_step:receive": config(0, optimizer_memory={"swap": True}),
-    "pending:wait": config(1, parallel={"tensor": 2, "sequence_parallel": True}, tensor_overlap="pipelined"),
-}
+PLAIN_1, PLAIN_3 = (config(stage) | UNSYNCHRONIZED | {"ds_npu": {}} for stage in (1, 3))
+OWN_GATHERS = {"zero_optimization": {**PLAIN_3["zero_optimization"], "stage3_module_granularity_threshold": 1}}
+PLANTS = [
+    ("stage_3_corrections:stepped", PLAIN_3 | OWN_GATHERS),
+    ("stage_3_corrections:wait", PLAIN_3),
+    ("gather_messages:__init__", PLAIN_3),
+    ("gather_messages:arrive", PLAIN_3),
+    ("gather_messages:_copy_out", PLAIN_3),
+    ("arrival:arrive", PLAIN_1),
+    ("pending:wait", PLAIN_1),
+    ("pending:wait", config(1, parallel={"tensor": 2, "sequence_parallel": True}, tensor_overlap="pipelined")),
+    ("copy_streams:_wait_for_inputs", config(0, **SWAP)),
+    ("copy_streams:wait", config(0, **SWAP)),
+    ("copy_streams:copy_back", config(0, **SWAP)),
+    ("copy_streams:_encode_and_copy", config(0, swap={"activations": True, "compress": True})),
+    ("chunked_step:send", config(0, optimizer_memory={"swap": True})),
+    ("chunked_step:receive", config(0, optimizer_memory={"swap": True})),
+]
 
 
 @slow
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_wait_that_is_left_out_is_found(tmp_path, plant):
-    made = PLANTS[plant] | {"train_micro_batch_size_per_gpu": 512}
+@pytest.mark.parametrize(("plant", "made"), PLANTS, ids=[plant for plant, _ in PLANTS])
+def test_a_wait_that_is_left_out_is_found(tmp_path, plant, made):
+    made = made | {"train_micro_batch_size_per_gpu": 512}
     done = ranks("planted_races", tmp_path, [["llama", made]], plant)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "ds_npu sim: race: " in done.stderr and "nothing orders them" in done.stderr

@@ -99,6 +99,18 @@ class MessageInFlight:
         self._parts = []
 
 
+def is_whole_here(weight: Weight) -> bool:
+    """Whether ``weight`` is sharded over one rank, as experts may be: its shard is all of it."""
+    return dist.get_world_size(weight.ds_process_group) == 1
+
+
+def show_shard(weight: Weight) -> None:
+    """Let a weight that is whole here be its own shard: no message, and no memory."""
+    shard = weight.ds_tensor.to(get_accelerator().current_device_name())
+    weight.data = shard.view(-1)[: weight.ds_numel].view(weight.ds_shape)
+    weight.ds_status = ZeroParamStatus.AVAILABLE
+
+
 def _by_ranks(weights: Weights) -> Iterator[Weights]:
     parts: dict[tuple[torch.dtype, int], list[Weight]] = {}
     for weight in weights:

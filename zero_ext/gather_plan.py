@@ -153,14 +153,20 @@ def _before(changes: Iterable[tuple[int, int]], uses: Sequence[Use]) -> list[int
 def _messages(
     drafts: Sequence[Sequence[Use]], sizes: Mapping[int, int], gathered: list[int], most: int
 ) -> Iterator[GatherMessage]:
-    """Send each as early as ``most`` gathered elements allow, not before the first use of the AHEAD-th before it."""
+    """Send each in order, as early as ``most`` gathered elements allow, behind the use of the AHEAD-th before it."""
     firsts = [-1] * AHEAD + [draft[0].first for draft in drafts]
+    before = -1
     for draft, earliest in zip(drafts, firsts, strict=False):
         needed, weights = draft[0].first, tuple(use.weight for use in draft)
         size = sum(sizes[weight] for weight in weights)
+        for use in draft:
+            # It arrives with those that are used before it.
+            for position in range(needed, use.first):
+                gathered[position] += sizes[use.weight]
         sent = needed - 1
-        while sent > earliest and gathered[sent - 1] + size <= most and gathered[sent] + size <= most:
+        while sent > max(earliest, before) and gathered[sent - 1] + size <= most and gathered[sent] + size <= most:
             sent -= 1
         for position in range(sent, needed):
             gathered[position] += size
+        before = sent
         yield GatherMessage(sent, needed, weights)

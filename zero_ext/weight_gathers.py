@@ -28,7 +28,14 @@ from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.zero_buckets import PREFETCH, why_not_planned
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.zero_ext.earlier_engines import offloads_of
-from ds_npu.zero_ext.gather_messages import GatheringStreams, MessageInFlight, MessageMemory, Weight
+from ds_npu.zero_ext.gather_messages import (
+    GatheringStreams,
+    MessageInFlight,
+    MessageMemory,
+    Weight,
+    is_whole_here,
+    show_shard,
+)
 from ds_npu.zero_ext.gather_plan import AHEAD, GatherMessage, GatherPlan, Limits, Use, message_elements, plan_gathers
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
@@ -144,7 +151,7 @@ class WeightGathers:
                 weight.ds_active_sub_modules.add(current_submodule.ds_id)
                 if forward and is_in_backward and self._in_backward and not weight.requires_grad:
                     update_recompute_parameters(next(reversed(self._in_backward.values())), weight)
-                if is_in_micro_batch and not weight.ds_persist:
+                if is_in_micro_batch and not (weight.ds_persist or is_whole_here(weight)):
                     self._record.begin_use(weight, self._position)
             if is_in_micro_batch:
                 self._send_behind(self._position)
@@ -228,7 +235,13 @@ class WeightGathers:
 
     def _send(self, weights: Iterable[Weight]) -> None:
         """Gather those of ``weights`` that nobody has gathered."""
-        missing = [each for each in weights if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        missing = []
+        for weight in weights:
+            if weight.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+                if is_whole_here(weight):
+                    show_shard(weight)
+                else:
+                    missing.append(weight)
         if not missing:
             return
         if len(self._in_flight) == AHEAD:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import deepspeed
 import pytest
+import tiny_models
 import torch
 import torch.distributed as dist
 from bucketed_lives import PLAIN, WIDTH, Life, batch
@@ -15,6 +17,8 @@ from torch import nn
 from wire import Wire
 
 from ds_npu.zero_ext.weight_gathers import GATHERS, WeightGathers
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
 def compare(names: list[str]) -> None:
@@ -117,6 +121,44 @@ def second_engines() -> None:
 
 def test_a_second_engine_of_a_model():
     run_on_ranks(2, second_engines)
+
+
+def whole_experts() -> None:
+    """Experts of which each rank has its own are computed with as their shards: nothing is sent or copied."""
+    torch.manual_seed(0)
+    section = {"parallel": {"expert": 2}}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "zero_optimization": zero, "ds_npu": section}
+    config |= {"zero_allow_untested_optimizer": True}
+    model = tiny_models.tiny("qwen3_moe", torch.float32)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    experts = [weight for weight in model.parameters() if dist.get_world_size(weight.ds_process_group) == 1]
+    others = [weight for weight in model.parameters() if dist.get_world_size(weight.ds_process_group) == 2]
+    assert len(experts) >= 2 and len(others) >= 10
+    computed, numbers = set[int](), {weight.ds_id for weight in experts}
+
+    def look(module: nn.Module, *_: object) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight.ds_id in numbers:
+                with torch._C.DisableTorchFunctionSubclass():
+                    assert weight.data_ptr() == weight.ds_tensor.data_ptr() and weight.shape == weight.ds_shape
+                computed.add(weight.ds_id)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+    for _ in range(3):
+        with Wire() as wire:
+            ids = torch.arange(16).view(2, 8)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    assert computed == numbers
+    # Its half of each, and at most once forward and once backward.
+    leaving = sum(size for (kind, _), size in wire.leaving.items() if kind == "gather")
+    assert 0 < leaving <= 2 * sum(weight.ds_tensor.nbytes for weight in others)
+
+
+def test_experts_that_are_whole_on_their_ranks_are_their_shards():
+    run_on_ranks(2, whole_experts)
 
 
 def different_modules() -> None:

@@ -46,6 +46,7 @@ CASES = [
     ("llama", config(1, parallel={"tensor": 2, "sequence_parallel": True})),
     ("llama", config(0, swap={"activations": True}, optimizer_memory={"swap": True})),
     ("qwen3_moe", config(1, parallel={"expert": 2}, recompute={"layers": "all"})),
+    ("qwen3_moe", config(3, parallel={"expert": 2})),
 ]
 
 

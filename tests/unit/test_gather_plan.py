@@ -37,6 +37,10 @@ LIMITS = st.builds(Limits, st.integers(1, 30), st.integers(1, 60), st.integers(0
 @given(recorded(), LIMITS, st.sets(st.integers(0, 11)))
 @example((forward_and_backward(8), [3] * 8), Limits(3, 60, 0), set())
 @example((forward_and_backward(8), [3] * 8), Limits(6, 60, 7), {0, 1})
+@example(([Use(0, 0, 0), Use(3, 0, 0), Use(1, 2, 2), Use(2, 2, 2)], [1] * 4), Limits(3, 3, 0), set())
+@example(
+    ([*(Use(w, 8, 8) for w in (0, 1)), *(Use(w, 10, 10) for w in (2, 3, 4))], [1, 1, 3, 1, 1]), Limits(1, 4, 0), set()
+)
 def test_weights_are_there_when_they_are_used(found, limits, kept):
     uses, sizes = found
     kept &= set(range(len(sizes)))

@@ -73,7 +73,7 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
         PLAIN: SerialCollectives(group),
         f"{PLAIN} again": SerialCollectives(group),
     }
-    variants |= {f"{count} pieces": Pipelined(group, count, latency_bytes=1) for count in args.pieces}
+    variants |= {f"{count} pieces": Pipelined(group, count) for count in args.pieces}
     for batch, sequence in ((1, 2048), (4, 512)):
         found = ratios(mlp_step(batch, sequence, 512, 704), variants, args.cycles, args.steps)
         if rank == 0:

@@ -17,7 +17,7 @@ from ds_npu.acceptance.rank import Assignment, npu_module, run_cases, timed
 from ds_npu.comm.collectives import all_gather, all_reduce, reduce_scatter
 from ds_npu.ops import matmul_collective
 from ds_npu.ops.self_check import FLOAT32_UNIT
-from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
+from ds_npu.parallel.tensor.overlapped_matmul import Fused
 
 PERIOD = 17
 """Number of integers that messages repeat."""
@@ -253,7 +253,7 @@ def _fused(peers: Peers, kind: str, sizes: tuple[int, int]) -> Check:
     left = [_normal(rank, (1, rows, inner), peers.dtype) for rank in peers.ranks]
     own = _normal(100 + peers.rank, (inner, columns), peers.dtype)
     group = dist.distributed_c10d._get_default_group()
-    fused = Fused(group, Pipelined(group))
+    fused = Fused(group)
     mine, matrix = left[peers.rank].to("npu"), own.to("npu")
     unit = peers.size * max(torch.finfo(peers.dtype).eps, FLOAT32_UNIT) / 2
     if kind == FUSED[0]:

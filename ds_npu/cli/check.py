@@ -152,7 +152,7 @@ def _model(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) ->
         yield from ("", "What ds_npu changes of a model is shown where transformers is installed")
     else:
         planned = cli_module("planned_model")
-        shown = planned.Shown(changes=arguments.changes, parameters=arguments.parameters)
+        shown = planned.Shown(arguments.changes, arguments.parameters, arguments.machine, arguments.sequence_length)
         yield from planned.lines(Path(arguments.model), ds_config, checked, shown)
         yield from planned.pipeline_lines(Path(arguments.model), checked, arguments.svg)
 

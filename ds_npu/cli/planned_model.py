@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from ds_npu.checkpoint.loading import meta_model
+from ds_npu.cli.planned_overlap import overlap_lines
 from ds_npu.config.check import Checked
 from ds_npu.config.problems import printable
 from ds_npu.engine.pipeline.planned_stages import PlannedStages, planned_stages
@@ -33,6 +34,7 @@ from ds_npu.parallel.runtime.placement import Placement, placement_of
 from ds_npu.planner.parameter_bytes import bytes_of_a_parameter
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 from ds_npu.topology.degrees import Axis, Degrees
+from ds_npu.topology.machine import Machine
 from ds_npu.topology.topology import PlannedTopology
 
 ASSUMED = (
@@ -47,10 +49,13 @@ MOST_ACTIONS = 100_000
 
 @dataclass(frozen=True)
 class Shown:
-    """The long tables that are asked for."""
+    """The long tables that are asked for, and what estimates are made for."""
 
     changes: bool
     parameters: bool
+    machine: Machine
+    """The machine of estimates, which take ``length`` tokens of a sample; None: not known."""
+    length: int | None
 
 
 def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Shown) -> Iterator[str]:
@@ -67,6 +72,7 @@ def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Sho
     declarations = apply_features(values_in(checked.config), build)
     complete_placements(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
     yield from ("", *summary(model, ds_config, checked))
+    yield from overlap_lines(model, ds_config, checked, shown.machine, shown.length)
     if shown.changes:
         yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
         yield from (f"  {line}" for line in (*(list(table(declarations)) or ["nothing"]), *build.notes))

@@ -15,7 +15,6 @@ from ds_npu.config.sections import PLANNED, DsNpuConfig, switched_on
 
 NEEDS_RANKS = {
     "parallel.sequence_parallel": "tensor",
-    "tensor_overlap": "tensor",
     "context_parallel": "context",
     "pipeline": "pipeline",
     "pipeline.overlap_experts": "expert",
@@ -223,9 +222,17 @@ RULES = (
     ),
     _refused(
         "tensor_overlap",
+        ("parallel.tensor", "tensor_overlap"),
+        lambda section: section.tensor_overlap not in (None, "none") and section.parallel.tensor == 1,
+        "only with ds_npu.parallel.tensor > 1",
+    ),
+    _refused(
+        "tensor_overlap",
         ("parallel.tensor", "parallel.sequence_parallel", "tensor_overlap"),
         lambda section: (
-            section.tensor_overlap != "none" and section.parallel.tensor > 1 and not section.parallel.sequence_parallel
+            section.tensor_overlap not in (None, "none")
+            and section.parallel.tensor > 1
+            and not section.parallel.sequence_parallel
         ),
         "'none', or ds_npu.parallel.sequence_parallel true: what overlaps are its gathers and scatters",
     ),

@@ -38,8 +38,8 @@ class DsNpuConfig(Section):
     plan: Plan = Field(default={})
     """Roles of the model's modules, from a glob over their names to a role, where ds_npu cannot tell by itself."""
     fused_ops: FusedOpsSection = FusedOpsSection()
-    tensor_overlap: TensorOverlap = "none"
-    """Overlap of tensor-parallel communication with its matrix multiplication: none, in pieces, or in one kernel."""
+    tensor_overlap: TensorOverlap | None = None
+    """Overlap of sequence_parallel's messages with products: none, in pieces, in one kernel; left out: by estimates."""
     context_parallel: ContextParallelSection = ContextParallelSection()
     pipeline: PipelineSection = PipelineSection()
     moe: MoeSection = MoeSection()

@@ -15,7 +15,7 @@ from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.runtime.marks import Mark
-from ds_npu.parallel.tensor.axis import MatmulCollectives
+from ds_npu.parallel.tensor.axis import ChoosesCollectives
 from ds_npu.parallel.tensor.randomness import align_generators
 from ds_npu.planner.memory_plan_table import PlannedKeys
 from ds_npu.topology.degrees import Axis
@@ -47,7 +47,7 @@ class Build:
     """Whether the model is a deepspeed.PipelineModule, which has a schedule of its own."""
     waiting_forwards: tuple[int, ...] = ()
     """The most forwards that wait for their backward at a time, per pipeline rank; empty without a schedule."""
-    collectives: MatmulCollectives | None = None
+    collectives: ChoosesCollectives | None = None
     """The products that overlap with sequence parallelism's collectives; None: no overlap."""
     sequence_parallel: bool = False
     """Whether tensor ranks hold different tokens between their regions."""

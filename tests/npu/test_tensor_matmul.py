@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ import torch_npu
 from agreement import agree, numbers
 from ranks import run_on_ranks
 
+from ds_npu.parallel.tensor import overlap_choice
+from ds_npu.parallel.tensor.axis import SerialCollectives
+from ds_npu.parallel.tensor.overlap_choice import OverlapChoice
 from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
+from ds_npu.parallel.tensor.product import WeightLayout
+from ds_npu.topology.machine import A2
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS, INNER, OUTER = 6, 256, (8, 24)
@@ -20,8 +26,7 @@ FUSED_CALLS = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
 
 
 def collectives(kind: str, group: object, pieces: int) -> Pipelined | Fused:
-    pipelined = Pipelined(group, pieces, latency_bytes=1)
-    return Fused(group, pipelined) if kind == "fused" else pipelined
+    return Fused(group) if kind == "fused" else Pipelined(group, pieces)
 
 
 def whole_of(shards: list[torch.Tensor]) -> torch.Tensor:
@@ -86,7 +91,8 @@ def values_body(kind: str) -> None:
             scatter(kind, group, batch, pieces, dtype, 1)
     expected = len(DTYPES) * 2 * 3 if kind == "fused" else 0
     assert [called[name] for name in FUSED_CALLS] == [expected, expected]
-    scatter(kind, group, 3, 2, torch.bfloat16, count=2)
+    if kind == "pipelined":
+        scatter(kind, group, 3, 2, torch.bfloat16, count=2)
 
 
 def counting(called: Counter[str], name: str, function):
@@ -103,21 +109,29 @@ def test_values(world_size, kind):
     run_on_ranks(world_size, values_body, kind, backend="hccl")
 
 
-def reasons_body() -> None:
-    fused = Fused(dist.group.WORLD, Pipelined(dist.group.WORLD))
+def kinds_body() -> None:
+    """Kernels where they take the operands on every rank, asked for or the fastest; else a warning, and pieces."""
+    fused = OverlapChoice(dist.group.WORLD, A2, "fused")
+    chosen = OverlapChoice(dist.group.WORLD, A2)
     x, matrix = torch.ones(1, 2, 256).half().npu(), torch.ones(256, 4).half().npu()
-    assert fused.unmet_gather(x, [matrix]) is None
-    assert fused.unmet_scatter([(x, matrix)]) is None
-    for unfit, reason in (
-        (fused.unmet_gather(x[..., :128], [matrix[:128]]), "the inner dimension is 128"),
-        (fused.unmet_gather(x.float(), [matrix.float()]), "torch.float32 is multiplied with torch.float32"),
-        (fused.unmet_scatter([(x, matrix)] * 2), "a sum of 2 products"),
+    even = [WeightLayout(shards=(256, 256))]
+    for choice in (fused, chosen):
+        assert isinstance(choice.of_gather(x, [matrix], even, True), Fused)
+        assert isinstance(choice.of_scatter([(x, matrix)], even, False), Fused)
+    for name, found in (
+        ("the inner dimension is 128", (x[..., :128], [matrix[:128]], even, True)),
+        ("torch.float32 is multiplied with torch.float32", (x.float(), [matrix.float()], even, True)),
+        ("a sum of 2 products", ([(x, matrix)] * 2, even * 2, False)),
+        ("the inner dimension is 255", ([(x, matrix)], [WeightLayout(shards=(255, 256))], False)),
     ):
-        assert unfit is not None and unfit.startswith(reason)
-    # What is not fused is right all the same.
-    _, (product,) = fused.gather_matmul(x[..., :128], [matrix[:128]])
-    agree(product, torch.full((1, 4, 4), 128.0, dtype=torch.float64))
+        call = "of_gather" if isinstance(found[0], torch.Tensor) else "of_scatter"
+        with mock.patch.object(overlap_choice, "warn_once") as warned:
+            # Two tokens make no piece of a shard of one.
+            pieces = 1 if call == "of_scatter" else 2
+            assert isinstance(getattr(fused, call)(*found), Pipelined if pieces > 1 else SerialCollectives)
+        assert f"pipelined, not fused: {name}" in warned.call_args.args[0]
+        assert not isinstance(getattr(chosen, call)(*found), Fused)
 
 
-def test_what_no_kernel_takes_is_pipelined():
-    run_on_ranks(2, reasons_body, backend="hccl")
+def test_which_products_take_a_kernel():
+    run_on_ranks(2, kinds_body, backend="hccl")

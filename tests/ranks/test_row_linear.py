@@ -9,6 +9,7 @@ from ranks import run_on_ranks
 from torch import nn
 
 from ds_npu.parallel.runtime.placement import sharding_of
+from ds_npu.parallel.tensor.axis import Always
 from ds_npu.parallel.tensor.linear import RowParallelLinear
 from ds_npu.parallel.tensor.overlapped_matmul import Pipelined
 from ds_npu.topology.degrees import Degrees
@@ -27,7 +28,7 @@ def layers(bias, topology, sequence_parallel):
 def adds_in_place() -> None:
     topology, rank = Topology(Degrees(tp=dist.get_world_size())), dist.get_rank()
     group, size = topology.group("tp"), topology.size("tp")
-    overlaps = [None, Pipelined(group, pieces=2, latency_bytes=1)]
+    overlaps = [None, Always(Pipelined(group, pieces=2))]
     for bias, sequence_parallel in ((True, False), (False, False), (True, True), (False, True)):
         for overlap in overlaps if sequence_parallel else overlaps[:1]:
             plain, row = layers(bias, topology, sequence_parallel)

@@ -30,8 +30,7 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 
 def in_pieces(pieces: int) -> Pipelined:
-    """However short the shard is."""
-    return Pipelined(dist.group.WORLD, pieces, latency_bytes=1)
+    return Pipelined(dist.group.WORLD, pieces)
 
 
 NAMES = {
@@ -95,9 +94,8 @@ def test_entries_are_pieces_where_there_are_about_as_many():
 
 
 def counts_body() -> None:
-    """A gathered message of m bytes goes in sqrt(m / latency_bytes) pieces, 8 at most."""
-    for rows, pieces in ((1, 1), (4, 2), (16, 4), (64, 8), (400, 8)):
-        collectives = Pipelined(dist.group.WORLD, latency_bytes=2 * 4)
+    for rows, pieces in ((1, 1), (4, 4), (16, 8), (400, 8)):
+        collectives = Pipelined(dist.group.WORLD, 8)
         with Calls() as calls:
             collectives.gather_matmul(torch.ones(1, rows, 1), [torch.ones(1, 1)])
             collectives.matmul_scatter([(torch.ones(1, 2 * rows, 1), torch.ones(1, 1))]).wait()
@@ -153,19 +151,14 @@ def scatter_body(make: Callable[[int], MatmulCollectives]) -> None:
         assert pending.wait() is found
 
 
-def fused_on_a_cpu(pieces: int) -> Fused:
-    return Fused(dist.group.WORLD, in_pieces(pieces))
-
-
 def values_body(make: Callable[[int], MatmulCollectives]) -> None:
     gather_body(make)
     scatter_body(make)
 
 
-@pytest.mark.parametrize("make", [in_pieces, fused_on_a_cpu])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_values(world_size, make):
-    run_on_ranks(world_size, values_body, make)
+def test_values(world_size):
+    run_on_ranks(world_size, values_body, in_pieces)
 
 
 def bf16_body() -> None:
@@ -292,14 +285,3 @@ HALF = (torch.float16, torch.float16)
 )
 def test_why_a_kernel_is_not_used(operands, reason):
     assert unmet(*operands) == reason
-
-
-def reasons_body() -> None:
-    fused = Fused(dist.group.WORLD, in_pieces(2))
-    x, matrix = torch.ones(1, 2, 256).half(), torch.ones(256, 4).half()
-    assert fused.unmet_gather(x, [matrix]) == fused.unmet_scatter([(x, matrix)]) == unmet("cpu", HALF, 256, 2)
-    assert fused.unmet_scatter([(x, matrix)] * 3) == "a sum of 3 products is scattered; the kernel has one"
-
-
-def test_the_reasons_for_a_call():
-    run_on_ranks(2, reasons_body)

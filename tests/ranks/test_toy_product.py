@@ -19,6 +19,7 @@ from toy_product import Nearest, Rounded, reference_linear
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.experts import ExpertOptions, compute_experts
 from ds_npu.parallel.expert.weights import ExpertWeights
+from ds_npu.parallel.tensor.axis import Always
 from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords
 from ds_npu.parallel.tensor.direct_layers import use_product
 from ds_npu.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, group_projections
@@ -68,7 +69,7 @@ class Toy(nn.Module):
         self.down = RowParallelLinear(N, H, topology, **options)
         self.whole = nn.Linear(H, H, bias=False, dtype=torch.float64)
         if pieces > 1:
-            collectives = Pipelined(topology.group("tp"), pieces, latency_bytes=1)
+            collectives = Always(Pipelined(topology.group("tp"), pieces))
             for layer in (self.gate, self.up, self.down):
                 layer.axis = dataclasses.replace(layer.axis, collectives=collectives)
         group_projections([self.gate, self.up])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from unittest import mock
@@ -15,8 +14,10 @@ SIZES = {"CHUNK": 4096, "LEAST_BYTES": 1, "LEAST_TOKENS": 8}
 They are the elements of a piece of the optimizer's state, the bytes from which a tensor is swapped, and the fewest
 tokens of a loss's chunk that a plan chooses.
 """
-DEFAULTS = {"latency_bytes": 1}
-"""Parameters of ds_npu's dataclasses, and defaults with which messages of a tiny model are sent in pieces."""
+FASTEST = "fastest_way"
+"""A function of the estimated seconds by way of overlap: the key of the one that is taken."""
+SERIAL = 1
+"""Its key for no overlap, and the others are a kernel (0) or a number of pieces."""
 BACKWARD_THREADS = "ds_npu backward"
 """The beginning of the names of threads in which backwards run beside a forward (``pipeline.overlap_experts``)."""
 OPERATORS = "ds_npu.ops."
@@ -35,13 +36,11 @@ def _loaded() -> list[ModuleType]:
 def small_sizes() -> Iterator[None]:
     """Replace SIZES in all modules of ds_npu that are loaded."""
     loaded = _loaded()
-    classes = {each for module in loaded for each in vars(module).values() if isinstance(each, type)}
     with ExitStack() as stack:
-        for name, value in DEFAULTS.items():
-            holders = [each.__init__ for each in classes if name in getattr(each, "__dataclass_fields__", {})]
-            assert holders, f"no dataclass of ds_npu has {name}: what is it called now?"
-            for made in holders:
-                stack.enter_context(mock.patch.object(made, "__defaults__", _defaults(made, name, value)))
+        holders = [each for each in loaded if FASTEST in vars(each)]
+        assert holders, f"no module of ds_npu has {FASTEST}: what is it called now?"
+        for module in holders:
+            stack.enter_context(mock.patch.object(module, FASTEST, _most_pieces))
         for name, value in SIZES.items():
             holders = [each for each in loaded if name in vars(each) and not each.__name__.startswith(OPERATORS)]
             assert holders, f"no module of ds_npu has {name}: what is it called now?"
@@ -50,11 +49,9 @@ def small_sizes() -> Iterator[None]:
         yield
 
 
-def _defaults(function: Callable[..., None], name: str, value: object) -> tuple[object, ...]:
-    """The defaults of ``function``, with ``value`` as that of its parameter ``name``."""
-    parameters = inspect.signature(function).parameters.values()
-    given = [each for each in parameters if each.default is not inspect.Parameter.empty]
-    return tuple(value if each.name == name else each.default for each in given)
+def _most_pieces(seconds: Mapping[int, float]) -> int:
+    """The most pieces, where a way of overlap was asked for; messages of a tiny model would not be sent in pieces."""
+    return SERIAL if SERIAL in seconds else max(seconds)
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def test_what_is_accepted_is_put_in_words():
     assert words["parallel.tensor"] == "an integer >= 1 and <= 1048576"
     assert words["pipeline.virtual_stages"] == "an integer >= 1"
     assert words["chunked_loss"] == "true or false or 'planned' or an integer >= 1"
-    assert words["tensor_overlap"] == "one of 'none', 'pipelined', 'fused'"
+    assert words["tensor_overlap"] == "one of 'none', 'pipelined', 'fused' or null"
     assert words["recompute.layers"] == "one of 'none', 'all' or an integer >= 1"
     assert words["recompute.budget_gib"] == "a number > 0 or null"
     assert words["pipeline.split"] == "a list, each item an integer >= 0"

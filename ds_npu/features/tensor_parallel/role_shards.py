@@ -37,6 +37,12 @@ class RoleShards:
         """The outputs that ``rank`` computes with a whole weight; None with a shard."""
         return self.ranges[rank] if self.whole else None
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The least and the most that a rank works on."""
+        found = [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
+        return min(found), max(found)
+
 
 def _heads(count: int, size: int, width: int) -> tuple[Ranges, ...]:
     return tuple(((start * width, stop * width),) for start, stop in near_even(count, size, "heads"))

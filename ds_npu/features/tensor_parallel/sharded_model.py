@@ -47,7 +47,7 @@ from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import keep_shard, sharding_of
-from ds_npu.parallel.tensor.axis import MatmulCollectives, TensorAxis, tensor_axis
+from ds_npu.parallel.tensor.axis import ChoosesCollectives, TensorAxis, tensor_axis
 from ds_npu.parallel.tensor.embedding import VocabParallelEmbedding, check_adoptable
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear
 from ds_npu.parallel.tensor.product import WeightLayout
@@ -86,7 +86,7 @@ def declare_shards(
     plan: ModelPlan,
     topology: Topology,
     sequence_parallel: bool = False,
-    collectives: MatmulCollectives | None = None,
+    collectives: ChoosesCollectives | None = None,
     device_type: str = "cpu",
 ) -> list[Change]:
     """The changes, in order, that shard ``model`` over the tensor ranks of ``topology``.
@@ -203,7 +203,7 @@ class _ModelSharder:
             return
         is_row = role in ROW_ROLES
         weight, bias = module.get_parameter("weight"), dict(module.named_parameters(recurse=False)).get("bias")
-        form = WeightLayout(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank))
+        form = WeightLayout(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank), shards=shards.lengths)
         if not shards.whole:
             yield self._keep(name, "weight", shards.sharding(_dim(module, not is_row)))
             if bias is not None and not is_row:

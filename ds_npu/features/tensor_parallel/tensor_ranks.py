@@ -1,6 +1,6 @@
 """``ds_npu.parallel`` shards the weights of a build's model over the tensor ranks.
 
-``ds_npu.tensor_overlap``: their collectives overlap with matrix multiplications.
+``ds_npu.tensor_overlap``: their collectives overlap with matrix multiplications; left out, as estimates say on NPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.tensor_parallel.probe import check_sharding
 from ds_npu.features.tensor_parallel.sharded_model import declare_shards, sharded_model_of
 from ds_npu.ops import matmul_collective
-from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
+from ds_npu.parallel.tensor.axis import Always, SerialCollectives
+from ds_npu.parallel.tensor.overlap_choice import OverlapChoice
 
 
 def _asked(section: ParallelSection, build: Build) -> str:
@@ -25,13 +26,21 @@ def _asked(section: ParallelSection, build: Build) -> str:
 
 def _parts(section: ParallelSection, build: Build) -> Iterable[Change]:
     if section.sequence_parallel:
-        make = partial(setattr, build, "sequence_parallel", True)
+        make = partial(_provide_sequence_shards, build)
         yield Change("provides", "sequence shards", "between tensor-parallel regions", make)
     if section.tensor > 1:
         yield build.same_random_numbers("tp", "tensor")
         if section.probe and not build.is_planned and sharded_model_of(build.model) is None:
             args = (build.model, build.plan, build.topology, section.sequence_parallel)
             yield Change("checks", "probe", "a block of each kind, sharded and whole", partial(check_sharding, *args))
+
+
+def _provide_sequence_shards(build: Build) -> None:
+    build.sequence_parallel = True
+    # Pieces save nothing on the CPU, where the products and the messages share the cores.
+    if build.collectives is None and build.device_type == "npu" and build.topology.size("tp") > 1:
+        has_kernels = matmul_collective.why_unavailable() is None
+        build.collectives = OverlapChoice(build.topology.group("tp"), build.machine, None, has_kernels)
 
 
 def _declare(section: ParallelSection, build: Build) -> Iterable[Change]:
@@ -52,23 +61,26 @@ PARALLEL: Feature[ParallelSection] = Feature(
 )
 
 
-def _unmet_overlap(overlap: TensorOverlap) -> list[str]:
+def _unmet_overlap(overlap: TensorOverlap | None) -> list[str]:
     reason = matmul_collective.why_unavailable() if overlap == "fused" else None
     return [f"its kernels are not available: {reason}"] if reason else []
 
 
-def _overlap_parts(overlap: TensorOverlap, build: Build) -> Iterable[Change]:
-    if overlap != "none":
-        group = build.topology.group("tp")
-        pipelined = Pipelined(group)
-        collectives = Fused(group, pipelined) if overlap == "fused" else pipelined
-        make = partial(setattr, build, "collectives", collectives)
-        yield Change("provides", "products with collectives of sequence parallelism", overlap, make)
+def _overlap_parts(overlap: TensorOverlap | None, build: Build) -> Iterable[Change]:
+    if overlap is None or build.topology.size("tp") == 1:
+        return
+    group, part = build.topology.group("tp"), "products with collectives of sequence parallelism"
+    if overlap == "none":
+        make = partial(setattr, build, "collectives", Always(SerialCollectives(group)))
+        yield Change("provides", part, "one after the other", make)
+    else:
+        make = partial(setattr, build, "collectives", OverlapChoice(group, build.machine, overlap))
+        yield Change("provides", part, overlap, make)
 
 
-TENSOR_OVERLAP: Feature[TensorOverlap] = Feature(
+TENSOR_OVERLAP: Feature[TensorOverlap | None] = Feature(
     "tensor_overlap",
     parts=_overlap_parts,
-    asked=lambda overlap, build: "" if overlap == "none" else overlap,
+    asked=lambda overlap, build: overlap if overlap not in (None, "none") else "",
     unmet=_unmet_overlap,
 )

@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 from ds_npu.comm.collectives import all_gather, reduce_scatter
 from ds_npu.comm.pending import Pending
+from ds_npu.parallel.tensor.product import WeightLayout
 from ds_npu.topology.topology import Topology
 
+Operands = Sequence[torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 SEQUENCE_DIM = 1
 """The dim of the sequence in hidden states [B, S, H]."""
 
@@ -30,6 +33,18 @@ class MatmulCollectives(Protocol):
 
     def matmul_scatter(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending[torch.Tensor]:
         """Reduce-scatter the sum of the products of [B, S, K_i] and [K_i, N]: [B, S / tp, N], to be waited for."""
+
+
+class ChoosesCollectives(Protocol):
+    """A choice of MatmulCollectives for each call, the same on all tensor ranks."""
+
+    def of_gather(
+        self, x_BsK: torch.Tensor, matrices: Operands, layouts: Sequence[WeightLayout], gathered: bool
+    ) -> MatmulCollectives:
+        """The way to gather ``x_BsK`` and multiply it by ``matrices``, of weights of ``layouts``."""
+
+    def of_scatter(self, pairs: Sequence[Pair], layouts: Sequence[WeightLayout], hides: bool) -> MatmulCollectives:
+        """The way to scatter the sum of ``pairs``; ``hides``: as much is computed before it is waited for."""
 
 
 def sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -67,6 +82,19 @@ class SerialCollectives:
 
 
 @dataclass(frozen=True)
+class Always:
+    """The same MatmulCollectives for all calls."""
+
+    collectives: MatmulCollectives
+
+    def of_gather(self, *_: object) -> MatmulCollectives:
+        return self.collectives
+
+    def of_scatter(self, *_: object) -> MatmulCollectives:
+        return self.collectives
+
+
+@dataclass(frozen=True)
 class TensorAxis:
     """This rank among the tensor ranks, and the layout of hidden states between regions."""
 
@@ -75,13 +103,15 @@ class TensorAxis:
     rank: int
     sequence_parallel: bool
     """Whether hidden states outside of regions are shards [B, S / tp, H], not the same on every rank."""
-    collectives: MatmulCollectives
+    collectives: ChoosesCollectives
 
 
 def tensor_axis(
-    topology: Topology, sequence_parallel: bool = False, collectives: MatmulCollectives | None = None
+    topology: Topology,
+    sequence_parallel: bool = False,
+    collectives: ChoosesCollectives | None = None,
 ) -> TensorAxis:
     """The tensor axis of ``topology``; with one rank nothing is sharded."""
     group, size = topology.group("tp"), topology.size("tp")
-    collectives = collectives or SerialCollectives(group)
+    collectives = collectives or Always(SerialCollectives(group))
     return TensorAxis(group, size, topology.rank("tp"), sequence_parallel and size > 1, collectives)

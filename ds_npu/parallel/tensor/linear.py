@@ -16,7 +16,14 @@ from torch.nn import functional
 from ds_npu.comm.collectives import all_gather, all_reduce
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.runtime.placement import keep_shard
-from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, SerialCollectives, TensorAxis, sum_of_products, tensor_axis
+from ds_npu.parallel.tensor.axis import (
+    SEQUENCE_DIM,
+    Operands,
+    SerialCollectives,
+    TensorAxis,
+    sum_of_products,
+    tensor_axis,
+)
 from ds_npu.parallel.tensor.product import WeightLayout
 from ds_npu.parallel.tensor.region import RegionInput
 from ds_npu.parallel.tensor.sequence_shards import padded
@@ -57,7 +64,8 @@ class _Columns(torch.autograd.Function):
         ctx.save_for_backward(x if any(ctx.needs_input_grad[4::2]) else None, *parameters)
         used = [layout.used(bias) for layout, bias in zip(layouts, biases, strict=True)]
         matrices = [each.forward(weight) for each, weight in zip(layouts, weights, strict=True) if weight is not None]
-        return (_stacked(x, axis, matrices, used),) if stacked else _products(x, axis, matrices, used)
+        products = _stacked if stacked else _products
+        return products(x, axis, matrices, used, layouts)
 
     @staticmethod
     def backward(ctx: _ColumnContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -74,7 +82,7 @@ class _Columns(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             pairs = [(dy, each.input_gradient(weight)) for dy, each, weight in zip(dys, layouts, weights, strict=True)]
             if axis.sequence_parallel:
-                pending = axis.collectives.matmul_scatter(pairs)
+                pending = axis.collectives.of_scatter(pairs, layouts, any(wanted[::2])).matmul_scatter(pairs)
             else:
                 pending = all_reduce(sum_of_products(pairs), axis.group)
         inputs = x if gathered is None else gathered.wait()
@@ -88,16 +96,18 @@ class _Columns(torch.autograd.Function):
 
 _columns = applied(_Columns, _Columns.forward)
 
-Operands = Sequence[torch.Tensor]
-
 
 def _products(
-    x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
+    x: torch.Tensor,
+    axis: TensorAxis,
+    matrices: Operands,
+    biases: Sequence[torch.Tensor | None],
+    layouts: Sequence[WeightLayout],
 ) -> tuple[torch.Tensor, ...]:
     """The product [B, S, N_i] of ``x`` with each of ``matrices``."""
     if not axis.sequence_parallel:
         return tuple(functional.linear(x, matrix.t(), bias) for matrix, bias in zip(matrices, biases, strict=True))
-    _, outputs = axis.collectives.gather_matmul(x, matrices, gathered=False)
+    _, outputs = axis.collectives.of_gather(x, matrices, layouts, False).gather_matmul(x, matrices, gathered=False)
     for output, bias in zip(outputs, biases, strict=True):
         if bias is not None:
             output += bias
@@ -105,13 +115,17 @@ def _products(
 
 
 def _stacked(
-    x: torch.Tensor, axis: TensorAxis, matrices: Operands, biases: Sequence[torch.Tensor | None]
-) -> torch.Tensor:
+    x: torch.Tensor,
+    axis: TensorAxis,
+    matrices: Operands,
+    biases: Sequence[torch.Tensor | None],
+    layouts: Sequence[WeightLayout],
+) -> tuple[torch.Tensor]:
     """The products [n, B, S, N] of ``x`` with ``matrices`` of one size, written into one tensor."""
-    if axis.sequence_parallel and not isinstance(axis.collectives, SerialCollectives):
-        # Overlapped products allocate their own outputs.
-        return torch.stack(_products(x, axis, matrices, biases))
     if axis.sequence_parallel:
+        if not isinstance(axis.collectives.of_gather(x, matrices, layouts, False), SerialCollectives):
+            # Overlapped products allocate their own outputs.
+            return (torch.stack(_products(x, axis, matrices, biases, layouts)),)
         x = all_gather(x, SEQUENCE_DIM, axis.group).wait()
     out = x.new_empty(len(matrices), *x.shape[:-1], matrices[0].shape[1])
     for target, matrix, bias in zip(out.flatten(1, -2), matrices, biases, strict=True):
@@ -119,7 +133,7 @@ def _stacked(
             torch.mm(x.flatten(0, -2), matrix, out=target)
         else:
             torch.addmm(bias, x.flatten(0, -2), matrix, out=target)
-    return out
+    return (out,)
 
 
 class _LinearContext(Context):
@@ -142,7 +156,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
         pair = (x, layout.forward(weight))
         if axis.sequence_parallel:
-            return axis.collectives.matmul_scatter([pair]).wait()
+            return axis.collectives.of_scatter([pair], [layout], False).matmul_scatter([pair]).wait()
         return all_reduce(sum_of_products([pair]), axis.group).wait()
 
     @staticmethod
@@ -151,7 +165,9 @@ class _Row(torch.autograd.Function):
         axis, layout, dy = ctx.axis, ctx.layout, dys[0].contiguous()
         matrix = layout.input_gradient(weight)
         if axis.sequence_parallel:
-            dy, (dx,) = axis.collectives.gather_matmul(dy, [matrix], gathered=ctx.needs_input_grad[3])
+            gathered = ctx.needs_input_grad[3]
+            collectives = axis.collectives.of_gather(dy, [matrix], [layout], gathered)
+            dy, (dx,) = collectives.gather_matmul(dy, [matrix], gathered)
         else:
             dx = torch.matmul(dy, matrix)
         wanted = ctx.needs_input_grad[3]

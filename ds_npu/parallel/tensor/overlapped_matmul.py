@@ -7,7 +7,6 @@ b and c: batch entries and rows of a shard in one piece. The caller computes gra
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,18 +18,9 @@ import torch.distributed as dist
 from ds_npu.comm.collectives import all_gather, gather_parts, scatter_parts
 from ds_npu.comm.communicator import communicator
 from ds_npu.comm.pending import Pending, Works
-from ds_npu.log import warn_once
-from ds_npu.ops import matmul_collective
 from ds_npu.ops.operator import npu_kernels
-from ds_npu.parallel.tensor.axis import sum_of_products, unflatten_rows
-from ds_npu.parallel.tensor.product import Multiplier
-from ds_npu.topology.machine import A2
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-PIECES = 8
-LATENCY_BYTES = round(A2.message * A2.port)
-"""Bytes that a rank sends in the time that a collective takes to start, by the profile of an A2."""
+from ds_npu.parallel.tensor.axis import Pair, sum_of_products, unflatten_rows
+from ds_npu.parallel.tensor.overlap_cost import are_samples
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ def shard_pieces(batch: int, rows: int, count: int) -> list[Piece]:
     One entry of the batch is contiguous in the whole sequence, so nothing is copied; a piece of the rows is not, but
     there may be any number of them. So the pieces are entries where the batch has about ``count`` of them.
     """
-    if batch > 1 and count > 1 and count <= 2 * batch <= 4 * count:
+    if are_samples(batch, count):
         return [Piece(slice(entry, entry + 1), slice(0, rows)) for entry in range(batch)]
     count = max(1, min(count, rows))
     bounds = [index * rows // count for index in range(count + 1)]
@@ -76,16 +66,15 @@ class Pipelined:
     """
 
     group: dist.ProcessGroup | None
-    pieces: int = PIECES
+    pieces: int
     """The largest number of pieces."""
-    latency_bytes: int = LATENCY_BYTES
 
     def gather_matmul(
         self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         ranks = dist.get_world_size(self.group)
         batch, rows, inner = x_shard.shape
-        pieces = self._pieces(batch, rows, x_shard.nbytes * ranks)
+        pieces = shard_pieces(batch, rows, self.pieces)
         if len(pieces) == 1:
             whole = all_gather(x_shard, 1, self.group).wait()
             return whole, [torch.matmul(whole, matrix) for matrix in matrices]
@@ -112,14 +101,9 @@ class Pipelined:
         out = x.new_empty(batch, sequence // ranks, matrix.shape[1])
         pending = [
             self._scatter(sum_of_products([(piece.parts(x, ranks), matrix) for x, matrix in pairs]), piece.shard(out))
-            for piece in self._pieces(batch, sequence // ranks, out.nbytes * ranks)
+            for piece in shard_pieces(batch, sequence // ranks, self.pieces)
         ]
         return Pending(out, Works(pending))
-
-    def _pieces(self, batch: int, rows: int, message_bytes: int) -> list[Piece]:
-        # A collective of m bytes in p pieces hides all but m / p bytes, and starting a piece costs the time of l bytes:
-        # m / p + p * l is least at p = sqrt(m / l).
-        return shard_pieces(batch, rows, min(self.pieces, math.isqrt(message_bytes // self.latency_bytes)))
 
     def _gather(self, x_BsK: torch.Tensor, piece: Piece, target: torch.Tensor | None) -> Pending[torch.Tensor]:
         shard = piece.shard(x_BsK)
@@ -162,32 +146,19 @@ class FusedKernels(Protocol):
 
 @dataclass(frozen=True)
 class Fused:
-    """Overlap in one kernel of torch_npu (MC2) where it takes the operands, else ``fallback``, and a warning says why.
+    """Overlap in one kernel of torch_npu (MC2), of operands that it takes (``matmul_collective.unmet``).
 
     On an A2 all fused kernels of a process must use one group (op-plugin's documentation): make one object a process.
     """
 
     group: dist.ProcessGroup
-    fallback: Pipelined
-
-    def unmet_gather(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> str | None:
-        """The reason why ``gather_matmul`` is not fused for these operands, None if it is; reads no value of them."""
-        return self._unmet(x, _widest(matrices))
-
-    def unmet_scatter(self, pairs: Sequence[Pair]) -> str | None:
-        """The reason why ``matmul_scatter`` is not fused for these operands, None if it is; reads no value of them."""
-        if len(pairs) != 1:
-            return f"a sum of {len(pairs)} products is scattered; the kernel has one"
-        return self._unmet(*pairs[0])
 
     def gather_matmul(
         self, x_shard: torch.Tensor, matrices: Sequence[torch.Tensor], gathered: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Pipelined's ``gather_matmul``; of several matrices the widest is fused, the others are multiplied later."""
-        if reason := self.unmet_gather(x_shard, matrices):
-            _warn("an all-gather with a product", reason)
-            return self.fallback.gather_matmul(x_shard, matrices, gathered)
-        fused = _widest(matrices)
+        # Its product takes longest, and so hides most of the collective.
+        fused = max(matrices, key=lambda matrix: matrix.shape[1])
         product, rows = self._kernels.all_gather_matmul(
             x_shard.flatten(0, 1).contiguous(),
             fused,
@@ -200,11 +171,8 @@ class Fused:
         return whole, [fused_BSN if matrix is fused else torch.matmul(whole, matrix) for matrix in matrices]
 
     def matmul_scatter(self, pairs: Sequence[Pair]) -> Pending[torch.Tensor]:
-        """Pipelined's ``matmul_scatter``; the kernel is queued on the current stream, so waiting does nothing."""
-        if reason := self.unmet_scatter(pairs):
-            _warn("a product with a reduce-scatter", reason)
-            return self.fallback.matmul_scatter(pairs)
-        x, matrix = pairs[0]
+        """Pipelined's ``matmul_scatter``, of one pair; queued on the current stream, so waiting does nothing."""
+        ((x, matrix),) = pairs
         batch, sequence = x.shape[:2]
         _check_divides(x, self._ranks)
         by_rank = ALL.parts(x, self._ranks).flatten(0, -2).contiguous()
@@ -220,21 +188,7 @@ class Fused:
         kernels: FusedKernels = npu_kernels("ds_npu.ops.npu.matmul_collective")
         return kernels
 
-    def _unmet(self, x: torch.Tensor, matrix: torch.Tensor) -> str | None:
-        if isinstance(matrix, Multiplier):
-            return "the layer has a kind of product that the kernel does not compute"
-        return matmul_collective.unmet(x.device.type, (x.dtype, matrix.dtype), matrix.shape[0], self._ranks)
-
     def _along_sequence(self, rows_MN: torch.Tensor, batch: int) -> torch.Tensor:
         """[P * B * s, N], rank after rank, as [B, S, N]: a view for a batch of one, else a copy."""
         by_rank = torch.unflatten(rows_MN, 0, (self._ranks, batch, -1))
         return by_rank.movedim(1, 0).flatten(1, 2)
-
-
-def _widest(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The matrix whose product takes longest, and so hides most of the collective."""
-    return max(matrices, key=lambda matrix: matrix.shape[1])
-
-
-def _warn(what: str, reason: str) -> None:
-    warn_once(f"tensor_overlap: {what} is pipelined, not fused: {reason}")

@@ -165,6 +165,13 @@ class WeightLayout:
     """The outputs that are computed, for a weight that is whole on every rank, one perhaps twice; None: all of them."""
     product: Product | None = None
     """The kind of product; None: torch's kernels."""
+    shards: tuple[int, int] = (0, 0)
+    """The least and the most outputs (of a row linear: inputs) that a tensor rank computes with; 0: not known."""
+
+    @property
+    def most(self) -> int:
+        """The most outputs, or inputs, that a tensor rank computes with; 0: not known."""
+        return self.shards[1]
 
     def forward(self, weight: Tensor) -> Tensor:
         """The matrix [K, N] by which activations are multiplied."""

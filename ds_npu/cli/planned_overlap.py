@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,11 +14,9 @@ from ds_npu.log import aligned
 from ds_npu.models import names
 from ds_npu.ops import matmul_collective
 from ds_npu.parallel.tensor.linear import ColumnLinear, RowLinear
-from ds_npu.parallel.tensor.overlap_cost import FUSED, PIECES, SERIAL, OverlapCall, fastest_way, seconds_by_way
+from ds_npu.parallel.tensor.overlap_cost import FUSED, SERIAL, OverlapCall, fastest_way, seconds_by_way
 from ds_npu.planner.communicators import number_bytes
 from ds_npu.topology.machine import Machine
-
-WORDS = {SERIAL: "none", **{pieces: f"{pieces} pieces" for pieces in PIECES}, FUSED: "one kernel"}
 
 
 class LayerProduct(NamedTuple):
@@ -56,9 +54,10 @@ def overlap_lines(
         f"{blank.batch} x {length:,} tokens. On the CPU nothing overlaps."
     )
     yield from textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent="  ")
-    header = ("", "", "", *WORDS.values(), "taken")
-    table = [header, *(_row(names.abbreviated(each), kind, machine) for (_, kind), each in layers.items())]
-    yield from (f"  {line}" for line in aligned(table))
+    found = [(names.abbreviated(each), kind, _ways(kind, machine)) for (_, kind), each in layers.items()]
+    ways = [SERIAL, *sorted({way for *_, seconds in found for way in seconds} - {SERIAL, FUSED}), FUSED]
+    header = ("", "", "", *map(_word, ways), "taken")
+    yield from (f"  {line}" for line in aligned([header, *(_row(*each, ways) for each in found)]))
 
 
 def products(model: nn.Module, blank: OverlapCall) -> Iterator[LayerProduct]:
@@ -89,12 +88,19 @@ def _column_groups(model: nn.Module) -> Iterator[list[ColumnLinear]]:
             yield module.projections.layers
 
 
-def _row(layers: str, product: LayerProduct, machine: Machine) -> tuple[str, ...]:
+def _ways(product: LayerProduct, machine: Machine) -> Mapping[int, float]:
     call, dtype = product.call, torch.bfloat16 if product.call.itemsize == 2 else torch.float32
     is_one = call.collective == "all_gather" or len(call.products) == 1
     unmet = (matmul_collective.unmet("npu", (dtype, dtype), each, call.ranks) for each in product.inner)
-    seconds = seconds_by_way(call, machine, is_one and not any(unmet))
-    times = (f"{1e3 * seconds[way]:.3f}" if way in seconds else "-" for way in WORDS)
-    collective = call.collective.replace("_", "-")
+    return seconds_by_way(call, machine, is_one and not any(unmet))
+
+
+def _word(way: int) -> str:
+    return {SERIAL: "none", FUSED: "one kernel"}.get(way, f"{way} pieces")
+
+
+def _row(layers: str, product: LayerProduct, seconds: Mapping[int, float], ways: Sequence[int]) -> tuple[str, ...]:
+    times = (f"{1e3 * seconds[way]:.3f}" if way in seconds else "-" for way in ways)
+    collective = product.call.collective.replace("_", "-")
     name = f"{layers} and {product.others} more" if product.others else layers
-    return (name, product.direction, collective, *times, WORDS[fastest_way(seconds)])
+    return (name, product.direction, collective, *times, _word(fastest_way(seconds)))

@@ -20,7 +20,6 @@ from ds_npu.ops import matmul_collective
 from ds_npu.parallel.tensor.axis import MatmulCollectives, Operands, Pair, SerialCollectives
 from ds_npu.parallel.tensor.overlap_cost import (
     FUSED,
-    PIECES,
     SERIAL,
     OverlapCall,
     fastest_way,
@@ -41,7 +40,7 @@ class OverlapChoice:
     """The products with collectives of one tensor axis.
 
     ``asked``: in pieces where a shard has two tokens; or in one kernel where it takes the operands, and in pieces
-    elsewhere. None: the fastest by the estimates, one after the other among them.
+    elsewhere, but for what hides anyway. None: the fastest by the estimates, one after the other among them.
     """
 
     group: dist.ProcessGroup
@@ -70,17 +69,18 @@ class OverlapChoice:
         return self._way(call, self._unmet(x, [matrix], layouts[0].shards))
 
     def _way(self, call: OverlapCall, unmet: str | None) -> MatmulCollectives:
-        if not all(itertools.chain(*call.products)):
-            # A layer that does not say how large the other ranks' shards are.
-            return self._made[SERIAL]
+        # A layer may not say how large the other ranks' shards are. What hides behind weight gradients needs no kernel,
+        # which would use the communicator while x is gathered with it.
+        if not all(itertools.chain(*call.products)) or (self.asked == "fused" and call.hides):
+            return self._made(SERIAL)
         if self.asked == "fused" and unmet is None:
-            return self._made[FUSED]
+            return self._made(FUSED)
         if self.asked == "fused":
             warn_once(f"tensor_overlap: {_NAMES[call.collective]} is pipelined, not fused: {unmet}")
         ways = _seconds(call, self.machine, self.asked is None and unmet is None)
         if self.asked is not None:
             ways = {way: seconds for way, seconds in ways.items() if way != SERIAL} or ways
-        return self._made[fastest_way(ways)]
+        return self._made(fastest_way(ways))
 
     def _unmet(self, x: torch.Tensor, matrices: Operands, inner: Sequence[int]) -> str | None:
         """Why no kernel takes these operands, of ``inner`` dimensions on the tensor ranks; None if one does."""
@@ -96,12 +96,16 @@ class OverlapChoice:
     def _ranks(self) -> int:
         return dist.get_world_size(self.group)
 
+    def _made(self, way: int) -> MatmulCollectives:
+        if way not in self._ways:
+            self._ways[way] = Pipelined(self.group, way)
+        return self._ways[way]
+
     @functools.cached_property
-    def _made(self) -> Mapping[int, MatmulCollectives]:
-        ways: dict[int, MatmulCollectives] = {SERIAL: SerialCollectives(self.group), FUSED: Fused(self.group)}
-        return ways | {pieces: Pipelined(self.group, pieces) for pieces in PIECES}
+    def _ways(self) -> dict[int, MatmulCollectives]:
+        return {SERIAL: SerialCollectives(self.group), FUSED: Fused(self.group)}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _seconds(call: OverlapCall, machine: Machine, has_fused: bool) -> Mapping[int, float]:
     return seconds_by_way(call, machine, has_fused)

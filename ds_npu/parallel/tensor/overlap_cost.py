@@ -49,13 +49,16 @@ def are_samples(batch: int, pieces: int) -> bool:
 
 
 def seconds_by_way(call: OverlapCall, machine: Machine, has_fused: bool) -> dict[int, float]:
-    """The estimated seconds of ``call`` in each way; fused where ``has_fused`` and one node has all ranks."""
+    """The estimated seconds of ``call`` in each way; fused where ``has_fused`` and one node has all ranks.
+
+    The samples of a batch that has about as many as PIECES are the pieces.
+    """
     near = math.gcd(call.ranks, machine.node)
     found = {SERIAL: _seconds(call, 1, near, machine)}
     for pieces in PIECES:
         count = call.batch if are_samples(call.batch, pieces) else pieces
         if count <= call.rows or are_samples(call.batch, pieces):
-            found[pieces] = _seconds(call, count, near, machine)
+            found[count] = _seconds(call, count, near, machine)
     if has_fused and near == call.ranks:
         found[FUSED] = _fused_seconds(call, machine)
     return found

@@ -48,7 +48,7 @@ class Build:
     waiting_forwards: tuple[int, ...] = ()
     """The most forwards that wait for their backward at a time, per pipeline rank; empty without a schedule."""
     collectives: ChoosesCollectives | None = None
-    """The products that overlap with sequence parallelism's collectives; None: no overlap."""
+    """Chooses how products overlap with sequence parallelism's collectives; None: no overlap."""
     sequence_parallel: bool = False
     """Whether tensor ranks hold different tokens between their regions."""
     notes: list[str] = field(default_factory=list)

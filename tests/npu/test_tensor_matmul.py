@@ -126,9 +126,8 @@ def kinds_body() -> None:
     ):
         call = "of_gather" if isinstance(found[0], torch.Tensor) else "of_scatter"
         with mock.patch.object(overlap_choice, "warn_once") as warned:
-            # Two tokens make no piece of a shard of one.
-            pieces = 1 if call == "of_scatter" else 2
-            assert isinstance(getattr(fused, call)(*found), Pipelined if pieces > 1 else SerialCollectives)
+            # Each rank gathers a shard of two tokens, which are pieces, and gets one of what is scattered.
+            assert isinstance(getattr(fused, call)(*found), Pipelined if call == "of_gather" else SerialCollectives)
         assert f"pipelined, not fused: {name}" in warned.call_args.args[0]
         assert not isinstance(getattr(chosen, call)(*found), Fused)
 

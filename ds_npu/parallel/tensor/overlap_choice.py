@@ -18,20 +18,12 @@ import torch.distributed as dist
 from ds_npu.log import warn_once
 from ds_npu.ops import matmul_collective
 from ds_npu.parallel.tensor.axis import MatmulCollectives, Operands, Pair, SerialCollectives
-from ds_npu.parallel.tensor.overlap_cost import (
-    FUSED,
-    SERIAL,
-    OverlapCall,
-    fastest_way,
-    seconds_by_way,
-)
+from ds_npu.parallel.tensor.overlap_cost import FUSED, SERIAL, OverlapCall, fastest_way, seconds_by_way
 from ds_npu.parallel.tensor.overlapped_matmul import Fused, Pipelined
 from ds_npu.parallel.tensor.product import Multiplier, WeightLayout
 from ds_npu.topology.machine import Machine
 
 Asked = Literal["pipelined", "fused"]
-
-
 _NAMES = {"all_gather": "an all-gather with a product", "reduce_scatter": "a product with a reduce-scatter"}
 
 

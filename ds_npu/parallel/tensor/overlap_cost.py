@@ -56,9 +56,10 @@ def seconds_by_way(call: OverlapCall, machine: Machine, has_fused: bool) -> dict
     near = math.gcd(call.ranks, machine.node)
     found = {SERIAL: _seconds(call, 1, near, machine)}
     for pieces in PIECES:
-        count = call.batch if are_samples(call.batch, pieces) else pieces
-        if count <= call.rows or are_samples(call.batch, pieces):
-            found[count] = _seconds(call, count, near, machine)
+        if are_samples(call.batch, pieces):
+            found[call.batch] = _seconds(call, call.batch, near, machine)
+        elif pieces <= call.rows:
+            found[pieces] = _seconds(call, pieces, near, machine)
     if has_fused and near == call.ranks:
         found[FUSED] = _fused_seconds(call, machine)
     return found

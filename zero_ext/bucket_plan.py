@@ -4,10 +4,14 @@ DeepSpeed gives rank r the r-th of n equal parts of the buffer. The gradients th
 belong to one rank or two, whose links alone would carry them. Here rank r owns the r-th part of each bucket: its
 partition is those parts, one after the other. Sizes of partitions are DeepSpeed's; Megatron-LM's distributed optimizer
 divides its buffers in the same way.
+
+The buckets of a span are one tensor while gradients are in them. Spans hold whole weights, so that a weight's gradient
+is one view of a span, and the product that computes it can write there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +28,8 @@ class Bucket(NamedTuple):
     start: int
     numel: int
     ranks: int
+    span: int
+    """The index of its span."""
 
     @property
     def shard(self) -> int:
@@ -59,12 +65,28 @@ class BucketPiece(NamedTuple):
     numel: int
 
 
+class Span(NamedTuple):
+    """Elements ``start`` to ``start + numel`` of the buffer, which are those of one or several buckets."""
+
+    start: int
+    numel: int
+
+
 @dataclass(frozen=True)
 class BucketPlan:
     """The buckets of one buffer, which has ``weights``: (first element, number of elements) of each, in order."""
 
     buckets: tuple[Bucket, ...]
+    spans: tuple[Span, ...]
     weights: tuple[tuple[int, int], ...]
+
+    def home(self, weight: int) -> tuple[int, int] | None:
+        """The span that holds all of a weight, and the weight's first element in it; None where no span does."""
+        offset, numel = self.weights[weight]
+        for index, (start, size) in enumerate(self.spans):
+            if start <= offset and offset + numel <= start + size:
+                return index, offset - start
+        return None
 
     def pieces(self, weight: int) -> Iterator[BucketPiece]:
         """The pieces of a weight, in order."""
@@ -86,13 +108,36 @@ class BucketPlan:
 
 def bucket_elements(limits: Sequence[int], ranks: int) -> int:
     """The elements of a bucket: enough to hide the latency of a message, and not above the ``limits`` of the config."""
-    elements = min(max(LEAST, LEAST_OF_A_RANK * ranks), *limits)
+    return _whole_units(min(max(LEAST, LEAST_OF_A_RANK * ranks), *limits), ranks)
+
+
+def _whole_units(elements: int, ranks: int) -> int:
     unit = ranks * (ALIGNMENT if elements >= ALIGNMENT * ranks else LEAST_ALIGNMENT)
     return max(elements // unit, 1) * unit
 
 
-def plan_of(weights: Sequence[tuple[int, int]], numel: int, ranks: int, elements: int) -> BucketPlan:
-    """The plan of a buffer of ``numel`` elements, a multiple of ``ranks``, in buckets of ``elements`` but the last."""
-    starts = range(0, numel, elements)
-    buckets = tuple(Bucket(start, min(elements, numel - start), ranks) for start in starts)
-    return BucketPlan(buckets, tuple(weights))
+def plan_of(weights: Sequence[tuple[int, int]], numel: int, ranks: int, limits: Sequence[int]) -> BucketPlan:
+    """The plan of a buffer of ``numel`` elements, a multiple of ``ranks``; no bucket is above the ``limits``.
+
+    A span is the fewest whole weights that fill a bucket, and has equal buckets, nearest to ``bucket_elements``; but
+    each rank's parts are of whole elements, for which a span may end within a weight.
+    """
+    elements, most = bucket_elements(limits, ranks), _whole_units(min(limits), ranks)
+    ends = [offset + size for offset, size in weights]
+    unit = ranks * math.gcd(elements // ranks, ALIGNMENT)
+    buckets: list[Bucket] = []
+    spans: list[Span] = []
+    start = 0
+    while start < numel:
+        end = next((each for each in ends if each >= start + elements), numel)
+        stop = min(start + -(-(end - start) // (ranks * LEAST_ALIGNMENT)) * ranks * LEAST_ALIGNMENT, numel)
+        if numel - stop < elements // 2:
+            stop = numel
+        total = stop - start
+        count = max(round(total / elements), -(-total // most), 1)
+        size = min(-(-total // (count * unit)) * unit, most)
+        for first in range(start, stop, size):
+            buckets.append(Bucket(first, min(size, stop - first), ranks, len(spans)))
+        spans.append(Span(start, total))
+        start = stop
+    return BucketPlan(tuple(buckets), tuple(spans), tuple(weights))

@@ -3,49 +3,31 @@
 A bucket is sent when the gradients of all its weights are there, in one order on every rank: a bucket that is complete
 earlier waits for those before it. What a batch has not used is zero, and sent at the end of the backward. The message
 runs on the communicator's own stream; the step waits for it, or the next sum of the same bucket.
+
+Each weight has a home in its buckets, where a product of matrices may write its gradient (``home_of``). Gradients that
+autograd makes are copied there.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_npu.comm.collectives import scatter_parts
 from ds_npu.comm.pending import Pending
-from ds_npu.zero_ext.bucket_plan import Bucket, BucketPiece, BucketPlan, Run
+from ds_npu.zero_ext.bucket_memory import BucketedGroup, BucketMemory, Key
+from ds_npu.zero_ext.bucket_plan import BucketPiece, Run
 
 IN_FLIGHT = 4
 """Buckets of ZeRO 2 that are in flight at one time; in ZeRO 1 they take no more memory than the gradients in them."""
-Key = tuple[int, int]
-"""The indices of a group of weights and of a bucket of it."""
-
-
-@dataclass(frozen=True)
-class BucketedGroup:
-    """One group of an optimizer's weights, which has a flat buffer of its own, over the data ranks that share it."""
-
-    weights: Sequence[nn.Parameter]
-    """In the order of the buffer."""
-    device: torch.device
-    plan: BucketPlan
-    ranks: dist.ProcessGroup
-    size: int
-    """The number of those ranks."""
-    rank: int
-    runs: tuple[Run, ...]
-    """The runs of this rank's partition, in order."""
-
-    @property
-    def partition(self) -> int:
-        """Elements of a rank's partition."""
-        return sum(bucket.shard for bucket in self.plan.buckets)
 
 
 class PartitionGradient(list[torch.Tensor]):
@@ -79,11 +61,15 @@ class _Sum:
 
     pending: Pending[torch.Tensor]
     shard: torch.Tensor | None
+    divisor: float
+    """The number by which the sum is still to be divided."""
 
     def wait(self) -> None:
         found = self.pending.wait()
         if self.shard is not None:
-            self.shard.add_(found)
+            self.shard.add_(found, alpha=1 / self.divisor)
+        elif self.divisor != 1:
+            found.div_(self.divisor)
 
 
 class BucketedGradients:
@@ -92,17 +78,15 @@ class BucketedGradients:
     def __init__(self, optimizer: Any, groups: Mapping[int, BucketedGroup], order: Sequence[Key]) -> None:
         """``groups`` by index; ``order``: of all buckets, in which they are sent."""
         self._optimizer, self._groups, self._order = optimizer, groups, order
-        self._is_host: bool = get_accelerator().is_synchronized_device()
+        self._position = {key: position for position, key in enumerate(order)}
+        self._memory = BucketMemory(groups, self._sent_as, partial(self._before_more, IN_FLIGHT - 1))
         self._pieces: dict[int, tuple[int, tuple[BucketPiece, ...]]] = {}
         self._weights_of: Counter[Key] = Counter()
-        self._used: Counter[Key] = Counter()
         for index, group in groups.items():
             for position, weight in enumerate(group.weights):
                 pieces = tuple(group.plan.pieces(position))
                 self._pieces[id(weight)] = index, pieces
                 self._weights_of.update((index, each.bucket) for each in pieces)
-                for each in pieces:
-                    self._used[index, each.bucket] += each.numel
         self._calls: Counter[int] = Counter()
         """How often the gradient of each weight has come in this backward, by id."""
         self._expected: Counter[int] | None = None
@@ -119,16 +103,21 @@ class BucketedGradients:
 
     def _begin(self) -> None:
         self._filled: set[int] = set()
-        self._open: dict[Key, torch.Tensor] = {}
-        self._streams: dict[Key, set[Any]] = {}
-        """The streams on which buckets are filled."""
         self._missing = Counter(self._weights_of)
         self._next = 0
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Buckets that are being filled, and sums."""
-        yield from self._open.values()
+        yield from self._memory.spans()
         yield from self._sums.values()
+
+    def home_of(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
+        """The memory [the weight's shape] for the first gradient of ``weight`` since it was sent, which becomes its
+        ``grad``; None where its gradients are not kept as they are sent, or one of them was sent in this backward.
+        """
+        if self._optimizer.use_grad_accum_attribute or id(weight) in self._filled:
+            return None
+        return self._memory.home(weight, dtype)
 
     def come(self, weight: nn.Parameter) -> None:
         """The gradient of ``weight`` has come; a reentrant recomputation brings that of a shared one several times."""
@@ -149,13 +138,12 @@ class BucketedGradients:
         gradient = self._optimizer.get_gradient_for_reduction(weight)
         index, pieces = self._pieces[id(weight)]
         again = id(weight) in self._filled
-        for piece in pieces:
+        is_there = gradient is not None and self._memory.is_home(weight, gradient)
+        for piece in () if is_there else pieces:
             key = index, piece.bucket
-            if again and key not in self._open:
+            if again and self._position[key] < self._next:
                 raise RuntimeError(_came_again(self._optimizer, weight))
-            part = self._buffer(key)[piece.start : piece.start + piece.numel]
-            if not self._is_host:
-                self._streams.setdefault(key, set()).add(get_accelerator().current_stream())
+            part = self._memory.bucket(key)[piece.start : piece.start + piece.numel]
             if gradient is None:
                 part.zero_()
                 continue
@@ -187,19 +175,6 @@ class BucketedGradients:
                 self._optimizer.averaged_gradients[index] = PartitionGradient(self._sum(index), group.runs)
             self._sums, self._written = {}, set()
 
-    def _buffer(self, key: Key) -> torch.Tensor:
-        """The buffer of a bucket in this backward; padding in it is zero."""
-        if key not in self._open:
-            group, bucket = self._groups[key[0]], self._bucket(key)
-            if self._optimizer.partition_gradients:
-                self._wait(IN_FLIGHT - 1)
-            make = torch.empty if self._used[key] == bucket.numel else torch.zeros
-            self._open[key] = make(bucket.numel, dtype=self._sent_as(), device=group.device)
-        return self._open[key]
-
-    def _bucket(self, key: Key) -> Bucket:
-        return self._groups[key[0]].plan.buckets[key[1]]
-
     def _sent_as(self) -> torch.dtype:
         """The dtype of messages: DeepSpeed sums over context ranks in float32 (0.19.8 stage_1_and_2.py:2372)."""
         dtype: torch.dtype = self._optimizer.communication_data_type
@@ -212,15 +187,12 @@ class BucketedGradients:
             self._next += 1
 
     def _send(self, key: Key) -> None:
-        optimizer, group, bucket = self._optimizer, self._groups[key[0]], self._bucket(key)
-        buffer = self._buffer(key)
-        del self._open[key]
-        for stream in self._streams.pop(key, ()):
-            get_accelerator().current_stream().wait_stream(stream)
-        if optimizer.gradient_average:
-            # Context ranks have shares of a loss, so that gradients are summed over them (architecture.md, the rule).
-            data_size = dist.get_world_size(optimizer.dp_process_group) / optimizer.sequence_parallel_size
-            buffer.div_(data_size)
+        group = self._groups[key[0]]
+        bucket, buffer = group.plan.buckets[key[1]], self._memory.take(key)
+        divisor = self._divisor()
+        if not _is_exact_behind_a_sum(divisor, buffer.dtype):
+            buffer.div_(divisor)
+            divisor = 1
         shard = self._sum(key[0])[bucket.owned : bucket.owned + bucket.shard]
         is_first = key not in self._written
         self._written.add(key)
@@ -228,11 +200,21 @@ class BucketedGradients:
         if is_first and not is_direct:
             shard.zero_()
         if group.size == 1:
-            shard.copy_(buffer) if is_direct else shard.add_(buffer)
+            shard.copy_(buffer) if is_direct else shard.add_(buffer, alpha=1 / divisor)
+            if is_direct:
+                shard.div_(divisor)
             return
         out = shard if is_direct else buffer.new_empty(bucket.shard)
         pending = scatter_parts(out, buffer.view(group.size, bucket.shard), group.ranks)
-        self._in_flight.append(_Sum(pending, None if is_direct else shard))
+        self._in_flight.append(_Sum(pending, None if is_direct else shard, divisor))
+
+    def _divisor(self) -> float:
+        """The number by which sums over the ranks are divided."""
+        if not self._optimizer.gradient_average:
+            return 1
+        # Context ranks have shares of a loss, so that gradients are summed over them (architecture.md, the rule).
+        size: int = dist.get_world_size(self._optimizer.dp_process_group)
+        return size / int(self._optimizer.sequence_parallel_size)
 
     def _sum(self, index: int) -> torch.Tensor:
         """The sums of a group's partition since the last step; each bucket's first message writes it."""
@@ -241,10 +223,23 @@ class BucketedGradients:
             self._sums[index] = torch.empty(group.partition, dtype=dtype, device=group.device)
         return self._sums[index]
 
+    def _before_more(self, most: int) -> None:
+        """Bound the memory of ZeRO 2, whose gradients are sent while others are computed."""
+        if self._optimizer.partition_gradients:
+            self._wait(most)
+
     def _wait(self, most: int) -> None:
         """Wait, on the current stream, until ``most`` messages are in flight at most."""
         while len(self._in_flight) > most:
             self._in_flight.pop(0).wait()
+
+
+def _is_exact_behind_a_sum(divisor: float, dtype: torch.dtype) -> bool:
+    """Whether a sum may be divided in the place of what is summed up, which takes a pass over n times as much memory.
+
+    Dividing by a power of two rounds nothing, in either place; but sums of float16 may pass its range.
+    """
+    return dtype != torch.float16 and math.frexp(divisor)[0] == 0.5
 
 
 def _came_again(optimizer: Any, weight: nn.Parameter) -> str:

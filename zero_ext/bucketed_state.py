@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
+from ds_npu.zero_ext.bucket_memory import BucketedGroup
 from ds_npu.zero_ext.bucket_plan import Run
-from ds_npu.zero_ext.bucketed_gradients import BucketedGroup
 from ds_npu.zero_ext.partition_exchange import to_bucketed, to_plain
 
 Arrays = dict[str, torch.Tensor]

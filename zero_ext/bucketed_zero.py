@@ -22,8 +22,9 @@ from ds_npu.comm.pending import Work
 from ds_npu.config.zero_buckets import why_not_in_buckets
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.awaited_weights import AwaitedWeights, is_read_unseen, uses_of
-from ds_npu.zero_ext.bucket_plan import bucket_elements, plan_of
-from ds_npu.zero_ext.bucketed_gradients import BucketedGradients, BucketedGroup, Key
+from ds_npu.zero_ext.bucket_memory import BucketedGroup, Key
+from ds_npu.zero_ext.bucket_plan import plan_of
+from ds_npu.zero_ext.bucketed_gradients import BucketedGradients
 from ds_npu.zero_ext.bucketed_state import RUNS, VALUES, BucketedState, WeightValues
 from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
 
@@ -310,7 +311,7 @@ def _groups_of(optimizer: Any) -> Iterator[tuple[int, BucketedGroup]]:
         addresses = [(start, each.numel()) for start, each in zip(starts, weights, strict=True)]
         size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
         limits = [optimizer.reduce_bucket_size, optimizer.allgather_bucket_size]
-        plan = plan_of(addresses, flat.numel(), size, bucket_elements(limits, size))
+        plan = plan_of(addresses, flat.numel(), size, limits)
         yield index, BucketedGroup(weights, flat.device, plan, ranks, size, rank, tuple(plan.runs(rank)))
 
 

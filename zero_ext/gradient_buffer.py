@@ -3,7 +3,8 @@
 Read from DeepSpeed 0.19.8, runtime: without ZeRO, and in ZeRO 1 whose gradients are kept in the model's dtype, it is
 ``weight.grad`` (engine.py, zero/stage_1_and_2.py); in ZeRO 1 with another ``grad_accum_dtype`` it is
 ``weight.grad_accum``; and for bf16 with float32 gradients it is the flat buffer of BF16_Optimizer. From ZeRO 2 on there
-is none: every micro-batch's gradient is copied into a bucket, reduced, and only its shard is kept.
+is none: every micro-batch's gradient is copied into a bucket, reduced, and only its shard is kept. Where ZeRO 1 and 2
+are bucketed (``bucketed_zero``) ``weight.grad`` is memory of the bucket, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.tensor.direct_layers import direct_weights, is_plain, use_direct_gradient
 from ds_npu.parallel.tensor.weight_gradient import GRADIENT_SINK, Buffer, GradientSink
+from ds_npu.zero_ext.bucketed_zero import BUCKETED, BucketedZero
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 KEY = "ds_npu.fused_ops.matmul_accumulate"
@@ -46,15 +48,17 @@ def install_gradient_buffers(engine: TrainingEngine) -> list[str]:
     weights = {name: weight for name, weight in direct_weights(engine.module) if weight.requires_grad}
     if not weights:
         return [f"{KEY} has no effect: {type(engine.module).__name__} has no linear layer that is trained"]
-    buffer_of = accumulator(engine.optimizer)
+    buffer_of, bucketed = accumulator(engine.optimizer), _bucketed(engine.optimizer)
     ordinary = {}
     for name, weight in weights.items():
         if weight._backward_hooks:
             ordinary[name] = "a hook of its own changes its gradient (a sum over ranks), and must be given it"
         elif (buffer := buffer_of(weight)) is None:
             ordinary[name] = "the optimizer does not have it"
-        else:
+        elif bucketed is None:
             GradientSink(weight, buffer)
+        else:
+            GradientSink(weight, buffer, home=partial(bucketed.gradients.home_of, weight))
     return [f"{KEY} leaves out {name}: {reason}" for name, reason in ordinary.items()]
 
 
@@ -69,8 +73,13 @@ def _why_not(engine: TrainingEngine) -> str | None:
     if reason := foreign_accumulation(engine):
         return reason
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return _reduced_each_time(2) if optimizer.partition_gradients else None
+        is_copied = optimizer.partition_gradients and _bucketed(optimizer) is None
+        return _reduced_each_time(2) if is_copied else None
     return _reduced_each_time(3) if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else None
+
+
+def _bucketed(optimizer: object) -> BucketedZero | None:
+    return BUCKETED.get(optimizer) if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
 
 
 def foreign_accumulation(engine: TrainingEngine) -> str | None:

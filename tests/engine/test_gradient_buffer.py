@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from types import SimpleNamespace
 
 import deepspeed
@@ -17,6 +18,7 @@ from ranks import run_on_ranks
 from torch import nn
 
 from ds_npu.parallel.tensor.weight_gradient import gradient_sink
+from ds_npu.zero_ext import bucket_plan
 from ds_npu.zero_ext.gradient_buffer import install_gradient_buffers
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,19 @@ ROADS = {
     "ZeRO 1, autocast": Case(1, torch.float32, autocast=True),
 }
 """Every place where DeepSpeed accumulates gradients that are whole."""
+
+
+IN_BUCKETS = {
+    "ZeRO 1, float64": Case(1, torch.float64),
+    "ZeRO 1, bf16": Case(1, torch.bfloat16),
+    "ZeRO 2, float64": Case(2, torch.float64),
+    "ZeRO 2, float32": Case(2, torch.float32),
+    "ZeRO 2, bf16": Case(2, torch.bfloat16),
+    "ZeRO 2, autocast": Case(2, torch.float32, autocast=True),
+    "ZeRO 2, small buckets": Case(2, torch.float64, zero={"reduce_bucket_size": 100}),
+    **{f"ZeRO 2, {kind}": Case(2, torch.float64, checkpointing=kind) for kind in rig.CHECKPOINTS if kind != "none"},
+}
+"""Gradients that are sent in buckets from the memory to which they were written, with several data ranks."""
 
 
 def low_precision(case: Case) -> bool:
@@ -75,6 +90,43 @@ def train_as_one_process(*cases: Case) -> None:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_is_that_of_one_process(world):
     run_on_ranks(world, train_as_one_process, *ROADS.values())
+
+
+def test_training_in_buckets_is_that_of_one_process():
+    run_on_ranks(2, train_as_one_process, *IN_BUCKETS.values())
+
+
+def come_twice() -> None:
+    """Two reentrant recomputations bring two gradients of each weight; with one bucket none is sent between them."""
+    bucket_plan.LEAST = 10**6
+    for stage in (1, 2):
+        train_as_one_process(Case(stage, torch.float64, checkpointing="reentrant", depth=2))
+
+
+def test_gradients_that_come_twice_in_a_backward():
+    run_on_ranks(2, come_twice)
+
+
+def copies_nothing(*cases: Case) -> None:
+    """The products of linears are written to buckets: no other tensor of their size is made, or copied there."""
+    for case in cases:
+        for index, (ordinary, direct) in enumerate(zip(backwards(case, False), backwards(case, True), strict=True)):
+            # Of up, down, and twice of twice, whose products PyTorch adds up.
+            assert Counter(ordinary.found)["aten::mm"] == 4, (case, index, ordinary.found)
+            spans = {"aten::empty.memory_format", "aten::zeros"}
+            assert set(direct.found) <= spans, (case, index, direct.found)
+            is_sent = case.stage == 2 or (index + 1) % rule.ACCUMULATION == 0
+            fewer = ordinary.calls["aten::copy_"] - direct.calls["aten::copy_"]
+            assert fewer >= 4 if is_sent else fewer == 0, (case, index, fewer)
+            # Of up, down, twice and the head; twice is used again.
+            is_first = case.stage == 2 or index % rule.ACCUMULATION == 0
+            found = direct.calls["aten::mm.out"], direct.calls["aten::addmm_"]
+            assert found == ((4, 1) if is_first else (0, 5)), (case, index, found)
+
+
+def test_no_gradient_stands_beside_its_bucket():
+    cases = [case for name, case in IN_BUCKETS.items() if not case.autocast and case.checkpointing == "none"]
+    run_on_ranks(2, copies_nothing, *cases)
 
 
 CHECKPOINTED = (Case(0, torch.float64), Case(1, torch.float32), WIDE_BF16, Case(1, torch.float32, autocast=True))

@@ -36,7 +36,7 @@ CHECKPOINTS: dict[str, Callable[..., torch.Tensor] | None] = {
 class Model(nn.Module):
     """Linears with and without bias, one used twice, one frozen, one transposed, and a head tied to the embedding."""
 
-    def __init__(self, checkpointing: str = "none") -> None:
+    def __init__(self, checkpointing: str = "none", depth: int = 1) -> None:
         torch.manual_seed(3)
         super().__init__()
         self.embedding = nn.Embedding(V, H)
@@ -46,7 +46,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(H)
         self.head = nn.Linear(H, V, bias=False)
         self.head.weight = self.embedding.weight
-        self.checkpointing = checkpointing
+        self.checkpointing, self.depth = checkpointing, depth
 
     def block(self, x_BSH: torch.Tensor) -> torch.Tensor:
         inner = self.up(x_BSH)
@@ -55,7 +55,8 @@ class Model(nn.Module):
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = self.embedding(tokens_BS)
         recompute = CHECKPOINTS[self.checkpointing]
-        x_BSH = self.block(x_BSH) if recompute is None else recompute(self.block, x_BSH)
+        for _ in range(self.depth):
+            x_BSH = self.block(x_BSH) if recompute is None else recompute(self.block, x_BSH)
         return self.head(self.norm(x_BSH))
 
 
@@ -71,6 +72,8 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     checkpointing: str = "none"
     autocast: bool = False
+    depth: int = 1
+    """How often the block is used: a reentrant recomputation brings the gradients of each use by themselves."""
 
     def config(self) -> dict[str, Any]:
         config = rule.config(self.stage, self.dtype, {}, **self.zero)
@@ -117,7 +120,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def start(case: Case) -> Model:
-    return Model(case.checkpointing).to(torch.float64).to(case.dtype)
+    return Model(case.checkpointing, case.depth).to(torch.float64).to(case.dtype)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -132,7 +135,7 @@ def steps(count: int) -> Iterator[torch.Tensor]:
 
 def plain(case: Case, world: int, compute: torch.dtype = torch.float64) -> Trained:
     """One process doing the whole batch in plain PyTorch; ``case`` says where it starts, and whether autocast is on."""
-    model = start(Case(case.stage, case.dtype)).to(torch.float64).to(compute)
+    model = start(Case(case.stage, case.dtype, depth=case.depth)).to(torch.float64).to(compute)
     weights, losses = trainable(model), []
     for tokens in steps(rule.MICRO * rule.ACCUMULATION * world):
         with autocast(case.autocast and compute != torch.float64):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from ds_npu.zero_ext import bucket_plan
 from ds_npu.zero_ext.bucketed_zero import BUCKETED
 
 V, H, S = 13, 8, 8
@@ -129,8 +128,8 @@ def in_order_of_weights(flat: torch.Tensor, optimizer, index: int) -> torch.Tens
     if bucketed is None:
         return flat
     size = dist.get_world_size(optimizer.real_dp_process_group[index])
-    shard = max(bucket_plan.LEAST // (2 * size), 1) * 2
-    return torch.cat([each.flatten() for each in flat.view(size, -1).split(shard, dim=1)])
+    shards = [each.numel() for each in bucketed.own_slices(index)]
+    return torch.cat([each.flatten() for each in flat.view(size, -1).split(shards, dim=1)])
 
 
 def gathered(part: torch.Tensor, group) -> torch.Tensor:

@@ -90,7 +90,7 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
-class GroupedProduct:
+class GroupedProduct(WeightProduct):
     """aᵀ b of each group of rows [P, M] and [P, N]: the gradient of a weight [E, M, N] of all experts."""
 
     a: torch.Tensor

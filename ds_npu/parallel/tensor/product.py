@@ -43,6 +43,13 @@ class WeightProduct(Protocol):
         """
         return False
 
+    def write_to(self, memory: Tensor) -> bool:
+        """Write ``gradient()`` to ``memory`` [the weight's shape, the operands' dtype], without another such tensor.
+
+        Return False, and write nothing, where this product has no such kernel.
+        """
+        return False
+
 
 @dataclass(frozen=True)
 class MatrixProduct:
@@ -65,6 +72,10 @@ class MatrixProduct:
             buffer.addmm_(self.dy.t(), self.x)
         else:
             return False
+        return True
+
+    def write_to(self, memory: Tensor) -> bool:
+        torch.mm(self.dy.t(), self.x, out=memory)
         return True
 
 
@@ -104,6 +115,10 @@ class ScaledSum:
         if buffer.dtype != self.sum.dtype:
             return False
         buffer.addcmul_(self.sum, self.scale)
+        return True
+
+    def write_to(self, memory: Tensor) -> bool:
+        torch.mul(self.sum, self.scale, out=memory)
         return True
 
 

@@ -68,11 +68,14 @@ class GradientSink:
     """The attribute of a weight that takes the products of its gradient.
 
     With ``direct``, the matrix multiplication itself adds products to the ``buffer``; else only products from the
-    ``queue`` are added to it.
+    ``queue`` are added to it. Where there is no buffer yet, it writes the first product to the ``home``, a function
+    from a dtype to memory that becomes ``weight.grad``.
     """
 
-    def __init__(self, weight: nn.Parameter, buffer: Buffer, direct: bool = True) -> None:
-        self.weight, self.buffer, self.direct = weight, buffer, direct
+    def __init__(
+        self, weight: nn.Parameter, buffer: Buffer, direct: bool = True, home: Buffer = lambda dtype: None
+    ) -> None:
+        self.weight, self.buffer, self.direct, self.home = weight, buffer, direct, home
         self.name = ""
         self.queue: GradientQueue | None = None
         self._hooks_run = hooks_run_after_none()
@@ -122,8 +125,16 @@ class GradientSink:
             buffer.add_(total.to(buffer.dtype))
 
     def _add(self, product: WeightProduct) -> bool:
-        buffer = self.buffer(product.dtype) if self.direct else None
-        return buffer is not None and product.add_to(buffer)
+        if not self.direct:
+            return False
+        buffer = self.buffer(product.dtype)
+        if buffer is not None:
+            return product.add_to(buffer)
+        home = self.home(product.dtype)
+        if home is None or not product.write_to(home):
+            return False
+        self.weight.grad = home
+        return True
 
     def _run_hooks_after(self, node: Node) -> None:
         if self._backward == (task := torch._C._current_graph_task_id()):

@@ -21,4 +21,4 @@ class FusedOpsSection(Section):
     adamw: bool | None = None
     """The AdamW update of DeepSpeed's FusedAdam in one kernel; false: in PyTorch's operators, in all of the process."""
     matmul_accumulate: bool | None = None
-    """Weight gradients added to their buffer by the matrix multiplication itself, with ZeRO 0 and 1."""
+    """Weight gradients added to their buffer by the matrix multiplication itself, with ZeRO 0 to 2."""

@@ -81,7 +81,8 @@ class Life:
             "gradient_clipping": 0.01,
             "zero_optimization": {"stage": self.stage, **zero},
             "bf16": {"enabled": self.dtype == torch.bfloat16},
-            "ds_npu": {},
+            # DeepSpeed rounds each product of a weight that is used twice.
+            "ds_npu": {"fused_ops": {"matmul_accumulate": False}},
             **self.config,
         }
         optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)

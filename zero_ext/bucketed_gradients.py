@@ -190,7 +190,7 @@ class BucketedGradients:
         group = self._groups[key[0]]
         bucket, buffer = group.plan.buckets[key[1]], self._memory.take(key)
         divisor = self._divisor()
-        if not _is_exact_behind_a_sum(divisor, buffer.dtype):
+        if not is_exact_behind_a_sum(divisor, buffer.dtype):
             buffer.div_(divisor)
             divisor = 1
         shard = self._sum(key[0])[bucket.owned : bucket.owned + bucket.shard]
@@ -234,7 +234,7 @@ class BucketedGradients:
             self._in_flight.pop(0).wait()
 
 
-def _is_exact_behind_a_sum(divisor: float, dtype: torch.dtype) -> bool:
+def is_exact_behind_a_sum(divisor: float, dtype: torch.dtype) -> bool:
     """Whether a sum may be divided in the place of what is summed up, which takes a pass over n times as much memory.
 
     Dividing by a power of two rounds nothing, in either place; but sums of float16 may pass its range.

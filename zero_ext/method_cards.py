@@ -50,6 +50,10 @@ _BUCKETS = "gradients are reduce-scattered and weights gathered bucket by bucket
 _BUCKETS_WHY = "they are all-reduced, and gathered in one message that the step waits for"
 _BUCKETS_UNTIL = "DeepSpeed's partitions are parts of buckets"
 
+_SCATTERED = "a large gradient is a message by itself, and one that comes twice between two forwards is an error"
+_SCATTERED_WHY = "it is copied twice and divided before it is sent; the second is written over the first"
+_SCATTERED_UNTIL = "DeepSpeed sends gradients from where they are, and adds up backwards behind several forwards"
+
 CARDS: tuple[MethodCard, ...] = (
     MethodCard(
         (ENGINE, PIPELINE),
@@ -218,6 +222,13 @@ CARDS: tuple[MethodCard, ...] = (
             ("backward_prologue", ()),
             ("_update_model_bit16_weights", ("group_index",)),
             ("_link_all_hp_params", ()),
+        )
+    ),
+    *(
+        MethodCard((ZERO_3,), name, parameters, _SCATTERED, _SCATTERED_WHY, f"stage3.py, {name}", _SCATTERED_UNTIL)
+        for name, parameters in (
+            ("reduce_independent_p_g_buckets_and_remove_grads", ("param",)),
+            ("clear_backward_seen_flag", ()),
         )
     ),
     MethodCard(

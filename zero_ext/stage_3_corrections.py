@@ -122,13 +122,13 @@ def gather_after_steps(optimizer: Any) -> None:
     wrap_method(optimizer, "step", stepped, MethodLevel.CORRECTION)
 
 
-def reduce_behind_the_next_forward(optimizer: Any) -> None:
+def reduce_behind_the_next_forward(optimizer: Any, behind_waits: Callable[[], None]) -> None:
     """Let ``optimizer``, ZeRO 3's, reduce the last gradients of a micro-batch behind the next forward, on the device.
 
     DeepSpeed's host waits for them at the end of each backward (0.19.8 runtime/zero/stage3.py:1414), so that the device
     has nothing to compute meanwhile. Here the computing stream waits at the end of the last micro-batch, and before
-    a step; what reads gradients between (safe_get_full_grad) waits by itself. Changes this instance only; on the CPU,
-    where there are no streams, nothing.
+    a step, and calls ``behind_waits``; what reads gradients between (safe_get_full_grad) waits by itself. Changes this
+    instance only; on the CPU, where there are no streams, nothing.
     """
     stream = optimizer.reduce_and_partition_stream
     if stream is None or type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or optimizer.offload_optimizer:
@@ -136,6 +136,7 @@ def reduce_behind_the_next_forward(optimizer: Any) -> None:
 
     def wait() -> None:
         get_accelerator().current_stream().wait_stream(stream)
+        behind_waits()
 
     def end_backward() -> None:
         for dtype in sort_dtypes(optimizer.ipg_buckets):

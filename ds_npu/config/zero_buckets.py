@@ -49,6 +49,31 @@ def why_not_in_buckets(ds_config: Config) -> str | None:
     return None
 
 
+SET_3_GRADIENTS: tuple[tuple[str, Any, str], ...] = (
+    (f"{ZERO}.overlap_comm", False, "nothing is to overlap"),
+    (f"{ZERO}.reduce_scatter", False, "gradients are to be all-reduced"),
+    (f"{ZERO}.zero_quantized_gradients", True, "gradients are to be sent quantised"),
+    ("compile.deepcompile", True, "the compiled backward reduces gradients"),
+    ("torch_autocast.enabled", True, "gradients have several dtypes"),
+)
+"""The same for the gradients of ZeRO 3."""
+
+
+def why_not_scattered(ds_config: Config) -> str | None:
+    """The key of ``ds_config``, and the reason, for which DeepSpeed's own code sends ZeRO 3's gradients; or None."""
+    if reason := _set_to(ds_config, SET_3_GRADIENTS):
+        return reason
+    if value_at(ds_config, f"{ZERO}.offload_optimizer.device") not in (None, "none"):
+        return f"{ZERO}.offload_optimizer: gradients are added up on the host"
+    if str(value_at(ds_config, "optimizer.type")).lower() == "muon":
+        return "optimizer.type is Muon: it steps whole matrices"
+    if value_at(ds_config, f"{ZERO}.zenflow") is not None:
+        return f"{ZERO}.zenflow: it picks gradients apart"
+    if value_at(ds_config, "gradient_predivide_factor") not in (None, 1):
+        return "gradient_predivide_factor: gradients are divided before they are summed up"
+    return None
+
+
 def why_not_planned(ds_config: Config) -> str | None:
     """The key of ``ds_config``, and the reason, for which DeepSpeed's own code gathers weights of ZeRO 3; or None."""
     if reason := _set_to(ds_config, SET_3):

@@ -71,7 +71,7 @@ def two_backwards() -> None:
         if between:
             with torch.no_grad():
                 engine.module[0](batch(engine, 0, 0))
-        with pytest.raises(RuntimeError, match=r"5\.weight: its gradient came twice since the last forward.*What to do"):
+        with pytest.raises(RuntimeError, match=r"5\.weight: its gradient came twice since .*What to do"):
             engine.backward(losses[1])
         engine = engine_of()
 

@@ -98,6 +98,8 @@ PLANTS = [
     ("stage_3_corrections:stepped", PLAIN_3 | OWN_GATHERS),
     ("stage_3_corrections:wait", PLAIN_3),
     ("gather_messages:__init__", PLAIN_3),
+    ("scattered_gradients:_send", PLAIN_3),
+    ("scattered_gradients:_keep", PLAIN_3),
     ("gather_messages:arrive", PLAIN_3),
     ("gather_messages:_copy_out", PLAIN_3),
     ("arrival:arrive", PLAIN_1),

@@ -50,8 +50,8 @@ _BUCKETS = "gradients are reduce-scattered and weights gathered bucket by bucket
 _BUCKETS_WHY = "they are all-reduced, and gathered in one message that the step waits for"
 _BUCKETS_UNTIL = "DeepSpeed's partitions are parts of buckets"
 
-_SCATTERED = "a large gradient is a message by itself, and one that comes twice between two forwards is an error"
-_SCATTERED_WHY = "it is copied twice and divided before it is sent; the second is written over the first"
+_SCATTERED = "gradients are copied once or not at all; one that comes twice between two forwards is an error"
+_SCATTERED_WHY = "they are copied twice and divided before they are sent; a second is written over the first"
 _SCATTERED_UNTIL = "DeepSpeed sends gradients from where they are, and adds up backwards behind several forwards"
 
 CARDS: tuple[MethodCard, ...] = (

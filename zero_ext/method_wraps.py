@@ -40,9 +40,11 @@ class MethodLevel(IntEnum):
     EXPERT_SETTINGS = 10
     """A group of experts has the learning rate of the group that it came from."""
     STATE = 11
-    CORRECTION = 12
+    SCATTERED = 12
+    """Gradients of ZeRO 3 that ds_npu sends are sent before a backward ends for DeepSpeed."""
+    CORRECTION = 13
     """The gradient rule: norms, averages, streams."""
-    BUCKETS = 13
+    BUCKETS = 14
     """Partitions of ZeRO 1 and 2 in the order of buckets, inside of all that knows DeepSpeed's order."""
 
 

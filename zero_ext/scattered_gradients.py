@@ -1,15 +1,16 @@
-"""Large gradients of ZeRO 3, which are sent from the memory in which they were computed.
+"""Gradients of ZeRO 3 that are copied at most once before they are sent.
 
 DeepSpeed (0.19.8 runtime/zero/stage3.py) copies gradients into a bucket of ``reduce_bucket_size``, copies them again
-so that the parts of each rank are one after the other, and divides them: six times their bytes pass the memory. A
-gradient whose elements the ranks divide evenly has its parts in that order by itself. Where it is large enough for a
-message it is one, and its sum is written to the rank's partition, and divided there.
+so that the parts of each rank are one after the other, and divides them: six times their bytes pass the memory. Here
+gradients wait until they are enough for a message, for which they are copied once, and sums are divided. One that is
+enough by itself is sent from where it was computed: its parts are in order there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,128 +20,205 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_npu.comm.collectives import scatter_parts
+from ds_npu.comm.pending import Pending
 from ds_npu.config.zero_buckets import why_not_scattered
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.bucketed_gradients import is_exact_behind_a_sum
+from ds_npu.zero_ext.gather_plan import message_elements
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.stage_3_corrections import PARTITIONS
 
-LEAST = 4_000_000
-"""Elements of a gradient that is a message: in bf16, 1 MiB for each of eight ranks."""
-IN_FLIGHT = 4
-"""Gradients that are kept for their messages at one time."""
+IN_FLIGHT = 2
+"""Messages that are in flight, or whose gradients are kept, at one time."""
 Reduce = Callable[[nn.Parameter], None]
 
 
-class ScatteredGradients:
-    """The large gradients of one DeepSpeedZeroOptimizer_Stage3."""
+@dataclass
+class _Waiting:
+    """Gradients of weights over the same ranks that have not been sent."""
 
-    def __init__(self, optimizer: Any, data_ranks: int) -> None:
-        """``data_ranks``: the number by which sums are divided (``average_over_data_ranks``)."""
-        self._optimizer, self._divisor = optimizer, data_ranks
+    ranks: dist.ProcessGroup
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    partitions: list[torch.Tensor] = field(default_factory=list)
+    """This rank's memory for the sum of its part of each."""
+
+    @property
+    def elements(self) -> int:
+        return sum(each.numel() for each in self.gradients)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A sum in flight."""
+
+    pending: Pending[torch.Tensor]
+    partitions: Sequence[torch.Tensor]
+    is_direct: bool
+    """Whether the sum is written to the partition."""
+    read: Sequence[torch.Tensor]
+    """Gradients that the message itself reads."""
+
+
+class ScatteredGradients:
+    """The gradients of one DeepSpeedZeroOptimizer_Stage3 that its ranks divide evenly."""
+
+    def __init__(self, optimizer: Any, data_ranks: int, elements: int) -> None:
+        """``data_ranks``: the number by which sums are divided (``average_over_data_ranks``).
+
+        ``elements``: of the gradients of a message, but for a larger gradient.
+        """
+        self._optimizer, self._divisor, self._elements = optimizer, data_ranks, elements
         self._stream: Any = optimizer.reduce_and_partition_stream
         self._come: set[int] = set()
         """The ids of weights whose gradients have come since the last forward."""
-        self._kept: deque[tuple[Any, torch.Tensor]] = deque()
-        """Gradients that messages read, each with the event behind its message."""
+        self._waiting: dict[tuple[dist.ProcessGroup, torch.dtype], _Waiting] = {}
+        self._sent: deque[_Message] = deque()
+        self._kept: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
+        """Gradients that copies and messages read, with the event behind them."""
 
     def install(self) -> None:
-        """Send from now on; what DeepSpeed's buckets held for large gradients is freed."""
-        name = "reduce_independent_p_g_buckets_and_remove_grads"
-        wrap_method(self._optimizer, name, self._reduce, MethodLevel.BUCKETS)
-        wrap_method(self._optimizer, "clear_backward_seen_flag", self._begin_forward, MethodLevel.BUCKETS)
-        self._shrink_buckets()
+        """Send from now on; memory of DeepSpeed's buckets that is not needed any more is freed."""
+        optimizer, level = self._optimizer, MethodLevel.SCATTERED
+        wrap_method(optimizer, "reduce_independent_p_g_buckets_and_remove_grads", self._reduce, level)
+        wrap_method(optimizer, "clear_backward_seen_flag", self._begin_forward, level)
+        wrap_method(optimizer, "independent_gradient_partition_epilogue", self._end_backward, level)
+        weights = [each for group in optimizer.fp16_groups for each in group if each.requires_grad]
+        others = sum(each.ds_numel for each in weights if not self._can_be_scattered(each))
+        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(others, 1))
+        for bucket in optimizer.ipg_buckets.values():
+            if bucket.buffer is not None:
+                bucket.buffer = bucket.buffer.new_empty(optimizer.reduce_bucket_size)
 
     def forget(self) -> None:
         """Drop gradients that are kept for messages, all of which the current stream waits for."""
         self._kept.clear()
 
     def _begin_forward(self, clear: Callable[[], None]) -> None:
+        if self._sent or any(each.gradients for each in self._waiting.values()):
+            raise RuntimeError(_ENDED_EARLY)
         self._come.clear()
         clear()
 
+    def _end_backward(self, end: Callable[[], None]) -> None:
+        for waiting in self._waiting.values():
+            self._send(waiting)
+        self._finish(0)
+        end()
+
     def _reduce(self, reduce: Reduce, weight: nn.Parameter) -> None:
-        holder: Any = weight
-        if getattr(holder, "ds_grad_is_ready", True):
+        if getattr(_held(weight), "ds_grad_is_ready", True):
             if id(weight) in self._come:
                 # DeepSpeed would write it over the gradient that came before.
                 raise RuntimeError(_came_again(self._optimizer, weight))
             self._come.add(id(weight))
-            if self._is_message(weight):
-                self._send(weight)
+            if self._is_scattered(weight):
+                self._take(weight)
                 return
         reduce(weight)
 
-    def _can_be_message(self, weight: nn.Parameter) -> bool:
-        holder: Any = weight
+    def _can_be_scattered(self, weight: nn.Parameter) -> bool:
         ranks = dist.get_world_size(self._optimizer._get_param_partition_group(weight))
-        is_even = ranks > 1 and holder.ds_numel % ranks == 0
-        return is_even and holder.ds_numel >= LEAST and is_exact_behind_a_sum(self._divisor, weight.dtype)
+        is_even = ranks > 1 and _held(weight).ds_numel % ranks == 0
+        return is_even and is_exact_behind_a_sum(self._divisor, weight.dtype)
 
-    def _is_message(self, weight: nn.Parameter) -> bool:
+    def _is_scattered(self, weight: nn.Parameter) -> bool:
         gradient, sent_as = weight.grad, self._optimizer.get_param_comm_dtype(weight)
         is_as_sent = gradient is not None and gradient.dtype == sent_as and gradient.is_contiguous()
-        return is_as_sent and self._can_be_message(weight)
+        return is_as_sent and self._can_be_scattered(weight)
+
+    def _take(self, weight: nn.Parameter) -> None:
+        """Let the gradient of ``weight`` wait, or send it with those that wait."""
+        gradient = weight.grad
+        assert gradient is not None, "it is scattered"
+        ranks = self._optimizer._get_param_partition_group(weight)
+        waiting = self._waiting.setdefault((ranks, gradient.dtype), _Waiting(ranks))
+        if waiting.elements + gradient.numel() > self._elements:
+            self._send(waiting)
+        partition = getattr(self._optimizer, PARTITIONS)[_held(weight).ds_id]
+        waiting.gradients.append(gradient)
+        waiting.partitions.append(partition[: gradient.numel() // dist.get_world_size(ranks)])
+        weight.grad = None
 
     @torch.no_grad()
-    def _send(self, weight: nn.Parameter) -> None:
-        optimizer, accelerator = self._optimizer, get_accelerator()
-        holder: Any = weight
-        gradient = weight.grad
-        assert gradient is not None, "it is a message"
-        group = optimizer._get_param_partition_group(weight)
-        parts = gradient.view(dist.get_world_size(group), -1)
-        partition = getattr(optimizer, PARTITIONS)[holder.ds_id][: parts.shape[1]]
-        is_first = optimizer.micro_step_id == 0
-        is_direct = is_first and partition.dtype == gradient.dtype
+    def _send(self, waiting: _Waiting) -> None:
+        if not waiting.gradients:
+            return
+        size = dist.get_world_size(waiting.ranks)
+        gradients, partitions = waiting.gradients, waiting.partitions
+        waiting.gradients, waiting.partitions = [], []
         if self._stream is not None:
-            self._stream.wait_stream(accelerator.current_stream())
-        with accelerator.stream(self._stream):
-            out = partition if is_direct else torch.empty_like(parts[0])
-            scatter_parts(out, parts, group).wait()
-            if is_direct:
-                out.div_(self._divisor)
-            elif is_first:
-                partition.copy_(out).div_(self._divisor)
+            self._stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(self._stream):
+            parts = [each.view(size, -1) for each in gradients]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            is_first, partition = self._optimizer.micro_step_id == 0, partitions[0]
+            is_direct = is_first and len(parts) == 1 and partition.dtype == whole.dtype
+            out = partition if is_direct else torch.empty_like(whole[0])
+            read = gradients if len(parts) == 1 else []
+            self._sent.append(_Message(scatter_parts(out, whole, waiting.ranks), partitions, is_direct, read))
+        if len(parts) > 1:
+            self._keep(gradients)
+        self._finish(IN_FLIGHT - 1)
+
+    @torch.no_grad()
+    def _finish(self, most: int) -> None:
+        """Add the sums that have been sent to the partitions, but for the ``most`` last messages."""
+        while len(self._sent) > most:
+            message = self._sent.popleft()
+            with get_accelerator().stream(self._stream):
+                found = message.pending.wait()
+                if message.is_direct:
+                    found.div_(self._divisor)
+                else:
+                    self._add(message.partitions, found)
+            self._keep(message.read)
+
+    def _add(self, partitions: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        sums = torch.split(found, [each.numel() for each in partitions])
+        for partition, each in zip(partitions, sums, strict=True):
+            if self._optimizer.micro_step_id == 0:
+                partition.copy_(each).div_(self._divisor)
             else:
-                partition.add_(out, alpha=1 / self._divisor)
-        weight.grad = None
-        if self._stream is not None:
-            self._keep(gradient)
+                partition.add_(each, alpha=1 / self._divisor)
 
-    def _keep(self, gradient: torch.Tensor) -> None:
-        """Keep it until the computing stream has waited for its message, and can use its memory again.
+    def _keep(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Keep them until the computing stream has waited for what reads them, and may use their memory again.
 
-        The allocator would ask the host when a message has ended, and take other memory while the host runs ahead.
+        The allocator would ask the host when that has ended, and take other memory while the host runs ahead.
         """
-        accelerator = get_accelerator()
-        event = accelerator.Event()
+        if self._stream is None or not gradients:
+            return
+        event = get_accelerator().Event()
         event.record(self._stream)
-        self._kept.append((event, gradient))
+        self._kept.append((event, gradients))
         if len(self._kept) > IN_FLIGHT:
-            accelerator.current_stream().wait_event(self._kept.popleft()[0])
-
-    def _shrink_buckets(self) -> None:
-        """Make buckets as large as all gradients that are copied to them need, at most; the rest was for large ones."""
-        optimizer = self._optimizer
-        weights = [each for group in optimizer.fp16_groups for each in group if each.requires_grad]
-        copied = sum(each.ds_numel for each in weights if not self._can_be_message(each))
-        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(copied, 1))
-        for bucket in optimizer.ipg_buckets.values():
-            if bucket.buffer is not None:
-                bucket.buffer = bucket.buffer.new_empty(optimizer.reduce_bucket_size)
+            get_accelerator().current_stream().wait_event(self._kept.popleft()[0])
 
 
-def scatter_large_gradients(engine: Any, optimizer: Any, topology: Topology) -> Callable[[], None]:
-    """Send the large gradients of ``optimizer``, ZeRO 3's, as they are, unless its config has a key against it.
+def scatter_gradients(engine: Any, optimizer: Any, topology: Topology) -> Callable[[], None]:
+    """Send gradients of ``optimizer``, ZeRO 3's, with one copy or none, unless its config has a key against it.
 
     Returns a function to be called where the current stream has waited for all messages.
     """
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or why_not_scattered(engine._config._param_dict):
         return lambda: None
-    scattered = ScatteredGradients(optimizer, topology.size("dp"))
+    elements = message_elements(sum(_held(weight).ds_numel for weight in engine.module.parameters()))
+    size = min(elements, optimizer.reduce_bucket_size)
+    scattered = ScatteredGradients(optimizer, topology.size("dp"), size)
     scattered.install()
     return scattered.forget
+
+
+_ENDED_EARLY = (
+    "forward(): the backward before it ended with an error after a part of its gradients was sent to other data ranks, "
+    "which cannot be taken back. What to do: end this run and resume from the last checkpoint; or set "
+    "zero_optimization.overlap_comm to false, which leaves all of it to DeepSpeed"
+)
+
+
+def _held(weight: Any) -> Any:
+    """A weight with DeepSpeed's attributes."""
+    return weight
 
 
 def _came_again(optimizer: Any, weight: nn.Parameter) -> str:

@@ -62,7 +62,7 @@ from ds_npu.zero_ext.gradient_norm import clip_gradients
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.optimizer_trial import Verdict, tried
 from ds_npu.zero_ext.pending_gradients import equalise_tied
-from ds_npu.zero_ext.scattered_gradients import scatter_large_gradients
+from ds_npu.zero_ext.scattered_gradients import scatter_gradients
 from ds_npu.zero_ext.stage_1_2_corrections import attach_hooks_again, reduce_in_float64, wait_for_norm_only
 from ds_npu.zero_ext.stage_3_corrections import (
     add_up_experts,
@@ -217,7 +217,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
             logger().debug("DeepSpeed's own code reduces gradients and gathers weights: %s", reason)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
-            reduce_behind_the_next_forward(zero, scatter_large_gradients(self, zero, self.topology))
+            reduce_behind_the_next_forward(zero, scatter_gradients(self, zero, self.topology))
             if reason := install_gathers(self, zero):
                 logger().debug("DeepSpeed's own code gathers weights: %s", reason)
                 gather_after_steps(zero)

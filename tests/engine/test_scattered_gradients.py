@@ -1,4 +1,4 @@
-"""Large gradients of ZeRO 3 as messages; that training is DeepSpeed's to the bit is in test_planned_gathers.py."""
+"""Gradients of ZeRO 3, copied once or not at all. test_planned_gathers.py compares lives with DeepSpeed to the bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from wire import Wire
 
 pytestmark = pytest.mark.slow
 LAYERS = 6
-BIASES = LAYERS * WIDTH
+ALL = LAYERS * WIDTH * (WIDTH + 1)
+"""Elements of all weights and biases."""
 
 
 def engine_of(accumulation: int = 2, **zero: object):
@@ -27,38 +28,36 @@ def backward(engine, step: int, micro: int) -> None:
     engine.backward(engine(batch(engine, step, micro)).square().mean())
 
 
-def passes_over_gradients(engine) -> tuple[Counter[str], list[int]]:
-    """Operators that read or write a whole gradient of a weight beside its product, and elements of messages."""
-    watched = Allocations({WIDTH * WIDTH, LAYERS * WIDTH * WIDTH})
+def passes_over_gradients(engine) -> tuple[Counter[str], int]:
+    """Operators that allocated as much as a gradient of a weight, or all of them, and bytes of messages."""
+    watched = Allocations({WIDTH * WIDTH, LAYERS * WIDTH * WIDTH, ALL})
     loss = engine(batch(engine, 1, 0)).square().mean()
     with Wire() as wire, watched:
         engine.backward(loss)
     engine.step()
-    sent = [size // 4 for (kind, _), size in wire.leaving.items() if kind == "scatter"]
-    return Counter(watched.found), sent
+    return Counter(watched.found), sum(size for (kind, _), size in wire.leaving.items() if kind == "scatter")
 
 
 def count_passes() -> None:
-    plain, own = engine_of(**PLAIN), engine_of()
-    for engine in (plain, own):
+    """Copies of gradients, by the elements of a message: a few weights, all of them, or fewer than a weight has."""
+    found = {}
+    for name, zero in {"plain": PLAIN, "one": {}, "each": {"reduce_bucket_size": 100}}.items():
+        engine = engine_of(**zero)
         for micro in range(2):
             backward(engine, 0, micro)
             engine.step()
-    found, sent = passes_over_gradients(own)
-    copied, sent_plain = passes_over_gradients(plain)
-    # What a rank sends: each gradient but its own part, once.
-    assert sum(sent) == sum(sent_plain) == (LAYERS * WIDTH * WIDTH + BIASES) // 2, (sent, sent_plain)
-    # Each product is allocated, and nothing else of its size.
-    assert found == {"aten::mm": LAYERS}, found
-    assert copied["aten::mm"] == LAYERS, copied
-    # DeepSpeed's bucket had room for all gradients, and has for those of biases.
-    (bucket,) = own.optimizer.ipg_buckets.values()
-    assert bucket.buffer.numel() == own.optimizer.reduce_bucket_size == BIASES
-    (bucket,) = plain.optimizer.ipg_buckets.values()
-    assert bucket.buffer.numel() == 10**6
+        found[name], sent = passes_over_gradients(engine)
+        # What a rank sends: each gradient but its own part, once.
+        assert sent == 4 * ALL // 2, (name, sent)
+        (bucket,) = engine.optimizer.ipg_buckets.values()
+        assert bucket.buffer.numel() == (10**6 if name == "plain" else 1)
+    # Each product is allocated, and nothing else of its size but the message.
+    assert found["one"] == {"aten::mm": LAYERS, "aten::cat": 1}, found
+    assert found["each"] == {"aten::mm": LAYERS}, found
+    assert found["plain"]["aten::mm"] == LAYERS, found
 
 
-def test_no_gradient_is_copied_before_it_is_sent():
+def test_a_gradient_is_copied_at_most_once():
     run_on_ranks(2, count_passes)
 
 
@@ -78,6 +77,24 @@ def two_backwards() -> None:
 
 def test_two_backwards_behind_two_forwards_are_an_error():
     run_on_ranks(2, two_backwards)
+
+
+def caught(zero: dict[str, object]) -> None:
+    """A script that catches an error in a backward cannot go on, where other ranks have, or wait for, its gradients."""
+    engine = engine_of(**zero)
+    backward(engine, 0, 0)
+    out = engine(batch(engine, 0, 1))
+    failing = engine.module[2].bias.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(out.square().mean())
+    failing.remove()
+    with pytest.raises(RuntimeError, match="the backward before it ended with an error"):
+        engine(batch(engine, 1, 0))
+
+
+@pytest.mark.parametrize("elements", [100, 10**6])
+def test_an_error_in_a_backward_is_not_forgotten(elements):
+    run_on_ranks(2, caught, {"reduce_bucket_size": elements})
 
 
 def stepped(accumulation: int, ranks: int) -> None:

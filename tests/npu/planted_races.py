@@ -16,7 +16,7 @@ import torch
 import training_steps
 
 import ds_npu.comm.pending
-from ds_npu.zero_ext import scattered_gradients
+from ds_npu.zero_ext import gather_plan
 
 assert deepspeed.__version__
 
@@ -39,7 +39,7 @@ def main() -> None:
         setattr(torch.npu.Stream, name, without_wait(plant, getattr(torch.npu.Stream, name)))
     for kind in (ds_npu.comm.pending.Works, torch.distributed.Work):
         kind.wait = without_wait(plant, kind.wait)
-    scattered_gradients.LEAST = 100
+    gather_plan.LEAST = 2000
     # Activations of 1 MiB and more are swapped.
     training_steps.SAMPLES, training_steps.LENGTH = 512, 64
     training_steps.main()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ds_npu.zero_ext import bucket_plan, gather_plan, scattered_gradients
+from ds_npu.zero_ext import bucket_plan, gather_plan
 
 DEADLINE_S = 180.0
 
@@ -60,7 +60,7 @@ def _rank_main(rank: int, world: World, body: Callable[..., None], args: tuple[o
     torch.manual_seed(0)
     # So that a tiny model has several buckets.
     bucket_plan.LEAST, bucket_plan.LEAST_OF_A_RANK = 200, 1
-    gather_plan.LEAST, scattered_gradients.LEAST = 2000, 100
+    gather_plan.LEAST = 2000
     # DeepSpeed reads these; its own communication extension would cost a minute of compilation.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.size), MASTER_ADDR="127.0.0.1")
     if world.backend == "hccl" and world.sets_device:

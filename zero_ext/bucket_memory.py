@@ -53,15 +53,15 @@ class BucketMemory:
         self._groups, self._dtype, self._before_more = groups, dtype, before_more
         self._is_host: bool = get_accelerator().is_synchronized_device()
         self._homes: dict[int, tuple[int, int, int, torch.Size]] = {}
-        """By id of a weight: its group, the span that holds it, its first element there, and its shape."""
-        self._places: dict[Key, tuple[Key, int, int]] = {}
+        """The group of each weight, the span that holds it, its first element there, and its shape, by id."""
+        self._in_spans: dict[Key, tuple[Key, int, int]] = {}
         """The span of each bucket, the bucket's first element in it, and its elements."""
         self._used: Counter[Key] = Counter()
         """Elements of each span that weights have; others are padding."""
         for index, group in groups.items():
             for number, bucket in enumerate(group.plan.buckets):
                 start = bucket.start - group.plan.spans[bucket.span].start
-                self._places[index, number] = (index, bucket.span), start, bucket.numel
+                self._in_spans[index, number] = (index, bucket.span), start, bucket.numel
             for position, weight in enumerate(group.weights):
                 if (home := group.plan.home(position)) is not None:
                     self._homes[id(weight)] = index, *home, weight.shape
@@ -79,7 +79,7 @@ class BucketMemory:
 
     def bucket(self, key: Key) -> torch.Tensor:
         """A bucket [elements] that is not sent; the current stream may write to it. Padding in it is zero."""
-        span, start, numel = self._places[key]
+        span, start, numel = self._in_spans[key]
         return self._span(span)[start : start + numel]
 
     def home(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
@@ -102,7 +102,7 @@ class BucketMemory:
 
     def take(self, key: Key) -> torch.Tensor:
         """A bucket, all of which is written, for its message; the current stream waits for what was written."""
-        bucket, (span, _, _) = self.bucket(key), self._places[key]
+        bucket, (span, _, _) = self.bucket(key), self._in_spans[key]
         for stream in self._streams.get(span, ()):
             get_accelerator().current_stream().wait_stream(stream)
         self._unsent[span] -= 1
@@ -118,7 +118,7 @@ class BucketMemory:
             numel = group.plan.spans[key[1]].numel
             make = torch.empty if self._used[key] == numel else torch.zeros
             self._spans[key] = make(numel, dtype=self._dtype(), device=group.device)
-            self._unsent[key] = sum(span == key for span, _, _ in self._places.values())
+            self._unsent[key] = sum(span == key for span, _, _ in self._in_spans.values())
         if not self._is_host:
             self._streams.setdefault(key, set()).add(get_accelerator().current_stream())
         return self._spans[key]

@@ -65,7 +65,7 @@ class BucketPiece(NamedTuple):
     numel: int
 
 
-class Span(NamedTuple):
+class BucketSpan(NamedTuple):
     """Elements ``start`` to ``start + numel`` of the buffer, which are those of one or several buckets."""
 
     start: int
@@ -77,7 +77,7 @@ class BucketPlan:
     """The buckets of one buffer, which has ``weights``: (first element, number of elements) of each, in order."""
 
     buckets: tuple[Bucket, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[BucketSpan, ...]
     weights: tuple[tuple[int, int], ...]
 
     def home(self, weight: int) -> tuple[int, int] | None:
@@ -126,7 +126,7 @@ def plan_of(weights: Sequence[tuple[int, int]], numel: int, ranks: int, limits: 
     ends = [offset + size for offset, size in weights]
     unit = ranks * math.gcd(elements // ranks, ALIGNMENT)
     buckets: list[Bucket] = []
-    spans: list[Span] = []
+    spans: list[BucketSpan] = []
     start = 0
     while start < numel:
         end = next((each for each in ends if each >= start + elements), numel)
@@ -138,6 +138,6 @@ def plan_of(weights: Sequence[tuple[int, int]], numel: int, ranks: int, limits: 
         size = min(-(-total // (count * unit)) * unit, most)
         for first in range(start, stop, size):
             buckets.append(Bucket(first, min(size, stop - first), ranks, len(spans)))
-        spans.append(Span(start, total))
+        spans.append(BucketSpan(start, total))
         start = stop
     return BucketPlan(tuple(buckets), tuple(spans), tuple(weights))

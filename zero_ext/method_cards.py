@@ -77,7 +77,7 @@ CARDS: tuple[MethodCard, ...] = (
         (ENGINE, PIPELINE),
         "forward",
         (),
-        "storages are recorded while a forward runs",
+        "storages are recorded while a forward runs, and its arguments are kept",
         _EVENTS,
         "runtime/engine.py:2983, runtime/pipe/engine.py:1296",
         _EVENTS_UNTIL,

@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
@@ -71,6 +72,12 @@ def before_a_skip(optimizer: Any, stop: Callable[[], object]) -> bool:
 
     wrap_method(optimizer, "_update_scale", _update_scale, MethodLevel.FINITE)
     return not isinstance(optimizer, DeepSpeedZeroOptimizer) or _reads(optimizer)
+
+
+def run_apart(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """The output of the model of ``engine``, in its autocast, of which a backward is none of the engine's."""
+    with autocast_if_enabled(engine):
+        return engine.module(*args, **kwargs)
 
 
 def reduced_gradients(optimizer: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

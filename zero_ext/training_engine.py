@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_npu.parallel.runtime.forward_wraps import Forward
+from ds_npu.parallel.runtime.forward_wraps import Forward, Wrapper
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 
@@ -91,6 +91,10 @@ class EngineEvents:
     def before_backward(self, level: MethodLevel, function: Callable[[torch.Tensor], object]) -> None:
         """Call ``function`` with the loss of each micro-batch before its backward."""
         wrap_method(self._engine, BACKWARD, partial(_with_loss, function), level)
+
+    def around_forward(self, level: MethodLevel, wrapper: Wrapper) -> None:
+        """Call ``wrapper(forward, *args, **kwargs)`` in place of the engine's forward."""
+        wrap_method(self._engine, "forward", wrapper, level)
 
     def after_load(self, level: MethodLevel, function: Action) -> None:
         """Call ``function`` when a checkpoint has been loaded."""

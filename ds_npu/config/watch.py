@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from ds_npu.config.section import AtLeastZero, Section
 
 
@@ -10,5 +14,5 @@ class WatchSection(Section):
 
     stall_factor: AtLeastZero = 10
     """Each rank says where it stands when no step ends for so many median steps, at least a minute; 0: never."""
-    finite: bool = False
-    """Stop at a loss or gradient that is not finite, naming step, rank and layer; DeepSpeed skips such a step."""
+    finite: bool | Annotated[str, Field(pattern="/", description="a folder, with a /, as ./not_finite")] = False
+    """Stop at what is not finite, name the first wrong module, write its call to a folder (true: ./not_finite)."""

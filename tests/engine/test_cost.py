@@ -87,6 +87,8 @@ PER_MICRO_BATCH = {
     "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 131, 292),
     "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 200, 428),
     "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 193, 504),
+    "nothing": ({}, 16, 27),
+    "finite": ({"watch": {"finite": True}}, 39, 27),
     "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 38, 63),
 }
 """A section, and the calls of Python functions in a micro-batch: outside of blocks, and in each block."""

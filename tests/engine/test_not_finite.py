@@ -22,7 +22,7 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_npu.features.watch.not_finite import KEPT_BYTES, Steps
+from ds_npu.features.watch.micro_batch_again import KEPT_BYTES, MicroBatchAgain
 from ds_npu.zero_ext.skipped_steps import before_a_skip
 
 
@@ -55,13 +55,13 @@ def test_the_host_waits_no_more_often():
 
 
 @pytest.mark.slow
-def test_it_stops_before_the_weights_change_where_deepspeed_would_skip():
-    run_on_ranks(2, stops_before_the_update, SKIPPING)
+def test_it_stops_before_the_weights_change_where_deepspeed_would_skip(tmp_path):
+    run_on_ranks(2, stops_before_the_update, SKIPPING, f"{tmp_path}/")
 
 
 @pytest.mark.slow
-def test_it_stops_after_the_update_where_deepspeed_does_not_look():
-    run_on_ranks(2, stops_after_the_update, UPDATING)
+def test_it_stops_after_the_update_where_deepspeed_does_not_look(tmp_path):
+    run_on_ranks(2, stops_after_the_update, UPDATING, f"{tmp_path}/")
 
 
 def a_pipeline_names_the_stages_loss(stages: list[int]) -> None:
@@ -92,6 +92,8 @@ def a_pipeline_names_the_stages_loss(stages: list[int]) -> None:
             engine.train_batch(batches(1e5))
         said = str(caught.value)
         assert said.startswith("step 2: the loss is not finite\n  rank 1: loss ") and " in micro-batch 1\n" in said
+        why = "no module is named: no micro-batch runs again alone in a PipelineModule's schedule"
+        assert (why in said) == (stage > 0), said
         assert " in the order of backward that is not finite: 2.bias, on rank 1" in said, said
         assert ("the weights are those of step 1" in said) == (stage > 0), said
 
@@ -132,10 +134,6 @@ def test_fp16_skips_until_its_scale_is_at_the_minimum(scaler, stops):
 
 
 def test_large_batches_and_those_with_a_graph_are_not_kept():
-    steps = Steps(SimpleNamespace())
-    module = nn.Linear(1, 1)
-    steps.keep(module, (torch.ones(2),), {})
-    steps.keep(module, (torch.ones(KEPT_BYTES // 4 + 1),), {})
-    steps.keep(module, (torch.ones(2, requires_grad=True),), {})
-    steps.keep(module.eval(), (torch.ones(2),), {})
-    assert [each is not None for each in steps.arguments] == [True, False, False]
+    again = MicroBatchAgain(SimpleNamespace(device="cpu"), "")
+    given = (torch.ones(2), torch.ones(KEPT_BYTES // 4 + 1), torch.ones(2, requires_grad=True))
+    assert [again.kept((each,), {}) is not None for each in given] == [True, False, False]

@@ -248,10 +248,10 @@ def refused() -> None:
         engine_of(model, 1, torch.float32, TWO)
 
 
-def not_finite() -> None:
+def not_finite(folder: str) -> None:
     """``watch.finite`` ends the run in the step of a loss that is not finite, on every rank."""
     for section in (TWO, V_SHAPE):
-        engine = engine_of(model_of("llama", torch.float32), 0, torch.float32, section | {"watch": {"finite": True}})
+        engine = engine_of(model_of("llama", torch.float32), 0, torch.float32, section | {"watch": {"finite": folder}})
         with torch.no_grad():
             for name, weight in engine.module.named_parameters():
                 if "layers.2.mlp.up_proj" in name:
@@ -324,8 +324,8 @@ def test_what_is_refused():
     run_on_ranks(2, refused)
 
 
-def test_a_loss_that_is_not_finite():
-    run_on_ranks(2, not_finite)
+def test_a_loss_that_is_not_finite(tmp_path):
+    run_on_ranks(2, not_finite, f"{tmp_path}/")
 
 
 @pytest.mark.slow

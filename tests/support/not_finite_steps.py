@@ -56,7 +56,8 @@ UPDATING = [Case({}, 0), Case(UNREAD, 1), Case(UNREAD, 2)]
 """Where it does not look."""
 
 
-def engine_of(case: Case, middle: nn.Module, finite: bool) -> Any:
+def engine_of(case: Case, middle: nn.Module, finite: bool | str) -> Any:
+    """An engine; ``finite``: the key, a folder to watch."""
     import deepspeed
 
     gradient_rule.without_extension()
@@ -83,9 +84,9 @@ def take_step(engine: Any, case: Case, bad: float | None = None) -> None:
         engine.step()
 
 
-def train(case: Case, middle: nn.Module, bad: float) -> tuple[str, list[bool]]:
+def train(case: Case, middle: nn.Module, bad: float, folder: str) -> tuple[str, list[bool]]:
     """What FloatingPointError says of a step with ``bad`` inputs, and of each weight whether that step moved it."""
-    engine = engine_of(case, middle, finite=True)
+    engine = engine_of(case, middle, folder)
     for _ in range(BAD_STEP):
         take_step(engine, case)
     before = weights_of(engine.module)
@@ -105,22 +106,25 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
     return [shard.detach().clone() for shard in shards]
 
 
-def stops_before_the_update(cases: list[Case]) -> None:
+def stops_before_the_update(cases: list[Case], folder: str) -> None:
     for case in cases:
-        text, moved = train(case, Exp(), 1e5)
+        text, moved = train(case, Exp(), 1e5, folder)
         assert f"step {BAD_STEP + 1}: the loss is not finite" in text, text
         assert "rank 1: loss " in text and " in micro-batch 1" in text and "rank 0: loss" not in text, text
         assert "first module whose output is not finite: middle (Exp), on rank 1" in text, text
+        assert "there, in the forward of micro-batch 1: aten.exp.default gave inf" in text, text
         assert f"the weights are those of step {BAD_STEP}" in text and not any(moved), (case, moved)
-        text, moved = train(case, Root(), 0.0)
+        text, moved = train(case, Root(), 0.0, folder)
         assert f"step {BAD_STEP + 1}: the gradient norm is not finite" in text, text
         assert "in the order of backward that is not finite: first.weight, on rank" in text, (case, text)
+        assert "first module in backward whose gradients are not finite: middle (Root), on rank 1" in text, (case, text)
+        assert "there, in the backward of micro-batch 1: aten.div.Tensor gave -inf, inf" in text, text
         assert not any(moved), (case, moved)
 
 
-def stops_after_the_update(cases: list[Case]) -> None:
+def stops_after_the_update(cases: list[Case], folder: str) -> None:
     for case in cases:
-        text, moved = train(case, Root(), 0.0)
+        text, moved = train(case, Root(), 0.0, folder)
         assert f"step {BAD_STEP + 1}: the gradient norm is not finite" in text, text
         assert "the weights were updated by it" in text and any(moved), text
         assert "first parameter in the order of backward that is not finite: " in text, text

@@ -22,6 +22,8 @@ from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
+FOLDER = "not_finite"
+"""The folder, in the run's own, of the file that ``watch.finite`` true writes."""
 Event = tuple[str, float, int]
 STEP_TIME, TOKENS = "Train/Samples/step_time_ms", "Train/Samples/tokens_per_second"
 
@@ -35,8 +37,9 @@ def _parts(section: WatchSection, build: Build) -> Iterable[Change]:
     yield part("a look after steps", what, partial(_look_after_steps, factor))
     yield part("events of the monitor", "step time and tokens per second", partial(write_throughput, build))
     if section.finite:
-        stop = partial(stop_at_not_finite, is_pipeline=build.is_pipeline)
-        yield part("an end at what is not finite", "step, rank and layer of a loss or gradient", stop)
+        folder = section.finite if isinstance(section.finite, str) else FOLDER
+        stop = partial(stop_at_not_finite, folder=folder, is_pipeline=build.is_pipeline)
+        yield part("an end at what is not finite", "the first wrong module of a loss or gradient, in a file", stop)
 
 
 def _quietly(install: Callable[[TrainingEngine], object], engine: TrainingEngine) -> list[str]:

@@ -70,6 +70,10 @@ class Report:
     tokens_per_second: float
     step_seconds: float
     """The mean of the steps since the last report."""
+    mfu: float | None = None
+    """The share of the machines' peak that the model's arithmetic reaches, where the engine has counted it."""
+    hfu: float | None = None
+    """The same of all arithmetic, recomputation too."""
 
 
 class Meter:
@@ -104,13 +108,18 @@ class Meter:
         seconds = time.perf_counter() - self._began
         tokens = self._steps_timed * self._tokens_per_step
         norm = self._engine.get_global_grad_norm()
+        step_seconds = seconds / max(1, self._steps_timed)
+        # An engine of ds_npu has it with "watch": {"mfu": true}, from the third step on.
+        flop = getattr(self._engine, "step_flop", None)
         report = Report(
             step=step,
             loss=loss,
             learning_rate=self._engine.get_lr()[0],
             grad_norm=None if norm is None else float(norm),
             tokens_per_second=tokens / seconds,
-            step_seconds=seconds / max(1, self._steps_timed),
+            step_seconds=step_seconds,
+            mfu=None if flop is None else flop.mfu(step_seconds),
+            hfu=None if flop is None else flop.hfu(step_seconds),
         )
         self.total_tokens += tokens
         self.total_seconds += seconds
@@ -145,7 +154,10 @@ def show(screen: Screen, report: Report) -> None:
     """Put a report on the screen."""
     norm = "" if report.grad_norm is None else f"  grad norm {report.grad_norm:.3f}"
     rest = f"lr {report.learning_rate:.2e}{norm}  {report.tokens_per_second:,.0f} tokens/s"
-    rest += f"  {1000 * report.step_seconds:,.0f} ms/step  {memory_in_use()}"
+    rest += f"  {1000 * report.step_seconds:,.0f} ms/step"
+    if report.mfu is not None and report.hfu is not None:
+        rest += f"  MFU {100 * report.mfu:.3g} %  HFU {100 * report.hfu:.3g} %"
+    rest += f"  {memory_in_use()}"
     screen.status(f"loss {report.loss:.4f}  {rest}", f"step {report.step:>6}  loss {report.loss:.4f}  {rest}")
 
 

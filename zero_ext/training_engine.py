@@ -13,6 +13,7 @@ from torch import nn
 from ds_npu.parallel.runtime.forward_wraps import Forward, Wrapper
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
+from ds_npu.zero_ext.step_flop import StepFlop
 
 STEP, BACKWARD = "_take_model_step", "backward"
 CALLS = ("forward", BACKWARD, "train_batch", STEP)
@@ -55,6 +56,8 @@ class TrainingEngine(Protocol):
     micro_steps: int
     global_samples: int
     skipped_steps: int
+    step_flop: StepFlop | None
+    """The counted FLOP of a step, with ``watch.mfu``; None before."""
     torch_autocast_z0_gradscaler: object
     """The scaler of torch's autocast without ZeRO; None without one."""
     fwd_outputs: Sequence[Any]

@@ -16,3 +16,5 @@ class WatchSection(Section):
     """Each rank says where it stands when no step ends for so many median steps, at least a minute; 0: never."""
     finite: bool | Annotated[str, Field(pattern="/", description="a folder, with a /, as ./not_finite")] = False
     """Stop at what is not finite, name the first wrong module, write its call to a folder (true: ./not_finite)."""
+    mfu: bool = False
+    """Count the FLOP of the second step; print MFU and HFU of the others, and write them to DeepSpeed's monitor."""

@@ -11,6 +11,7 @@ from torch import nn
 from ds_npu.engine.failures.joint_calls import JointCalls
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.step_flop import StepFlop
 from ds_npu.zero_ext.training_engine import EngineEvents
 
 
@@ -28,5 +29,6 @@ class TopologyEngine(DeepSpeedEngine):  # type: ignore[misc]
     """The axes that shard the model: mpu.CUT_INTO_STAGES or mpu.WHOLE_ON_EACH_STAGE."""
     events: EngineEvents
     joint_calls: JointCalls
+    step_flop: StepFlop | None = None
     reassembled: dict[str, Any] | None = None
     """The content that this rank's files would have, while a checkpoint of another layout is loaded."""

@@ -11,7 +11,7 @@ import tiny_models
 import torch
 from ranks import run_on_ranks
 
-from ds_npu.features.watch.watches import STEP_TIME, TOKENS, Throughput
+from ds_npu.features.watch.throughput import STEP_TIME, TOKENS, Throughput
 
 STEPS, SAMPLES, LENGTH, ACCUMULATION = 4, 2, 8, 3
 

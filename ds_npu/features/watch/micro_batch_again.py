@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ds_npu.features.recorded_calls.module_file import write_module_file
 from ds_npu.features.recorded_calls.tensor_statistics import is_float
 from ds_npu.features.watch.captured_call import CapturedCall, Figures
-from ds_npu.features.watch.module_calls import ModuleCalls
+from ds_npu.features.watch.module_calls import ModuleCalls, as_written
 from ds_npu.features.watch.wrong_operators import WrongOperator, WrongOperators
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.randomness import States, generator_states, restore_generators
@@ -184,7 +183,7 @@ class MicroBatchAgain:
         restore_generators(self._device_type, kept.random)
         self.is_running = True
         try:
-            with _eager(self._engine), torch.set_grad_enabled(backward or self._is_in_stages):
+            with as_written(self._engine.module), torch.set_grad_enabled(backward or self._is_in_stages):
                 if self._is_in_stages:
                     self._engine(*kept.args, **kept.kwargs)
                     return
@@ -196,16 +195,6 @@ class MicroBatchAgain:
                     torch.autograd.grad(leaf, weights, kept.gradient, allow_unused=True)
         finally:
             self.is_running = False
-
-
-@contextmanager
-def _eager(engine: TrainingEngine) -> Iterator[None]:
-    """A context in which compiled modules run as they are written."""
-    compiled = any(each._compiled_call_impl is not None for each in engine.module.modules()) or any(
-        type(each).__name__ == "OptimizedModule" for each in engine.module.modules()
-    )
-    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-        yield
 
 
 def _unused(file: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +136,13 @@ class ModuleCalls:
                 self.left(call, module, output)
 
         return enter, leave
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """A context in which the modules of ``model`` that torch.compile has compiled run as they are written."""
+    compiled = any(
+        each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule" for each in model.modules()
+    )
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        yield

@@ -29,7 +29,7 @@ FUNCTIONS_OF = ("torch", "transformers")
 SCRIPT = "ds_npu_replayed_script"
 """The name under which a script is imported whose classes are those of ``__main__``."""
 SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
-NOT_KEPT = frozenset({*vars(nn.Module()), "forward", RECORD})
+NOT_KEPT = frozenset({*held(nn.Module()), "forward", RECORD})
 """Attributes of a module that are torch's, or ds_npu's wraps and marks."""
 
 
@@ -37,19 +37,19 @@ class RebuildError(ValueError):
     """A module or argument that cannot be made again, with its name and the reason."""
 
 
-def plain(value: Any) -> Plain:
+def as_plain(value: Any) -> Plain:
     """``value`` as plain data; what is none of it becomes ``{UNKNOWN: its type}``. Tensors are copied to the host."""
     if isinstance(value, torch.Tensor) and not isinstance(value, AbsentLogits):
         return host_copy(value)
     if isinstance(value, SCALARS):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: as_plain(each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(plain(each) for each in value)
+        return type(value)(as_plain(each) for each in value)
     if _is_config(value):
         kept = {"_attn_implementation": held(value).get("_attn_implementation_internal")}
-        return {CONFIG: _path(type(value)), "values": plain(value.to_dict()), "kept": plain(kept)}
+        return {CONFIG: _path(type(value)), "values": as_plain(value.to_dict()), "kept": as_plain(kept)}
     if isinstance(value, FunctionType | BuiltinFunctionType) and _function(_path(value)) is value:
         return {FUNCTION: _path(value)}
     return {UNKNOWN: f"{type(value).__module__}.{type(value).__qualname__}"}
@@ -62,7 +62,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unknown_in(data: Plain, path: str = "") -> list[str]:
-    """The paths of what ``plain`` could not take, each with its type."""
+    """The paths of what ``as_plain`` could not take, each with its type."""
     if isinstance(data, Mapping):
         if UNKNOWN in data:
             return [f"{path}, a {data[UNKNOWN]}"]
@@ -72,23 +72,23 @@ def unknown_in(data: Plain, path: str = "") -> list[str]:
     return []
 
 
-def described(module: nn.Module) -> Plain:
+def module_data(module: nn.Module) -> Plain:
     """``module`` without the values of its weights and buffers, as plain data."""
     kept = {name: value for name, value in held(module).items() if name not in NOT_KEPT}
     return {
         "class": _path(type(module)),
-        "attributes": {name: plain(value) for name, value in kept.items()},
+        "attributes": {name: as_plain(value) for name, value in kept.items()},
         "training": module.training,
         "wraps": sorted({each.level.name for each in wraps_of(module)}),
         "weights": [name for name, _ in module.named_parameters(recurse=False)],
         "buffers": [name for name, _ in module.named_buffers(recurse=False)],
         "empty": [name for name, each in (module._parameters | module._buffers).items() if each is None],
-        "children": {name: None if child is None else described(child) for name, child in module._modules.items()},
+        "children": {name: None if child is None else module_data(child) for name, child in module._modules.items()},
     }
 
 
 def rebuilt(data: Plain, weights: Mapping[str, torch.Tensor], name: str = "") -> nn.Module:
-    """The module that ``described`` has described, with ``weights`` by name. Raises RebuildError where it cannot."""
+    """The module that ``module_data`` has described, with ``weights`` by name. Raises RebuildError where it cannot."""
     kind = _named_class(data["class"], name)
     unknown = [key for key, value in data["attributes"].items() if isinstance(value, Mapping) and UNKNOWN in value]
     if data["class"].startswith("ds_npu.") and unknown:
@@ -114,7 +114,7 @@ def rebuilt(data: Plain, weights: Mapping[str, torch.Tensor], name: str = "") ->
 
 
 def made_of(data: Plain) -> Any:
-    """The value that ``plain`` has made ``data`` of. Raises RebuildError for a class or function that is not there."""
+    """The value that ``as_plain`` made ``data`` of. Raises RebuildError for a class or function that is not there."""
     if isinstance(data, Mapping):
         if CONFIG in data:
             return _config(data)
@@ -137,8 +137,8 @@ def _values(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 def _config(data: Plain) -> Any:
     kind = _found(data[CONFIG])
-    base = importlib.import_module("transformers").PretrainedConfig
-    if not (isinstance(kind, type) and issubclass(kind, base)):
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not (isinstance(kind, type) and issubclass(kind, transformers.PretrainedConfig)):
         raise RebuildError(f"{data[CONFIG]} is no class of a config of transformers here")
     config: Any = kind
     made = config.from_dict(made_of(data["values"]))

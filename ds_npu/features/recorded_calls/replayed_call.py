@@ -23,7 +23,7 @@ NAMESPACES = ("aten",)
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayedCall:
     """One computation of the operator or of the module."""
 
     of: str
@@ -49,9 +49,9 @@ class Replay:
 OTHERS = "others than recorded are not finite"
 
 
-def replayed(data: Plain) -> tuple[list[Replay], list[str]]:
+def replayed(data: Plain) -> tuple[list[ReplayedCall], list[str]]:
     """The computations of what a file of ``watch.finite`` holds, and what cannot be computed, with the reason."""
-    found: list[Replay] = []
+    found: list[ReplayedCall] = []
     refused: list[str] = []
     for name, computes in ((OPERATOR, _operator), (MODULE, _module)):
         try:
@@ -61,7 +61,7 @@ def replayed(data: Plain) -> tuple[list[Replay], list[str]]:
     return found, refused
 
 
-def _operator(data: Plain, dtype: torch.dtype | None) -> Replay:
+def _operator(data: Plain, dtype: torch.dtype | None) -> ReplayedCall:
     call = data["operator"]
     if call is None:
         raise RebuildError("none made it: a weight or an argument was not finite itself")
@@ -84,7 +84,7 @@ def _overload(path: str) -> Any:
     return getattr(packet, overload)
 
 
-def _module(data: Plain, dtype: torch.dtype | None) -> Replay:
+def _module(data: Plain, dtype: torch.dtype | None) -> ReplayedCall:
     if "module" not in data:
         raise RebuildError("the file holds an operator alone")
     if unknown := unknown_in(data["arguments"]):
@@ -141,12 +141,12 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(torch.Tensor, cast, tree)
 
 
-def _replay(of: str, dtype: torch.dtype | None, result: Any, recorded: Any, compared: Any = None) -> Replay:
-    """The Replay that gave ``result``; ``compared``: the part of it that was ``recorded``, where it is not all."""
+def _replay(of: str, dtype: torch.dtype | None, result: Any, recorded: Any, compared: Any = None) -> ReplayedCall:
+    """The call that gave ``result``; ``compared``: the part of it that was ``recorded``, where it is not all."""
     figures = statistics_in({"result": result} if isinstance(result, torch.Tensor) else result)
     leaves = [leaf for leaf in tree_leaves(result) if is_float(leaf)]
     dtypes = sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves})
-    return Replay(
+    return ReplayedCall(
         of,
         "as recorded" + (f" ({', '.join(dtypes)})" if dtypes else "") if dtype is None else str(dtype)[6:],
         not any(each.kinds for each in figures.values()),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_npu.features.recorded_calls.plain_data import Plain, described, host_copy, plain, unknown_in
+from ds_npu.features.recorded_calls.plain_data import Plain, as_plain, host_copy, module_data, unknown_in
 from ds_npu.features.recorded_calls.tensor_statistics import (
     TensorStatistics,
     named_leaves,
@@ -121,10 +121,10 @@ class CapturedCall:
             self.came = statistics_in(kwargs) | statistics_in(args, "args")
         autocast = torch.is_autocast_enabled(self.device_type)
         self.data |= {
-            "module": described(module),
-            "arguments": plain(given),
+            "module": module_data(module),
+            "arguments": as_plain(given),
             "needs_gradients": [path for path, each in named_leaves(given) if each.requires_grad],
-            "random": plain(generator_states(self.device_type)),
+            "random": as_plain(generator_states(self.device_type)),
             "autocast": torch.get_autocast_dtype(self.device_type) if autocast else None,
         }
         self.left_out += unknown_in(self.data["arguments"])
@@ -136,7 +136,7 @@ class CapturedCall:
         if not self._is_running:
             return None
         self._is_running = False
-        self.data["output"] = plain(output)
+        self.data["output"] = as_plain(output)
         if not self.wrong.is_backward:
             self.went = statistics_in(output, "output")
             return None

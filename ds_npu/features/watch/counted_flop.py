@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ds_npu.features.watch.module_calls import ModuleCall, ModuleCalls
+from ds_npu.features.recorded_calls.module_calls import ModuleCall, ModuleCalls
+from ds_npu.features.recorded_calls.observed_step import PausedMode
 from ds_npu.memory.storage_record import has_storage
 from ds_npu.ops.attention.mask import Mask
 from ds_npu.parallel.runtime.micro_batch import is_in_backward
@@ -51,16 +51,15 @@ class Flop:
         return Flop(self.model + other.model, self.executed + other.executed)
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(PausedMode):
     """Counts while it is entered and ``calls`` are recorded; ``shares``: of a module's products, by its name.
 
     The host waits for the device at each mask.
     """
 
     def __init__(self, calls: ModuleCalls, shares: Mapping[str, float]) -> None:
-        TorchDispatchMode.__init__(self)
+        PausedMode.__init__(self)
         self.flop = Flop()
-        self.is_paused = False
         self._calls, self._shares = calls, shares
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
         """Rows, keys and visible share of the scores of a module's call, by its number."""

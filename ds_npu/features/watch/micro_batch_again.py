@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from ds_npu.features.recorded_calls.module_calls import ModuleCalls, as_written
 from ds_npu.features.recorded_calls.module_file import write_module_file
 from ds_npu.features.recorded_calls.tensor_statistics import is_float
 from ds_npu.features.watch.captured_call import CapturedCall, Figures
-from ds_npu.features.watch.module_calls import ModuleCalls, as_written
 from ds_npu.features.watch.wrong_operators import WrongOperator, WrongOperators
 from ds_npu.parallel.pipeline.pass_through import stages_in
 from ds_npu.parallel.tensor.randomness import States, generator_states, restore_generators

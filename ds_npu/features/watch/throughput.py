@@ -61,7 +61,7 @@ def ids_of(arguments: object) -> torch.Tensor | None:
     return next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and _is_ids(leaf)), None)
 
 
-def token_ranks(build: Build) -> int:
+def ranks_of_tokens(build: Build) -> int:
     """The number of ranks with tokens of their own."""
     return build.topology.size(*(("dp",) if build.shards_sequences else ("dp", "cp")))
 
@@ -87,7 +87,7 @@ def write_throughput(build: Build, engine: TrainingEngine) -> None:
     """Add the events to those that ``engine``, a DeepSpeed engine, writes of each step."""
     if not engine.monitor.enabled or dist.get_rank() != 0:
         return
-    throughput, tells = Throughput(token_ranks(build), engine.global_samples), tells_tokens(engine.module)
+    throughput, tells = Throughput(ranks_of_tokens(build), engine.global_samples), tells_tokens(engine.module)
 
     def count(module: nn.Module, args: object, kwargs: object) -> None:
         if not tells():

@@ -5,25 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ds_npu.features.build import Build
+from ds_npu.features.recorded_calls.module_calls import ModuleCalls
+from ds_npu.features.recorded_calls.observed_step import ObservedStep
 from ds_npu.features.watch.counted_flop import Flop, FlopCounter
-from ds_npu.features.watch.module_calls import ModuleCalls, as_written
-from ds_npu.features.watch.throughput import ids_of, tells_tokens, token_ranks
+from ds_npu.features.watch.throughput import ids_of, ranks_of_tokens, tells_tokens
 from ds_npu.log import logger
 from ds_npu.models.attributes import attribute
 from ds_npu.parallel.runtime.placement import placement_of
-from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
+from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.step_flop import StepFlop
-from ds_npu.zero_ext.training_engine import BACKWARD, STEP, TrainingEngine
+from ds_npu.zero_ext.training_engine import TrainingEngine
 
 COUNTED_STEP = 2
 """The optimizer step whose products are counted: in the first one there may be more (probes, compilation)."""
@@ -31,54 +29,30 @@ PRINTED_EVERY = 10
 """Steps between two lines of the log, where DeepSpeed's ``steps_per_print`` is left out."""
 GROUPED_DIMS = 3
 """Dims of the weights of grouped experts, of which a token meets a few."""
-CALLS = ("forward", BACKWARD, "train_batch")
 
 
 class CountedStep:
     """Counts the products of ``engine`` and its tokens from now until ``finish``, but not the optimizer's."""
 
     def __init__(self, engine: TrainingEngine, build: Build) -> None:
-        self._undo = ExitStack()
-        self._model = engine.module
-        self._depth = 0
         self.tokens = 0
         """Tokens of this rank's micro-batches."""
         calls = ModuleCalls(engine.module)
-        self._undo.enter_context(calls.recording())
         self._counter = FlopCounter(calls, replicated_shares(engine.module, build))
-        counted = [name for name in CALLS if hasattr(engine, name)]
-        for name in counted:
-            self._undo.callback(wrap_method(engine, name, self._counted, MethodLevel.RECORDED_STEP))
-        self._undo.callback(wrap_method(engine, STEP, self._uncounted, MethodLevel.RECORDED_STEP))
+        self._step = ObservedStep(engine, calls, self._counter)
         tells = tells_tokens(engine.module)
 
         def count(module: nn.Module, args: object, kwargs: object) -> None:
             ids = ids_of((kwargs, args)) if tells() and module.training and torch.is_grad_enabled() else None
             self.tokens += 0 if ids is None else ids.shape[0] * ids.shape[1]
 
-        self._undo.callback(engine.module.register_forward_pre_hook(count, with_kwargs=True).remove)
+        self._hook = engine.module.register_forward_pre_hook(count, with_kwargs=True)
 
     def finish(self) -> Flop:
         """Stop counting; the FLOP of this rank."""
-        self._undo.close()
+        self._step.finish()
+        self._hook.remove()
         return self._counter.flop
-
-    def _counted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._depth:
-            return call(*args, **kwargs)
-        self._depth = 1
-        try:
-            with as_written(self._model), self._counter:
-                return call(*args, **kwargs)
-        finally:
-            self._depth = 0
-
-    def _uncounted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before, self._counter.is_paused = self._counter.is_paused, True
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._counter.is_paused = before
 
 
 def replicated_shares(model: nn.Module, build: Build) -> dict[str, float]:
@@ -100,7 +74,7 @@ def step_flop(engine: TrainingEngine, build: Build, flop: Flop, tokens: int) -> 
     world = topology.degrees.world_size
     stages = topology.size("pp")
     weights = sum(map(_whole_elements, engine.module.parameters())) * stages / world
-    tells = tokens * token_ranks(build) / world
+    tells = tokens * ranks_of_tokens(build) / world
     sums = torch.tensor([flop.model, flop.executed, weights, tells], dtype=torch.float64, device=engine.device)
     if sums.device.type != "cpu":
         sums = sums.float()  # NPUs have no float64.

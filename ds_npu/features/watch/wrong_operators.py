@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_npu.features.recorded_calls.plain_data import Plain, plain
+from ds_npu.features.recorded_calls.module_calls import ModuleCall, ModuleCalls
+from ds_npu.features.recorded_calls.plain_data import Plain, as_plain
 from ds_npu.features.recorded_calls.tensor_statistics import MINUS_INF, is_float, kinds_in, named_leaves
-from ds_npu.features.watch.module_calls import ModuleCall, ModuleCalls
 from ds_npu.memory.storage_record import has_storage
 from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, local_shard
 
@@ -114,7 +114,7 @@ class WrongOperators(TorchDispatchMode):
             None if within is None else within.micro_batch,
         )
         if found.number == self._kept:
-            self.kept_call = None if call is None else {"operator": operator, **plain(call)}
+            self.kept_call = None if call is None else {"operator": operator, **as_plain(call)}
         self.found.append((found, within))
 
     def _look_at_weights(

@@ -138,11 +138,15 @@ class ModuleCalls:
         return enter, leave
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module of ``model``."""
+    return any(
+        each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule" for each in model.modules()
+    )
+
+
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
     """A context in which the modules of ``model`` that torch.compile has compiled run as they are written."""
-    compiled = any(
-        each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule" for each in model.modules()
-    )
-    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
         yield

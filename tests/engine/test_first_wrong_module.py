@@ -91,7 +91,7 @@ def named(world: str, folder: str) -> None:
         assert re.search(where, text), (case, text)
         piece = r" \(of the pipeline's pieces of it number 1\)" if case.rank < 0 else ""
         direction = "backward" if case.backward else "forward"
-        assert re.search(rf"in the {direction} of micro-batch 1{piece}: aten.div.Tensor gave -inf, inf", text), text
+        assert re.search(rf"in the {direction} of micro-batch 1{piece}: aten.div.Tensor gave ", text), text
         assert "\n  written on " in text, text
         axes = case.section.get("parallel", {}).keys()
         if not axes & {"expert"}:  # Wrong tokens may go to the other rank's experts.

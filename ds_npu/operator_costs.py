@@ -127,6 +127,21 @@ def adamw_cost(
     return Cost(0, written + _bytes(*grads), written)
 
 
+def orthogonalisation_cost(x_BRC: Sized, written_itemsize: int, parts: Sequence[int], gram: bool) -> Cost:
+    """The iteration of Muon on x_BRC: [matrices, rows, columns], whose results have elements of ``written_itemsize``.
+
+    ``parts``: the steps on each Gram matrix, with ``gram`` and where a matrix is not square; all steps count elsewhere.
+    """
+    batch, short, long = x_BRC.shape[0], *sorted(x_BRC.shape[1:])
+    wide, square = 2.0 * batch * short * short * long, 2.0 * batch * short**3
+    if gram and short < long:
+        # Of each part the Gram matrix and the last product; between two steps the next Gram matrix and the product.
+        flop = sum(2 * wide + steps * square + (steps - 1) * 3 * square for steps in parts)
+    else:
+        flop = sum(parts) * (2 * wide + square)
+    return Cost(flop, _bytes(x_BRC), math.prod(x_BRC.shape) * written_itemsize)
+
+
 def attention_forward_cost(q: Sized, k: Sized, v: Sized, pairs: float) -> Cost:
     """q: [B, S, N, D]; k, v: BSND, too. ``pairs``: rows times the keys that each sees, of all samples, for one head."""
     flop = 2 * pairs * q.shape[2] * (k.shape[3] + v.shape[3])

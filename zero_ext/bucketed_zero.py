@@ -26,6 +26,7 @@ from ds_npu.zero_ext.bucket_memory import BucketedGroup, Key
 from ds_npu.zero_ext.bucket_plan import plan_of
 from ds_npu.zero_ext.bucketed_gradients import BucketedGradients
 from ds_npu.zero_ext.bucketed_state import RUNS, VALUES, BucketedState, WeightValues
+from ds_npu.zero_ext.matrix_optimizer import MatrixOptimizer
 from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
 
 Function = Callable[..., Any]
@@ -37,9 +38,8 @@ def why_not_bucketed(engine: Any, optimizer: Any) -> str | None:
         return f"it is a {type(optimizer).__name__}"
     if reason := why_not_in_buckets(engine._config._param_dict):
         return reason
-    inner = type(optimizer.optimizer).__name__
-    if "muon" in inner.lower():
-        return f"{inner} steps whole matrices"
+    if isinstance(optimizer.optimizer, MatrixOptimizer):
+        return "Muon's matrices are whole in DeepSpeed's partitions, or nearly"
     alone = all(dist.get_world_size(each) == 1 for each in optimizer.real_dp_process_group)
     return "there is one data rank" if alone else None
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.degrees import NAMES, Axis
+from ds_npu.zero_ext.matrix_optimizer import MatrixOptimizer
 
 STEPS = 3
 RATE = 1e-3
@@ -250,6 +251,10 @@ def tried(optimizer: torch.optim.Optimizer, sizes: Mapping[Axis, int], zero_stag
 
     Takes a tenth of a second for each cut.
     """
+    if isinstance(optimizer, MatrixOptimizer):
+        # Its matrices are whole; the other weights have an optimizer of their own, or an Adam in its code.
+        other = optimizer.inner.aux_optimizer
+        return Verdict() if other is None else tried(other, sizes, zero_stage)
     kind, unknown = type(optimizer).__name__, None
     if kind in BY_ELEMENT and type(optimizer).__module__.startswith("deepspeed."):
         return Verdict()

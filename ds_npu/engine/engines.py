@@ -32,6 +32,7 @@ from ds_npu.engine.checkpoints.weights_only import WeightsOnly
 from ds_npu.engine.clients.refusals import check_not_quantized, check_whole
 from ds_npu.engine.expert_view import ExpertView, check_no_own_experts
 from ds_npu.engine.failures.joint_calls import joint_calls_of_this_world
+from ds_npu.engine.matrix_steps import WholeMatrices
 from ds_npu.engine.mpu import CUT_INTO_STAGES, WHOLE_ON_EACH_STAGE, mpu_of
 from ds_npu.engine.pipeline.engine_pipeline import EnginePipeline, own_layout
 from ds_npu.engine.pipeline.scheduled_module import scheduled_module
@@ -86,7 +87,7 @@ def time_without_waiting(engine: DeepSpeedEngine) -> None:
         settings.synchronized = False
 
 
-class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, AtomicCheckpoints):
+class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, WholeWeights, AtomicCheckpoints):
     """DeepSpeedEngine over the topology: the features of the section, and how gradients are reduced."""
 
     optimizer_verdict = Verdict()
@@ -154,7 +155,10 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
         return super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _agree_on_optimizer(self) -> None:
-        """Raise ValueError on every rank where the optimizer of any rank is not exact over the axes of this layout."""
+        """Raise ValueError on every rank where the optimizer of any rank is not exact over the axes of this layout.
+
+        Where it is on whole matrices, plan them.
+        """
         verdicts = [self.optimizer_verdict] * dist.get_world_size()
         # Once: pipeline stages have different weights, and no rank may go on alone.
         dist.all_gather_object(verdicts, self.optimizer_verdict)
@@ -162,6 +166,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeWeights, Ato
             raise ValueError(refusal)
         if warning := next((each.warning for each in verdicts if each.warning), None):
             warn_once(warning)
+        self.plan_matrices()
 
     def communicator_bytes(self) -> int:
         """Bytes of device memory that HCCL's buffers take on this rank; none but in a world of several, over hccl."""

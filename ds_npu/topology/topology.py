@@ -109,6 +109,19 @@ class Topology:
         assert group is not None, "this rank is in it"
         return group
 
+    def stage_group(self, name: str) -> dist.ProcessGroup:
+        """The process group of all ranks of this rank's pipeline stage; every rank of the world calls it at once.
+
+        ``name``: of the communicator, where there are several stages.
+        """
+        mine: dist.ProcessGroup | None = None
+        for ranks in map(tuple, self.degrees.groups("dp", "cp", "tp")):
+            if ranks not in self._groups:
+                self._groups[ranks] = self._open(ranks, "dpxcpxtp", name)
+            mine = self._groups[ranks] if self.global_rank in ranks else mine
+        assert mine is not None, "this rank is in a stage"
+        return mine
+
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The first group that was made of the global ``ranks``, in grid order; None where there is none."""
         return self._groups.get(ranks)

@@ -1,0 +1,170 @@
+"""The pieces of a matrix that ranks hold: shards of tensor and expert ranks, cut by the partitions of ZeRO.
+
+A weight is [leading, rows, columns]: a stack has a matrix for each leading index, and with ``matrix_rows`` one for each
+so many rows (a head's). Every rank describes what it holds (``HeldWeight``); all that follows is arithmetic, and equal
+on all ranks. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open index ranges, in the order in which they are held."""
+
+
+@dataclass(frozen=True)
+class HeldWeight:
+    """One rank's part of one weight: of its shard, the elements in its partition."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the weight in the plain model: 2 dims, 3 of a stack, or 4 of a convolution, whose last three are columns."""
+    leading: Ranges
+    rows: Ranges
+    columns: Ranges
+    """The shard, as the indices that the rank has along each of the three dims."""
+    first: int
+    numel: int
+    """The elements of the shard, flat, that are in the rank's partition."""
+    tensor: int
+    start: int
+    """The tensor that the optimizer steps, by its index, and the first of these elements in it."""
+    portion: int
+    """The step of a part of the weights (a group, a sub-group of ZeRO 3) in which it is stepped."""
+    copy: tuple[int, ...] = ()
+    """Equal on ranks that hold one copy of the weight together."""
+    matrix_rows: int = 0
+    """Rows of each matrix; 0: all."""
+
+
+class Matrix(NamedTuple):
+    """One matrix that is orthogonalised as a whole."""
+
+    name: str
+    leading: int
+    first_row: int
+    rows: int
+    columns: int
+    aspect: tuple[int, int]
+    """The last two dims of the weight, or of a head's part: a convolution's are those of its kernel."""
+
+    @property
+    def form(self) -> tuple[int, int, tuple[int, int]]:
+        """Equal for matrices that are iterated in one batch, and scaled alike."""
+        return self.rows, self.columns, self.aspect
+
+
+class Tile(NamedTuple):
+    """A rectangle of a matrix that is a rectangle of a piece, too, whose elements are one after the other by rows."""
+
+    start: int
+    """The first element of the piece's rows that hold it."""
+    width: int
+    """Columns of these rows in the piece."""
+    column_in_piece: int
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+class Piece(NamedTuple):
+    """Elements of one matrix that are one after the other in a tensor of one rank."""
+
+    rank: int
+    matrix: int
+    """By its index in the portion."""
+    tensor: int
+    start: int
+    numel: int
+    copy: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+
+
+def dims_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """The leading, rows and columns of a weight of ``shape``; raises ValueError for other than 2 to 4 dims."""
+    if len(shape) == 2:
+        return 1, *shape
+    if len(shape) == 3:
+        return shape
+    if len(shape) == 4:
+        return 1, shape[0], math.prod(shape[1:])
+    raise ValueError(f"a weight of shape {shape} has {len(shape)} dims; matrices are made of 2 to 4")
+
+
+def matrices_of(weight: HeldWeight) -> Iterator[Matrix]:
+    """The matrices of a weight, in order; raises ValueError where ``matrix_rows`` does not divide its rows."""
+    leading, rows, columns = dims_of(weight.shape)
+    length = weight.matrix_rows or rows
+    if rows % length:
+        raise ValueError(f"{weight.name}: {rows} rows do not divide into matrices of {length}")
+    aspect = (length, weight.shape[-1]) if weight.matrix_rows else weight.shape[-2:]
+    for index, first in itertools.product(range(leading), range(0, rows, length)):
+        yield Matrix(weight.name, index, first, length, columns, (aspect[0], aspect[1]))
+
+
+def pieces_of(weight: HeldWeight, rank: int, indices: dict[Matrix, int]) -> Iterator[Piece]:
+    """The pieces that ``rank`` has of the matrices of ``weight``, in the order of its tensor; ``indices``: of those."""
+    own_rows, own_columns = _length(weight.rows), _length(weight.columns)
+    held = range(weight.first, weight.first + weight.numel)
+    for matrix in matrices_of(weight):
+        place = _position(weight.leading, matrix.leading)
+        if place is None:
+            continue
+        for row, first, rows in _common(weight.rows, matrix.first_row, matrix.rows):
+            begin = (place * own_rows + first) * own_columns
+            start, stop = max(begin, held.start), min(begin + rows * own_columns, held.stop)
+            if start < stop:
+                tiles = tuple(_tiles(row, start - begin, stop - begin, weight.columns))
+                position = weight.start + start - weight.first
+                yield Piece(rank, indices[matrix], weight.tensor, position, stop - start, weight.copy, tiles)
+
+
+def _tiles(row: int, start: int, stop: int, columns: Ranges) -> Iterator[Tile]:
+    """Tiles of the elements ``start`` to ``stop`` of a block whose first row is ``row``, and that has ``columns``.
+
+    The part of a row before the first whole row, all whole rows, and the part of a row behind them.
+    """
+    width, base = _length(columns), start
+    while start < stop:
+        above, left = divmod(start, width)
+        rows = (stop - start) // width if left == 0 and stop - start >= width else 1
+        end = min((above + rows) * width, stop)
+        right = end - (above + rows - 1) * width
+        place = 0
+        for first, last in columns:
+            low, high = max(left, place), min(right, place + last - first)
+            if low < high:
+                column = first + low - place
+                yield Tile(start - base, right - left, low - left, row + above, rows, column, high - low)
+            place += last - first
+        start = end
+
+
+def _common(ranges: Ranges, first: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """What ``ranges`` have of ``length`` indices from ``first``: (index from first, place in ranges, length) each."""
+    place = 0
+    for start, stop in ranges:
+        low, high = max(start, first), min(stop, first + length)
+        if low < high:
+            yield low - first, place + low - start, high - low
+        place += stop - start
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _position(ranges: Ranges, index: int) -> int | None:
+    """The place of ``index`` among the indices of ``ranges``; None where it is in none."""
+    place = 0
+    for start, stop in ranges:
+        if start <= index < stop:
+            return place + index - start
+        place += stop - start
+    return None

@@ -1,0 +1,191 @@
+"""Who orthogonalises which matrix, and the messages that bring it together and its update back, in waves.
+
+A plan is computed from what all ranks hold, by every rank alike and without a message; each has its own view of it.
+Each matrix has one owner among the ranks that hold a piece of it, so that the world iterates as often as it has
+matrices. The owner takes the elements that it lacks from the copy of the weight that it has a part of, and sends the
+update to all copies. MindSpeed and Megatron-LM give whole parameters to data ranks, and gather tensor shards on each
+tensor rank. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_npu.parallel.whole_matrices.pieces import HeldWeight, Matrix, Piece, matrices_of, pieces_of
+
+WAVE = 1 << 26
+"""Elements of the matrices that a rank brings together at one time, unless one matrix has more."""
+FLOP_OF_AN_ELEMENT = 25_000.0
+"""FLOP of an iteration in the time in which an element comes and its update goes: some 6 bytes at 50 GB/s, beside
+200 TFLOP/s (Atlas 800T A2, as topology/machines.json has it). It only chooses between owners."""
+
+Placed = tuple[int, Piece]
+"""A piece, and the slot of its matrix among those that its owner iterates in a wave."""
+
+
+@dataclass(frozen=True)
+class PieceMessage:
+    """Pieces that one rank sends to all, or receives from all, in the order of these ranks; ``counts``: elements."""
+
+    pieces: tuple[Placed, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wave:
+    """One rank's part of the matrices that are orthogonalised at one time."""
+
+    matrices: tuple[Matrix, ...]
+    """Those that this rank owns; equal shapes stand side by side."""
+    sent: PieceMessage
+    """Pieces of gradients to the owners."""
+    received: PieceMessage
+    returned: PieceMessage
+    """Pieces of updates to all that hold some."""
+    updated: PieceMessage
+    is_sent: bool
+    """Whether any rank sends something to another; equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class PortionPlan:
+    """The plan of the matrices that are stepped in one step of the optimizer, for all ranks."""
+
+    matrices: tuple[Matrix, ...]
+    costs: tuple[float, ...]
+    owners: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    """Of each matrix, of all ranks."""
+    waves: tuple[tuple[int, ...], ...]
+    """The matrices of each wave, by index."""
+    ranks: int
+
+    def sources(self, matrix: int) -> list[Piece]:
+        """The pieces of which the owner makes the matrix: those of its own copy."""
+        owner = self.owners[matrix]
+        copy = next(piece.copy for piece in self.pieces[matrix] if piece.rank == owner)
+        return [piece for piece in self.pieces[matrix] if piece.copy == copy]
+
+    def sent_elements(self) -> tuple[int, int]:
+        """Elements that go to owners, and elements of updates that come back, from one rank to another."""
+        there = back = 0
+        for matrix, owner in enumerate(self.owners):
+            there += sum(piece.numel for piece in self.sources(matrix) if piece.rank != owner)
+            back += sum(piece.numel for piece in self.pieces[matrix] if piece.rank != owner)
+        return there, back
+
+    def loads(self) -> list[float]:
+        """The cost of the matrices of each rank."""
+        found = [0.0] * self.ranks
+        for owner, cost in zip(self.owners, self.costs, strict=True):
+            found[owner] += cost
+        return found
+
+    def waves_of(self, rank: int) -> tuple[Wave, ...]:
+        """The waves as ``rank`` takes part in them."""
+        return tuple(self._wave(rank, matrices) for matrices in self.waves)
+
+    def _wave(self, rank: int, matrices: Sequence[int]) -> Wave:
+        owned = sorted((each for each in matrices if self.owners[each] == rank), key=self._shape_first)
+        slots = {matrix: slot for slot, matrix in enumerate(owned)}
+        sources = [piece for matrix in matrices for piece in self.sources(matrix)]
+        every = [piece for matrix in matrices for piece in self.pieces[matrix]]
+        return Wave(
+            tuple(self.matrices[each] for each in owned),
+            sent=self._message([piece for piece in sources if piece.rank == rank], slots, to_owners=True),
+            received=self._message([piece for piece in sources if piece.matrix in slots], slots, to_owners=False),
+            returned=self._message([piece for piece in every if piece.matrix in slots], slots, to_owners=False),
+            updated=self._message([piece for piece in every if piece.rank == rank], slots, to_owners=True),
+            is_sent=any(piece.rank != self.owners[piece.matrix] for piece in every),
+        )
+
+    def _message(self, pieces: list[Piece], slots: Mapping[int, int], to_owners: bool) -> PieceMessage:
+        """``pieces`` by their owners or their holders, and for one of them in an order that both ends know."""
+
+        def peer(piece: Piece) -> int:
+            return self.owners[piece.matrix] if to_owners else piece.rank
+
+        counts = [0] * self.ranks
+        for piece in pieces:
+            counts[peer(piece)] += piece.numel
+        ordered = sorted(pieces, key=lambda piece: (peer(piece), piece.matrix, piece.tensor, piece.start))
+        return PieceMessage(tuple((slots.get(piece.matrix, -1), piece) for piece in ordered), tuple(counts))
+
+    def _shape_first(self, matrix: int) -> tuple[object, ...]:
+        return *self.matrices[matrix].form, matrix
+
+
+def plan_of_portion(held: Sequence[Sequence[HeldWeight]], costs: Mapping[tuple[int, int], float]) -> PortionPlan:
+    """The plan of weights that are stepped together; ``held``: of each rank; ``costs``: FLOP by rows and columns.
+
+    Raises ValueError where the ranks of a copy do not hold the whole of a matrix.
+    """
+    indices: dict[Matrix, int] = {}
+    for weights in held:
+        for weight in weights:
+            for matrix in matrices_of(weight):
+                indices.setdefault(matrix, len(indices))
+    pieces: list[list[Piece]] = [[] for _ in indices]
+    for rank, weights in enumerate(held):
+        for weight in weights:
+            for piece in pieces_of(weight, rank, indices):
+                pieces[piece.matrix].append(piece)
+    matrices = tuple(indices)
+    _check_whole(matrices, pieces)
+    flop = tuple(costs[each.rows, each.columns] for each in matrices)
+    owners = owners_of(pieces, flop, len(held))
+    waves = _waves(matrices, owners, len(held))
+    return PortionPlan(matrices, flop, owners, tuple(map(tuple, pieces)), waves, len(held))
+
+
+def shapes_of(held: Sequence[Sequence[HeldWeight]]) -> set[tuple[int, int]]:
+    """The rows and columns of all matrices."""
+    return {(each.rows, each.columns) for weights in held for weight in weights for each in matrices_of(weight)}
+
+
+def owners_of(pieces: Sequence[Sequence[Piece]], costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """The owner of each matrix: the costliest first, each to the holder that is done with it first."""
+    loads, owners = [0.0] * ranks, [0] * len(pieces)
+    for matrix in sorted(range(len(pieces)), key=lambda each: (-costs[each], each)):
+        own: dict[int, int] = {}
+        copies: dict[tuple[int, ...], int] = {}
+        for piece in pieces[matrix]:
+            own[piece.rank] = own.get(piece.rank, 0) + piece.numel
+            copies[piece.copy] = copies.get(piece.copy, 0) + piece.numel
+        whole = max(copies.values())
+
+        ends = {rank: loads[rank] + costs[matrix] + FLOP_OF_AN_ELEMENT * (whole - held) for rank, held in own.items()}
+        owner = min(ends, key=lambda rank: (ends[rank], rank))
+        owners[matrix], loads[owner] = owner, ends[owner]
+    return tuple(owners)
+
+
+def _waves(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The matrices of each wave: as many of each owner's as WAVE elements hold, one shape behind the other."""
+    waves: list[list[int]] = []
+    for rank in range(ranks):
+        own = [matrix for matrix, owner in enumerate(owners) if owner == rank]
+        index, elements = 0, 0
+        for matrix in sorted(own, key=lambda each: (*matrices[each].form, each)):
+            numel = matrices[matrix].rows * matrices[matrix].columns
+            if elements and elements + numel > WAVE:
+                index, elements = index + 1, 0
+            if index == len(waves):
+                waves.append([])
+            waves[index].append(matrix)
+            elements += numel
+    return tuple(map(tuple, waves))
+
+
+def _check_whole(matrices: Sequence[Matrix], pieces: Sequence[Sequence[Piece]]) -> None:
+    for matrix, own in zip(matrices, pieces, strict=True):
+        copies: dict[tuple[int, ...], int] = {}
+        for piece in own:
+            copies[piece.copy] = copies.get(piece.copy, 0) + piece.numel
+        if set(copies.values()) != {matrix.rows * matrix.columns}:
+            raise ValueError(
+                f"optimizer.type Muon: {matrix.name} has matrices of {matrix.rows} x {matrix.columns}, of which the "
+                f"ranks hold {sorted(copies.values())} elements in the same step. What to do: the same parameter "
+                "groups on every rank; with ZeRO 3, a zero_optimization.sub_group_size that holds all weights"
+            )

@@ -1,0 +1,153 @@
+"""What each rank holds of the matrices that Muon steps, and the plan that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ds_npu.operator_costs import Shape, orthogonalisation_cost
+from ds_npu.ops.orthogonalisation import parts_of
+from ds_npu.parallel.runtime.placement import Placement, placement_of
+from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
+from ds_npu.parallel.whole_matrices.exchange import MatrixExchange
+from ds_npu.parallel.whole_matrices.pieces import HeldWeight, Ranges, dims_of
+from ds_npu.parallel.whole_matrices.plan import PortionPlan, plan_of_portion, shapes_of
+from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.gradient_norm import REPLICATED
+from ds_npu.zero_ext.matrix_optimizer import MUON, MatrixOptimizer, MatrixPortion
+from ds_npu.zero_ext.optimizer_layout import FlatRun, layout_of_optimizer
+
+HEAD_ROWS = TensorAttribute[int]("muon_head_dim")
+"""DeepSpeed's mark of the rows of a head, with its key ``per_head_muon``."""
+PARTITIONED = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
+"""Optimizers that give each data rank a partition."""
+
+
+def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[PortionPlan]:
+    """Plan the steps of the matrices of an engine whose optimizer is a MatrixOptimizer, and let it follow the plan.
+
+    ``group``: the ranks of this pipeline stage, which all call it. Raises ValueError, on all of them, for what cannot
+    be made whole.
+    """
+    inner: MatrixOptimizer = engine.basic_optimizer
+    portions = _portions(engine.optimizer, inner)
+    weights, refusal = _held(engine, list(portions.values()))
+    everyones = [(list(portions), weights)] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, (list(portions), weights), group=group)
+    if refusal is None and any(keys != everyones[0][0] for keys, _ in everyones):
+        refusal = (
+            "optimizer.type Muon: ranks of one pipeline stage step other parts of the weights: by group and sub-group "
+            f"{[keys for keys, _ in everyones]}. What to do: the same parameter groups on every rank; with ZeRO 3, a "
+            "zero_optimization.sub_group_size that holds all weights"
+        )
+    # Stages have different weights, and no rank may go on alone.
+    refusals = [refusal] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    if found := next(filter(None, refusals), None):
+        raise ValueError(found)
+    plans, planned = [], []
+    for number, tensors in enumerate(portions.values()):
+        held = [[each for each in weights if each.portion == number] for _, weights in everyones]
+        plan = plan_of_portion(held, _costs(held, inner))
+        plans.append(plan)
+        planned.append(MatrixPortion(tensors, MatrixExchange(plan.waves_of(dist.get_rank(group)), group)))
+    inner.use(planned)
+    return plans
+
+
+def _costs(held: Sequence[Sequence[HeldWeight]], inner: MatrixOptimizer) -> dict[tuple[int, int], float]:
+    parts = parts_of(len(inner.settings.coefficients))
+    shapes = shapes_of(held)
+    return {each: orthogonalisation_cost(Shape((1, *each), 2), 2, parts, gram=True).flop for each in shapes}
+
+
+def _portions(optimizer: Any, inner: MatrixOptimizer) -> dict[tuple[int, ...], Sequence[torch.Tensor]]:
+    """The tensors that are stepped together, by the index of their group, in the order of the steps."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        flats = enumerate(optimizer.fp32_partitioned_groups_flat)
+        steps = [(optimizer.sub_group_to_group_id[index], index, flat) for index, flat in flats]
+        return {(group, index): [flat] for group, index, flat in steps if inner.param_groups[group][MUON]}
+    return {(index,): group["params"] for index, group in enumerate(inner.param_groups) if group[MUON]}
+
+
+def _held(engine: Any, portions: Sequence[Sequence[torch.Tensor]]) -> tuple[list[HeldWeight], str | None]:
+    """What this rank holds of the weights of its ``portions``, and why no matrices can be made of it, if so."""
+    weights = list(engine.module.parameters())
+    layout = layout_of_optimizer(engine.optimizer, weights)
+    if layout is None:
+        return [], (
+            f"optimizer.type Muon: it is not known where {type(engine.optimizer).__name__} keeps the parts of whole "
+            "matrices. What to do: zero_optimization without elastic_checkpoint, offload_param, zenflow and mics"
+        )
+    places = {id(each): (number, index) for number, own in enumerate(portions) for index, each in enumerate(own)}
+    is_partitioned = isinstance(engine.optimizer, PARTITIONED)
+    held = []
+    for weight in weights:
+        run = layout.runs.get(id(weight))
+        place = None if run is None else places.get(id(layout.flats[run.flat]))
+        if run is None or place is None:
+            continue
+        if refusal := why_not_whole(weight, engine.topology):
+            return [], refusal
+        held.append(_held_weight(weight, run, place, engine.topology, is_partitioned))
+    return held, None
+
+
+def why_not_whole(weight: nn.Parameter, topology: Topology) -> str | None:
+    """Why the ranks cannot put the matrices of ``weight`` together, in words; None where they can."""
+    placement, reason = placement_of(weight), None
+    dims = [sharding.dim for sharding in placement.sharded.values()]
+    if "tp" in placement.absent and topology.size("tp") > 1:
+        reason = "is of a tensor-parallel layer of the model's own, and nothing tells which part of it a rank has"
+    elif REPLICATED.get(weight) is not None:
+        reason = "is shared by several pipeline stages, each of which would step it"
+    elif len(placement.shape) not in (2, 3, 4):
+        reason = "has neither two dims, nor three of a stack, nor four of a convolution"
+    elif len(set(dims)) < len(dims) or (len(placement.shape) == 4 and any(dims)):
+        reason = f"is sharded along its dims {dims}, of which no rectangles can be made"
+    if reason is None:
+        return None
+    return (
+        f"optimizer.type Muon: {placement.name} (of shape {placement.shape}) {reason}. What to do: AdamW; or an "
+        "optimizer of your own, deepspeed's MuonWithAuxAdam, with this weight in a group whose use_muon is false"
+    )
+
+
+def _held_weight(
+    weight: nn.Parameter, run: FlatRun, place: tuple[int, int], topology: Topology, is_partitioned: bool
+) -> HeldWeight:
+    placement = placement_of(weight)
+    ranges: list[Ranges] = [((0, size),) for size in dims_of(placement.shape)]
+    for dim, held in _own_ranges(placement, topology):
+        ranges[dim] = held
+    axes = [*placement.copied, *(() if is_partitioned else placement.data_axes)]
+    copy = tuple(topology.coordinates[axis] for axis in axes)
+    leading, rows, columns = ranges
+    return HeldWeight(
+        placement.name,
+        placement.shape,
+        leading,
+        rows,
+        columns,
+        first=run.first,
+        numel=run.numel,
+        tensor=place[1],
+        start=run.start,
+        portion=place[0],
+        copy=copy,
+        matrix_rows=HEAD_ROWS.get(weight) or 0,
+    )
+
+
+def _own_ranges(placement: Placement, topology: Topology) -> Iterator[tuple[int, Ranges]]:
+    """The indices that this rank has of each sharded dim of a weight seen as [leading, rows, columns]."""
+    first = 0 if len(placement.shape) == 3 else 1
+    for axis, sharding in placement.sharded.items():
+        yield sharding.dim + first, sharding.ranges[topology.coordinates[axis]]

@@ -77,6 +77,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._portions is None:
+            # DeepSpeed steps zeros to make state (fp16/unfused_optimizer.py), by which weights decay and Adam counts.
+            return loss
         for group in self.param_groups:
             if group[MUON] and group["params"]:
                 self._step_matrices(group)
@@ -97,8 +100,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         momenta = [self.state[tensor][MOMENTUM] for tensor in tensors]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         torch._foreach_lerp_(gradients, momenta, group["momentum"])
-        if self._portions is not None:
-            self._orthogonalise(gradients, group, self._portion(tensors))
+        self._orthogonalise(gradients, group, self._portion(tensors))
         torch._foreach_mul_(tensors, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(tensors, gradients, alpha=-group["lr"])
 

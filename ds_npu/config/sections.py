@@ -11,6 +11,7 @@ from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.config.hccl import HcclSection
 from ds_npu.config.moe import MoeSection
+from ds_npu.config.muon import MuonSection
 from ds_npu.config.optimizer_memory import OptimizerMemorySection
 from ds_npu.config.parallel import ParallelSection
 from ds_npu.config.pipeline import PipelineSection
@@ -46,6 +47,7 @@ class DsNpuConfig(Section):
     recompute: RecomputeSection = RecomputeSection()
     swap: SwapSection = SwapSection()
     optimizer_memory: OptimizerMemorySection = OptimizerMemorySection()
+    muon: MuonSection = MuonSection()
     chunked_loss: ChunkedLossTokens = False
     """Compute logits and loss of a chunk of tokens at a time in training on labels; true: 1024; planned: by a plan."""
     memory_report: MemoryReport = False

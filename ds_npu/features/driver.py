@@ -19,6 +19,7 @@ from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.features.fused_ops.fused_operators import FUSED_OPS
 from ds_npu.features.hccl.opened_communicators import HCCL
 from ds_npu.features.memory_report.reported_step import MEMORY_REPORT
+from ds_npu.features.muon import MUON
 from ds_npu.features.optimizer_memory.state_in_fewer_bytes import OPTIMIZER_MEMORY
 from ds_npu.features.pipeline.pipeline_ranks import PIPELINE
 from ds_npu.features.plan import PLAN
@@ -44,6 +45,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     SWAP,
     MEMORY_REPORT,
     OPTIMIZER_MEMORY,
+    MUON,
     DETERMINISTIC,
     WATCH,
 )

@@ -85,8 +85,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._step_matrices(group)
         others = [group for group in self.param_groups if not group[MUON]]
         if others:
-            self.inner.param_groups, self.inner.state = others, self.state
-            self.inner.step()
+            # A schedule of the client's own may know the inner one, with all groups.
+            groups, self.inner.param_groups = self.inner.param_groups, others
+            self.inner.state = self.state
+            try:
+                self.inner.step()
+            finally:
+                self.inner.param_groups = groups
         return loss
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_npu.config.muon import why_not_on_whole_matrices
+from ds_npu.config.whole_matrices import why_not_on_whole_matrices
 from ds_npu.zero_ext.matrix_holdings import plan_whole_matrices
 from ds_npu.zero_ext.matrix_optimizer import MatrixOptimizer, MatrixSettings
 

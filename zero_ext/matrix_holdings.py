@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_npu.config.whole_matrices import MUON
 from ds_npu.operator_costs import Shape, orthogonalisation_cost
 from ds_npu.ops.orthogonalisation import parts_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
@@ -21,7 +22,7 @@ from ds_npu.parallel.whole_matrices.pieces import HeldWeight, Ranges, dims_of
 from ds_npu.parallel.whole_matrices.plan import PortionPlan, plan_of_portion, shapes_of
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.gradient_norm import REPLICATED
-from ds_npu.zero_ext.matrix_optimizer import MUON, MatrixOptimizer, MatrixPortion
+from ds_npu.zero_ext.matrix_optimizer import MatrixOptimizer, MatrixPortion, MomentumRun
 from ds_npu.zero_ext.optimizer_layout import FlatRun, layout_of_optimizer
 
 HEAD_ROWS = TensorAttribute[int]("muon_head_dim")
@@ -54,12 +55,21 @@ def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[Po
         raise ValueError(found)
     plans, planned = [], []
     for number, tensors in enumerate(portions.values()):
-        held = [[each for each in weights if each.portion == number] for _, weights in everyones]
-        plan = plan_of_portion(held, _costs(held, inner))
+        parts = [[each for each in held if each.portion == number] for _, held in everyones]
+        plan = plan_of_portion(parts, _costs(parts, inner))
         plans.append(plan)
-        planned.append(MatrixPortion(tensors, MatrixExchange(plan.waves_of(dist.get_rank(group)), group)))
+        exchange = MatrixExchange(plan.waves_of(dist.get_rank(group)), group)
+        own = [each for each in weights if each.portion == number]
+        planned.append(MatrixPortion(tensors, exchange, _momentum_runs(engine.optimizer, own)))
     inner.use(planned)
     return plans
+
+
+def _momentum_runs(optimizer: Any, held: Sequence[HeldWeight]) -> list[MomentumRun] | None:
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return None
+    runs = [MomentumRun(each.start, each.first, each.numel, each.shard_numel) for each in held]
+    return sorted(runs)
 
 
 def _costs(held: Sequence[Sequence[HeldWeight]], inner: MatrixOptimizer) -> dict[tuple[int, int], float]:

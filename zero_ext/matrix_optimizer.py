@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_npu.config.whole_matrices import BY_ELEMENT, MUON
 from ds_npu.ops.orthogonalisation import COEFFICIENTS, Coefficients, Method, Scale, orthogonalised, update_scale
 from ds_npu.parallel.whole_matrices.exchange import MatrixExchange
 from ds_npu.parallel.whole_matrices.pieces import Matrix
@@ -24,8 +25,6 @@ ITERATION_DTYPES: dict[Method, torch.dtype] = {"gram": torch.float16, "standard"
 """DeepSpeed's; float32 on devices without them. Weights in float64 are iterated in float64."""
 MOMENTUM = "momentum_buffer"
 """The key of the momentum in the state of what is stepped: DeepSpeed's."""
-MUON = "use_muon"
-"""DeepSpeed's setting of parameter groups, and its mark of weights."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,26 @@ class MatrixSettings:
     coefficients: Coefficients = COEFFICIENTS["jordan"]
 
 
+class MomentumRun(NamedTuple):
+    """Elements of a weight in a partition of ZeRO 1 or 2, of which DeepSpeed has the whole shard's momentum."""
+
+    start: int
+    """The first of them in the partition."""
+    first: int
+    """The first of them in the shard, flat."""
+    numel: int
+    shard: int
+    """Elements of the shard."""
+
+
 @dataclass(frozen=True)
 class MatrixPortion:
     """Tensors that are stepped together, and the exchange of the matrices in them."""
 
     tensors: Sequence[torch.Tensor]
     exchange: MatrixExchange
+    runs: Sequence[MomentumRun] | None = None
+    """Those of the one tensor, in its order, in ZeRO 1 and 2; None elsewhere."""
 
 
 def iteration_dtype(method: Method, weights: torch.dtype) -> torch.dtype:
@@ -64,11 +77,44 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner, self.settings = inner, settings
         self.param_groups, self.state = inner.param_groups, inner.state
+        for group in self.param_groups:
+            group[BY_ELEMENT] = True
         self._portions: dict[int, MatrixPortion] | None = None
 
     def use(self, portions: Iterable[MatrixPortion]) -> None:
         """Orthogonalise the matrices of ``portions`` from now on."""
         self._portions = {id(each.tensors[0]): each for each in portions}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, or of DeepSpeed's Muon at the same layout."""
+        super().load_state_dict(state_dict)
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state
+        other = self.inner.aux_optimizer
+        for group in self.param_groups:
+            if not group[MUON]:
+                for key, value in ({} if other is None else other.defaults).items():
+                    group.setdefault(key, value)
+            elif not group.get(BY_ELEMENT) and group["params"]:
+                self._reorder_momenta(group["params"])
+            group[BY_ELEMENT] = True
+
+    def _reorder_momenta(self, tensors: Sequence[torch.Tensor]) -> None:
+        runs, state = self._portion(tensors).runs, self.state[tensors[0]]
+        if runs is None or MOMENTUM not in state:
+            return
+        found, momentum, begin = state[MOMENTUM], torch.zeros_like(tensors[0]), 0
+        if found.numel() != sum(run.shard for run in runs):
+            raise ValueError(
+                f"{MOMENTUM} of DeepSpeed's Muon has {found.numel()} elements, and the weights that have elements in "
+                f"this rank's partition have {sum(run.shard for run in runs)}. What to do: load the checkpoint at the "
+                "layout that wrote it; or load_optimizer_states=False"
+            )
+        for run in runs:
+            whole = found.view(-1)[begin : begin + run.shard]
+            momentum[run.start : run.start + run.numel] = whole[run.first : run.first + run.numel]
+            begin += run.shard
+        state[MOMENTUM] = momentum
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -28,8 +28,11 @@ from ds_npu.checkpoint.manifest import (
     manifest_of_json,
     manifest_path,
 )
+from ds_npu.config.whole_matrices import BY_ELEMENT, MUON
 from ds_npu.topology.degrees import Axis
 
+PARTITIONED, MOMENTUM = "base_optimizer_state", "momentum_buffer"
+"""Keys of the state dict of ZeRO 1 and 2, and of Muon's state."""
 NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
 LISTED = 6
 """How many names of a kind an error lists; the others are counted."""
@@ -217,6 +220,13 @@ class WrittenCheckpoint:
         """
         runs = [part.state for part in self._parts.get(name, ()) if part.state is not None]
         states = {run: self._files.state(run) for run in runs}
+        settings, keys = self.settings(name), {key for run in runs for key in (*run.keys, *states[run])}
+        if settings.get(MUON) and not settings.get(BY_ELEMENT) and {PARTITIONED, MOMENTUM} <= keys:
+            raise CheckpointError(
+                f"{self.folder}: the momentum of {name} was written by DeepSpeed's own Muon, which keeps more of it "
+                "than a rank's partition, in no known place. What to do: load it at the layout that wrote it and save "
+                "it again; or load_optimizer_states=False"
+            )
         found: dict[str, Any] = {}
         for key in dict.fromkeys(key for each in states.values() for key in each):
             lacking = [run for run in runs if key not in states[run]]

@@ -1,10 +1,14 @@
-"""Whether Muon can step whole matrices, as far as DeepSpeed's config tells it."""
+"""Whether Muon can step whole matrices, as far as DeepSpeed's config tells it; settings of its parameter groups."""
 
 from __future__ import annotations
 
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.problems import Config
 
+MUON = "use_muon"
+"""DeepSpeed's setting of the parameter groups that Muon steps."""
+BY_ELEMENT = "momentum_by_element"
+"""The setting of groups whose momenta lie as their weights do; DeepSpeed's own in ZeRO 1 and 2 do not."""
 ZERO = "zero_optimization"
 WHERE = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 

@@ -99,6 +99,13 @@ def test_resumed_at_other_layouts(stages, tmp_path):
 
 
 @pytest.mark.slow
+def test_checkpoints_of_deepspeeds_muon(tmp_path):
+    # Partitions of this family begin within a matrix.
+    cases = staged("gemma", over(), dtype=torch.float32)
+    run_on_ranks(2, lives.go_on_from_deepspeed, cases, str(tmp_path))
+
+
+@pytest.mark.slow
 def test_skipped_steps_leave_momenta():
     bf16 = {"bf16": {"enabled": True, "check_grad_overflow": True}}
     cases = [(case, bf16) for case in staged("llama", over(), dtype=torch.bfloat16)]

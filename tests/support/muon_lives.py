@@ -179,3 +179,37 @@ def refusals(cases: list[tuple[MuonCase, dict[str, object], str]]) -> None:
     for case, keys, said in cases:
         with pytest.raises(ValueError, match=said):
             engine_of(case, tiny_models.tiny(case.family, torch.float32).to(case.dtype), **keys)
+
+
+def go_on_from_deepspeed(cases: list[MuonCase], folder: str) -> None:
+    """From a checkpoint of plain DeepSpeed's Muon, whose steps without clipping are ours but for rounding."""
+    torch._dynamo.config.disable = True
+    rule.without_extension()
+    for case in cases:
+        plain = {"gradient_clipping": 0.0}
+        model = tiny_models.tiny(case.family, torch.float32)
+        config = muon_rule.tensor_rule.config(case.stage, torch.float32, {}) | plain | {"optimizer": OPTIMIZER}
+        del config["ds_npu"]
+        config["zero_optimization"] |= {"reduce_scatter": False}
+        first = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        assert type(first.basic_optimizer).__name__ == "MuonWithAuxAdam"
+        batches = tokens(2, 4)
+
+        def steps(engine, own):
+            for batch in own[:, :, dist.get_rank()]:
+                for micro in batch:
+                    engine.backward(engine(input_ids=micro, labels=micro).loss)
+                    engine.step()
+
+        steps(first, batches[:2])
+        first.save_checkpoint(f"{folder}/{case.stage}")
+        steps(first, batches[2:])
+        engine = engine_of(case, tiny_models.tiny(case.family, torch.float32), **plain)
+        steps(engine, batches[3:])
+        assert engine.load_checkpoint(f"{folder}/{case.stage}")[0] is not None
+        steps(engine, batches[2:])
+        weights = dict(model.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(weights.values())):
+            expected = {name: each.detach().double().clone() for name, each in weights.items()}
+        error = rule.relative(weights_of(engine), expected)
+        assert error <= 1e-6, (case, error)

@@ -79,6 +79,7 @@ def skip_steps(cases: list[tuple[MuonCase, dict[str, object]]]) -> None:
         before, weights = momenta(engine), weights_of(engine)
         assert before and any(each.any() for each in before)
         for micro in batches[1, :, engine.topology.rank("dp")]:
+            micro = micro.to(engine.device)
             loss = engine(input_ids=micro, labels=micro).loss
             # On one rank only.
             engine.backward(loss * (torch.inf if dist.get_rank() == 0 else 1.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch import nn
 from ds_npu.config.whole_matrices import MUON
 from ds_npu.operator_costs import Shape, orthogonalisation_cost
 from ds_npu.ops.orthogonalisation import parts_of
-from ds_npu.parallel.runtime.placement import Placement, placement_of
+from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.whole_matrices.exchange import MatrixExchange
-from ds_npu.parallel.whole_matrices.pieces import HeldWeight, Ranges, dims_of
+from ds_npu.parallel.whole_matrices.holdings import MatrixWeight, copy_of, planned_holdings, ranges_of
+from ds_npu.parallel.whole_matrices.pieces import HeldWeight
 from ds_npu.parallel.whole_matrices.plan import PortionPlan, plan_of_portion, shapes_of
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.gradient_norm import REPLICATED
@@ -27,6 +28,8 @@ from ds_npu.zero_ext.optimizer_layout import FlatRun, layout_of_optimizer
 
 HEAD_ROWS = TensorAttribute[int]("muon_head_dim")
 """DeepSpeed's mark of the rows of a head, with its key ``per_head_muon``."""
+STEPPED = TensorAttribute[bool](MUON)
+"""DeepSpeed's mark of the weights that Muon steps."""
 PARTITIONED = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
 """Optimizers that give each data rank a partition."""
 
@@ -40,29 +43,44 @@ def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[Po
     inner: MatrixOptimizer = engine.basic_optimizer
     portions = _portions(engine.optimizer, inner)
     weights, refusal = _held(engine, list(portions.values()))
-    everyones = [(list(portions), weights)] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, (list(portions), weights), group=group)
-    if refusal is None and any(keys != everyones[0][0] for keys, _ in everyones):
+    own = dist.get_rank(group), list(portions), weights
+    everyones = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, own, group=group)
+    if refusal is None and any(keys != own[1] for _, keys, _ in everyones):
         refusal = (
             "optimizer.type Muon: ranks of one pipeline stage step other parts of the weights: by group and sub-group "
-            f"{[keys for keys, _ in everyones]}. What to do: the same parameter groups on every rank; with ZeRO 3, a "
-            "zero_optimization.sub_group_size that holds all weights"
+            f"{[keys for _, keys, _ in everyones]}. What to do: the same parameter groups on every rank; with ZeRO 3, "
+            "a zero_optimization.sub_group_size that holds all weights"
         )
     # Stages have different weights, and no rank may go on alone.
     refusals = [refusal] * dist.get_world_size()
     dist.all_gather_object(refusals, refusal)
     if found := next(filter(None, refusals), None):
         raise ValueError(found)
+    all_held = [held for _, _, held in everyones]
+    if [rank for rank, _, _ in everyones] != list(range(len(everyones))):
+        # A prediction, in which other ranks have no process and this one's words are all that arrives.
+        all_held = expected_holdings(engine)
+        all_held[own[0]] = weights
     plans, planned = [], []
     for number, tensors in enumerate(portions.values()):
-        parts = [[each for each in held if each.portion == number] for _, held in everyones]
+        parts = [[each for each in held if each.portion == number] for held in all_held]
         plan = plan_of_portion(parts, _costs(parts, inner))
         plans.append(plan)
-        exchange = MatrixExchange(plan.waves_of(dist.get_rank(group)), group)
-        own = [each for each in weights if each.portion == number]
-        planned.append(MatrixPortion(tensors, exchange, _momentum_runs(engine.optimizer, own)))
+        exchange = MatrixExchange(plan.waves_of(own[0]), group)
+        runs = _momentum_runs(engine.optimizer, parts[own[0]])
+        planned.append(MatrixPortion(tensors, exchange, runs))
     inner.use(planned)
     return plans
+
+
+def expected_holdings(engine: Any) -> list[list[HeldWeight]]:
+    """What all ranks of this stage hold, by the rules of partitions, without a message."""
+    topology = engine.topology
+    trained = [each for each in engine.module.parameters() if each.requires_grad and STEPPED.get(each)]
+    weights = [MatrixWeight(placement_of(each), HEAD_ROWS.get(each) or 0) for each in trained]
+    ranks = topology.ranks("dp", "cp", "tp")
+    return planned_holdings(weights, topology.degrees, engine.zero_optimization_stage(), ranks)
 
 
 def _momentum_runs(optimizer: Any, held: Sequence[HeldWeight]) -> list[MomentumRun] | None:
@@ -133,31 +151,16 @@ def why_not_whole(weight: nn.Parameter, topology: Topology) -> str | None:
 def _held_weight(
     weight: nn.Parameter, run: FlatRun, place: tuple[int, int], topology: Topology, is_partitioned: bool
 ) -> HeldWeight:
-    placement = placement_of(weight)
-    ranges: list[Ranges] = [((0, size),) for size in dims_of(placement.shape)]
-    for dim, held in _own_ranges(placement, topology):
-        ranges[dim] = held
-    axes = [*placement.copied, *(() if is_partitioned else placement.data_axes)]
-    copy = tuple(topology.coordinates[axis] for axis in axes)
-    leading, rows, columns = ranges
+    placement, ranks = placement_of(weight), topology.coordinates
     return HeldWeight(
         placement.name,
         placement.shape,
-        leading,
-        rows,
-        columns,
-        first=run.first,
-        numel=run.numel,
-        tensor=place[1],
-        start=run.start,
-        portion=place[0],
-        copy=copy,
-        matrix_rows=HEAD_ROWS.get(weight) or 0,
+        *ranges_of(placement, ranks),
+        run.first,
+        run.numel,
+        place[1],
+        run.start,
+        place[0],
+        copy_of(placement, ranks, is_partitioned),
+        HEAD_ROWS.get(weight) or 0,
     )
-
-
-def _own_ranges(placement: Placement, topology: Topology) -> Iterator[tuple[int, Ranges]]:
-    """The indices that this rank has of each sharded dim of a weight seen as [leading, rows, columns]."""
-    first = 0 if len(placement.shape) == 3 else 1
-    for axis, sharding in placement.sharded.items():
-        yield sharding.dim + first, sharding.ranges[topology.coordinates[axis]]

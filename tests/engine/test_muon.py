@@ -125,6 +125,13 @@ def test_bytes_and_iterations_are_counted():
 
 
 @pytest.mark.slow
+def test_holdings_are_those_that_plans_expect():
+    cases = [*staged("gemma", over(tensor=2)), *staged("qwen3_moe", over(expert=2)), *staged("gpt2", over())]
+    run_on_ranks(2, lives.hold_what_is_expected, [*cases, *staged("llama", over(pipeline=2), (0, 1))])
+    run_on_ranks(3, lives.hold_what_is_expected, staged("qwen2", over(tensor=3), (0, 1)))
+
+
+@pytest.mark.slow
 def test_frozen_weights():
     run_on_ranks(2, lives.frozen, staged("llama", over(tensor=2)))
 

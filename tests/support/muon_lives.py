@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import deepspeed
 import gradient_rule as rule
@@ -18,6 +19,7 @@ from tensor_parallel_rule import EXACT, SINGLE
 from wire import Wire
 
 from ds_npu.parallel.whole_matrices import exchange
+from ds_npu.zero_ext import matrix_holdings
 from ds_npu.zero_ext.matrix_optimizer import MOMENTUM, MatrixOptimizer
 
 
@@ -214,3 +216,17 @@ def go_on_from_deepspeed(cases: list[MuonCase], folder: str) -> None:
             expected = {name: each.detach().double().clone() for name, each in weights.items()}
         error = rule.relative(weights_of(engine), expected)
         assert error <= 1e-6, (case, error)
+
+
+def hold_what_is_expected(cases: list[MuonCase]) -> None:
+    """What each rank holds is what the rules of partitions say, which plans without ranks go by."""
+    rule.without_extension()
+    for case in cases:
+        engine, planned = engine_for(case), matrix_holdings.plan_of_portion
+        with mock.patch.object(matrix_holdings, "plan_of_portion", wraps=planned) as spy:
+            matrix_holdings.plan_whole_matrices(engine, engine.topology.stage_group("matrices"))
+        found = [call.args[0] for call in spy.call_args_list]
+        expected = matrix_holdings.expected_holdings(engine)
+        for rank, held in enumerate(expected):
+            own = [weight for portion in found for weight in portion[rank]]
+            assert sorted(own, key=repr) == sorted(held, key=repr), (case, rank)

@@ -101,14 +101,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _reorder_momenta(self, tensors: Sequence[torch.Tensor]) -> None:
         runs, state = self._portion(tensors).runs, self.state[tensors[0]]
-        if runs is None or MOMENTUM not in state:
+        found, momentum, begin = state.get(MOMENTUM), torch.zeros_like(tensors[0]), 0
+        if found is None or (runs is None and found.shape == momentum.shape):
             return
-        found, momentum, begin = state[MOMENTUM], torch.zeros_like(tensors[0]), 0
-        if found.numel() != sum(run.shard for run in runs):
+        if runs is None or found.numel() != sum(run.shard for run in runs):
             raise ValueError(
-                f"{MOMENTUM} of DeepSpeed's Muon has {found.numel()} elements, and the weights that have elements in "
-                f"this rank's partition have {sum(run.shard for run in runs)}. What to do: load the checkpoint at the "
-                "layout that wrote it; or load_optimizer_states=False"
+                f"{MOMENTUM} of DeepSpeed's Muon has {found.numel()} elements, which is not what this rank's partition "
+                f"of {momentum.numel()} elements has of the weights. What to do: load the checkpoint at the layout that "
+                "wrote it; or load_optimizer_states=False"
             )
         for run in runs:
             whole = found.view(-1)[begin : begin + run.shard]

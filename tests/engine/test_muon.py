@@ -10,6 +10,7 @@ from muon_rule import MuonCase
 from ranks import run_on_ranks
 
 STAGES = (0, 1, 2, 3)
+ADAM = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
 HEADS = {"params": {"per_head_muon": True}, "heads": {f"{each}_proj.weight": 8 for each in "qkv"}}
 
 
@@ -75,8 +76,12 @@ def test_ranks_that_divide_nothing(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize("section", [over(tensor=2), over()], ids=str)
 def test_bf16_as_shipped(section):
-    methods = [MuonCase("llama", 1, section, torch.bfloat16, {"ns_method": "standard"})]
-    run_on_ranks(2, muon_rule.hold_as_shipped, [*staged("llama", section, dtype=torch.bfloat16), *methods])
+    wide = {"data_types": {"grad_accum_dtype": "fp32"}}
+    others = [
+        MuonCase("llama", 1, section, torch.bfloat16, {"ns_method": "standard"}),
+        MuonCase("llama", 1, section, torch.bfloat16, keys=wide),
+    ]
+    run_on_ranks(2, muon_rule.hold_as_shipped, [*staged("llama", section, dtype=torch.bfloat16), *others])
 
 
 def test_a_quick_one():
@@ -146,6 +151,8 @@ def test_refusals():
     offload = {"offload_optimizer": {"device": "cpu"}}
     cases = [
         (MuonCase("llama", 2, over(tensor=2), zero=offload), {}, "^zero_optimization.offload_optimizer.device: found"),
+        (MuonCase("llama", 1, over(tensor=2), zero={"elastic_checkpoint": True}), {}, "DeepSpeedZeroOptimizer keeps"),
+        (MuonCase("llama", 1, {"muon": {"scale": "rms"}}), {"optimizer": ADAM}, "^ds_npu.muon: found"),
         (MuonCase("gpt2", 1, over(tensor=2), params={"per_head_muon": True}), {}, "no attention projection could be"),
         (
             MuonCase("llama", 1, over(tensor=2), torch.float64, {}),

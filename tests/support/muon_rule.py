@@ -32,6 +32,8 @@ class MuonCase:
     params: dict[str, object] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
     zero: dict[str, object] = field(default_factory=dict)
+    keys: dict[str, object] = field(default_factory=dict)
+    """Other keys of DeepSpeed's config."""
 
 
 def tokens(dp: int, steps: int = STEPS) -> torch.Tensor:
@@ -73,9 +75,10 @@ def expected(
 def engine_of(case: MuonCase, model: nn.Module, **keys: object):
     import deepspeed
 
-    config = tensor_rule.config(case.stage, case.dtype, case.section) | keys
+    config = tensor_rule.config(case.stage, case.dtype, case.section) | case.keys | keys
     config["zero_optimization"] |= case.zero
-    config["optimizer"] = {**OPTIMIZER, "params": {**OPTIMIZER["params"], **case.params}}
+    if "optimizer" not in keys:
+        config["optimizer"] = {**OPTIMIZER, "params": {**OPTIMIZER["params"], **case.params}}
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
 

@@ -64,7 +64,7 @@ def orthogonalised(
     """The matrices of ``x_BRC``, each with its singular values brought near 1; x_BRC: [matrices, rows, columns].
 
     It computes and returns ``dtype``. A matrix is divided by its norm before it is rounded with "gram", behind that
-    with "standard". A matrix of zeros stays one; one that is not finite gives values that are not.
+    with "standard". A matrix of zeros gives zeros; one that is not finite gives values that are not.
     """
     x = x_BRC if method == "gram" else x_BRC.to(dtype)
     is_tall = x.shape[-2] > x.shape[-1]
@@ -100,6 +100,6 @@ def _on_gram_matrix(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor
     return product @ x
 
 
-def parts_of(steps: int) -> tuple[int, ...]:
+def steps_on_gram_matrices(steps: int) -> tuple[int, ...]:
     """How many of ``steps`` run on each Gram matrix."""
     return tuple(filter(None, (min(steps, RESTART), max(steps - RESTART, 0))))

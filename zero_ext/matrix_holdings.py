@@ -1,4 +1,4 @@
-"""What each rank holds of the matrices that Muon steps, and the plan that follows from it."""
+"""The pieces that each rank holds of the matrices that Muon steps, and the plan that follows from them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 
 from ds_npu.config.whole_matrices import MUON
 from ds_npu.operator_costs import Shape, orthogonalisation_cost
-from ds_npu.ops.orthogonalisation import parts_of
+from ds_npu.ops.orthogonalisation import steps_on_gram_matrices
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.whole_matrices.exchange import MatrixExchange
 from ds_npu.parallel.whole_matrices.holdings import MatrixWeight, copy_of, planned_holdings, ranges_of
-from ds_npu.parallel.whole_matrices.pieces import HeldWeight
+from ds_npu.parallel.whole_matrices.pieces import WeightHolding
 from ds_npu.parallel.whole_matrices.plan import PortionPlan, plan_of_portion, shapes_of
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.gradient_norm import REPLICATED
@@ -74,8 +74,8 @@ def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[Po
     return plans
 
 
-def expected_holdings(engine: Any) -> list[list[HeldWeight]]:
-    """What all ranks of this stage hold, by the rules of partitions, without a message."""
+def expected_holdings(engine: Any) -> list[list[WeightHolding]]:
+    """The holdings of all ranks of this stage by the rules of partitions, without a message."""
     topology = engine.topology
     trained = [each for each in engine.module.parameters() if each.requires_grad and STEPPED.get(each)]
     weights = [MatrixWeight(placement_of(each), HEAD_ROWS.get(each) or 0) for each in trained]
@@ -83,15 +83,15 @@ def expected_holdings(engine: Any) -> list[list[HeldWeight]]:
     return planned_holdings(weights, topology.degrees, engine.zero_optimization_stage(), ranks)
 
 
-def _momentum_runs(optimizer: Any, held: Sequence[HeldWeight]) -> list[MomentumRun] | None:
+def _momentum_runs(optimizer: Any, held: Sequence[WeightHolding]) -> list[MomentumRun] | None:
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return None
     runs = [MomentumRun(each.start, each.first, each.numel, each.shard_numel) for each in held]
     return sorted(runs)
 
 
-def _costs(held: Sequence[Sequence[HeldWeight]], inner: MatrixOptimizer) -> dict[tuple[int, int], float]:
-    parts = parts_of(len(inner.settings.coefficients))
+def _costs(held: Sequence[Sequence[WeightHolding]], inner: MatrixOptimizer) -> dict[tuple[int, int], float]:
+    parts = steps_on_gram_matrices(len(inner.settings.coefficients))
     shapes = shapes_of(held)
     return {each: orthogonalisation_cost(Shape((1, *each), 2), 2, parts, gram=True).flop for each in shapes}
 
@@ -105,8 +105,8 @@ def _portions(optimizer: Any, inner: MatrixOptimizer) -> dict[tuple[int, ...], S
     return {(index,): group["params"] for index, group in enumerate(inner.param_groups) if group[MUON]}
 
 
-def _held(engine: Any, portions: Sequence[Sequence[torch.Tensor]]) -> tuple[list[HeldWeight], str | None]:
-    """What this rank holds of the weights of its ``portions``, and why no matrices can be made of it, if so."""
+def _held(engine: Any, portions: Sequence[Sequence[torch.Tensor]]) -> tuple[list[WeightHolding], str | None]:
+    """This rank's holdings of the weights of its ``portions``, and why no matrices can be made of them, if so."""
     weights = list(engine.module.parameters())
     layout = layout_of_optimizer(engine.optimizer, weights)
     if layout is None:
@@ -114,17 +114,17 @@ def _held(engine: Any, portions: Sequence[Sequence[torch.Tensor]]) -> tuple[list
             f"optimizer.type Muon: it is not known where {type(engine.optimizer).__name__} keeps the parts of whole "
             "matrices. What to do: zero_optimization without elastic_checkpoint, offload_param, zenflow and mics"
         )
-    places = {id(each): (number, index) for number, own in enumerate(portions) for index, each in enumerate(own)}
+    positions = {id(each): (number, index) for number, own in enumerate(portions) for index, each in enumerate(own)}
     is_partitioned = isinstance(engine.optimizer, PARTITIONED)
     held = []
     for weight in weights:
         run = layout.runs.get(id(weight))
-        place = None if run is None else places.get(id(layout.flats[run.flat]))
-        if run is None or place is None:
+        position = None if run is None else positions.get(id(layout.flats[run.flat]))
+        if run is None or position is None:
             continue
         if refusal := why_not_whole(weight, engine.topology):
             return [], refusal
-        held.append(_held_weight(weight, run, place, engine.topology, is_partitioned))
+        held.append(_held_weight(weight, run, position, engine.topology, is_partitioned))
     return held, None
 
 
@@ -149,18 +149,18 @@ def why_not_whole(weight: nn.Parameter, topology: Topology) -> str | None:
 
 
 def _held_weight(
-    weight: nn.Parameter, run: FlatRun, place: tuple[int, int], topology: Topology, is_partitioned: bool
-) -> HeldWeight:
+    weight: nn.Parameter, run: FlatRun, position: tuple[int, int], topology: Topology, is_partitioned: bool
+) -> WeightHolding:
     placement, ranks = placement_of(weight), topology.coordinates
-    return HeldWeight(
+    return WeightHolding(
         placement.name,
         placement.shape,
         *ranges_of(placement, ranks),
         run.first,
         run.numel,
-        place[1],
+        position[1],
         run.start,
-        place[0],
+        position[0],
         copy_of(placement, ranks, is_partitioned),
         HEAD_ROWS.get(weight) or 0,
     )

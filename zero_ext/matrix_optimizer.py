@@ -54,7 +54,7 @@ class MatrixPortion:
     tensors: Sequence[torch.Tensor]
     exchange: MatrixExchange
     runs: Sequence[MomentumRun] | None = None
-    """Those of the one tensor, in its order, in ZeRO 1 and 2; None elsewhere."""
+    """The runs of the one tensor, in its order, in ZeRO 1 and 2; None elsewhere."""
 
 
 def iteration_dtype(method: Method, weights: torch.dtype) -> torch.dtype:
@@ -107,8 +107,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if runs is None or found.numel() != sum(run.shard for run in runs):
             raise ValueError(
                 f"{MOMENTUM} of DeepSpeed's Muon has {found.numel()} elements, which is not what this rank's partition "
-                f"of {momentum.numel()} elements has of the weights. What to do: load the checkpoint at the layout that "
-                "wrote it; or load_optimizer_states=False"
+                f"of {momentum.numel()} elements has of the weights. What to do: load the checkpoint at the layout "
+                "that wrote it; or load_optimizer_states=False"
             )
         for run in runs:
             whole = found.view(-1)[begin : begin + run.shard]

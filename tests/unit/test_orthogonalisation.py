@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_npu.operator_costs import Shape, orthogonalisation_cost
-from ds_npu.ops.orthogonalisation import COEFFICIENTS, orthogonalised, parts_of, update_scale
+from ds_npu.ops.orthogonalisation import COEFFICIENTS, orthogonalised, steps_on_gram_matrices, update_scale
 
 SHAPES = [(3, 8, 8), (1, 5, 9), (2, 9, 5), (4, 1, 6), (2, 6, 1), (1, 1, 1), (2, 64, 24)]
 METHODS = ("gram", "standard")
@@ -84,5 +84,5 @@ def test_costs_are_counted(method, steps):
         x = drawn(shape, torch.float32)
         with FlopCounterMode(display=False) as counter:
             found = orthogonalised(x, method, torch.bfloat16, COEFFICIENTS["polar_express"][:steps])
-        cost = orthogonalisation_cost(Shape(shape, 4), 2, parts_of(steps), method == "gram")
+        cost = orthogonalisation_cost(Shape(shape, 4), 2, steps_on_gram_matrices(steps), method == "gram")
         assert (cost.flop, cost.read_bytes, cost.written_bytes) == (counter.get_total_flops(), x.nbytes, found.nbytes)

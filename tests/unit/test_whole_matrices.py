@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_npu.parallel.whole_matrices import plan as plans
-from ds_npu.parallel.whole_matrices.pieces import HeldWeight, dims_of, matrices_of
+from ds_npu.parallel.whole_matrices.pieces import WeightHolding, dims_of, matrices_of
 from ds_npu.parallel.whole_matrices.plan import PortionPlan, owners_of, plan_of_portion, shapes_of
 
 UPDATED = 10**6
@@ -66,7 +66,7 @@ def held_by(given_weights, tp: int, dp: int, is_partitioned: bool):
                     own[dim + 3 - len(shape)] = ranges[t]
                 copy = (*(() if is_partitioned else (d,)), *((t,) if dim is None else ()))
                 run = (start - offset, stop - start, 0, start - begin, 0)
-                held[rank].append(HeldWeight(f"w{index}", shape, *own, *run, copy, heads))
+                held[rank].append(WeightHolding(f"w{index}", shape, *own, *run, copy, heads))
             offset += numel
     return held, flats
 
@@ -179,7 +179,7 @@ def test_owners_are_balanced_by_cost_and_no_rank_needs_a_matrix():
 
 
 def test_kernels_of_convolutions_are_rows_of_all_else():
-    weight = HeldWeight("conv", (6, 3, 2, 2), ((0, 1),), ((0, 6),), ((0, 12),), 0, 72, 0, 0, 0)
+    weight = WeightHolding("conv", (6, 3, 2, 2), ((0, 1),), ((0, 6),), ((0, 12),), 0, 72, 0, 0, 0)
     (matrix,) = matrices_of(weight)
     assert matrix.form == (6, 12, (2, 2))
 
@@ -189,6 +189,6 @@ def test_errors_name_the_weight():
     with pytest.raises(ValueError, match="w0 has matrices of 4 x 4, of which the ranks hold"):
         plan_of_portion([held[0], []], {(4, 4): 1.0})
     with pytest.raises(ValueError, match="w0: 4 rows do not divide into matrices of 3"):
-        list(matrices_of(HeldWeight("w0", (4, 4), ((0, 1),), ((0, 4),), ((0, 4),), 0, 16, 0, 0, 0, (), 3)))
+        list(matrices_of(WeightHolding("w0", (4, 4), ((0, 1),), ((0, 4),), ((0, 4),), 0, 16, 0, 0, 0, (), 3)))
     with pytest.raises(ValueError, match="has 1 dims"):
         dims_of((4,))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ds_npu.comm.collectives import exchange_rows
 from ds_npu.comm.pending import Pending
-from ds_npu.parallel.whole_matrices.pieces import Matrix, Piece
-from ds_npu.parallel.whole_matrices.plan import PieceMessage, Placed, Wave
+from ds_npu.parallel.whole_matrices.pieces import Matrix, MatrixPiece
+from ds_npu.parallel.whole_matrices.plan import PieceMessage, SlottedPiece, Wave
 
 Iteration = Callable[[Matrix, torch.Tensor], torch.Tensor]
 """Orthogonalises matrices of one shape, of which it is given the first and all values [matrices, rows, columns]."""
@@ -27,7 +27,7 @@ class MatrixExchange:
 
     waves: Sequence[Wave]
     group: dist.ProcessGroup | None
-    """Of the ranks by which the plan counts."""
+    """The ranks by which the plan counts."""
 
     @torch.no_grad()
     def orthogonalise(
@@ -82,7 +82,7 @@ def _each_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _tiles_of(
-    wholes: Sequence[torch.Tensor], pieces: Sequence[Placed], flat: torch.Tensor
+    wholes: Sequence[torch.Tensor], pieces: Sequence[SlottedPiece], flat: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The same rectangle in a matrix and in ``flat``, which has ``pieces`` one after the other, for all of them."""
     for (slot, piece), values in zip(pieces, _split(flat, pieces), strict=True):
@@ -92,14 +92,14 @@ def _tiles_of(
             yield inside, strip[:, tile.column_in_piece : tile.column_in_piece + tile.columns]
 
 
-def _split(flat: torch.Tensor, pieces: Sequence[Placed]) -> Sequence[torch.Tensor]:
+def _split(flat: torch.Tensor, pieces: Sequence[SlottedPiece]) -> Sequence[torch.Tensor]:
     return torch.split(flat, [piece.numel for _, piece in pieces]) if pieces else ()
 
 
-def _write(flats: Sequence[torch.Tensor], pieces: Sequence[Placed], updates: torch.Tensor) -> None:
+def _write(flats: Sequence[torch.Tensor], pieces: Sequence[SlottedPiece], updates: torch.Tensor) -> None:
     for (_, piece), values in zip(pieces, _split(updates, pieces), strict=True):
         _part(flats, piece).copy_(values)
 
 
-def _part(flats: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
+def _part(flats: Sequence[torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
     return flats[piece.tensor][piece.start : piece.start + piece.numel]

@@ -1,4 +1,4 @@
-"""What every rank of a stage holds of its weights, by their placements and the rules of DeepSpeed's partitions."""
+"""The parts of a stage's weights that each rank holds, by their placements and the rules of DeepSpeed's partitions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ds_npu.parallel.runtime.placement import Placement
-from ds_npu.parallel.whole_matrices.pieces import HeldWeight, Ranges, dims_of
+from ds_npu.parallel.whole_matrices.pieces import Ranges, WeightHolding, dims_of
 from ds_npu.topology.degrees import Axis, Degrees
 
 
@@ -38,16 +38,16 @@ def copy_of(placement: Placement, ranks: Mapping[Axis, int], is_partitioned: boo
 
 def planned_holdings(
     weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, ranks: Sequence[int]
-) -> list[list[HeldWeight]]:
-    """What each of ``ranks`` holds of ``weights``, in the order of the model, when nothing tells where they lie.
+) -> list[list[WeightHolding]]:
+    """The parts of ``weights``, in the order of the model, that each of ``ranks`` holds, by rules alone.
 
     Without ZeRO a rank steps its shards; ZeRO 1 and 2 (DeepSpeed 0.19.8, stage_1_and_2.py) cut all of them, the largest
     first, in equal parts; ZeRO 3 cuts each. Experts are a portion of their own.
     """
     kinds = sorted({weight.placement.is_expert for weight in weights})
-    found: list[list[HeldWeight]] = []
+    found: list[list[WeightHolding]] = []
     for rank in ranks:
-        held: list[HeldWeight] = []
+        held: list[WeightHolding] = []
         for portion, is_expert in enumerate(kinds):
             own = [weight for weight in weights if weight.placement.is_expert == is_expert]
             held += _portion(own, degrees, zero_stage, degrees.coordinates(rank), portion)
@@ -57,7 +57,7 @@ def planned_holdings(
 
 def _portion(
     weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, ranks: Mapping[Axis, int], portion: int
-) -> Iterator[HeldWeight]:
+) -> Iterator[WeightHolding]:
     shapes = [tuple(sum(b - a for a, b in each) for each in ranges_of(weight.placement, ranks)) for weight in weights]
     dims = [shape[3 - len(weight.placement.shape) :] for shape, weight in zip(shapes, weights, strict=True)]
     order = sorted(range(len(weights)), key=lambda index: dims[index], reverse=True)
@@ -83,4 +83,4 @@ def _portion(
         if run[1]:
             copy = copy_of(placement, ranks, zero_stage > 0)
             ranges = ranges_of(placement, ranks)
-            yield HeldWeight(placement.name, placement.shape, *ranges, *run, portion, copy, matrix_rows)
+            yield WeightHolding(placement.name, placement.shape, *ranges, *run, portion, copy, matrix_rows)

@@ -1,8 +1,8 @@
 """The pieces of a matrix that ranks hold: shards of tensor and expert ranks, cut by the partitions of ZeRO.
 
 A weight is [leading, rows, columns]: a stack has a matrix for each leading index, and with ``matrix_rows`` one for each
-so many rows (a head's). Every rank describes what it holds (``HeldWeight``); all that follows is arithmetic, and equal
-on all ranks. No torch.
+so many rows (a head's). Every rank describes what it holds (``WeightHolding``); all that follows is arithmetic, and
+equal on all ranks. No torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class HeldWeight:
+class WeightHolding:
     """One rank's part of one weight: of its shard, the elements in its partition."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the weight in the plain model: 2 dims, 3 of a stack, or 4 of a convolution, whose last three are columns."""
+    """The shape in the plain model: 2 dims, 3 of a stack, or 4 of a convolution, whose last three are columns."""
     leading: Ranges
     rows: Ranges
     columns: Ranges
@@ -64,7 +64,7 @@ class Matrix(NamedTuple):
         return self.rows, self.columns, self.aspect
 
 
-class Tile(NamedTuple):
+class MatrixTile(NamedTuple):
     """A rectangle of a matrix that is a rectangle of a piece, too, whose elements are one after the other by rows."""
 
     start: int
@@ -78,17 +78,17 @@ class Tile(NamedTuple):
     columns: int
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """Elements of one matrix that are one after the other in a tensor of one rank."""
 
     rank: int
     matrix: int
-    """By its index in the portion."""
+    """The index of the matrix in the portion."""
     tensor: int
     start: int
     numel: int
     copy: tuple[int, ...]
-    tiles: tuple[Tile, ...]
+    tiles: tuple[MatrixTile, ...]
 
 
 def dims_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -102,7 +102,7 @@ def dims_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
     raise ValueError(f"a weight of shape {shape} has {len(shape)} dims; matrices are made of 2 to 4")
 
 
-def matrices_of(weight: HeldWeight) -> Iterator[Matrix]:
+def matrices_of(weight: WeightHolding) -> Iterator[Matrix]:
     """The matrices of a weight, in order; raises ValueError where ``matrix_rows`` does not divide its rows."""
     leading, rows, columns = dims_of(weight.shape)
     length = weight.matrix_rows or rows
@@ -113,24 +113,24 @@ def matrices_of(weight: HeldWeight) -> Iterator[Matrix]:
         yield Matrix(weight.name, index, first, length, columns, (aspect[0], aspect[1]))
 
 
-def pieces_of(weight: HeldWeight, rank: int, indices: dict[Matrix, int]) -> Iterator[Piece]:
+def pieces_of(weight: WeightHolding, rank: int, indices: dict[Matrix, int]) -> Iterator[MatrixPiece]:
     """The pieces that ``rank`` has of the matrices of ``weight``, in the order of its tensor; ``indices``: of those."""
     own_rows, own_columns = _length(weight.rows), _length(weight.columns)
     held = range(weight.first, weight.first + weight.numel)
     for matrix in matrices_of(weight):
-        place = _position(weight.leading, matrix.leading)
-        if place is None:
+        offset = _position(weight.leading, matrix.leading)
+        if offset is None:
             continue
         for row, first, rows in _common(weight.rows, matrix.first_row, matrix.rows):
-            begin = (place * own_rows + first) * own_columns
+            begin = (offset * own_rows + first) * own_columns
             start, stop = max(begin, held.start), min(begin + rows * own_columns, held.stop)
             if start < stop:
                 tiles = tuple(_tiles(row, start - begin, stop - begin, weight.columns))
                 position = weight.start + start - weight.first
-                yield Piece(rank, indices[matrix], weight.tensor, position, stop - start, weight.copy, tiles)
+                yield MatrixPiece(rank, indices[matrix], weight.tensor, position, stop - start, weight.copy, tiles)
 
 
-def _tiles(row: int, start: int, stop: int, columns: Ranges) -> Iterator[Tile]:
+def _tiles(row: int, start: int, stop: int, columns: Ranges) -> Iterator[MatrixTile]:
     """Tiles of the elements ``start`` to ``stop`` of a block whose first row is ``row``, and that has ``columns``.
 
     The part of a row before the first whole row, all whole rows, and the part of a row behind them.
@@ -141,24 +141,24 @@ def _tiles(row: int, start: int, stop: int, columns: Ranges) -> Iterator[Tile]:
         rows = (stop - start) // width if left == 0 and stop - start >= width else 1
         end = min((above + rows) * width, stop)
         right = end - (above + rows - 1) * width
-        place = 0
+        offset = 0
         for first, last in columns:
-            low, high = max(left, place), min(right, place + last - first)
+            low, high = max(left, offset), min(right, offset + last - first)
             if low < high:
-                column = first + low - place
-                yield Tile(start - base, right - left, low - left, row + above, rows, column, high - low)
-            place += last - first
+                column = first + low - offset
+                yield MatrixTile(start - base, right - left, low - left, row + above, rows, column, high - low)
+            offset += last - first
         start = end
 
 
 def _common(ranges: Ranges, first: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """What ``ranges`` have of ``length`` indices from ``first``: (index from first, place in ranges, length) each."""
-    place = 0
+    """The parts of ``ranges`` in ``length`` indices from ``first``: (index from first, offset in ranges, length)."""
+    offset = 0
     for start, stop in ranges:
         low, high = max(start, first), min(stop, first + length)
         if low < high:
-            yield low - first, place + low - start, high - low
-        place += stop - start
+            yield low - first, offset + low - start, high - low
+        offset += stop - start
 
 
 def _length(ranges: Ranges) -> int:
@@ -166,10 +166,10 @@ def _length(ranges: Ranges) -> int:
 
 
 def _position(ranges: Ranges, index: int) -> int | None:
-    """The place of ``index`` among the indices of ``ranges``; None where it is in none."""
-    place = 0
+    """The offset of ``index`` among the indices of ``ranges``; None where it is in none."""
+    offset = 0
     for start, stop in ranges:
         if start <= index < stop:
-            return place + index - start
-        place += stop - start
+            return offset + index - start
+        offset += stop - start
     return None

@@ -1,10 +1,10 @@
-"""Who orthogonalises which matrix, and the messages that bring it together and its update back, in waves.
+"""The owner of each matrix, and the messages that bring it together and its update back, in waves.
 
 A plan is computed from what all ranks hold, by every rank alike and without a message; each has its own view of it.
 Each matrix has one owner among the ranks that hold a piece of it, so that the world iterates as often as it has
-matrices. The owner takes the elements that it lacks from the copy of the weight that it has a part of, and sends the
-update to all copies. MindSpeed and Megatron-LM give whole parameters to data ranks, and gather tensor shards on each
-tensor rank. No torch.
+matrices. The owner takes the elements that it does not have from the copy of the weight that it has a part of, and
+sends the update to all copies. MindSpeed and Megatron-LM give whole parameters to data ranks, and gather tensor shards
+on each tensor rank. No torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_npu.parallel.whole_matrices.pieces import HeldWeight, Matrix, Piece, matrices_of, pieces_of
+from ds_npu.parallel.whole_matrices.pieces import Matrix, MatrixPiece, WeightHolding, matrices_of, pieces_of
 
 WAVE = 1 << 26
 """Elements of the matrices that a rank brings together at one time, unless one matrix has more."""
 FLOP_OF_AN_ELEMENT = 25_000.0
-"""FLOP of an iteration in the time in which an element comes and its update goes: some 6 bytes at 50 GB/s, beside
+"""FLOP of an iteration in the time in which an element comes and its update goes: some 6 bytes at 50 GB/s, with
 200 TFLOP/s (Atlas 800T A2, as topology/machines.json has it). It only chooses between owners."""
 
-Placed = tuple[int, Piece]
+SlottedPiece = tuple[int, MatrixPiece]
 """A piece, and the slot of its matrix among those that its owner iterates in a wave."""
 
 
@@ -28,7 +28,7 @@ Placed = tuple[int, Piece]
 class PieceMessage:
     """Pieces that one rank sends to all, or receives from all, in the order of these ranks; ``counts``: elements."""
 
-    pieces: tuple[Placed, ...]
+    pieces: tuple[SlottedPiece, ...]
     counts: tuple[int, ...]
 
 
@@ -37,7 +37,7 @@ class Wave:
     """One rank's part of the matrices that are orthogonalised at one time."""
 
     matrices: tuple[Matrix, ...]
-    """Those that this rank owns; equal shapes stand side by side."""
+    """The matrices that this rank owns; equal shapes follow each other."""
     sent: PieceMessage
     """Pieces of gradients to the owners."""
     received: PieceMessage
@@ -55,13 +55,13 @@ class PortionPlan:
     matrices: tuple[Matrix, ...]
     costs: tuple[float, ...]
     owners: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-    """Of each matrix, of all ranks."""
+    pieces: tuple[tuple[MatrixPiece, ...], ...]
+    """The pieces of each matrix on all ranks."""
     waves: tuple[tuple[int, ...], ...]
     """The matrices of each wave, by index."""
     ranks: int
 
-    def sources(self, matrix: int) -> list[Piece]:
+    def sources(self, matrix: int) -> list[MatrixPiece]:
         """The pieces of which the owner makes the matrix: those of its own copy."""
         owner = self.owners[matrix]
         copy = next(piece.copy for piece in self.pieces[matrix] if piece.rank == owner)
@@ -100,10 +100,10 @@ class PortionPlan:
             is_sent=any(piece.rank != self.owners[piece.matrix] for piece in every),
         )
 
-    def _message(self, pieces: list[Piece], slots: Mapping[int, int], to_owners: bool) -> PieceMessage:
+    def _message(self, pieces: list[MatrixPiece], slots: Mapping[int, int], to_owners: bool) -> PieceMessage:
         """``pieces`` by their owners or their holders, and for one of them in an order that both ends know."""
 
-        def peer(piece: Piece) -> int:
+        def peer(piece: MatrixPiece) -> int:
             return self.owners[piece.matrix] if to_owners else piece.rank
 
         counts = [0] * self.ranks
@@ -116,7 +116,7 @@ class PortionPlan:
         return *self.matrices[matrix].form, matrix
 
 
-def plan_of_portion(held: Sequence[Sequence[HeldWeight]], costs: Mapping[tuple[int, int], float]) -> PortionPlan:
+def plan_of_portion(held: Sequence[Sequence[WeightHolding]], costs: Mapping[tuple[int, int], float]) -> PortionPlan:
     """The plan of weights that are stepped together; ``held``: of each rank; ``costs``: FLOP by rows and columns.
 
     Raises ValueError where the ranks of a copy do not hold the whole of a matrix.
@@ -126,7 +126,7 @@ def plan_of_portion(held: Sequence[Sequence[HeldWeight]], costs: Mapping[tuple[i
         for weight in weights:
             for matrix in matrices_of(weight):
                 indices.setdefault(matrix, len(indices))
-    pieces: list[list[Piece]] = [[] for _ in indices]
+    pieces: list[list[MatrixPiece]] = [[] for _ in indices]
     for rank, weights in enumerate(held):
         for weight in weights:
             for piece in pieces_of(weight, rank, indices):
@@ -139,12 +139,12 @@ def plan_of_portion(held: Sequence[Sequence[HeldWeight]], costs: Mapping[tuple[i
     return PortionPlan(matrices, flop, owners, tuple(map(tuple, pieces)), waves, len(held))
 
 
-def shapes_of(held: Sequence[Sequence[HeldWeight]]) -> set[tuple[int, int]]:
+def shapes_of(held: Sequence[Sequence[WeightHolding]]) -> set[tuple[int, int]]:
     """The rows and columns of all matrices."""
     return {(each.rows, each.columns) for weights in held for weight in weights for each in matrices_of(weight)}
 
 
-def owners_of(pieces: Sequence[Sequence[Piece]], costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+def owners_of(pieces: Sequence[Sequence[MatrixPiece]], costs: Sequence[float], ranks: int) -> tuple[int, ...]:
     """The owner of each matrix: the costliest first, each to the holder that is done with it first."""
     loads, owners = [0.0] * ranks, [0] * len(pieces)
     for matrix in sorted(range(len(pieces)), key=lambda each: (-costs[each], each)):
@@ -178,7 +178,7 @@ def _waves(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> tup
     return tuple(map(tuple, waves))
 
 
-def _check_whole(matrices: Sequence[Matrix], pieces: Sequence[Sequence[Piece]]) -> None:
+def _check_whole(matrices: Sequence[Matrix], pieces: Sequence[Sequence[MatrixPiece]]) -> None:
     for matrix, own in zip(matrices, pieces, strict=True):
         copies: dict[tuple[int, ...], int] = {}
         for piece in own:

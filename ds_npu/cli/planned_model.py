@@ -15,7 +15,9 @@ from torch import nn
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.cli.planned_overlap import overlap_lines
 from ds_npu.config.check import Checked
+from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.problems import printable
+from ds_npu.config.whole_matrices import is_stepped_by_muon
 from ds_npu.engine.pipeline.planned_stages import PlannedStages, planned_stages
 from ds_npu.engine.placements import complete_placements
 from ds_npu.features.build import Build
@@ -31,6 +33,8 @@ from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
 from ds_npu.parallel.runtime.forward_wraps import wraps_of
 from ds_npu.parallel.runtime.marks import marks_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
+from ds_npu.parallel.whole_matrices.holdings import MatrixWeight
+from ds_npu.planner.matrix_report import matrix_lines
 from ds_npu.planner.parameter_bytes import bytes_of_a_parameter
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 from ds_npu.topology.degrees import Axis, Degrees
@@ -73,6 +77,7 @@ def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Sho
     complete_placements(model, topology, ("pp",) if build.is_cut_into_stages else (), checked.zero_stage or 0)
     yield from ("", *summary(model, ds_config, checked))
     yield from overlap_lines(model, ds_config, checked, shown.machine, shown.length)
+    yield from muon_lines(model, ds_config, checked, shown.machine)
     if shown.changes:
         yield from ("", f"What ds_npu changes for {type(model).__name__}, in this order")
         yield from (f"  {line}" for line in (*(list(table(declarations)) or ["nothing"]), *build.notes))
@@ -80,6 +85,20 @@ def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Sho
     if shown.parameters:
         rows = (*placements(model, checked.degrees), ASSUMED)
         yield from ("", "Parameters of rank 0", *(f"  {line}" for line in rows))
+
+
+def muon_lines(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked, machine: Machine) -> Iterator[str]:
+    """Lines about the matrices of ``model``; none with other optimizers, or with a matrix for each head."""
+    is_muon = str(value_at({**ds_config}, "optimizer.type")).lower() == "muon"
+    if not is_muon or value_at({**ds_config}, "optimizer.params.per_head_muon") is True:
+        return
+    weights = [
+        MatrixWeight(placement_of(weight))
+        for name, weight in model.named_parameters()
+        if is_stepped_by_muon(name, weight.dim()) and weight.requires_grad
+    ]
+    coefficients = checked.config.muon.coefficients
+    yield from ("", *matrix_lines(weights, checked.degrees, checked.zero_stage or 0, coefficients, machine))
 
 
 def summary(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked) -> Iterator[str]:

@@ -18,6 +18,7 @@ from ds_npu.config.problems import Config, ConfigError, Problem
 from ds_npu.config.reading import read
 from ds_npu.config.rules import broken_rules
 from ds_npu.config.sections import DsNpuConfig
+from ds_npu.config.whole_matrices import muon_problems
 from ds_npu.topology.degrees import Degrees
 
 PIPELINES_REFUSE = "a deepspeed.PipelineModule trains with: DeepSpeed's pipelines refuse stages 2 and 3"
@@ -69,6 +70,7 @@ def check(
         *_pipeline(ds_config, config.parallel.pipeline, stages, doubtful),
         *conflicts(ds_config, config, dp, doubtful),
         *deepspeed_problems(ds_config),
+        *muon_problems(ds_config),
         *batch_problems,
         *unmet(config),
     ]

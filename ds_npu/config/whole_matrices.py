@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ds_npu.config.deepspeed_keys import value_at
-from ds_npu.config.problems import Config
+from ds_npu.config.problems import Config, Problem
 
 MUON = "use_muon"
 """DeepSpeed's setting of the parameter groups that Muon steps."""
 BY_ELEMENT = "momentum_by_element"
 """The setting of groups whose momenta lie as their weights do; DeepSpeed's own in ZeRO 1 and 2 do not."""
 ZERO = "zero_optimization"
-WHERE = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
+OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
+APART = ("embed", "lm_head")
+"""Words in names of weights that AdamW steps."""
 
 
-def why_not_on_whole_matrices(ds_config: Config) -> str | None:
-    """Why Muon cannot step whole matrices with ``ds_config``: the key, what was found, the way out; None if it can."""
-    for key in WHERE:
+def is_stepped_by_muon(name: str, dims: int) -> bool:
+    """Whether Muon steps a weight, as DeepSpeed 0.19.8 has it (``set_optimizer_flags``)."""
+    return dims >= 2 and not any(word in name.lower() for word in APART)
+
+
+def muon_problems(ds_config: Config) -> Iterator[Problem]:
+    """The keys of ``ds_config`` with which Muon, if it has that, cannot step whole matrices."""
+    if str(value_at(ds_config, "optimizer.type")).lower() == "muon":
+        yield from against_whole_matrices(ds_config)
+
+
+def against_whole_matrices(ds_config: Config) -> Iterator[Problem]:
+    """The keys of ``ds_config`` with which no optimizer can step whole matrices."""
+    for key in OFFLOADS:
         if (found := value_at(ds_config, key)) not in (None, "none"):
-            return (
-                f"{key}: found {found} with optimizer.type Muon, whose matrices are orthogonalised on the device. "
-                "What to do: leave it out; or AdamW"
-            )
-    if value_at(ds_config, f"{ZERO}.zenflow") is not None:
-        return f"{ZERO}.zenflow: it steps parts of weights, optimizer.type Muon whole ones. What to do: leave it out"
-    return None
+            accepted = "'none', or left out, with optimizer.type Muon, whose matrices are orthogonalised on the device"
+            yield Problem(key, found, accepted)
+    if (found := value_at(ds_config, f"{ZERO}.zenflow")) is not None:
+        yield Problem(f"{ZERO}.zenflow", found, "left out with optimizer.type Muon: it steps parts of weights")

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_npu.config.whole_matrices import why_not_on_whole_matrices
+from ds_npu.config.problems import ConfigError
+from ds_npu.config.whole_matrices import against_whole_matrices
 from ds_npu.zero_ext.matrix_holdings import plan_whole_matrices
 from ds_npu.zero_ext.matrix_optimizer import MatrixOptimizer, MatrixSettings
 
@@ -38,8 +39,8 @@ class WholeMatrices:
         if muon is None or not isinstance(optimizer, muon.MuonWithAuxAdam):
             return optimizer
         engine: Any = self
-        if reason := why_not_on_whole_matrices(engine._config._param_dict):
-            raise ValueError(reason)
+        if problems := list(against_whole_matrices(engine._config._param_dict)):
+            raise ConfigError(problems)
         return MatrixOptimizer(optimizer, MatrixSettings())
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:

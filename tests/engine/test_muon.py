@@ -150,7 +150,7 @@ def test_an_optimizer_of_the_clients_own():
 def test_refusals():
     offload = {"offload_optimizer": {"device": "cpu"}}
     cases = [
-        (MuonCase("llama", 2, over(tensor=2), zero=offload), {}, "^zero_optimization.offload_optimizer.device: found"),
+        (MuonCase("llama", 2, over(tensor=2), zero=offload), {}, "zero_optimization.offload_optimizer.device: found"),
         (MuonCase("llama", 1, over(tensor=2), zero={"elastic_checkpoint": True}), {}, "DeepSpeedZeroOptimizer keeps"),
         (MuonCase("llama", 1, {"muon": {"scale": "rms"}}), {"optimizer": ADAM}, "^ds_npu.muon: found"),
         (MuonCase("gpt2", 1, over(tensor=2), params={"per_head_muon": True}), {}, "no attention projection could be"),

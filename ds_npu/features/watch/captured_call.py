@@ -119,6 +119,17 @@ class CapturedCall:
         given = {"args": args, "kwargs": kwargs}
         if not self.wrong.is_backward:
             self.came = statistics_in(kwargs) | statistics_in(args, "args")
+        size = sum(each.nbytes for _, each in named_leaves(given))
+        if size > MOST_BYTES:
+            # Without them the file holds the operator alone.
+            self.left_out.append(f"arguments of {size / 2**30:.1f} GiB, more than {MOST_BYTES / 2**30:.0f}")
+        else:
+            self._describe(module, given)
+        if not self.wrong.is_backward:
+            return None
+        return _bordered((args, kwargs), dict(named_leaves({**kwargs, "args": args})), self._note_gradient)
+
+    def _describe(self, module: nn.Module, given: dict[str, Any]) -> None:
         autocast = torch.is_autocast_enabled(self.device_type)
         self.data |= {
             "module": module_data(module),
@@ -128,9 +139,6 @@ class CapturedCall:
             "autocast": torch.get_autocast_dtype(self.device_type) if autocast else None,
         }
         self.left_out += unknown_in(self.data["arguments"])
-        if not self.wrong.is_backward:
-            return None
-        return _bordered((args, kwargs), dict(named_leaves({**kwargs, "args": args})), self._note_gradient)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._is_running:
